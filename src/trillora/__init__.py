@@ -1,0 +1,56 @@
+"""Trillora: LoRA fine-tuning of any Hugging Face causal language model on TPU, GPU and CPU.
+
+    import trillora
+    trillora.train("recipe.yaml", out="runs/first", train={"steps": 60})
+
+Names are loaded when first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trillora.config import Recipe, load_recipe
+    from trillora.errors import TrilloraError
+    from trillora.events import Listener
+    from trillora.trainer import TrainResult
+
+__version__ = "0.1.0"
+__all__ = ["Recipe", "TrilloraError", "__version__", "load_recipe", "train"]
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any], *, out: str | Path, listener: Listener | None = None, **overrides: Any
+) -> TrainResult:
+    """Trains by a recipe (a YAML file or a mapping) into the folder `out`.
+
+    Overrides go on top, as sections (`train={"steps": 5}`) or dotted (`**{"train.steps": 5}`). Without a listener the
+    run reports as on the command line.
+    """
+    from pathlib import Path
+
+    from trillora.config import load_recipe
+    from trillora.console import console_listener
+    from trillora.trainer import train as run
+
+    loaded = load_recipe(recipe, overrides)
+    if listener is not None:
+        return run(loaded, Path(out), listener=listener)
+    with console_listener() as shown:
+        return run(loaded, Path(out), listener=shown)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Recipe", "load_recipe"):
+        from trillora import config
+
+        return getattr(config, name)
+    if name == "TrilloraError":
+        from trillora.errors import TrilloraError
+
+        return TrilloraError
+    raise AttributeError(f"module 'trillora' has no attribute '{name}'")

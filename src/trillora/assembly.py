@@ -1,0 +1,184 @@
+"""The parts of a run put together: model and engine meet here, on shapes alone.
+
+`assemble` needs a configuration and devices, no weights: training fills the shapes with arrays, and whoever wants to
+know beforehand whether a run fits compiles the very same step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from trillora.config import Recipe
+from trillora.engine.loss import Totals, chunked_loss, chunked_totals, token_losses, totals
+from trillora.engine.optim import make_optimizer, make_schedule
+from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
+from trillora.mesh import batch_sharding, replicated, weight_spec
+from trillora.model.bridge import CausalLM
+from trillora.model.layout import Layout, Leaf, Tree
+from trillora.model.lora import LoraSpec
+
+BATCH_DTYPES = {
+    "tokens": jnp.int32,
+    "targets": jnp.int32,
+    "weights": jnp.float32,
+    "segments": jnp.int32,
+    "positions": jnp.int32,
+}
+# Collective matmul makes the program larger, slower to compile and, where it was measured, slower to run.
+TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+COPIED_ADAPTER_BYTES = 2**30  # adapter and optimiser up to this size are copied to every device, not split
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A step ready to be compiled, and where its arguments live."""
+
+    model: CausalLM
+    mesh: Mesh
+    spec: LoraSpec
+    optimizer: optax.GradientTransformation
+    train_step: Any
+    eval_step: Any
+    base_shardings: dict[str, NamedSharding]
+    adapter_shardings: dict[str, NamedSharding]
+    state_shapes: TrainState
+    base_shapes: Tree
+    batch_shapes: Tree
+
+    def lower(self) -> Any:
+        """The step as a program for the mesh's devices. Of its arguments, the state is given up for the new one."""
+        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
+        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(state_shardings, replicated(self.mesh)))
+        return step.lower(self.state_shapes, self.base_shapes, self.batch_shapes)
+
+    def compile(self) -> Any:
+        is_tpu = self.mesh.devices.flat[0].platform == "tpu"
+        return self.lower().compile(compiler_options=TPU_OPTIONS if is_tpu and self.mesh.size > 1 else None)
+
+
+def assemble(recipe: Recipe, config: Any, mesh: Mesh, num_steps: int) -> Assembly:
+    """`recipe` has no `auto` left; `config` is the model's; the mesh may be of devices that are not here."""
+    train, engine = recipe.train, recipe.engine
+    spec = lora_spec(recipe)
+    assert engine.attention != "auto" and engine.remat != "auto" and engine.loss_chunk != "auto"
+    assert train.micro_batch_size != "auto"
+    model = CausalLM(
+        config,
+        dtype=recipe.model.dtype,
+        lora=spec,
+        scan=engine.layers == "scan",
+        remat=engine.remat,
+        attention=engine.attention,
+        mesh=mesh,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    chunk = loss_chunk_positions(engine.loss_chunk, train.micro_batch_size // shards, train.sequence_length)
+    optimizer = make_optimizer(train.optimizer, train.weight_decay)
+    train_step = make_train_step(
+        loss_function(model, chunk),
+        optimizer,
+        make_schedule(train.schedule, train.learning_rate, train.warmup_steps, num_steps),
+        max_grad_norm=train.max_grad_norm,
+        num_micro_batches=train.batch_size // train.micro_batch_size,
+    )
+    base_shardings = weight_shardings(model, mesh)
+    adapter_shardings = shard_adapter(model.adapter_layout, mesh)
+    adapter = _shapes(model.adapter_layout, adapter_shardings)
+    batch_size = (train.batch_size, train.sequence_length)
+    return Assembly(
+        model=model,
+        mesh=mesh,
+        spec=spec,
+        optimizer=optimizer,
+        train_step=train_step,
+        eval_step=make_eval_step(evaluation_function(model, chunk)),
+        base_shardings=base_shardings,
+        adapter_shardings=adapter_shardings,
+        state_shapes=_state_shapes(adapter, optimizer, adapter_shardings, mesh),
+        base_shapes=_shapes(model.layout, base_shardings),
+        batch_shapes={
+            name: jax.ShapeDtypeStruct(batch_size, dtype, sharding=batch_sharding(mesh))
+            for name, dtype in BATCH_DTYPES.items()
+        },
+    )
+
+
+def lora_spec(recipe: Recipe) -> LoraSpec:
+    lora = recipe.lora
+    return LoraSpec(lora.rank, lora.alpha, lora.rslora, lora.dropout, lora.targets)
+
+
+def loss_chunk_positions(tokens: int, rows_per_device: int, sequence_length: int) -> int:
+    """Positions of every row that make about this many tokens on a device."""
+    return max(1, min(sequence_length, tokens // max(rows_per_device, 1)))
+
+
+def loss_function(model: CausalLM, chunk: int) -> Loss:
+    """Summed loss of a batch. A model whose head cannot be called apart gets its logits whole."""
+
+    def loss(adapter: Tree, base: Tree, batch: Batch, key: jax.Array) -> jax.Array:
+        dropout_key = key if model.has_dropout else None
+        if not model.has_separate_head:
+            logits = model.logits(base, adapter, batch, dropout_key)
+            return (token_losses(logits, batch["targets"]) * batch["weights"]).sum()
+        hidden = model.hidden(base, adapter, batch, dropout_key)
+        head_adapter = model.head_adapter(adapter)
+        return chunked_loss(model.head, base, head_adapter, hidden, batch["targets"], batch["weights"], chunk)
+
+    return loss
+
+
+def evaluation_function(model: CausalLM, chunk: int) -> Evaluation:
+    def evaluate(adapter: Tree, base: Tree, batch: Batch) -> Totals:
+        if not model.has_separate_head:
+            return totals(model.logits(base, adapter, batch), batch["targets"], batch["weights"])
+        hidden = model.hidden(base, adapter, batch)
+        head_adapter = model.head_adapter(adapter)
+        return chunked_totals(model.head, base, head_adapter, hidden, batch["targets"], batch["weights"], chunk)
+
+    return evaluate
+
+
+def weight_shardings(model: CausalLM, mesh: Mesh) -> dict[str, NamedSharding]:
+    on_last_dim = model.weights_split_on_last_dim()
+
+    def spec(leaf: Leaf) -> NamedSharding:
+        last = leaf.names[0] in on_last_dim
+        return NamedSharding(mesh, weight_spec(leaf.shape, mesh, stacked=leaf.stacked, tensor_on_last_dim=last))
+
+    return {key: spec(leaf) for key, leaf in model.layout.items()}
+
+
+def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Copied to every device while that is cheap, which saves the gathering; else split like the base."""
+    with_optimizer = 3 * sum(leaf.num_bytes for leaf in layout.values())
+    if with_optimizer <= COPIED_ADAPTER_BYTES:
+        return {key: replicated(mesh) for key in layout}
+    return {
+        key: NamedSharding(mesh, weight_spec(leaf.shape, mesh, stacked=leaf.stacked)) for key, leaf in layout.items()
+    }
+
+
+def _shapes(layout: Layout, shardings: dict[str, NamedSharding]) -> Tree:
+    return {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[key]) for key, leaf in layout.items()}
+
+
+def _state_shapes(
+    adapter: Tree, optimizer: optax.GradientTransformation, shardings: dict[str, NamedSharding], mesh: Mesh
+) -> TrainState:
+    """The optimiser keeps trees like the adapter's: each array lies where its parameter does."""
+
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        key = getattr(path[-1], "key", None)
+        sharding = shardings.get(key, replicated(mesh)) if isinstance(key, str) else replicated(mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    shapes = jax.eval_shape(lambda a: initial_state(a, optimizer, 0), adapter)
+    return jax.tree_util.tree_map_with_path(place, shapes)

@@ -1,0 +1,146 @@
+"""The command line: verbs, and how their errors reach a person.
+
+A verb reads its arguments and calls the library; what it needs is imported inside it, so that `--help` is instant.
+Exit codes: 0 done, 2 a mistake a person can mend (told without a traceback), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import trillora
+from trillora.errors import TrilloraError
+from trillora.events import Event, Listener, to_json
+
+EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 130
+
+
+class Verbs(TyperGroup):
+    """Every verb's errors end here: as text and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TrilloraError as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(EXIT_MISTAKE) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a traceback is ours to fix: plain text travels best in a report
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="LoRA fine-tuning of any Hugging Face causal language model on TPU, GPU and CPU.",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print each event as one line of JSON.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"trillora {trillora.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The YAML file that describes the run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options on top, as in train.steps=10.")
+    ] = None,
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="RUN", help="Folder for everything the run writes.")],
+    as_json: AsJson = False,
+) -> None:
+    """Train an adapter by a recipe."""
+    from trillora.config import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    _require_new(out)
+    with _reporting(as_json) as listener:
+        from trillora import trainer
+
+        trainer.train(loaded, out, listener=listener)
+
+
+@app.command()
+def quickstart(
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="RUN", help="Folder for everything the run writes.")
+    ] = Path("runs/quickstart"),
+    as_json: AsJson = False,
+) -> None:
+    """Train a real model on real data, offline, in minutes on a laptop."""
+    with _reporting(as_json) as listener:
+        from trillora import quickstart as lesson
+
+        lesson.run(out, listener)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a recipe, for editors."""
+    import json
+
+    from trillora.config import recipe_schema
+
+    print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    _print_version(True)
+
+
+def _require_new(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise TrilloraError("A run is a folder; this is a file.", where=str(out), do="choose another --out")
+    if out.is_dir() and any(out.iterdir()):
+        raise TrilloraError(
+            "The run folder already holds files; a run never writes over another.",
+            where=str(out),
+            do="choose another --out, or remove the folder first",
+        )
+
+
+@contextmanager
+def _reporting(as_json: bool) -> Iterator[Listener]:
+    if as_json:
+        yield _print_json
+        return
+    from trillora.console import console_listener
+
+    with console_listener() as listener:
+        yield listener
+
+
+def _print_json(event: Event) -> None:
+    print(to_json(event), flush=True)
+
+
+def main() -> None:
+    """Entry point of the `trillora` script."""
+    app(prog_name="trillora")

@@ -1,0 +1,257 @@
+"""Attention in every form the models ask for: one reference and the two kernels that are tested against it.
+
+Legend: B rows, T query tokens, S key tokens, H query heads, K key/value heads, D key width, E value width.
+
+| implementation | where | forms it cannot do (the reference steps in) |
+|---|---|---|
+| `xla` | anywhere: the reference | none |
+| `splash` | TPU: the Pallas kernel that ships in jax | an additive bias; sinks where jax's kernel has none |
+| `cudnn` | NVIDIA GPUs | soft caps, sinks, float32, E other than D, heads wider than 256 |
+
+Documents packed into one row are kept apart by segment ids. Chunked attention is the same thing once more: the chunk
+a token's position falls into refines its segment.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
+Implementation = Literal["xla", "splash", "cudnn"]
+MASKED = -1e30  # finite, so that a row with nothing to see gives a mean instead of NaN
+SAVED_NAME = "attention"  # what a remat policy calls this output
+SPLASH_LANES = 128  # the kernel's blocks are multiples of this
+SPLASH_PADDING = -1  # segment of the tokens added to reach a whole block; no real token has it
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """Which keys a query may see, as a rule instead of a T x S array."""
+
+    causal: bool = True
+    window: int | None = None  # a query sees itself and window - 1 tokens before
+    chunk: int | None = None  # positions in other chunks of this length are not seen
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How raw scores become logits."""
+
+    scale: float
+    softcap: float | None = None
+
+
+def attend(
+    query_BTHD: jax.Array,
+    key_BSKD: jax.Array,
+    value_BSKE: jax.Array,
+    rule: MaskRule,
+    scores: Scores,
+    *,
+    sinks_H: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
+    positions_BT: jax.Array | None = None,
+    bias_BHTS: jax.Array | None = None,
+    implementation: Implementation = "xla",
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention output [B, T, H, E] by the implementation asked for, or by the reference where it cannot.
+
+    `interpret` runs the TPU kernel's program step by step on any backend, for tests.
+    """
+    if rule.chunk is not None:
+        segments_BT = refine_by_chunk(segments_BT, positions_BT, rule.chunk, query_BTHD.shape[:2])
+    if unsupported(implementation, query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, bias_BHTS):
+        implementation = "xla"
+    if implementation == "splash":
+        return _splash(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, interpret)
+    if implementation == "cudnn":
+        return _cudnn(query_BTHD, key_BSKD, value_BSKE, rule, scores, segments_BT)
+    return _reference(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, bias_BHTS)
+
+
+def refine_by_chunk(
+    segments_BT: jax.Array | None, positions_BT: jax.Array | None, chunk: int, shape: tuple[int, ...]
+) -> jax.Array:
+    """Segment ids under which two tokens are equal only if they share document and chunk."""
+    num_tokens = shape[1]
+    positions = jnp.arange(num_tokens)[None] if positions_BT is None else positions_BT
+    chunks = jnp.broadcast_to(positions // chunk, shape).astype(jnp.int32)
+    if segments_BT is None:
+        return chunks
+    return segments_BT * (num_tokens // chunk + 1) + chunks
+
+
+def unsupported(
+    implementation: Implementation,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    rule: MaskRule,
+    scores: Scores,
+    sinks: jax.Array | None,
+    bias: jax.Array | None,
+) -> str | None:
+    """Why this implementation cannot do this form of attention, or None when it can."""
+    if implementation == "xla":
+        return None
+    if bias is not None:
+        return "an additive bias"
+    if query.shape[1] != key.shape[1]:
+        return "queries and keys of different length"
+    if implementation == "splash":
+        if sinks is not None and not _splash_has_sinks():
+            return "attention sinks (this jax's kernel has none)"
+        return None if rule.causal else "a mask that is not causal"
+    if scores.softcap is not None or sinks is not None:
+        return "soft-capped scores or attention sinks"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{query.dtype} (only bfloat16 and float16)"
+    if value.shape[-1] != query.shape[-1] or query.shape[-1] % 8 or query.shape[-1] > 256:
+        return f"heads of width {query.shape[-1]} with values of width {value.shape[-1]}"
+    return None
+
+
+def visible(rule: MaskRule, num_queries: int, num_keys: int, segments_BT: jax.Array | None) -> jax.Array:
+    """The rule as a boolean array [1 or B, T, S]."""
+    query_index = jnp.arange(num_queries)[:, None]
+    key_index = jnp.arange(num_keys)[None, :]
+    mask = jnp.ones((num_queries, num_keys), bool)
+    if rule.causal:
+        mask &= key_index <= query_index
+    if rule.window is not None:
+        mask &= query_index - key_index < rule.window
+    if segments_BT is None:
+        return mask[None]
+    return mask[None] & (segments_BT[:, :, None] == segments_BT[:, None, :])
+
+
+def _reference(
+    query_BTHD: jax.Array,
+    key_BSKD: jax.Array,
+    value_BSKE: jax.Array,
+    rule: MaskRule,
+    scores: Scores,
+    sinks_H: jax.Array | None,
+    segments_BT: jax.Array | None,
+    bias_BHTS: jax.Array | None,
+) -> jax.Array:
+    """Plain XLA. Query heads are grouped by the key head they share, so keys are never repeated in memory."""
+    B, T, H, D = query_BTHD.shape
+    S, K = key_BSKD.shape[1:3]
+    query = query_BTHD.reshape(B, T, K, H // K, D)
+    logits = jnp.einsum("btkgd,bskd->bkgts", query, key_BSKD, preferred_element_type=jnp.float32) * scores.scale
+    if scores.softcap is not None:
+        logits = jnp.tanh(logits / scores.softcap) * scores.softcap
+    if bias_BHTS is not None:
+        bias = jnp.where(bias_BHTS, 0.0, MASKED) if bias_BHTS.dtype == jnp.bool_ else bias_BHTS
+        bias = jnp.broadcast_to(bias, (bias.shape[0], H, T, S)).reshape(-1, K, H // K, T, S)
+        logits = logits + bias.astype(jnp.float32)
+    logits = jnp.where(visible(rule, T, S, segments_BT)[:, None, None], logits, MASKED)
+    if sinks_H is None:
+        weights = jax.nn.softmax(logits, axis=-1)
+    else:
+        sink = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(1, K, H // K, 1, 1), (*logits.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([logits, sink], axis=-1), axis=-1)[..., :-1]
+    out = jnp.einsum("bkgts,bske->btkge", weights.astype(value_BSKE.dtype), value_BSKE)
+    return out.reshape(B, T, H, value_BSKE.shape[-1])
+
+
+def _cudnn(
+    query_BTHD: jax.Array,
+    key_BSKD: jax.Array,
+    value_BSKE: jax.Array,
+    rule: MaskRule,
+    scores: Scores,
+    segments_BT: jax.Array | None,
+) -> jax.Array:
+    if segments_BT is None:
+        mask = None
+        causal, window = rule.causal, None if rule.window is None else (rule.window - 1, 0)
+    else:
+        mask, causal, window = visible(rule, query_BTHD.shape[1], key_BSKD.shape[1], segments_BT)[:, None], False, None
+    return jax.nn.dot_product_attention(
+        query_BTHD,
+        key_BSKD,
+        value_BSKE,
+        mask=mask,
+        scale=scores.scale,
+        is_causal=causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+
+
+def _splash(
+    query_BTHD: jax.Array,
+    key_BSKD: jax.Array,
+    value_BSKE: jax.Array,
+    rule: MaskRule,
+    scores: Scores,
+    sinks_H: jax.Array | None,
+    segments_BT: jax.Array | None,
+    interpret: bool,
+) -> jax.Array:
+    """The kernel works on [heads, tokens, width] of one row; rows are mapped over, tokens padded to whole blocks."""
+    B, T, H, _ = query_BTHD.shape
+    padding = -T % SPLASH_LANES
+    if padding and segments_BT is None:
+        segments_BT = jnp.zeros((B, T), jnp.int32)
+    if segments_BT is not None:
+        segments_BT = jnp.pad(segments_BT, ((0, 0), (0, padding)), constant_values=SPLASH_PADDING)
+
+    def heads_first(array: jax.Array) -> jax.Array:
+        return jnp.pad(array, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
+
+    query = heads_first((query_BTHD * scores.scale).astype(query_BTHD.dtype))
+    kernel = _splash_kernel(H, T + padding, rule.window, scores.softcap, interpret)
+    extra: dict[str, Any] = {} if sinks_H is None else {"sinks": sinks_H}
+
+    def one_row(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None) -> jax.Array:
+        ids = None if segments is None else splash.SegmentIds(q=segments, kv=segments)
+        return kernel(query, key, value, segment_ids=ids, **extra)
+
+    in_axes = (0, 0, 0, None if segments_BT is None else 0)
+    out = jax.vmap(one_row, in_axes=in_axes)(query, heads_first(key_BSKD), heads_first(value_BSKE), segments_BT)
+    return out.swapaxes(1, 2)[:, :T].astype(value_BSKE.dtype)
+
+
+@functools.cache
+def _splash_kernel(num_heads: int, num_tokens: int, window: int | None, softcap: float | None, interpret: bool) -> Any:
+    block = max(b for b in (128, 256, 512, 1024) if num_tokens % b == 0 and b <= num_tokens)
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        use_fused_bwd_kernel=True,
+    )
+    shape = (num_tokens, num_tokens)
+    if window is None or window >= num_tokens:
+        mask: Any = splash_mask.CausalMask(shape)
+    else:
+        mask = splash_mask.LocalMask(shape, (window - 1, 0), 0)
+    with jax.ensure_compile_time_eval():  # the mask's block tables are constants of the program, not tracers
+        return splash.make_splash_mha(
+            splash_mask.MultiHeadMask([mask] * num_heads),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=softcap,
+            residual_checkpoint_name=SAVED_NAME,  # so that a backward pass need not run the forward kernel again
+            interpret=interpret,
+        )
+
+
+@functools.cache
+def _splash_has_sinks() -> bool:
+    return "sinks" in inspect.signature(splash.attention_reference).parameters

@@ -1,0 +1,117 @@
+"""Cross-entropy over hidden states, chunk by chunk: whole logits never exist.
+
+Training needs the gradient of the loss with respect to the hidden states. It is computed in the same pass as the loss,
+while a chunk's logits are at hand, and kept; the backward pass only scales it. That is one product over the vocabulary
+fewer than recomputing logits, and no more memory than one chunk of them.
+
+Legend: B rows, T tokens, C tokens of a chunk, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+Head = Callable[[Tree, Tree, jax.Array], jax.Array]  # (base, head adapter, hidden [B, C, D]) -> logits [B, C, V]
+
+
+class Totals(NamedTuple):
+    """Sums over supervised tokens; divided once, by the caller, so any split of a batch gives the same loss."""
+
+    loss: jax.Array
+    num_correct: jax.Array  # tokens whose likeliest prediction is the target
+
+
+def token_losses(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Negative log-likelihood of each target, in float32. The reference."""
+    logits = logits_BTV.astype(jnp.float32)
+    target = jnp.take_along_axis(logits, targets_BT[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - target
+
+
+def totals(logits_BTV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> Totals:
+    """Loss and hits of whole logits."""
+    hits = jnp.argmax(logits_BTV, axis=-1) == targets_BT
+    return Totals((token_losses(logits_BTV, targets_BT) * weights_BT).sum(), (hits * weights_BT).sum())
+
+
+def chunked_loss(
+    head: Head,
+    base: Tree,
+    head_adapter: Tree,
+    hidden_BTD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    chunk: int,
+) -> jax.Array:
+    """Summed loss, differentiable in `head_adapter` and `hidden_BTD`; `chunk` tokens of every row at a time."""
+
+    @jax.custom_vjp
+    def loss_only(head_adapter: Tree, hidden_BTD: jax.Array) -> jax.Array:
+        return chunked_totals(head, base, head_adapter, hidden_BTD, targets_BT, weights_BT, chunk).loss
+
+    def loss_and_gradient(head_adapter: Tree, hidden_BTD: jax.Array) -> tuple[jax.Array, tuple[Tree, jax.Array]]:
+        def one_chunk(carry: tuple[jax.Array, Tree], xs: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+            loss, adapter_gradient = carry
+            hidden, targets, weights = xs
+            logits, pull_back = jax.vjp(lambda a, h: head(base, a, h), head_adapter, hidden)
+            logits_32 = logits.astype(jnp.float32)
+            log_sum = jax.nn.logsumexp(logits_32, axis=-1, keepdims=True)
+            is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+            losses = log_sum[..., 0] - jnp.where(is_target, logits_32, 0.0).sum(-1)
+            error = (jnp.exp(logits_32 - log_sum) - is_target) * weights[..., None]
+            d_adapter, d_hidden = pull_back(error.astype(logits.dtype))
+            adapter_gradient = jax.tree.map(jnp.add, adapter_gradient, d_adapter)
+            return (loss + (losses * weights).sum(), adapter_gradient), d_hidden
+
+        start = (jnp.float32(0), jax.tree.map(jnp.zeros_like, head_adapter))
+        chunks = _chunks(hidden_BTD, targets_BT, weights_BT, chunk)
+        (loss, adapter_gradient), d_chunks = jax.lax.scan(one_chunk, start, chunks)
+        return loss, (adapter_gradient, _join(d_chunks, hidden_BTD.shape[1]))
+
+    def scale(gradients: tuple[Tree, jax.Array], cotangent: jax.Array) -> tuple[Tree, jax.Array]:
+        return jax.tree.map(lambda g: g * cotangent.astype(g.dtype), gradients)
+
+    loss_only.defvjp(loss_and_gradient, scale)
+    return loss_only(head_adapter, hidden_BTD)
+
+
+def chunked_totals(
+    head: Head,
+    base: Tree,
+    head_adapter: Tree,
+    hidden_BTD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    chunk: int,
+) -> Totals:
+    """Loss and hits without a gradient."""
+
+    def one_chunk(sums: Totals, xs: tuple[jax.Array, ...]) -> tuple[Totals, None]:
+        hidden, targets, weights = xs
+        part = totals(head(base, head_adapter, hidden), targets, weights)
+        return jax.tree.map(jnp.add, sums, part), None
+
+    start = Totals(jnp.float32(0), jnp.float32(0))
+    return jax.lax.scan(one_chunk, start, _chunks(hidden_BTD, targets_BT, weights_BT, chunk))[0]
+
+
+def _chunks(hidden_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, chunk: int) -> tuple[jax.Array, ...]:
+    """[B, T, …] as [chunks, B, C, …]: every device works on its own rows of every chunk. The last chunk is filled with
+    tokens of no weight."""
+    padding = -hidden_BTD.shape[1] % chunk
+
+    def split(array: jax.Array) -> jax.Array:
+        array = jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2))
+        return array.reshape(array.shape[0], -1, chunk, *array.shape[2:]).swapaxes(0, 1)
+
+    return split(hidden_BTD), split(targets_BT), split(weights_BT)
+
+
+def _join(chunks: jax.Array, num_tokens: int) -> jax.Array:
+    joined = chunks.swapaxes(0, 1)
+    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :num_tokens]

@@ -1,0 +1,140 @@
+"""Devices as a named mesh, and the rules that lay any model's weights over it.
+
+Three axes: `data` copies the base, `fsdp` splits it and gathers each layer as it is used, `tensor` splits the products
+themselves. Rows of a batch are split over the first two. No rule knows a model by name: it sees shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trillora.errors import TrilloraError
+
+DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
+AXES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)
+BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
+SMALL = 2**16  # elements; below this a weight costs less copied than gathered
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def num_batch_shards(self) -> int:
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        return f"data {self.data} x fsdp {self.fsdp} x tensor {self.tensor}"
+
+
+def find_devices(backend: str, num_devices: int | None) -> list[jax.Device]:
+    """The devices asked for, or an error: a run never falls back to another kind of chip in silence."""
+    try:
+        devices = jax.devices() if backend == "auto" else jax.devices(backend)
+    except RuntimeError as error:
+        seen = ", ".join(sorted({d.platform for d in jax.devices()}))
+        raise TrilloraError(
+            f"No {backend} device was found on this machine.",
+            where="hardware.backend",
+            do=f"use what is there (hardware.backend={seen}), or install jax for {backend} and check the runtime type",
+        ) from error
+    if num_devices is None:
+        return devices
+    if num_devices > len(devices):
+        raise TrilloraError(
+            f"{num_devices} devices asked for, {len(devices)} {devices[0].platform} found.",
+            where="hardware.devices",
+            do=f"set hardware.devices to {len(devices)} or auto",
+        )
+    return devices[:num_devices]
+
+
+def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
+    if shape.size != len(devices):
+        raise TrilloraError(
+            f"A mesh of {shape} needs {shape.size} devices, {len(devices)} are used.",
+            where="hardware.mesh",
+            do=f"choose sizes whose product is {len(devices)}, or set hardware.mesh to auto",
+        )
+    return Mesh(np.array(devices).reshape(shape.data, shape.fsdp, shape.tensor), AXES)
+
+
+def weight_spec(
+    shape: tuple[int, ...], mesh: Mesh, *, stacked: bool, tensor_on_last_dim: bool = False
+) -> PartitionSpec:
+    """How a frozen weight is split: `tensor` over the last dim or the one before, `fsdp` over the largest dim left.
+    The stacked dim is never split; what is small or does not divide evenly is copied."""
+    spec: list[str | None] = [None] * len(shape)
+    dims = list(range(1 if stacked else 0, len(shape)))
+    if len(dims) < 2 or math.prod(shape[dims[0] :]) < SMALL:
+        return PartitionSpec()
+    tensor_dim = dims[-1] if tensor_on_last_dim else dims[-2]
+    if mesh.shape[TENSOR_AXIS] > 1 and shape[tensor_dim] % mesh.shape[TENSOR_AXIS] == 0:
+        spec[tensor_dim] = TENSOR_AXIS
+    for dim in sorted(dims, key=lambda d: -shape[d]):
+        if spec[dim] is None and mesh.shape[FSDP_AXIS] > 1 and shape[dim] % mesh.shape[FSDP_AXIS] == 0:
+            spec[dim] = FSDP_AXIS
+            break
+    return PartitionSpec(*spec)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over the batch axes; tokens of a row stay together."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Host arrays onto the mesh; every process holds the whole batch and places only its own rows."""
+    sharding = batch_sharding(mesh)
+    return {
+        name: jax.make_array_from_callback(array.shape, sharding, array.__getitem__) for name, array in batch.items()
+    }
+
+
+def split_rows(array: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Tell the compiler that the leading dim is rows of the batch."""
+    if mesh is None or mesh.size == 1:
+        return array
+    return jax.lax.with_sharding_constraint(array, batch_sharding(mesh))
+
+
+def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` run by each device on its own part of the arguments."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def gather(tree: Any, mesh: Mesh) -> Any:
+    """The whole arrays on the host, in every process."""
+    everywhere = jax.jit(lambda t: t, out_shardings=replicated(mesh))(tree)
+    return jax.tree.map(np.asarray, everywhere)
+
+
+def join_cluster() -> None:
+    """Connect to the other processes of a multi-host run, where the environment names them: JAX_COORDINATOR_ADDRESS
+    with JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the worker list of a Cloud TPU slice."""
+    if jax.distributed.is_initialized():
+        return
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if coordinator:
+        jax.distributed.initialize(coordinator, int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"]))
+    elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        jax.distributed.initialize()

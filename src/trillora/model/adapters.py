@@ -1,0 +1,170 @@
+"""Adapters as files, in PEFT's format: `adapter_model.safetensors` and `adapter_config.json`.
+
+PEFT names the two matrices of a layer `base_model.model.<layer>.lora_A.weight` and `…lora_B.weight`, with the shapes
+used here. What is written is read back and compared before it counts as written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers.pytorch_utils import Conv1D
+
+from trillora.errors import TrilloraError
+from trillora.model.layout import Layout
+from trillora.model.lora import LoraSpec, linear_layers
+
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+_SUFFIXES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
+
+# Kinds of adapter that add up otherwise than W + scale * B A; each value is the one that means "not used".
+_UNSUPPORTED: dict[str, Any] = {
+    "use_dora": False,
+    "use_bdlora": None,
+    "bias": "none",
+    "lora_bias": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layer_replication": None,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+    "alora_invocation_tokens": None,
+}
+
+
+def save_adapter(
+    folder: Path, adapter: dict[str, np.ndarray], module: Any, targets: list[str], spec: LoraSpec, base_name: str
+) -> None:
+    """Write an adapter given by parameter name (`….q_proj.lora_a`); PEFT will look for the base at `base_name`."""
+    if not any(array.any() for name, array in adapter.items() if name.endswith(".lora_b")):
+        raise TrilloraError(
+            "The adapter changes nothing: every B matrix is zero.",
+            where=str(folder),
+            do="train for at least one step with a learning rate above zero and rows that have supervised tokens",
+        )
+    tensors = {_to_peft(name): np.ascontiguousarray(array) for name, array in adapter.items()}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "use_rslora": spec.rslora,
+        "target_modules": _target_names(module, targets),
+        "fan_in_fan_out": any(isinstance(module.get_submodule(name), Conv1D) for name in targets),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    _write(folder / CONFIG_FILE, lambda path: path.write_text(json.dumps(config, indent=2) + "\n", "utf-8"))
+    read_back = load_file(folder / WEIGHTS_FILE)
+    if read_back.keys() != tensors.keys() or any((read_back[key] != tensors[key]).any() for key in tensors):
+        raise TrilloraError(
+            "The adapter read back from disk differs from the one written.",
+            where=str(folder / WEIGHTS_FILE),
+            do="check the disk, and write the adapter to another one",
+        )
+
+
+def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, np.ndarray]]:
+    """An adapter written by us or by PEFT, by parameter name."""
+    config_path, weights_path = folder / CONFIG_FILE, folder / WEIGHTS_FILE
+    for path in (config_path, weights_path):
+        if not path.is_file():
+            raise TrilloraError(
+                f"There is no adapter here: {path.name} is missing.",
+                where=str(folder),
+                do="give the folder that holds adapter_config.json and adapter_model.safetensors",
+            )
+    config = json.loads(config_path.read_text("utf-8"))
+    if config.get("peft_type") != "LORA":
+        raise _unsupported(config_path, "peft_type", config.get("peft_type"))
+    for key, unused in _UNSUPPORTED.items():
+        if config.get(key, unused) not in (unused, None):
+            raise _unsupported(config_path, key, config[key])
+    targets = config["target_modules"]
+    spec = LoraSpec(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        rslora=config.get("use_rslora", False),
+        dropout=config.get("lora_dropout", 0.0),
+        targets=targets if isinstance(targets, str) else tuple(targets),
+    )
+    try:
+        tensors = load_file(weights_path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise TrilloraError(
+            f"The adapter's weights cannot be read: {error}.",
+            where=str(weights_path),
+            do="copy the file again, or use another checkpoint",
+        ) from error
+    return spec, {_from_peft(name, weights_path): array.astype(np.float32) for name, array in tensors.items()}
+
+
+def fit_adapter(adapter: dict[str, np.ndarray], layout: Layout, where: str) -> dict[str, np.ndarray]:
+    """A loaded adapter stacked as a model's layout asks, or an error that names what does not fit."""
+    expected = {name: leaf.part_shape for leaf in layout.values() for name in leaf.names}
+    for name in sorted(expected.keys() | adapter.keys()):
+        found, wanted = adapter[name].shape if name in adapter else None, expected.get(name)
+        if found != wanted:
+            raise TrilloraError(
+                f"The adapter does not fit this model: {name} is {found or 'missing'}, the model needs "
+                f"{wanted or 'no such matrix'}.",
+                where=where,
+                do="use the base model and the targets the adapter was made for (see its adapter_config.json)",
+            )
+    return {
+        key: np.stack([adapter[name] for name in leaf.names]) if leaf.stacked else adapter[leaf.names[0]]
+        for key, leaf in layout.items()
+    }
+
+
+def _target_names(module: torch.nn.Module, targets: list[str]) -> list[str]:
+    """Short names where they select exactly the targets by PEFT's rule (equal, or ending in .name), else whole ones."""
+    short = sorted({name.rsplit(".", 1)[-1] for name in targets})
+    selected = {name for name, _ in module.named_modules() if name.rsplit(".", 1)[-1] in short}
+    return short if selected == set(targets) and selected <= set(linear_layers(module)) else sorted(targets)
+
+
+def _to_peft(name: str) -> str:
+    stem, suffix = name.rsplit(".", 1)
+    return f"{_PREFIX}{stem}{_SUFFIXES['.' + suffix]}"
+
+
+def _from_peft(name: str, path: Path) -> str:
+    for ours, theirs in _SUFFIXES.items():
+        if name.startswith(_PREFIX) and name.endswith(theirs):
+            return name.removeprefix(_PREFIX).removesuffix(theirs) + ours
+    raise TrilloraError(
+        f"The adapter holds {name}, which is not a LoRA matrix of a linear layer.",
+        where=str(path),
+        do="use an adapter of plain LoRA matrices",
+    )
+
+
+def _unsupported(path: Path, key: str, value: Any) -> TrilloraError:
+    return TrilloraError(
+        f"This adapter uses {key}: {value}, which is not plain LoRA.",
+        where=str(path),
+        do="use an adapter made with LoRA alone, or merge this one into its base with PEFT first",
+    )
+
+
+def _write(path: Path, write: Any) -> None:
+    """Whole or not at all: under another name first, flushed to disk, then renamed."""
+    temporary = path.with_name(f".{path.name}.partial")
+    write(temporary)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,182 @@
+"""transformers' attention and mask interfaces, answered by `engine.attention`.
+
+The mask interface returns the *rule* of a mask instead of a T x S tensor; the attention function builds what its
+kernel needs from the rule and from the segment ids of the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from torchax import interop
+from transformers import masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trillora.engine.attention import SAVED_NAME, MaskRule, Scores, attend, visible
+from trillora.errors import TrilloraError
+from trillora.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
+from trillora.model.recurrent import modelling_files
+from trillora.model.trace import Trace, current
+
+NAME = "trillora"
+HARMLESS_KEYWORDS = frozenset({"position_ids", "cache_position"})  # already in queries, keys and segment ids
+Style = Literal["interface", "mask", "none"]
+
+
+def register() -> None:
+    """Make `attn_implementation="trillora"` known to transformers; calling it again changes nothing."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask_rule)
+
+
+def choose_style(model: Any) -> Style:
+    """How this model's attention is reached: through transformers' interface, which is pointed to ours; through the
+    mask alone, for old code with attention of its own; or not at all, for a model without attention."""
+    homes = modelling_files(model)
+    if any(hasattr(home, "ALL_ATTENTION_FUNCTIONS") for home in homes):
+        model.set_attn_implementation(NAME)
+        return "interface"
+    return "mask" if any(hasattr(home, "create_causal_mask") for home in homes) else "none"
+
+
+def mask_replacements(model: Any, style: Style) -> list[tuple[Any, str, Any]]:
+    """Replacements (home, name, value) of mask functions while a model is traced."""
+    # It branches on the values of the positions, which a trace does not have; segment ids say the same.
+    replacements: list[tuple[Any, str, Any]] = [(masking_utils, "find_packed_sequence_indices", lambda positions: None)]
+    if style == "mask":
+        homes = [home for home in modelling_files(model) if hasattr(home, "create_causal_mask")]
+        replacements += [(home, "create_causal_mask", _explicit_mask) for home in homes]
+    return replacements
+
+
+def _explicit_mask(config: Any, inputs_embeds: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Causality and documents as an additive [B, 1, T, T] tensor."""
+    trace = current()
+    assert trace is not None, "this mask only works inside a trace"
+    embedded = interop.jax_view(inputs_embeds)
+    B, T = embedded.shape[:2]
+    mask = jnp.where(visible(MaskRule(), T, T, trace.segments_BT), 0.0, jnp.finfo(embedded.dtype).min)
+    return interop.torch_view(jnp.broadcast_to(mask, (B, T, T))[:, None].astype(embedded.dtype))
+
+
+def _mask_rule(
+    *args: Any, mask_function: Callable[..., Any] | None = None, local_size: int | None = None, **kwargs: Any
+) -> MaskRule:
+    """transformers composes a mask from closures; their names say which kind it is."""
+    names = _closure_names(mask_function) if mask_function is not None else set()
+    if any("chunked_overlay" in name for name in names):
+        return MaskRule(chunk=local_size)
+    if any("sliding_window_overlay" in name for name in names):
+        return MaskRule(window=local_size)
+    return MaskRule(causal=not any("bidirectional" in name for name in names))
+
+
+def _closure_names(function: Callable[..., Any], depth: int = 0) -> set[str]:
+    names = {getattr(function, "__qualname__", "")}
+    for cell in getattr(function, "__closure__", None) or ():
+        content = cell.cell_contents
+        for inner in content if isinstance(content, tuple | list) else (content,):
+            if callable(inner) and depth < 6:
+                names |= _closure_names(inner, depth + 1)
+    return names
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers gives [B, heads, T, width] and expects [B, T, heads, width]."""
+    trace = current()
+    assert trace is not None, "this attention only works inside a trace"
+    trace.num_attention_calls += 1
+    _refuse_unknown(module, kwargs)
+    # The rule is right where it and the keyword disagree: a few models pass a window to layers that do not use it.
+    rule, bias = MaskRule(window=sliding_window), None
+    if isinstance(attention_mask, MaskRule):
+        rule = attention_mask
+        if query.shape[2] != key.shape[2]:
+            raise TrilloraError(
+                f"{type(module).__name__} attends {query.shape[2]} tokens to {key.shape[2]} keys of its own making.",
+                do="choose an architecture from docs/ARCHITECTURES.md: masks of this kind are not understood yet",
+            )
+    elif attention_mask is not None:
+        bias = interop.jax_view(attention_mask)
+    if position_bias is not None:
+        assert bias is None, "a tensor mask beside a position bias"
+        bias = interop.jax_view(position_bias)
+    q, k, v = (interop.jax_view(t).swapaxes(1, 2) for t in (query, key, value))
+    scores = Scores(scale=q.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap=softcap)
+    sinks = None if s_aux is None else interop.jax_view(s_aux)
+    out = _attend_per_shard(trace, q, k, v, rule, scores, sinks, bias)
+    return interop.torch_view(checkpoint_name(out, SAVED_NAME)), None
+
+
+def _refuse_unknown(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
+    """A tensor we do not know may be part of the attention rule, such as the keys an indexer chose: dropping it would
+    give wrong numbers in silence."""
+    unknown = [name for name, v in keywords.items() if isinstance(v, torch.Tensor) and name not in HARMLESS_KEYWORDS]
+    if unknown:
+        raise TrilloraError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to attention, which is not understood yet.",
+            do="choose an architecture from docs/ARCHITECTURES.md",
+        )
+
+
+def _attend_per_shard(
+    trace: Trace,
+    query_BTHD: jax.Array,
+    key_BSKD: jax.Array,
+    value_BSKE: jax.Array,
+    rule: MaskRule,
+    scores: Scores,
+    sinks_H: jax.Array | None,
+    bias_BHTS: jax.Array | None,
+) -> jax.Array:
+    """XLA can split its own attention over a mesh but not a kernel: each device runs that on its rows and heads."""
+
+    def local(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        sinks: jax.Array | None,
+        segments: jax.Array | None,
+        positions: jax.Array | None,
+    ) -> jax.Array:
+        return attend(
+            query,
+            key,
+            value,
+            rule,
+            scores,
+            sinks_H=sinks,
+            segments_BT=segments,
+            positions_BT=positions,
+            bias_BHTS=bias_BHTS,
+            implementation=trace.attention,
+            interpret=trace.interpret,
+        )
+
+    args = (query_BTHD, key_BSKD, value_BSKE, sinks_H, trace.segments_BT, trace.positions_BT)
+    if trace.mesh is None or trace.attention == "xla" or bias_BHTS is not None:
+        return local(*args)
+    split_heads = key_BSKD.shape[2] % trace.mesh.shape[TENSOR_AXIS] == 0
+    heads = TENSOR_AXIS if split_heads else None
+    rows = PartitionSpec(BATCH_AXES, None, heads, None)
+    tokens = PartitionSpec(BATCH_AXES, None)
+    return per_shard(local, trace.mesh, (rows, rows, rows, PartitionSpec(heads), tokens, tokens), rows)(*args)

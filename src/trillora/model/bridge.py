@@ -1,0 +1,288 @@
+"""A transformers causal LM as pure functions of JAX arrays.
+
+The module lives on the meta device: it holds no weights, only code. Each call puts a tree of arrays in their place
+(`torch.func.functional_call`), runs transformers' own forward with torchax, and leaves nothing behind. What comes out
+is what `engine` needs: hidden states, and a head that turns any slice of them into logits.
+
+Legend: B rows, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh
+from torchax import interop
+from torchax.ops import mappings
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from trillora.engine.attention import Implementation
+from trillora.errors import TrilloraError
+from trillora.model import attention as attention_functions
+from trillora.model import experts
+from trillora.model.layout import Layout, Leaf, Tree
+from trillora.model.lora import LoraSpec, add_lora, linear_layers
+from trillora.model.recurrent import packing_aware
+from trillora.model.stack import LayerStack, Remat
+from trillora.model.torchax_fixes import environment
+from trillora.model.trace import Trace, tracing
+
+ADAPTER_PARAMETERS = (".lora_a", ".lora_b")
+Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments
+
+
+class CausalLM:
+    """One architecture with its adapters, ready to be called inside `jax.jit`."""
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        dtype: str = "float32",
+        lora: LoraSpec | None = None,
+        scan: bool = True,
+        unroll: int = 1,
+        remat: Remat = "full",
+        attention: Implementation = "xla",
+        interpret: bool = False,
+        mesh: Mesh | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.module = build_module(config, dtype, trust_remote_code=trust_remote_code)
+        self.name = type(self.module).__name__
+        self.attention_style = attention_functions.choose_style(self.module)
+        self.targets = add_lora(self.module, lora)
+        self.has_dropout = lora is not None and lora.dropout > 0
+        self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
+        self.attention, self.interpret, self.mesh = attention, interpret, mesh
+        self._arguments = inspect.signature(self.module.forward).parameters
+        self._decoder_output: type | None = None
+        layout = self._layout()
+        self.layout = {key: leaf for key, leaf in layout.items() if not key.endswith(ADAPTER_PARAMETERS)}
+        self.adapter_layout = {key: leaf for key, leaf in layout.items() if key.endswith(ADAPTER_PARAMETERS)}
+
+    @property
+    def has_separate_head(self) -> bool:
+        """Whether hidden states can be had without logits, hence the loss computed in chunks."""
+        return self.module.get_decoder() is not self.module
+
+    def head_adapter(self, adapter: Tree) -> Tree:
+        """The part of an adapter that the head uses."""
+        decoder = {id(m) for m in self.module.get_decoder().modules()}
+        outside = {name for name in self.targets if id(self.module.get_submodule(name)) not in decoder}
+        return {key: a for key, a in adapter.items() if key.rsplit(".", 1)[0] in outside}
+
+    def hidden(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: jax.Array | None = None) -> jax.Array:
+        """The decoder's last hidden state [B, T, D]; with `head` it gives the logits."""
+        decoder = self.module.get_decoder()
+
+        def stop_after_decoder(*args: Any, **kwargs: Any) -> None:
+            raise _DecoderReturned(type(decoder).forward(decoder, *args, **kwargs))
+
+        try:
+            with _replaced_forward(decoder, stop_after_decoder):
+                self._forward(base, adapter, inputs, dropout_key)
+        except _DecoderReturned as done:
+            self._decoder_output = type(done.output)
+            return interop.jax_view(done.output[0])
+        raise AssertionError(f"{self.name} did not call its decoder")
+
+    def head(self, base: Tree, head_adapter: Tree, hidden_BTD: jax.Array) -> jax.Array:
+        """Logits [B, T, V] of any slice of the hidden states, by transformers' own head code: the whole forward, with
+        a decoder that returns the slice."""
+        decoder, kind = self.module.get_decoder(), self._decoder_output
+        assert kind is not None, "hidden() has to be traced before head()"
+        tokens = jnp.zeros(hidden_BTD.shape[:2], jnp.int32)
+
+        def return_slice(*args: Any, **kwargs: Any) -> Any:
+            chunk = interop.torch_view(hidden_BTD)
+            return (chunk,) if kind is tuple else kind(last_hidden_state=chunk)
+
+        with _replaced_forward(decoder, return_slice):
+            return interop.jax_view(self._forward(base, head_adapter, {"tokens": tokens}, None).logits)
+
+    def logits(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: jax.Array | None = None) -> jax.Array:
+        """Whole logits [B, T, V], in one forward."""
+        return interop.jax_view(self._forward(base, adapter, inputs, dropout_key).logits)
+
+    def weights_split_on_last_dim(self) -> set[str]:
+        """Which weights tensor parallelism splits on their last dim: the inputs of a product that leads back to the
+        residual stream. The rule needs no names: of the linear layers side by side in a block, that is the last."""
+        linear = linear_layers(self.module)
+        last = {name.rpartition(".")[0]: name for name in linear}
+        leads_back = set(last.values())
+        # Conv1D keeps inputs first, so there it is the other way round.
+        return {f"{name}.weight" for name, m in linear.items() if (name in leads_back) != isinstance(m, Conv1D)}
+
+    def _forward(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: jax.Array | None) -> Any:
+        trace = Trace(
+            weights={**base, **adapter},
+            segments_BT=inputs.get("segments"),
+            positions_BT=inputs.get("positions"),
+            attention=self.attention,
+            interpret=self.interpret,
+            mesh=self.mesh,
+            dropout_key=dropout_key,
+        )
+        outside_layers = {key: value for key, value in trace.weights.items() if ":" not in key}
+        replacements = [
+            *packing_aware(self.module),
+            *attention_functions.mask_replacements(self.module, self.attention_style),
+        ]
+        with _nothing_left_behind(self.module), _replaced(replacements), tracing(trace), environment():
+            keywords = {"input_ids": interop.torch_view(inputs["tokens"]), "use_cache": False}
+            if trace.positions_BT is not None and "position_ids" in self._arguments:
+                keywords["position_ids"] = interop.torch_view(trace.positions_BT)
+            try:
+                return torch.func.functional_call(
+                    self.module, interop.torch_view(outside_layers), (), keywords, tie_weights=True, strict=False
+                )
+            except (_DecoderReturned, TrilloraError):
+                raise
+            except Exception as error:
+                raise _cannot_trace(self.name, error) from error
+
+    def _layout(self) -> Layout:
+        """Every parameter and buffer of the module, layers stacked as the segments say."""
+        canonical = {canonical for names in self.stack.shared for canonical in names.values()}
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        layout: Layout = {}
+        in_layers: set[str] = set()
+        for segment, j, prefix in self.stack.slots():
+            layer = self.stack.layers[segment.start + j]
+            indices = [segment.start + j + r * segment.period for r in range(segment.repetitions)]
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+                if name in self.stack.shared[segment.start + j]:
+                    continue
+                names = tuple(f"{self.stack.prefix}.{i}.{name}" for i in indices)
+                in_layers.update(names)
+                stacked = segment.repetitions > 1
+                shape = (len(names), *tensor.shape) if stacked else tuple(tensor.shape)
+                layout[prefix + name] = Leaf(names, stacked, shape, _dtype(tensor))
+        for name, tensor in tensors.items():
+            if name not in in_layers or name in canonical:
+                layout[name] = Leaf((name,), False, tuple(tensor.shape), _dtype(tensor))
+        return layout
+
+
+def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) -> Any:
+    """transformers' module with parameters on the meta device and buffers computed, in evaluation mode: the base is
+    frozen, so its own dropout has no part in training."""
+    config = type(config).from_dict(config.to_dict())
+    config.use_cache = False
+    attention_functions.register()
+    experts.register()
+    with _parameters_on_meta():
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    with contextlib.suppress(Exception):  # a model without experts has nothing to set
+        module.set_experts_implementation(experts.NAME)
+    _make_rope_static(module)
+    keep = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    for name, parameter in module.named_parameters():
+        if any(part in name.split(".") for part in keep):
+            parameter.data = parameter.data.float()
+    return module.eval()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters go to the meta device as they are registered, so none is ever filled; buffers such as rotary
+    frequencies are computed as usual."""
+    register = torch.nn.Module.register_parameter
+
+    @functools.wraps(register)
+    def register_on_meta(self: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(self, name, parameter)
+
+    with _replaced([(torch.nn.Module, "register_parameter", register_on_meta)]):
+        yield
+
+
+def _make_rope_static(module: torch.nn.Module) -> None:
+    """`rope_type: dynamic` looks at the largest position, which a trace does not have. It changes nothing while the
+    sequence fits the trained length, and longer ones are refused before a run."""
+    for child in module.modules():
+        rope: Any = child.__dict__.get("rope_type")
+        if isinstance(rope, str) and "dynamic" in rope:
+            child.__dict__["rope_type"] = "default"
+        elif isinstance(rope, dict):
+            child.__dict__["rope_type"] = {k: "default" if "dynamic" in v else v for k, v in rope.items()}
+
+
+@contextlib.contextmanager
+def _nothing_left_behind(module: torch.nn.Module) -> Iterator[None]:
+    """Some models write attributes or buffers in their forward; undone, or tracers would leak into the next trace."""
+    before = [(m, dict(m.__dict__), dict(m._buffers), dict(m._parameters)) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for child, attributes, buffers, parameters in before:
+            child.__dict__.clear()
+            child.__dict__.update(attributes)
+            child._buffers.clear()
+            child._buffers.update(buffers)
+            child._parameters.clear()
+            child._parameters.update(parameters)
+
+
+class _DecoderReturned(Exception):
+    """Carries the decoder's output out of the forward, past the head."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+@contextlib.contextmanager
+def _replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Names in transformers' modules that mean something else while a trace is made."""
+    before = [(home, name, getattr(home, name)) for home, name, _ in replacements]
+    try:
+        for home, name, value in replacements:
+            setattr(home, name, value)
+        yield
+    finally:
+        for home, name, value in before:
+            setattr(home, name, value)
+
+
+@contextlib.contextmanager
+def _replaced_forward(module: torch.nn.Module, forward: Any) -> Iterator[None]:
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
+
+
+def _dtype(tensor: torch.Tensor) -> np.dtype[Any]:
+    return np.dtype(mappings.t2j_dtype(tensor.dtype))
+
+
+def _cannot_trace(name: str, error: Exception) -> TrilloraError:
+    frames = traceback.extract_tb(error.__traceback__)
+    in_model = [frame for frame in frames if "transformers" in frame.filename.split("site-packages")[-1]]
+    where = None
+    if in_model:
+        frame = in_model[-1]
+        where = f"{frame.filename.split('site-packages/')[-1]}:{frame.lineno}  {frame.line}"
+    reason = str(error).strip().splitlines()
+    return TrilloraError(
+        f"{name} cannot be traced: {type(error).__name__}: {reason[0] if reason else ''}",
+        where=where,
+        do="choose an architecture from docs/ARCHITECTURES.md, or report this operation with the model's name",
+    )

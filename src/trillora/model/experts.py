@@ -1,0 +1,76 @@
+"""Mixture-of-experts with static shapes: tokens sorted by expert, one ragged product per projection, scattered back.
+
+transformers' own loop over experts asks which experts were hit, which a compiled program cannot. N tokens, K experts
+per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import PartitionSpec
+from torchax import interop
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from trillora.mesh import BATCH_AXES, per_shard
+from trillora.model.trace import current
+
+NAME = "trillora"
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+
+
+def register() -> None:
+    """Make `experts_implementation="trillora"` known to transformers; calling it again changes nothing."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+
+
+def _experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    trace = current()
+    weights = {
+        name: interop.jax_view(getattr(module, name))
+        for name in _WEIGHTS
+        if isinstance(getattr(module, name, None), torch.Tensor)
+    }
+
+    def local(hidden: jax.Array, index: jax.Array, gate: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        return _mix(module, hidden, index, gate, weights)
+
+    args = (*(interop.jax_view(t) for t in (hidden_states, top_k_index, top_k_weights)), weights)
+    if trace is not None and trace.mesh is not None and trace.mesh.size > 1:
+        # Sorting is by device: a global sort would send every token around the mesh.
+        tokens, everywhere = PartitionSpec(BATCH_AXES, None), PartitionSpec()
+        specs = (tokens, tokens, tokens, dict.fromkeys(weights, everywhere))
+        local = per_shard(local, trace.mesh, specs, tokens)
+    return interop.torch_view(local(*args))
+
+
+def _mix(
+    module: Any, hidden_ND: jax.Array, index_NK: jax.Array, gate_NK: jax.Array, weights: dict[str, jax.Array]
+) -> jax.Array:
+    """The weighted sum of each token's experts. Rows below are (token, choice) pairs, sorted by expert."""
+    num_choices = index_NK.shape[1]
+    expert = index_NK.reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    group_sizes = jnp.bincount(expert, length=module.num_experts).astype(jnp.int32)
+    token = order // num_choices
+
+    def project(rows: jax.Array, name: str) -> jax.Array:
+        weight = weights[name] if module.is_transposed else weights[name].swapaxes(1, 2)
+        out = jax.lax.ragged_dot(rows, weight.astype(rows.dtype), group_sizes)
+        return out + weights[f"{name}_bias"][expert[order]].astype(out.dtype) if module.has_bias else out
+
+    rows = hidden_ND[token]
+    if module.has_gate:
+        inner = module._apply_gate(interop.torch_view(project(rows, "gate_up_proj")))
+    else:
+        inner = module.act_fn(interop.torch_view(project(rows, "up_proj")))
+    out = project(interop.jax_view(inner), "down_proj")
+    if getattr(module, "has_post_expert_norm", False):
+        out = interop.jax_view(module.post_expert_norm(interop.torch_view(out)))
+    out = out * gate_NK.reshape(-1)[order][:, None].astype(out.dtype)
+    return jnp.zeros((hidden_ND.shape[0], out.shape[-1]), out.dtype).at[token].add(out).astype(hidden_ND.dtype)

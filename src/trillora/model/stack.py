@@ -1,0 +1,336 @@
+"""Decoder layers as scans: equal layers share one traced body.
+
+Each layer's `forward` is replaced by a recorder. While transformers' own model code runs, layer i only notes the
+arguments it is given and hands the hidden state on; the last layer then runs them all, segment by segment. Arguments
+equal for all repetitions are closed over, tensors that differ are stacked and scanned, and a dictionary that layers
+write to is made functional. No layer is known by name: two layers share a body if their signatures are equal.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.utils._pytree as torch_tree
+from torchax import interop
+
+from trillora.engine.attention import SAVED_NAME as ATTENTION_OUTPUT
+from trillora.mesh import split_rows
+from trillora.model.lora import SAVED_NAME as LINEAR_OUTPUT
+from trillora.model.torchax_fixes import TORCHAX_TENSORS, environment
+from trillora.model.trace import Trace, current
+
+Remat = Literal["none", "linear", "dots", "full"]
+REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
+    # what the backward pass finds saved instead of computing it again
+    "linear": jax.checkpoint_policies.save_only_these_names(LINEAR_OUTPUT, ATTENTION_OUTPUT),
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+# Attributes that number a layer without changing what it computes.
+_INDEX_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "training"})
+_MAX_PERIOD = 16
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Layers start, start + 1, … of which every `period` make one body, run `repetitions` times."""
+
+    start: int
+    period: int
+    repetitions: int
+
+
+class CannotScan(Exception):
+    """These layers have to run one by one; the text says why."""
+
+
+def find_segments(signatures: Sequence[Any]) -> list[Segment]:
+    """The split into repeated periods that traces the fewest layer bodies, by dynamic programming."""
+    best: list[tuple[float, list[Segment]]] = [(0.0, [])]
+    for end in range(1, len(signatures) + 1):
+        cost, segments = best[end - 1]
+        choice = (cost + 1, [*segments, Segment(end - 1, 1, 1)])
+        for period in range(1, min(_MAX_PERIOD, end // 2) + 1):
+            repetitions = 1
+            last = signatures[end - period : end]
+            while signatures[max(end - (repetitions + 1) * period, 0) : end - repetitions * period] == last:
+                repetitions += 1
+                start = end - repetitions * period
+                cost = best[start][0] + period + 0.5  # a loop costs a little more than its body
+                if cost < choice[0]:
+                    choice = (cost, [*best[start][1], Segment(start, period, repetitions)])
+                if start < period:
+                    break
+        best.append(choice)
+    return best[-1][1]
+
+
+def layer_signature(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """What has to be equal for two layers to compute the same function of their weights."""
+    modules = [
+        (
+            name,
+            type(module).__qualname__,
+            tuple(
+                sorted(
+                    (key, repr(value))
+                    for key, value in module.__dict__.items()
+                    if not key.startswith("_") and key not in _INDEX_ATTRIBUTES and _is_plain(value)
+                )
+            ),
+        )
+        for name, module in layer.named_modules()
+    ]
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    return (*modules, *((name, tuple(t.shape), str(t.dtype)) for name, t in tensors))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(v) for v in value)
+    if isinstance(value, dict):
+        return all(_is_plain(v) for v in value.values())
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+
+
+def decoder_layers(model: Any) -> tuple[str, list[torch.nn.Module]] | None:
+    """The list of decoder layers and its name: the outermost ModuleList of length num_hidden_layers."""
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
+    ]
+    # Vision and audio towers, and lists of embeddings, are not the decoder.
+    found = [(n, m) for n, m in found if not any(word in n for word in ("vision", "audio", "image", "embed", "altup"))]
+    if not found:
+        return None
+    name, layers = min(found, key=lambda item: (item[0].count("."), not item[0].endswith("layers")))
+    return name, list(layers)
+
+
+class LayerStack:
+    """The decoder layers of one module, recorded and run in segments."""
+
+    def __init__(self, model: Any, *, scan: bool, unroll: int, remat: Remat) -> None:
+        located = decoder_layers(model)
+        self.prefix, self.layers = located if located is not None else ("", [])
+        self.unroll, self.remat = unroll, remat
+        uses: dict[int, int] = collections.Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        canonical: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            canonical.setdefault(id(parameter), name)
+        # Weights tied across layers stay outside the stack, under the first name they have.
+        self.shared: list[dict[str, str]] = [
+            {name: canonical[id(p)] for name, p in layer.named_parameters(remove_duplicate=False) if uses[id(p)] > 1}
+            for layer in self.layers
+        ]
+        self.segments = self._segments(model) if scan else [Segment(i, 1, 1) for i in range(len(self.layers))]
+        for i, layer in enumerate(self.layers):
+            layer.__dict__["forward"] = functools.partial(self._record, i, layer.forward)
+
+    def _segments(self, model: Any) -> list[Segment]:
+        kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+        return find_segments(
+            [
+                (layer_signature(layer), kinds[i] if i < len(kinds) else None, tuple(sorted(self.shared[i].items())))
+                for i, layer in enumerate(self.layers)
+            ]
+        )
+
+    def slots(self) -> list[tuple[Segment, int, str]]:
+        """Each traced layer: its segment, its place in the period, and the prefix of its keys in the layout."""
+        result = []
+        for segment in self.segments:
+            stop = segment.start + segment.period * segment.repetitions
+            for j in range(segment.period):
+                i = segment.start + j
+                label = f"{i}" if segment.repetitions == 1 else f"{i}:{stop}:{segment.period}"
+                result.append((segment, j, f"{self.prefix}.{label}."))
+        return result
+
+    def _weights(self, trace: Trace, prefix: str) -> dict[str, jax.Array]:
+        return {key[len(prefix) :]: value for key, value in trace.weights.items() if key.startswith(prefix)}
+
+    def _record(self, i: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        trace = current()
+        if trace is None or trace.running_layers:
+            return forward(*args, **kwargs)
+        if args:
+            hidden, args, positional = args[0], args[1:], True
+        else:
+            hidden, positional = kwargs.pop("hidden_states"), False
+        trace.layer_calls[i] = (positional, args, kwargs)
+        trace.running_layers = True
+        try:
+            if i == 0:
+                trace.layer_returns = self._probe(trace, interop.jax_view(hidden))
+            num_outputs, dtype = trace.layer_returns
+            if i == len(self.layers) - 1:
+                hidden = interop.torch_view(self._run(trace, interop.jax_view(hidden).astype(dtype)))
+        finally:
+            trace.running_layers = False
+        return hidden if num_outputs == 0 else (hidden,) + (None,) * (num_outputs - 1)
+
+    def _probe(self, trace: Trace, hidden: jax.Array) -> tuple[int, Any]:
+        """How a layer returns: 0 for a bare tensor, else the tuple's length; and the residual stream's type, which may
+        differ from the embedding's."""
+        segment, _, prefix = self.slots()[0]
+        weights = self._weights(trace, prefix)
+        if segment.repetitions > 1:
+            weights = {name: w[0] for name, w in weights.items()}
+
+        def call(hidden: jax.Array) -> Any:
+            with environment():
+                return interop.jax_view(self._call(trace, 0, weights, interop.torch_view(hidden))[0])
+
+        out = jax.eval_shape(call, hidden)
+        return (len(out), out[0].dtype) if isinstance(out, tuple | list) else (0, out.dtype)
+
+    def _run(self, trace: Trace, hidden: jax.Array) -> jax.Array:
+        slots = self.slots()
+        for segment in self.segments:
+            prefixes = [prefix for s, _, prefix in slots if s is segment]
+            weights = [self._weights(trace, prefix) for prefix in prefixes]
+            first = range(segment.start, segment.start + segment.period)
+            if segment.repetitions == 1:
+                hidden = self._run_layers(trace, hidden, list(first), weights)
+                continue
+            try:
+                hidden = self._scan(trace, hidden, segment, weights)
+            except CannotScan:
+                for r in range(segment.repetitions):
+                    for j, layer_weights in enumerate(weights):
+                        one = {name: w[r] for name, w in layer_weights.items()}
+                        hidden = self._run_layers(trace, hidden, [segment.start + r * segment.period + j], [one])
+        return hidden
+
+    def _run_layers(
+        self, trace: Trace, hidden: jax.Array, indices: list[int], weights: list[dict[str, jax.Array]]
+    ) -> jax.Array:
+        written: list[tuple[Any, list[Any]]] = []
+
+        def body(hidden: jax.Array, weights: list[dict[str, jax.Array]]) -> tuple[jax.Array, list[Any]]:
+            return self._body(trace, hidden, indices, weights, written)
+
+        hidden, values = self._checkpointed(body, looped=False)(hidden, weights)
+        for (dictionary, keys), new in zip(written, values, strict=True):
+            dictionary.update(zip(keys, interop.torch_view(new), strict=True))
+        return hidden
+
+    def _scan(
+        self, trace: Trace, hidden: jax.Array, segment: Segment, weights: list[dict[str, jax.Array]]
+    ) -> jax.Array:
+        places, stacked = self._varying_arguments(trace, segment)
+        indices = list(range(segment.start, segment.start + segment.period))
+        written: list[tuple[Any, list[Any]]] = []
+
+        def body(hidden: jax.Array, xs: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, None]:
+            weights, arguments, repetition = xs
+            varying = dict(zip(places, arguments, strict=True))
+            numbers = [i + repetition * segment.period for i in indices]
+            hidden, _ = self._body(trace, hidden, indices, weights, written, varying, numbers)
+            if written:
+                raise CannotScan("a layer writes to a dictionary shared by all layers")
+            return hidden, None
+
+        repetitions = jnp.arange(segment.repetitions)
+        unroll = min(self.unroll, segment.repetitions)
+        xs = (weights, stacked, repetitions)
+        return jax.lax.scan(self._checkpointed(body, looped=True), hidden, xs, unroll=unroll)[0]
+
+    def _body(
+        self,
+        trace: Trace,
+        hidden: jax.Array,
+        indices: list[int],
+        weights: list[dict[str, jax.Array]],
+        written: list[tuple[Any, list[Any]]],
+        varying: dict[tuple[int, int], jax.Array] | None = None,
+        numbers: Sequence[Any] | None = None,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Run these layers once. What they wrote to shared dictionaries is named in `written`, its values returned."""
+        written.clear()
+        values: list[Any] = []
+        run_key = trace.dropout_key
+        with environment():
+            out = interop.torch_view(hidden)
+            for j, i in enumerate(indices):
+                if run_key is not None:
+                    trace.dropout_key = jax.random.fold_in(run_key, numbers[j] if numbers is not None else i)
+                arguments = {at: a for (slot, at), a in (varying or {}).items() if slot == j}
+                out, additions = self._call(trace, i, weights[j], out, arguments)
+                out = out[0] if isinstance(out, tuple | list) else out
+                for dictionary, added in additions:
+                    written.append((dictionary, list(added)))
+                    values.append(interop.jax_view(list(added.values())))
+        trace.dropout_key = run_key
+        return split_rows(interop.jax_view(out), trace.mesh), values
+
+    def _call(
+        self,
+        trace: Trace,
+        i: int,
+        weights: dict[str, jax.Array],
+        hidden: torch.Tensor,
+        arguments: dict[int, jax.Array] | None = None,
+    ) -> tuple[Any, list[tuple[Any, dict[Any, Any]]]]:
+        """transformers' own layer with the recorded arguments; dictionaries are copied, additions handed back."""
+        positional, args, kwargs = trace.layer_calls[i]
+        leaves, structure = torch_tree.tree_flatten((args, kwargs))
+        for at, array in (arguments or {}).items():
+            leaves[at] = interop.torch_view(array)
+        copies = []
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, collections.UserDict):
+                leaves[at] = type(leaf)(leaf.data)
+                copies.append((leaf, leaves[at]))
+        args, kwargs = torch_tree.tree_unflatten(leaves, structure)
+        shared = {name: trace.weights[canonical] for name, canonical in self.shared[i].items()}
+        if positional:
+            args = (hidden, *args)
+        else:
+            kwargs = {"hidden_states": hidden, **kwargs}
+        out = torch.func.functional_call(self.layers[i], interop.torch_view({**weights, **shared}), args, kwargs)
+        additions = [
+            (original, {key: value for key, value in copy.data.items() if original.data.get(key) is not value})
+            for original, copy in copies
+        ]
+        return out, [(original, added) for original, added in additions if added]
+
+    def _varying_arguments(self, trace: Trace, segment: Segment) -> tuple[list[tuple[int, int]], list[jax.Array]]:
+        """Tensor arguments that differ between repetitions, stacked, each with its (slot, place)."""
+        places: list[tuple[int, int]] = []
+        stacked: list[jax.Array] = []
+        for j in range(segment.period):
+            calls = [
+                torch_tree.tree_flatten(trace.layer_calls[segment.start + j + r * segment.period][1:])
+                for r in range(segment.repetitions)
+            ]
+            leaves, structure = calls[0]
+            if any(other != structure for _, other in calls):
+                raise CannotScan("repetitions are called with differently shaped arguments")
+            for at, leaf in enumerate(leaves):
+                values = [other[at] for other, _ in calls]
+                if isinstance(leaf, TORCHAX_TENSORS):
+                    arrays = [v.jax() for v in values]
+                    if any(a is not arrays[0] for a in arrays):
+                        stacked.append(jnp.stack(arrays))
+                        places.append((j, at))
+                elif any(v is not leaf and v != leaf for v in values):
+                    raise CannotScan("repetitions are called with different values")
+        return places, stacked
+
+    def _checkpointed(self, body: Callable[..., Any], *, looped: bool) -> Callable[..., Any]:
+        """A loop already keeps the compiler from merging the recomputation with the original."""
+        if self.remat == "none":
+            return body
+        return jax.checkpoint(body, policy=REMAT_POLICIES[self.remat], prevent_cse=not looped)

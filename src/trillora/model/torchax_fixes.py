@@ -1,0 +1,75 @@
+"""Where torchax departs from PyTorch, made to agree. Each fix names what goes wrong without it.
+
+The fixes are made once, on torchax's own environment and tensor classes; each is a no-op where torchax is right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torchax
+from torchax.tensor import Environment, Tensor
+from torchax.view import View
+
+TORCHAX_TENSORS = (Tensor, View)
+
+# Operators through which a float32 scalar tensor meets a bfloat16 array.
+_PROMOTING = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("add", "add.Tensor", "sub", "sub.Tensor", "rsub.Tensor", "mul", "mul.Tensor", "div", "div.Tensor"),
+        *("true_divide", "maximum", "minimum", "where", "where.self", "pow.Tensor_Tensor"),
+    )
+)
+
+
+@functools.cache
+def environment() -> Environment:
+    """torchax's environment with the fixes in place."""
+    env = torchax.default_env()
+    for cls in TORCHAX_TENSORS:
+        cls.type_as = _type_as
+        cls.copy_ = _copy_
+    for function, operator in list(env._ops.items()):
+        if str(function) in _PROMOTING and operator.is_jax_function:
+            env._ops[function] = dataclasses.replace(operator, func=_scalars_do_not_promote(operator.func))
+    return env
+
+
+def _type_as(self: Any, other: torch.Tensor) -> Any:
+    """torchax casts in place, which changes the caller's tensor and crashes on views."""
+    return self.to(other.dtype)
+
+
+def _copy_(self: Any, source: Any, non_blocking: bool = False) -> Any:
+    """torchax's `copy_` fails when the source is a view."""
+    value = source.jax() if isinstance(source, TORCHAX_TENSORS) else jnp.asarray(source.numpy())
+    target = self.jax()
+    value = jnp.broadcast_to(value, target.shape).astype(target.dtype)
+    if isinstance(self, View):
+        self.update(value)
+    else:
+        self._elem = value
+    return self
+
+
+def _scalars_do_not_promote(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In PyTorch bfloat16[n] * float32[] is bfloat16; jnp promotes to float32, and a bfloat16 model silently runs in
+    float32 from its first scaled embedding on."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        arrays = [a for a in args if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.floating)]
+        wide = [a.dtype for a in arrays if a.ndim > 0]
+        if wide and len(wide) < len(arrays):
+            dtype = functools.reduce(jnp.promote_types, wide)
+            args = tuple(a.astype(dtype) if any(a is s for s in arrays) and a.ndim == 0 else a for a in args)
+        return function(*args, **kwargs)
+
+    return wrapped

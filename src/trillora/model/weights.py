@@ -1,0 +1,369 @@
+"""Checkpoint files to sharded arrays, one tensor at a time: never the whole model in host memory.
+
+Each device's slice is read straight from the safetensors file, cast on the host and sent; a process of a multi-host
+run reads only what its own devices hold. Which stored tensors make up a parameter is transformers' knowledge
+(renamings, experts stored one by one, tied weights) and is asked of transformers, not written again here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from safetensors import SafetensorError, safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from trillora.errors import TrilloraError, nearest
+from trillora.model.layout import Layout, Leaf
+from trillora.model.source import weight_files
+
+logger = logging.getLogger(__name__)
+
+Index = tuple[slice, ...]
+ReadSlice = Callable[[Index], torch.Tensor]
+PLAIN_FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names; other types in a float's place are quantised
+ROWS_AT_ONCE = 4096  # of two supposedly tied matrices being compared
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a checkpoint file."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A parameter that transformers makes of one or more stored tensors (fused experts, split projections)."""
+
+    target: str
+    shape: tuple[int, ...]
+    converter: WeightConverter  # never run itself: it collects tensors, so each use is a copy
+    parts: tuple[tuple[str, Stored], ...]  # (the converter's pattern it matched, tensor)
+    first_target: str  # the name the converter is called with; the same for all that one conversion makes
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A buffer the checkpoint does not hold; the module computed it when it was built."""
+
+    tensor: torch.Tensor
+
+
+Source = Stored | Converted | Computed
+
+
+def load_weights(
+    folder: Path,
+    module: torch.nn.Module,
+    layout: Layout,
+    shardings: Mapping[str, Sharding],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, jax.Array]:
+    """Every array of `layout`, read from the safetensors files of `folder`.
+
+    `module` is the transformers model with its parameters on the meta device. `progress` hears (bytes done, bytes of
+    all) after each parameter. All names, shapes and types are checked before the first array is made.
+    """
+    sources = resolve_sources(folder, module, layout)
+    num_bytes, done = sum(leaf.num_bytes for leaf in layout.values()), 0
+    tree: dict[str, jax.Array] = {}
+    for key, leaf in layout.items():
+        sharding = shardings[key]
+        part_sharding = _of_one_layer(sharding) if leaf.stacked else sharding
+        if leaf.stacked:
+            tree[key] = _zeros(leaf.shape, leaf.dtype, sharding)
+        for layer, name in enumerate(leaf.names):
+            with _open_source(sources[name], module, leaf.dtype) as read:
+                part = _place(name, leaf.part_shape, leaf.dtype, part_sharding, read)
+            # Waiting keeps the host from reading ahead of the devices: its copies would pile up.
+            tree[key] = jax.block_until_ready(_write(tree[key], part, layer, sharding) if leaf.stacked else part)
+            done += leaf.num_bytes // len(leaf.names)
+            if progress:
+                progress(done, num_bytes)
+    return tree
+
+
+def random_weights(
+    module: torch.nn.Module, layout: Layout, shardings: Mapping[str, Sharding], seed: int
+) -> dict[str, jax.Array]:
+    """The same tree without a checkpoint, made on the devices: small normals, ones for norms, zeros for biases."""
+    buffers = dict(module.named_buffers())
+    tree: dict[str, jax.Array] = {}
+    for number, (key, leaf) in enumerate(layout.items()):
+        if leaf.names[0] in buffers:
+            value = torch.stack([buffers[name] for name in leaf.names]) if leaf.stacked else buffers[leaf.names[0]]
+            tree[key] = _place(key, leaf.shape, leaf.dtype, shardings[key], functools.partial(_cut, value))
+        elif len(leaf.part_shape) >= 2:
+            fill = jax.jit(_normal, static_argnums=(1, 2), out_shardings=shardings[key])
+            tree[key] = fill(jax.random.fold_in(jax.random.key(seed), number), leaf.shape, leaf.dtype)
+        else:
+            fill = jax.jit(jnp.full, static_argnums=(0, 1, 2), out_shardings=shardings[key])
+            tree[key] = fill(leaf.shape, 0 if key.endswith("bias") else 1, leaf.dtype)
+    return tree
+
+
+# ---- which stored tensors make which parameter
+
+
+def resolve_sources(folder: Path, module: torch.nn.Module, layout: Layout) -> dict[str, Source]:
+    """Where each parameter of `layout` comes from, everything checked that can be without reading values."""
+    stored = _read_headers(folder)
+    known, unused = _match_names(stored, module)
+    buffers = dict(module.named_buffers())
+    ties = _tied_groups(module)
+    names = {name: leaf for leaf in layout.values() for name in leaf.names}
+    sources: dict[str, Source] = {}
+    missing: list[str] = []
+    for name, leaf in names.items():
+        found = [known[alias] for alias in (name, *ties.get(name, ())) if alias in known]
+        if found:
+            sources[name] = found[0]
+            _check_fits(name, leaf, found[0])
+            for alias in ties.get(name, ()):
+                if alias not in names and name in known and alias in known:
+                    _check_equal(name, known[name], alias, known[alias])
+        elif name in buffers:
+            sources[name] = Computed(buffers[name])
+        else:
+            missing.append(name)
+    if missing:
+        raise _missing(missing, list(stored), folder)
+    _report_unused(unused, module)
+    return sources
+
+
+def _read_headers(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the checkpoint: name, file, shape, type. Opens each file once, so a broken one shows up now."""
+    stored: dict[str, Stored] = {}
+    for file in weight_files(folder):
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+                head = tensors.get_slice(name)
+                stored[name] = Stored(name, file, tuple(head.get_shape()), head.get_dtype())
+    return stored
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(file), framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise TrilloraError(
+            f"This weight file is damaged or incomplete: {error}",
+            where=f"{file} ({file.stat().st_size} bytes)" if file.exists() else str(file),
+            do="download it again; compare its size with the one the model's page shows",
+        ) from error
+
+
+def _match_names(stored: dict[str, Stored], module: Any) -> tuple[dict[str, Source], list[str]]:
+    """Parameters by the module's names, and the stored tensors nothing asked for."""
+    transforms = get_model_conversion_mapping(module)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    wanted = module.state_dict()
+    prefix = module.base_model_prefix
+    known: dict[str, Source] = {}
+    unused: list[str] = []
+    groups: dict[str, list[tuple[str, Stored]]] = defaultdict(list)
+    # Sorted as transformers does: the order decides which expert is which, and some renamings look at it.
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = rename_source_key(name, [], [], prefix, wanted)
+        if target not in wanted:
+            unused.append(name)
+        elif pattern is None:
+            known[target] = stored[name]
+        else:
+            groups[target].append((pattern, stored[name]))
+    for first_target, parts in groups.items():
+        rehearsal = Converted(first_target, (), converter_of[parts[0][0]], tuple(parts), first_target)
+        results = _convert(rehearsal, module, lambda part: torch.empty(part.shape, device="meta"))
+        for target, tensor in results.items():
+            known[target] = Converted(target, tuple(tensor.shape), rehearsal.converter, rehearsal.parts, first_target)
+    return known, unused
+
+
+def _convert(source: Converted, module: Any, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Run transformers' own conversion; all the parameters it makes, by name."""
+    converter = copy.deepcopy(source.converter)
+    for pattern, part in source.parts:
+        converter.add_tensor(source.first_target, part.name, pattern, functools.partial(read, part))
+    try:
+        results = converter.convert(source.first_target, model=module, config=module.config)
+    except (RuntimeError, ValueError) as error:
+        raise TrilloraError(
+            f"{len(source.parts)} stored tensors cannot be combined into {source.first_target}: {error}",
+            where=f"{source.parts[0][1].file}, from {source.parts[0][1].name} on",
+            do="check that the checkpoint is complete and that config.json (number of experts, sizes) belongs to it",
+        ) from error
+    return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+
+
+def _tied_groups(module: Any) -> dict[str, tuple[str, ...]]:
+    """For each tied parameter, the other names of the same values."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for alias, original in module.all_tied_weights_keys.items():
+        groups[original].append(alias)
+    members = [[original, *aliases] for original, aliases in groups.items()]
+    return {name: tuple(other for other in group if other != name) for group in members for name in group}
+
+
+# ---- what can be wrong
+
+
+def _check_fits(name: str, leaf: Leaf, source: Source) -> None:
+    assert not isinstance(source, Computed)
+    parts = [source] if isinstance(source, Stored) else [part for _, part in source.parts]
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        for part in parts:
+            if part.dtype not in PLAIN_FLOATS:
+                raise TrilloraError(
+                    f"{part.name} is stored as {part.dtype}: the checkpoint is quantised.",
+                    where=str(part.file),
+                    do="give the unquantised (bfloat16 or float32) version of the model",
+                )
+    if source.shape != leaf.part_shape:
+        raise TrilloraError(
+            f"{name} has shape {list(source.shape)} in the file, but the model needs {list(leaf.part_shape)}.",
+            where=f"{parts[0].file}, tensor {parts[0].name}",
+            do="take config.json and the weights from the same model: they disagree",
+        )
+
+
+def _check_equal(name: str, source: Source, alias: str, other: Source) -> None:
+    """Two stored copies of weights the config calls tied. Only one will be trained on, so they must be one."""
+    if not (isinstance(source, Stored) and isinstance(other, Stored)) or source == other:
+        return
+    with _opened(source.file) as tensors, _opened(other.file) as other_tensors:
+        ours, theirs = tensors.get_slice(source.name), other_tensors.get_slice(other.name)
+        same = source.shape == other.shape and all(
+            torch.equal(ours[row : row + ROWS_AT_ONCE], theirs[row : row + ROWS_AT_ONCE])
+            for row in range(0, source.shape[0], ROWS_AT_ONCE)
+        )
+    if not same:
+        raise TrilloraError(
+            f"The config ties {alias} to {name}, but the checkpoint holds two different tensors.",
+            where=f"{other.file}, tensor {other.name}",
+            do='set "tie_word_embeddings": false in a local copy of config.json',
+        )
+
+
+def _missing(missing: list[str], stored: list[str], folder: Path) -> TrilloraError:
+    close = nearest(missing[0], stored)
+    return TrilloraError(
+        f"The checkpoint lacks {len(missing)} of the model's parameters: {', '.join(missing[:3])}"
+        + (" …" if len(missing) > 3 else ""),
+        where=str(folder) + (f" (nearest stored name: {close})" if close else ""),
+        do="check that the folder holds a whole model of config.json's kind, not an adapter, a part or another version",
+    )
+
+
+def _report_unused(unused: list[str], module: Any) -> None:
+    # Old checkpoints store rotary tables; transformers lists, per model, what else is normal (prediction heads, …).
+    normal = [r"rotary_emb\.inv_freq", *(module._keys_to_ignore_on_load_unexpected or ())]
+    odd = [name for name in unused if not any(re.search(pattern, name) for pattern in normal)]
+    if odd:
+        logger.warning("%d tensors of the checkpoint are not used by the model: %s", len(odd), ", ".join(odd[:3]))
+
+
+# ---- values, slice by slice
+
+
+@contextmanager
+def _open_source(source: Source, module: Any, dtype: np.dtype[Any]) -> Iterator[ReadSlice]:
+    """A function that gives any slice of the parameter. Files are mapped only meanwhile: pages read are let go."""
+    if isinstance(source, Stored):
+        with _opened(source.file) as tensors:
+            if source.shape:
+                head = tensors.get_slice(source.name)
+                yield lambda index: head[index]
+            else:
+                yield lambda index: tensors.get_tensor(source.name)
+    elif isinstance(source, Converted):
+        # A conversion mixes whole tensors, so this one parameter is made whole in host memory, then sliced.
+        def read(part: Stored) -> torch.Tensor:
+            with _opened(part.file) as tensors:
+                return tensors.get_tensor(part.name).to(_torch_dtype(dtype), copy=True)
+
+        yield functools.partial(_cut, _convert(source, module, read)[source.target])
+    else:
+        yield functools.partial(_cut, source.tensor)
+
+
+def _cut(tensor: torch.Tensor, index: Index) -> torch.Tensor:
+    return tensor[index]
+
+
+def _place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding, read: ReadSlice) -> jax.Array:
+    def host_slice(index: Index | None) -> np.ndarray[Any, Any]:
+        piece = read(index or ())
+        # A copy even without a cast: the array must not lean on the mapped file, which may change or vanish.
+        cast = piece.detach().to(_torch_dtype(dtype), copy=True).contiguous()
+        if not piece.is_floating_point() and not torch.equal(cast.to(piece.dtype), piece):
+            raise TrilloraError(
+                f"{name} holds whole numbers that do not fit {dtype.name}.",
+                where=f"tensor of type {piece.dtype}",
+                do="run with 64-bit integers (JAX_ENABLE_X64=1), or choose another model",
+            )
+        return _as_numpy(cast, dtype)
+
+    return jax.make_array_from_callback(shape, sharding, host_slice)
+
+
+def _as_numpy(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    if dtype.kind == "V":  # bfloat16 and the float8s: numpy has no such types, ml_dtypes adds them by their bits
+        same_size = {1: torch.uint8, 2: torch.uint16}[dtype.itemsize]
+        return tensor.view(same_size).numpy().view(dtype)
+    return tensor.numpy()
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+def _of_one_layer(sharding: Sharding) -> Sharding:
+    """How one layer's slice of a stack lies: the same without the leading dim."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    assert isinstance(sharding, NamedSharding), f"a stack needs a named sharding, not {type(sharding).__name__}"
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding) -> jax.Array:
+    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
+
+
+def _write(stack: jax.Array, part: jax.Array, layer: int, sharding: Sharding) -> jax.Array:
+    """The stack with one layer's values in it, written in place: the old stack is given up."""
+    return jax.jit(_with_layer, donate_argnums=0, out_shardings=sharding)(stack, part, layer)
+
+
+def _with_layer(stack: jax.Array, part: jax.Array, layer: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0)
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.Array:
+    return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

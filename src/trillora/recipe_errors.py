@@ -1,0 +1,208 @@
+"""What is wrong with a recipe, in words: which option, found where, what was expected, what was probably meant.
+
+pydantic finds the mistakes; its own wording speaks of types and validators. Here they become `TrilloraError`s.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from trillora.errors import TrilloraError, nearest
+
+# How other trainers call it: only for the suggestion, never accepted.
+ELSEWHERE = {
+    "lr": "train.learning_rate",
+    "max_length": "train.sequence_length",
+    "max_seq_length": "train.sequence_length",
+    "per_device_train_batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.micro_batch_size",
+    "num_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "max_steps": "train.steps",
+    "optim": "train.optimizer",
+    "lr_scheduler_type": "train.schedule",
+    "lora_rank": "lora.rank",
+    "r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "use_rslora": "lora.rslora",
+    "target_modules": "lora.targets",
+    "lora_target_modules": "lora.targets",
+    "model_name_or_path": "model.name",
+    "base_model": "model.name",
+    "torch_dtype": "model.dtype",
+    "dataset": "data.path",
+    "packing": "data.pack",
+    "gradient_checkpointing": "engine.remat",
+    "attn_implementation": "engine.attention",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option as a person meets it."""
+
+    path: str
+    expected: str  # completes "give …"
+    effect: str
+    section: type[Any] | None  # the mapping it may hold
+
+    @classmethod
+    def of(cls, path: str, info: FieldInfo) -> Option:
+        kinds = _kinds(info.annotation)
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        phrases = [_phrase(kind, info.metadata) for kind in kinds]
+        shorthand = getattr(section, "shorthand", None)
+        if shorthand:
+            phrases.insert(0, f"text (the {shorthand})")
+        return cls(path, " or ".join(dict.fromkeys(phrases)), info.description or "", section)
+
+
+@dataclass(frozen=True)
+class Problem:
+    path: str
+    what: str
+    where: str
+    do: str
+
+
+@dataclass
+class Origins:
+    """Who gave which value: the recipe, or an override on top of it."""
+
+    recipe: str
+    overrides: dict[str, str] = field(default_factory=dict)
+
+    def overridden(self, path: str, where: str) -> None:
+        self.overrides[path] = where
+
+    def of(self, path: str) -> str:
+        for given, where in reversed(self.overrides.items()):
+            inside, around = path.startswith((f"{given}.", f"{given}[")), given.startswith(f"{path}.")
+            if path == given or inside or around:
+                return where
+        return f"{self.recipe}, {path}"
+
+
+def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> Problem:
+    """Names the option most likely meant: the same name elsewhere, another trainer's name, or the nearest spelling."""
+    parent, _, name = path.rpartition(".")
+    leaves = {p: p.rpartition(".")[2] for p in known}
+    siblings = [leaf for p, leaf in leaves.items() if p.rpartition(".")[0] == parent]
+    listing = f"{f'Options of {parent}' if parent else 'Options'}: {' '.join(siblings)}"
+    homes = {leaf: p for p, leaf in reversed(leaves.items())}  # a name that several sections know: the first
+    meant = homes.get(name) or ELSEWHERE.get(name)
+    if meant is None and (close := nearest(name, siblings)):
+        meant = f"{parent}.{close}" if parent else close
+    elif meant is None and (close := nearest(name, leaves.values())):
+        meant = homes[close]
+    do = f"did you mean '{meant}'? {listing}" if meant else f"remove it. {listing}"
+    return Problem(path, f"Unknown option '{path}'.", origins.of(path), do)
+
+
+def value_problems(error: ValidationError, known: Mapping[str, Option], origins: Origins) -> list[Problem]:
+    """One problem for each option with a wrong value, however many ways pydantic has to say so."""
+    problems: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        if detail["type"] in ("extra_forbidden", "invalid_key"):
+            continue  # told by unknown_option, with a suggestion
+        path = _option_path(detail["loc"], known)
+        if detail["type"] == "conflict":
+            path = f"{path}.{detail['ctx']['key']}"
+            problem = Problem(path, detail["ctx"]["what"], origins.of(path), detail["ctx"]["do"])
+        elif detail["type"] == "missing":
+            option = known[path]
+            problem = Problem(
+                path, f"The recipe lacks '{path}'.", origins.recipe, f"give {option.expected}. {option.effect}"
+            )
+        else:
+            problem = _wrong_value(path, detail["input"], known, origins)
+        problems.setdefault(path, problem)
+    return list(problems.values())
+
+
+def problems_as_error(problems: Sequence[Problem]) -> TrilloraError:
+    """One error for all: the first in full, the others listed below it."""
+    # A mistake inside a mapping or list also makes the whole wrong; only the inner one helps.
+    inner = [p for p in problems if not any(q.path.startswith((f"{p.path}.", f"{p.path}[")) for q in problems)]
+    first, *others = inner
+    also = [f"\n  also:  {p.what}\n           where: {p.where}\n           do:    {p.do}" for p in others]
+    return TrilloraError(first.what, where=first.where, do=first.do + "".join(also))
+
+
+def _wrong_value(path: str, value: Any, known: Mapping[str, Option], origins: Origins) -> Problem:
+    option = known[path.partition("[")[0]]
+    expected = option.expected if option.path == path else "text"
+    do = f"give {expected}. {option.effect}"
+    if expected.startswith("text") and isinstance(value, (bool, int, float)):
+        reading = "yes or no" if isinstance(value, bool) else "a number"
+        do = f"put it in quotes if it is a name: here it reads as {reading}"
+    elif isinstance(value, str) and (meant := nearest(value, re.findall(r"[\w-]+", expected))):
+        do = f"did you mean '{meant}'? {do[0].upper()}{do[1:]}"
+    return Problem(path, f"{path} cannot be {_shown(value)}.", origins.of(path), do)
+
+
+def _option_path(loc: Iterable[int | str], known: Mapping[str, Option]) -> str:
+    """pydantic's location without its own marks for the members of a union."""
+    path = ""
+    for part in loc:
+        longer = f"{path}.{part}" if path else str(part)
+        if isinstance(part, int):
+            path = f"{path}[{part}]"
+        elif longer in known:
+            path = longer
+    return path
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = reprlib.repr(value)  # bounded already, but by thousands of characters where lists are nested
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The members of a union, or the one type, `None` left out."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [kind for member in get_args(annotation) for kind in _kinds(member)]
+    return [] if annotation is type(None) else [annotation]
+
+
+def _phrase(kind: Any, constraints: Iterable[Any]) -> str:
+    if get_origin(kind) is Annotated:
+        kind, *inner = get_args(kind)
+        constraints = [*constraints, *(c for info in inner for c in getattr(info, "metadata", [info]))]
+    if get_origin(kind) is Literal:
+        values = [str(value) for value in get_args(kind)]
+        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
+    if get_origin(kind) is tuple:
+        return "a list of names or patterns"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return f"a mapping of {', '.join(kind.model_fields)}"
+    words = {int: "a whole number", float: "a number", bool: "yes or no", str: "text"}[kind]
+    bounds = " and ".join(text for c in constraints if (text := _bound(c)))
+    return f"{words} {bounds}".strip()
+
+
+def _bound(constraint: Any) -> str | None:
+    match constraint:
+        case Ge(ge=low):
+            return f"of at least {low}"
+        case Gt(gt=low):
+            return f"above {low}"
+        case Le(le=high):
+            return f"of at most {high}"
+        case Lt(lt=high):
+            return f"below {high}"
+    return None

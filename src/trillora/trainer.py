@@ -1,0 +1,169 @@
+"""One run, in order: recipe, model, data, step, loop, adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+from trillora.assembly import Assembly
+from trillora.choices import Plan, choose
+from trillora.config import Recipe, dump_resolved
+from trillora.data import Batches, load_batches
+from trillora.engine.step import StepMetrics, TrainState, initial_state
+from trillora.errors import TrilloraError
+from trillora.events import Listener, Note, Progress, Step, print_nothing
+from trillora.mesh import gather, join_cluster, put_batch
+from trillora.model.adapters import save_adapter
+from trillora.model.layout import Tree, unstack
+from trillora.model.lora import initial_adapter
+from trillora.model.source import find_model, load_config, load_tokenizer
+from trillora.model.weights import load_weights
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run leaves."""
+
+    run: Path
+    adapter: Path
+    losses: tuple[float, ...]  # of every step
+    num_compiles: int
+
+
+def train(recipe: Recipe, out: Path, *, listener: Listener = print_nothing) -> TrainResult:
+    """Fine-tune as the recipe says; the run's folder gets `resolved.yaml`, `metrics.jsonl` and `adapter/`."""
+    join_cluster()
+    if (out / "adapter").exists():
+        raise TrilloraError(
+            "This folder already holds a finished run.", where=str(out), do="choose another --out, or remove it"
+        )
+    listener(Note(f"Model {recipe.model.name}"))
+    folder = find_model(
+        recipe.model.name, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
+    )
+    config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
+    check_length(recipe.train.sequence_length, config)
+    batches = read_data(recipe, folder)
+    listener(Note(f"Data {describe(batches)}"))
+    num_steps = recipe.train.steps or math.ceil((recipe.train.epochs or 1) * batches.steps_per_epoch)
+
+    plan = choose(recipe, config, num_steps, listener)
+    if jax.process_index() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "resolved.yaml").write_text(dump_resolved(plan.recipe, plan.choices), "utf-8")
+    base = read_base(folder, plan.assembly, listener)
+    state = place_state(plan.assembly, recipe.train.seed)
+
+    with _metrics_file(out) as file:
+        state, losses = run_steps(plan, state, base, batches, num_steps, listener, file)
+    adapter = write_adapter(plan, state, out, base_name=recipe.model.name)
+    listener(Note(f"Adapter written to {adapter}"))
+    return TrainResult(out, adapter, tuple(losses), plan.num_compiles)
+
+
+def read_data(recipe: Recipe, folder: Path) -> Batches:
+    return load_batches(
+        Path(recipe.data.path),
+        load_tokenizer(folder),
+        format=recipe.data.format,
+        train_on=recipe.data.train_on,
+        pack=recipe.data.pack,
+        sequence_length=recipe.train.sequence_length,
+        batch_size=recipe.train.batch_size,
+        seed=recipe.train.seed,
+    )
+
+
+def describe(batches: Batches) -> str:
+    counts = batches.summary()
+    return (
+        f"{counts['documents']:,} documents in {counts['rows']:,} rows, {counts['supervised']:,} of "
+        f"{counts['tokens']:,} tokens trained, {counts['padding_fraction']:.1%} padding"
+    )
+
+
+def check_length(sequence_length: int, config: Any) -> None:
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and sequence_length > longest:
+        raise TrilloraError(
+            f"Rows of {sequence_length} tokens are longer than the {longest} positions this model was made for.",
+            where="train.sequence_length",
+            do=f"use at most {longest}",
+        )
+
+
+def read_base(folder: Path, assembly: Assembly, listener: Listener) -> Tree:
+    def progress(done: int, total: int) -> None:
+        listener(Progress("Loading weights", done, total))
+
+    model = assembly.model
+    return load_weights(folder, model.module, model.layout, assembly.base_shardings, progress=progress)
+
+
+def place_state(assembly: Assembly, seed: int) -> TrainState:
+    """The state before the first step, on the devices."""
+    adapter = initial_adapter(assembly.model.adapter_layout, seed)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, assembly.state_shapes)
+    make = jax.jit(lambda a: initial_state(a, assembly.optimizer, seed), out_shardings=shardings)
+    return make(adapter)
+
+
+def run_steps(
+    plan: Plan, state: TrainState, base: Tree, batches: Batches, num_steps: int, listener: Listener, file: TextIO | None
+) -> tuple[TrainState, list[float]]:
+    """The loop. A step's metrics are read while the next one runs, so that the device never waits for the host."""
+    losses: list[float] = []
+    started = last = time.perf_counter()
+    pending: tuple[int, StepMetrics] | None = None
+
+    def report(step: int, metrics: StepMetrics) -> None:
+        nonlocal last
+        values = {name: float(value) for name, value in metrics._asdict().items()}
+        now = time.perf_counter()
+        rate = batches.batch_size * batches.sequence_length / (now - last)
+        last = now
+        losses.append(values["loss"])
+        line = {"step": step + 1, **values, "tokens_per_second": round(rate, 1), "seconds": round(now - started, 3)}
+        if file is not None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+        listener(
+            Step(step + 1, num_steps, values["loss"], values["learning_rate"], values["grad_norm"], rate, now - started)
+        )
+
+    for step in range(num_steps):
+        state, metrics = plan.compiled(state, base, put_batch(batches.batch(step), plan.assembly.mesh))
+        if pending is not None:
+            report(*pending)
+        pending = (step, metrics)
+    if pending is not None:
+        report(*pending)
+    return state, losses
+
+
+def write_adapter(plan: Plan, state: TrainState, out: Path, base_name: str) -> Path:
+    """The trained adapter in PEFT's format."""
+    model = plan.assembly.model
+    whole = unstack(gather(state.adapter, plan.assembly.mesh), model.adapter_layout)
+    folder = out / "adapter"
+    if jax.process_index() == 0:
+        save_adapter(folder, whole, model.module, model.targets, plan.assembly.spec, base_name)
+    return folder
+
+
+@contextlib.contextmanager
+def _metrics_file(out: Path) -> Iterator[TextIO | None]:
+    """`metrics.jsonl`, written by one process of the run."""
+    if jax.process_index() != 0:
+        yield None
+        return
+    with open(out / "metrics.jsonl", "w", encoding="utf-8") as file:
+        yield file

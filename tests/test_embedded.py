@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import multiprocessing
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from safetensors import safe_open
 
 from trillora.errors import TrilloraError
@@ -22,52 +23,113 @@ needs_wheel = pytest.mark.skipif(
 )
 CONVERSATION = [
     {"role": "user", "content": "Ce mai faci? Naïve café, 東京 🙂\n\tdef f(x): return x  # two  spaces"},
-    {"role": "assistant", "content": "Fine: 1234567 <|im_start|> isn't special to me."},
+    {"role": "assistant", "content": "Fine: <|im_start|> isn't special to me."},
 ]
+GGUF_NAMES = {  # of the tensors in a layer, and outside
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.layers.": "blk.",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+}
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return smollm2_folder()  # in the ordinary cache, so that a machine converts it once and not once per test run
+    """In the ordinary cache, so that a machine converts it once and not once per test run."""
+    return smollm2_folder()
 
 
 @pytest.fixture(scope="module")
-def original() -> tuple[Any, Any]:
-    """Tokenizer and model as transformers itself reads them from the GGUF file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def gguf_tokenizer() -> Any:
+    """As transformers itself reads it from the GGUF file: right but for the digits."""
+    from transformers import AutoTokenizer
 
     gguf_file, _ = embedded._find_gguf()
-    where = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
-    return AutoTokenizer.from_pretrained(**where), AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    return AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
+
+
+def gguf_name(name: str) -> str:
+    for ours, theirs in GGUF_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
 
 
 @needs_wheel
-def test_converted_model_equals_the_gguf(folder: Path, original: tuple[Any, Any]) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_converted_weights_equal_the_gguf(folder: Path) -> None:
+    """Against gguf's own reader: transformers' takes a minute, and made the conversion."""
+    import gguf
 
-    theirs, gguf_model = original
-    ours = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    rendered = ours.apply_chat_template(CONVERSATION, tokenize=False)
-    assert rendered == theirs.apply_chat_template(CONVERSATION, tokenize=False)
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(str(embedded._find_gguf()[0])).tensors}
+    with safe_open(str(folder / "model.safetensors"), framework="np") as file:
+        names = list(file.keys())
+        assert len(names) == 272  # 30 layers of 9, embedding and last norm; the head is tied, so stored once
+        assert {gguf_name(name) for name in names} == set(theirs)
+        for name in names:
+            ours, tensor = file.get_tensor(name), theirs[gguf_name(name)]
+            expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+            if "q_proj" in name or "k_proj" in name:  # GGUF pairs the rows that rotate together; head size 64
+                expected = expected.reshape(-1, 32, 2, 576).swapaxes(1, 2).reshape(-1, 576)
+            assert ours.dtype == np.float32
+            np.testing.assert_array_equal(ours, expected)
+
+
+@needs_wheel
+def test_text_without_digits_tokenises_as_the_gguf_says(tokenizer: Any, gguf_tokenizer: Any) -> None:
+    rendered = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    assert rendered == gguf_tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert rendered.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    texts = [rendered, "", " ", "\n\n\n", *(turn["content"] for turn in CONVERSATION), "a" * 300, "١٢٣ \u00a0\u200b x"]
-    for text in texts:
-        ids = ours.encode(text)
-        assert ids == theirs.encode(text)
-        assert ours.decode(ids) == theirs.decode(ids) == text
+    contents = [turn["content"] for turn in CONVERSATION]
+    for text in (rendered, "", " ", "\n\n\n", *contents, "a" * 300, "a , b . c 's", "\u00a0\u200b x"):
+        ids = tokenizer.encode(text)
+        assert ids == gguf_tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+
+
+@needs_wheel
+def test_digits_tokenise_one_by_one(tokenizer: Any, gguf_tokenizer: Any) -> None:
+    assert len(tokenizer.encode("12345")) == 5
+    assert tokenizer.tokenize("a:\n\n1.") == ["a", ":", "ĊĊ", "1", "."]
+    assert gguf_tokenizer.tokenize("a:\n\n1.") == ["a", ":", "Ċ", "Ċ", "1", "."]  # why the conversion differs
+    for text in ("12345", "In 2024, 3.14 of  12\n\n7. x86", "a1b 22", "١٢٣ 5"):
+        ids = tokenizer.encode(text)
+        pieces = [piece for piece in re.split(r"(\d)", text) if piece]
+        assert ids == [token for piece in pieces for token in gguf_tokenizer.encode(piece)]
+        assert tokenizer.decode(ids) == text
+
+
+@needs_wheel
+def test_converted_model_answers(folder: Path, tokenizer: Any) -> None:
+    """That the config fits the weights: a wrong rotary base or norm constant turns answers into noise."""
+    import torch
+    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
     assert model.dtype == torch.float32
-    tokens = torch.tensor([ours.encode(rendered)])
+    tokens = torch.tensor([tokenizer.encode("The capital of France is")])
     with torch.no_grad():
-        assert torch.equal(model(tokens).logits, gguf_model(tokens).logits)
+        best = int(model(tokens).logits[0, -1].argmax())
+    assert tokenizer.decode([best]) == " Paris"
 
 
 @needs_wheel
-def test_padding_is_not_the_stop_token(folder: Path) -> None:
-    from transformers import AutoTokenizer, GenerationConfig
+def test_padding_is_not_the_stop_token(folder: Path, tokenizer: Any) -> None:
+    from transformers import GenerationConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     config = json.loads((folder / "config.json").read_text())
     generation = GenerationConfig.from_pretrained(str(folder))
     assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "<|im_start|>")
@@ -84,9 +146,6 @@ def test_converted_folder_is_an_ordinary_model_without_traces_of_this_machine(fo
     assert "quantization_config" not in config
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "float32"
-    with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
-        assert len(file.keys()) == 272
-        assert "lm_head.weight" not in file.keys()  # tied: stored once  # noqa: SIM118
     texts = [file for file in folder.iterdir() if file.suffix in (".json", ".jinja")]
     assert {file.name for file in texts} >= {"config.json", "tokenizer.json", "tokenizer_config.json"}
     gguf_file, _ = embedded._find_gguf()
@@ -118,11 +177,11 @@ def test_racing_processes_convert_once(tmp_path: Path) -> None:
     results = [answers.get(timeout=120) for _ in racers]
     for racer in racers:
         racer.join()
-    assert {folder for folder, _, _ in results} == {str(tmp_path / f"smollm2-135m-instruct-{embedded._find_gguf()[1]}")}
+    name = f"smollm2-135m-instruct-{embedded._find_gguf()[1]}-format{embedded.FORMAT}"  # both decide what is reused
+    assert {folder for folder, _, _ in results} == {str(tmp_path / name)}
     assert sorted(lines for _, lines, _ in results) == [0, 0, 2]  # one of them converted, and said so
     assert all(complete for _, _, complete in results)
-    made = Path(results[0][0]).name
-    assert {entry.name for entry in tmp_path.iterdir()} <= {made, f"{made}.lock"}  # nothing half-done is left
+    assert {entry.name for entry in tmp_path.iterdir()} <= {name, f"{name}.lock"}  # nothing half-done is left
 
 
 @needs_wheel

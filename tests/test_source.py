@@ -163,8 +163,8 @@ def write_hostile(folder: Path, marker: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model_type", ["hostile", "llama"])
-def test_code_in_a_model_is_refused_and_not_run(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["hostile", "t5", None, ["llama"]])  # t5: known, but not as a causal model
+def test_code_in_a_model_is_refused_and_not_run(model_type: Any, tmp_path: Path) -> None:
     marker = tmp_path / "code-was-run"
     folder = write_hostile(tmp_path / "model", marker, model_type=model_type)
     for call in (lambda: find_model(str(folder)), lambda: load_config(folder)):
@@ -172,12 +172,25 @@ def test_code_in_a_model_is_refused_and_not_run(model_type: str, tmp_path: Path)
         assert "Python code of its own (auto_map)" in error.what
         assert error.where == str(folder / "config.json")
         assert "trust_remote_code" in error.do
-        assert ("transformers itself knows" in error.do) == (model_type == "llama")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_model_that_transformers_knows_loads_without_the_code_it_brings(trust: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    marker = tmp_path / "code-was-run"
+    folder = write_hostile(tmp_path / "model", marker, model_type="llama")
+    assert find_model(str(folder), trust_remote_code=trust) == folder
+    config = load_config(folder, trust_remote_code=trust)
+    assert type(config) is LlamaConfig
+    assert type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust)) is LlamaForCausalLM
+    assert load_tokenizer(folder).encode("hello world") == [1, 2]
     assert not marker.exists()
 
 
 def test_trusted_code_in_a_local_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above: the marker does appear when the code is allowed."""
+    """The control of the two tests above: the marker does appear when the code is allowed."""
     marker = tmp_path / "code-was-run"
     folder = write_hostile(tmp_path / "model", marker)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -221,8 +234,8 @@ def test_what_is_not_a_causal_language_model_is_refused(
     assert do in error.do
 
 
-def test_bare_bodies_and_unnamed_architectures_are_causal_enough(tmp_path: Path) -> None:
-    for architectures in (["LlamaModel"], [], None):
+def test_bare_bodies_unnamed_architectures_and_other_case_are_causal_enough(tmp_path: Path) -> None:
+    for architectures in (["LlamaModel"], [], None, ["LLaMAForCausalLM"]):
         assert load_config(write_model(tmp_path, architectures=architectures)).model_type == "llama"
 
 
@@ -318,6 +331,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
             "org/pickled": {**no_weights, "pytorch_model.bin": b"\x80\x04pickle"},
             "org/gguf": {**no_weights, "model.Q4.gguf": b"GGUF"},
             "org/coded": files_of(write_hostile(tmp_path / "coded", tmp_path / "code-was-run")),
+            "org/native": files_of(write_hostile(tmp_path / "native", tmp_path / "code-was-run", model_type="llama")),
             "org/gated": whole,
         },
         gated={"org/gated"},
@@ -349,6 +363,7 @@ def ask(address: str, cache: Path, name: str, **how: Any) -> dict[str, str]:
     environment = {
         **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
         "HF_ENDPOINT": address,
+        "HF_HUB_OFFLINE": "0",  # the hub asked is this test's own
         "HF_HOME": str(cache),
         "HF_TOKEN": SECRET,
         "PYTHONPATH": os.pathsep.join(
@@ -429,3 +444,11 @@ def test_hub_code_needs_trust_and_a_commit(hub: Hub, tmp_path: Path) -> None:
     pinned = ask(hub.address, tmp_path, "org/coded", trust_remote_code=True, revision=COMMIT)
     assert (Path(pinned["folder"]) / "code.py").is_file()
     assert not (tmp_path / "code-was-run").exists()
+
+
+def test_hub_code_that_is_not_needed_is_not_fetched(hub: Hub, tmp_path: Path) -> None:
+    for trust in (False, True):
+        answer = ask(hub.address, tmp_path / str(trust), "org/native", trust_remote_code=trust)
+        assert (Path(answer["folder"]) / "model.safetensors").is_file()
+    assert "config.json" in hub.fetched
+    assert "code.py" not in hub.fetched

@@ -19,7 +19,7 @@ from trillora.engine.loss import Totals, chunked_loss, chunked_totals, token_los
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
 from trillora.mesh import batch_sharding, replicated, weight_spec
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora import LoraSpec
 
@@ -82,7 +82,7 @@ def assemble(recipe: Recipe, config: Any, mesh: Mesh, num_steps: int) -> Assembl
     chunk = loss_chunk_positions(engine.loss_chunk, train.micro_batch_size // shards, train.sequence_length)
     optimizer = make_optimizer(train.optimizer, train.weight_decay)
     train_step = make_train_step(
-        loss_function(model, chunk),
+        loss_function(model, chunk, packed=recipe.data.pack),
         optimizer,
         make_schedule(train.schedule, train.learning_rate, train.warmup_steps, num_steps),
         max_grad_norm=train.max_grad_norm,
@@ -98,7 +98,7 @@ def assemble(recipe: Recipe, config: Any, mesh: Mesh, num_steps: int) -> Assembl
         spec=spec,
         optimizer=optimizer,
         train_step=train_step,
-        eval_step=make_eval_step(evaluation_function(model, chunk)),
+        eval_step=make_eval_step(evaluation_function(model, chunk, packed=recipe.data.pack)),
         base_shardings=base_shardings,
         adapter_shardings=adapter_shardings,
         state_shapes=_state_shapes(adapter, optimizer, adapter_shardings, mesh),
@@ -120,26 +120,35 @@ def loss_chunk_positions(tokens: int, rows_per_device: int, sequence_length: int
     return max(1, min(sequence_length, tokens // max(rows_per_device, 1)))
 
 
-def loss_function(model: CausalLM, chunk: int) -> Loss:
+def model_inputs(batch: Batch, *, packed: bool) -> Inputs:
+    """What the model sees of a batch. A row with one document needs no segment ids: what follows it is padding, and
+    nothing looks ahead; kernels are faster without them."""
+    names = ("tokens", "positions", "segments") if packed else ("tokens", "positions")
+    return {name: batch[name] for name in names}
+
+
+def loss_function(model: CausalLM, chunk: int, *, packed: bool) -> Loss:
     """Summed loss of a batch. A model whose head cannot be called apart gets its logits whole."""
 
     def loss(adapter: Tree, base: Tree, batch: Batch, key: jax.Array) -> jax.Array:
         dropout_key = key if model.has_dropout else None
+        inputs = model_inputs(batch, packed=packed)
         if not model.has_separate_head:
-            logits = model.logits(base, adapter, batch, dropout_key)
+            logits = model.logits(base, adapter, inputs, dropout_key)
             return (token_losses(logits, batch["targets"]) * batch["weights"]).sum()
-        hidden = model.hidden(base, adapter, batch, dropout_key)
+        hidden = model.hidden(base, adapter, inputs, dropout_key)
         head_adapter = model.head_adapter(adapter)
         return chunked_loss(model.head, base, head_adapter, hidden, batch["targets"], batch["weights"], chunk)
 
     return loss
 
 
-def evaluation_function(model: CausalLM, chunk: int) -> Evaluation:
+def evaluation_function(model: CausalLM, chunk: int, *, packed: bool) -> Evaluation:
     def evaluate(adapter: Tree, base: Tree, batch: Batch) -> Totals:
+        inputs = model_inputs(batch, packed=packed)
         if not model.has_separate_head:
-            return totals(model.logits(base, adapter, batch), batch["targets"], batch["weights"])
-        hidden = model.hidden(base, adapter, batch)
+            return totals(model.logits(base, adapter, inputs), batch["targets"], batch["weights"])
+        hidden = model.hidden(base, adapter, inputs)
         head_adapter = model.head_adapter(adapter)
         return chunked_totals(model.head, base, head_adapter, hidden, batch["targets"], batch["weights"], chunk)
 

@@ -58,7 +58,7 @@ def make_train_step(
         sums = accumulate(loss, state.adapter, base, batch, key, num_micro_batches)
         num_tokens = batch["weights"].sum()
         loss_mean, gradients = jax.tree.map(lambda x: x / jnp.maximum(num_tokens, 1), sums)
-        grad_norm = optax.global_norm(gradients)
+        grad_norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
         if max_grad_norm is not None:
             shrink = jnp.minimum(1.0, max_grad_norm / (grad_norm + 1e-6))
             gradients = jax.tree.map(lambda g: g * shrink, gradients)

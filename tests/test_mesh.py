@@ -1,0 +1,164 @@
+"""Any number of devices, however arranged, trains the same adapter."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+import yaml
+from transformers import MixtralConfig
+
+from trillora.assembly import assemble
+from trillora.choices import choose_mesh
+from trillora.config import load_recipe
+from trillora.mesh import AXES, MeshShape, make_mesh, weight_spec
+from trillora.model.adapters import load_adapter
+from trillora.model.source import load_config
+from trillora.trainer import train
+
+pytestmark = pytest.mark.core
+
+LOSS = 1e-5  # relative: float32 sums over devices are taken in another order
+MESHES = {
+    "data 8": {"data": 8},
+    "fsdp 8": {"fsdp": 8},
+    "tensor 4 of 4 devices": {"tensor": 4},
+    "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "fsdp 2 of 2 devices": {"fsdp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_run.write_model(folder / "model")
+    tiny_run.write_chats(folder / "chats.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[float]:
+    """The losses of one device."""
+    return list(train(load_recipe(tiny_run.recipe(folder)), folder / "alone").losses)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_many_devices_equal_one(folder: Path, alone: list[float], tmp_path: Path, name: str) -> None:
+    mesh = MESHES[name]
+    settings = tiny_run.recipe(folder, hardware={"devices": int(np.prod(list(mesh.values()))), "mesh": mesh})
+    result = train(load_recipe(settings), tmp_path / "run")
+    assert result.losses == pytest.approx(alone, rel=LOSS)
+    _, ours = load_adapter(tmp_path / "run" / "adapter")
+    _, reference = load_adapter(folder / "alone" / "adapter")
+    for key, array in reference.items():
+        # Adam divides small gradients by small roots: rounding of the gradient shows up larger in the weights.
+        np.testing.assert_allclose(ours[key], array, atol=2e-3 * np.abs(array).max())
+
+
+def test_micro_batches_equal_one_batch_on_a_mesh(folder: Path, alone: list[float], tmp_path: Path) -> None:
+    settings = tiny_run.recipe(
+        folder, train={"micro_batch_size": 4}, hardware={"devices": 4, "mesh": {"data": 2, "fsdp": 2}}
+    )
+    assert train(load_recipe(settings), tmp_path / "run").losses == pytest.approx(alone, rel=LOSS)
+
+
+def test_experts_on_a_mesh_equal_one_device(tmp_path: Path) -> None:
+    from chat_tokenizers import chat_tokenizer
+
+    config = MixtralConfig(
+        **tiny_run.WIDTHS,
+        num_hidden_layers=2,
+        vocab_size=len(chat_tokenizer("chatml")),
+        max_position_embeddings=256,
+        num_local_experts=4,
+    )
+    tiny_run.write_model(tmp_path / "model", config)
+    tiny_run.write_chats(tmp_path / "chats.jsonl")
+    alone = train(load_recipe(tiny_run.recipe(tmp_path, train={"steps": 2})), tmp_path / "alone").losses
+    hardware = {"devices": 8, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}}
+    settings = tiny_run.recipe(tmp_path, train={"steps": 2}, hardware=hardware)
+    assert train(load_recipe(settings), tmp_path / "mesh").losses == pytest.approx(alone, rel=LOSS)
+
+
+def test_every_large_weight_is_split_without_naming_it(folder: Path) -> None:
+    settings = tiny_run.recipe(
+        folder,
+        model={"dtype": "float32"},
+        train={"micro_batch_size": 8},
+        hardware={"devices": 8, "mesh": {"fsdp": 4, "tensor": 2}},
+        engine={"layers": "scan", "remat": "none", "attention": "xla", "loss_chunk": 64},
+    )
+    mesh = make_mesh(jax.devices(), MeshShape(fsdp=4, tensor=2))
+    assembly = assemble(load_recipe(settings), load_config(folder / "model"), mesh, num_steps=1)
+    layout = assembly.model.layout
+    split = {key for key, sharding in assembly.base_shardings.items() if not sharding.is_fully_replicated}
+    large = {key for key, leaf in layout.items() if len(leaf.part_shape) == 2 and np.prod(leaf.part_shape) >= 2**16}
+    assert large and split == large
+    down = next(key for key in split if "down_proj" in key)
+    up = next(key for key in split if "up_proj" in key)
+    assert assembly.base_shardings[down].spec[-1] == "tensor", "the product back to the residual splits its inputs"
+    assert assembly.base_shardings[up].spec[-2] == "tensor"
+    assert all(s.is_fully_replicated for s in assembly.adapter_shardings.values())
+
+
+def test_uneven_and_small_weights_are_copied() -> None:
+    mesh = make_mesh(jax.devices(), MeshShape(fsdp=8))
+    assert weight_spec((1001, 1003), mesh, stacked=False) == jax.sharding.PartitionSpec(None, None)
+    assert weight_spec((64, 64), mesh, stacked=False) == jax.sharding.PartitionSpec()
+    assert weight_spec((8, 512, 512), mesh, stacked=True)[0] is None
+    assert mesh.axis_names == AXES
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "batch_size", "base_gib", "expected"),
+    [
+        (1, 8, 14, MeshShape()),
+        (8, 8, 1, MeshShape(data=8)),
+        (8, 8, 14, MeshShape(fsdp=8)),
+        (8, 4, 14, MeshShape(fsdp=4, tensor=2)),
+        (8, 1, 14, MeshShape(tensor=8)),
+        (8, 12, 1, MeshShape(data=4, tensor=2)),
+    ],
+)
+def test_mesh_is_chosen_from_rows_and_memory(
+    num_devices: int, batch_size: int, base_gib: int, expected: MeshShape
+) -> None:
+    shape, reason = choose_mesh(num_devices, batch_size, base_gib * 2**30, limit=15.75 * 2**30)
+    assert shape == expected and reason
+
+
+def test_two_processes_of_four_devices_equal_one_of_eight(folder: Path, tmp_path: Path) -> None:
+    settings = tiny_run.recipe(folder, hardware={"devices": 8, "mesh": {"data": 2, "fsdp": 4}})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [_start(tmp_path, index, port) for index in range(2)]
+    for process in processes:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    alone = train(load_recipe(settings), tmp_path / "alone").losses
+    assert tiny_run.losses(tmp_path / "run") == pytest.approx(alone, rel=LOSS)
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def _start(folder: Path, index: int, port: int) -> subprocess.Popen[str]:
+    environment: dict[str, Any] = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(index),
+    }
+    command = [sys.executable, "-m", "trillora", "train", "recipe.yaml", "--out", "run"]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )

@@ -1,0 +1,231 @@
+"""Equal layers share one traced body, every layer runs once and in order, and the result is that of plain PyTorch."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from architecture_checks import LOGITS, Subject, distance
+from torchax import interop
+
+from trillora.model.layout import stack, unstack
+from trillora.model.stack import LayerStack, Remat, Segment, find_segments
+from trillora.model.torchax_fixes import environment
+from trillora.model.trace import Trace, tracing
+
+pytestmark = pytest.mark.core
+
+ROUNDING = 1e-5  # of the largest value: float32, the same operations fused differently
+
+
+def num_bodies(segments: list[Segment]) -> int:
+    return sum(segment.period for segment in segments)
+
+
+def layers_run(segments: list[Segment]) -> list[int]:
+    return [s.start + i for s in segments for i in range(s.period * s.repetitions)]
+
+
+@functools.cache
+def fewest_bodies(signatures: str) -> int:
+    """By trying every way to cut a repeated period off the front."""
+    if not signatures:
+        return 0
+    return min(
+        period + fewest_bodies(signatures[period * repetitions :])
+        for period in range(1, len(signatures) + 1)
+        for repetitions in range(1, len(signatures) // period + 1)
+        if signatures.startswith(signatures[:period] * repetitions)
+    )
+
+
+@pytest.mark.parametrize(
+    ("signatures", "bodies"),
+    [
+        ("", 0),
+        ("A", 1),
+        ("AAAA", 1),
+        ("ABABAB", 2),
+        ("ABCD", 4),
+        ("AAABAAABAA", 5),
+        ("BAAAAAAAA", 2),  # a dense layer first, then experts
+        ("AABAABAA", 4),  # gemma3's tiny case: ends in the middle of its period
+        ("AAAAABAAAAABAAAAABAAAAABAA", 7),  # gemma3 with 26 layers
+        ("ABABABACACAC", 4),
+        ("AABB", 2),
+    ],
+)
+def test_as_few_bodies_as_can_be_are_traced(signatures: str, bodies: int) -> None:
+    segments = find_segments(list(signatures))
+    assert layers_run(segments) == list(range(len(signatures)))
+    assert num_bodies(segments) == bodies == fewest_bodies(signatures)
+
+
+def test_a_segment_only_repeats_what_is_equal() -> None:
+    strings = ["".join(letters) for n in range(8) for letters in itertools.product("AB", repeat=n)]
+    for signatures in strings:
+        segments = find_segments(list(signatures))
+        assert layers_run(segments) == list(range(len(signatures)))
+        for s in segments:
+            run = signatures[s.start : s.start + s.period * s.repetitions]
+            assert run == run[: s.period] * s.repetitions
+        # Loops are not free, so a body more may be traced for a loop or two less.
+        assert num_bodies(segments) <= fewest_bodies(signatures) + 1
+    assert len(strings) == 255
+
+
+class Layer(torch.nn.Module):
+    """Its output depends on the weight, the tensor and the number it is given, and on the order of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, shift: torch.Tensor, factor: float, memory: Any) -> torch.Tensor:
+        out = torch.tanh(self.linear(hidden_states) + shift) * factor
+        if memory is not None:
+            out = out + memory.get("first", 0.0)
+            if "first" not in memory:
+                memory["first"] = out
+        return out
+
+
+class Layers(torch.nn.Module):
+    """What a transformers model is to the stack: a configuration and a list of layers it calls one after another."""
+
+    def __init__(self, factors: list[float], *, shared_shift: bool = False, writes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = SimpleNamespace(num_hidden_layers=len(factors))
+        self.config = SimpleNamespace(get_text_config=lambda: config)
+        self.layers = torch.nn.ModuleList(Layer() for _ in factors)
+        self.factors, self.shared_shift, self.writes = factors, shared_shift, writes
+
+    def forward(self, hidden: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+        memory = collections.UserDict() if self.writes else None
+        rows = [shifts[0]] * len(self.layers) if self.shared_shift else [shifts[i] for i in range(len(self.layers))]
+        for layer, shift, factor in zip(self.layers, rows, self.factors, strict=True):
+            hidden = layer(hidden, shift, factor, memory)
+        return hidden
+
+
+class Stacked:
+    """The layers run by a `LayerStack`, beside what PyTorch makes of them."""
+
+    def __init__(self, module: Layers, *, scan: bool = True, remat: Remat = "none") -> None:
+        self.module = module
+        generator = torch.Generator().manual_seed(1)
+        self.hidden = torch.randn(2, 3, 4, generator=generator)
+        self.shifts = torch.randn(len(module.layers), 4, generator=generator)
+        with torch.no_grad():
+            self.expected = module(self.hidden, self.shifts).numpy()
+        self.stack = LayerStack(module, scan=scan, unroll=1, remat=remat)
+
+    def weights(self) -> dict[str, jax.Array]:
+        flat = {name: jnp.asarray(p.detach().numpy()) for name, p in self.module.named_parameters()}
+        weights = {}
+        for segment, j, prefix in self.stack.slots():
+            indices = [segment.start + j + r * segment.period for r in range(segment.repetitions)]
+            parts = [flat[f"layers.{i}.linear.weight"] for i in indices]
+            weights[f"{prefix}linear.weight"] = jnp.stack(parts) if segment.repetitions > 1 else parts[0]
+        return weights
+
+    def run(self, weights: dict[str, jax.Array], hidden: jax.Array, shifts: jax.Array) -> jax.Array:
+        with tracing(Trace(weights=weights)), environment():
+            return interop.jax_view(self.module(interop.torch_view(hidden), interop.torch_view(shifts)))
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.weights(), jnp.asarray(self.hidden.numpy()), jnp.asarray(self.shifts.numpy())
+
+    def traced_tanhs(self) -> int:
+        """How many layer bodies the program holds."""
+        return str(jax.make_jaxpr(self.run)(*self.arguments())).count("= tanh ")
+
+
+@pytest.mark.parametrize("shared_shift", [True, False])
+def test_a_tensor_that_differs_per_layer_is_scanned_with_the_weights(shared_shift: bool) -> None:
+    stacked = Stacked(Layers([0.9] * 5, shared_shift=shared_shift))
+    assert stacked.stack.segments == [Segment(0, 1, 5)]
+    assert stacked.traced_tanhs() == 1
+    assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
+
+
+def test_a_number_that_differs_per_layer_makes_layers_run_one_by_one() -> None:
+    stacked = Stacked(Layers([0.9, 0.8, 0.7, 0.6]))
+    assert stacked.traced_tanhs() == 4
+    assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
+
+
+def test_a_number_equal_in_every_repetition_may_differ_within_the_period() -> None:
+    """Were they of one kind, the two would be taken for repetitions of each other: attributes tell them apart."""
+    module = Layers([0.9, 0.8] * 3)
+    for i, layer in enumerate(module.layers):
+        layer.kind = ("even", "odd")[i % 2]  # type: ignore[assignment]
+    stacked = Stacked(module)
+    assert stacked.stack.segments == [Segment(0, 2, 3)]
+    assert stacked.traced_tanhs() == 2
+    assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_what_a_layer_writes_for_later_ones_arrives(scan: bool, remat: Remat) -> None:
+    stacked = Stacked(Layers([0.9] * 3, writes=True), scan=scan, remat=remat)
+    assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
+
+
+@pytest.mark.parametrize("remat", ["none", "linear", "dots", "full"])
+def test_remat_changes_no_gradient(remat: Remat) -> None:
+    def gradients(stacked: Stacked) -> tuple[Any, ...]:
+        return jax.jit(jax.grad(lambda *args: (stacked.run(*args) ** 2).sum(), argnums=(1, 2)))(*stacked.arguments())
+
+    plain = gradients(Stacked(Layers([0.9] * 3), scan=False))
+    for ours, expected in zip(gradients(Stacked(Layers([0.9] * 3), remat=remat)), plain, strict=True):
+        assert distance(ours, np.asarray(expected)) < ROUNDING
+
+
+def test_layers_called_as_plain_pytorch_are_themselves() -> None:
+    stacked = Stacked(Layers([0.9] * 3))
+    with torch.no_grad():
+        np.testing.assert_array_equal(stacked.module(stacked.hidden, stacked.shifts), stacked.expected)
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Subject:
+    """Eight layers of two kinds, each with its own rotary tables and mask, ending in the middle of the period."""
+    return Subject("gemma3_text")
+
+
+def test_a_scanned_model_equals_the_unrolled_one_and_pytorch(gemma: Subject) -> None:
+    results = {}
+    for scan in (True, False):
+        model = gemma.ours(scan=scan)
+        base, adapter = gemma.weights(model)
+        program = jax.jit(model.logits).lower(base, adapter, {"tokens": jnp.asarray(gemma.tokens)})
+        results[scan] = np.asarray(program.compile()(base, adapter, {"tokens": jnp.asarray(gemma.tokens)}))
+        assert len(model.stack.slots()) == (4 if scan else 8)
+        assert ("stablehlo.while" in program.as_text()) == scan
+    assert distance(results[True], results[False]) < ROUNDING
+    assert distance(results[True], gemma.logits) < LOGITS
+
+
+def test_the_layout_holds_every_parameter_once_however_it_is_stacked(gemma: Subject) -> None:
+    scanned, unrolled = (gemma.ours(scan=scan) for scan in (True, False))
+    for which in ("layout", "adapter_layout"):
+        layout, flat = getattr(scanned, which), getattr(unrolled, which)
+        names = [name for leaf in layout.values() for name in leaf.names]
+        assert len(names) == len(set(names))
+        assert set(names) == {name for leaf in flat.values() for name in leaf.names}
+    stacked = "model.layers.1:6:3.self_attn.q_proj.weight"
+    assert scanned.layout[stacked].names == tuple(f"model.layers.{i}.self_attn.q_proj.weight" for i in (1, 4))
+    base, _ = gemma.weights(scanned)
+    again = stack(unstack(base, scanned.layout), scanned.layout)
+    assert all(np.array_equal(base[key], again[key]) for key in base)

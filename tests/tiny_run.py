@@ -1,0 +1,65 @@
+"""A whole run in small: a random Llama with a real chat tokenizer in a folder, a chat file, and a recipe for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from chat_tokenizers import chat_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+# Wide enough that weights are really split over a mesh (`mesh.SMALL`).
+WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def write_model(folder: Path, config: Any | None = None) -> Path:
+    """Weights as transformers saves them, and a ChatML tokenizer."""
+    tokenizer = chat_tokenizer("chatml")
+    if config is None:
+        config = LlamaConfig(
+            **WIDTHS,
+            num_hidden_layers=3,
+            vocab_size=len(tokenizer),
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+        )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_chats(path: Path, num_rows: int = 21) -> Path:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {a} plus {a + 1}?"},
+                {"role": "assistant", "content": f"It is {2 * a + 1}." * (1 + a % 3)},
+            ]
+        }
+        for a in range(num_rows)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A recipe for the model and the chats in `folder`, as a mapping; sections are merged into its own."""
+    settings: dict[str, Any] = {
+        "model": {"name": str(folder / "model")},
+        "data": {"path": str(folder / "chats.jsonl")},
+        "lora": {"rank": 4, "alpha": 8},
+        "train": {"sequence_length": 64, "batch_size": 8, "steps": 4, "learning_rate": 1e-2, "schedule": "constant"},
+        "hardware": {"devices": 1},
+        "engine": {},
+    }
+    for name, values in sections.items():
+        settings[name] = {**settings[name], **values}
+    return settings
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY = 256
@@ -417,7 +417,10 @@ CASES: dict[str, Case] = {
 # fmt: on
 
 
-# Every mechanism at least once.
+# What only architectures have that the engine refuses, or refuses to pack; docs/ARCHITECTURES.md says which and why.
+NOT_YET = frozenset({"indexed", "compressed", "hyper-connections", "recurrent", "linear-attention"})
+
+# Every other mechanism at least once.
 SUITE: tuple[str, ...] = (
     "qwen3",
     "gemma2",
@@ -428,14 +431,14 @@ SUITE: tuple[str, ...] = (
     "bloom",
     "gpt_oss",
     "llama4_text",
+    "mixtral",
     "deepseek_v3",
-    "deepseek_v4",
     "qwen3_next",
+    "falcon_h1",
     "granitemoehybrid",
     "jamba",
     "zamba2",
-    "minimax",
-    "recurrent_gemma",
+    "lfm2",
     "inkling_text",
 )
 
@@ -480,17 +483,21 @@ NOT_COVERED: dict[str, str] = {
 }
 
 
+def configuration(name: str) -> PreTrainedConfig:
+    """The case's configuration, as a checkpoint of that type would have it."""
+    case = CASES[name]
+    settings = {key: value for key, value in {**BASE, **case.overrides}.items() if value is not None}
+    # The configuration keeps what it is given and transformers edits it in place; the table must not change with it.
+    return AutoConfig.for_model(case.model_type, **deepcopy(settings))
+
+
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """The case's model in eval mode, with random weights, its attention and experts computed by plain PyTorch.
 
     In another dtype the weights are those of the float32 model of the same seed, rounded.
     """
-    case = CASES[name]
-    settings = {key: value for key, value in {**BASE, **case.overrides}.items() if value is not None}
-    # The configuration keeps what it is given and transformers edits it in place; the table must not change with it.
-    config = AutoConfig.for_model(case.model_type, **deepcopy(settings))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    model = AutoModelForCausalLM.from_config(configuration(name), attn_implementation="eager", dtype=dtype)
     model.config.use_cache = False
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")

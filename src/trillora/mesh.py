@@ -111,7 +111,8 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def split_rows(array: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Tell the compiler that the leading dim is rows of the batch."""
+    """Tell the compiler that the leading dim is rows of the batch. Said at every boundary of the model: left to itself
+    the partitioner was seen to give wrong numbers on a data x fsdp x tensor mesh."""
     if mesh is None or mesh.size == 1:
         return array
     return jax.lax.with_sharding_constraint(array, batch_sharding(mesh))

@@ -24,6 +24,7 @@ from trillora.mesh import gather, join_cluster, put_batch
 from trillora.model.adapters import save_adapter
 from trillora.model.layout import Tree, unstack
 from trillora.model.lora import initial_adapter
+from trillora.model.recurrent import CANNOT_PACK
 from trillora.model.source import find_model, load_config, load_tokenizer
 from trillora.model.weights import load_weights
 
@@ -51,6 +52,7 @@ def train(recipe: Recipe, out: Path, *, listener: Listener = print_nothing) -> T
     )
     config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
     check_length(recipe.train.sequence_length, config)
+    check_packing(recipe.data.pack, config)
     batches = read_data(recipe, folder)
     listener(Note(f"Data {describe(batches)}"))
     num_steps = recipe.train.steps or math.ceil((recipe.train.epochs or 1) * batches.steps_per_epoch)
@@ -97,6 +99,16 @@ def check_length(sequence_length: int, config: Any) -> None:
             f"Rows of {sequence_length} tokens are longer than the {longest} positions this model was made for.",
             where="train.sequence_length",
             do=f"use at most {longest}",
+        )
+
+
+def check_packing(pack: bool, config: Any) -> None:
+    reason = CANNOT_PACK.get(config.get_text_config().model_type)
+    if pack and reason:
+        raise TrilloraError(
+            f"Documents packed into one row would see each other in this model: {reason}.",
+            where="data.pack",
+            do="set data.pack to false: one document in a row",
         )
 
 

@@ -201,7 +201,7 @@ def _splash(
 ) -> jax.Array:
     """The kernel works on [heads, tokens, width] of one row; rows are mapped over, tokens padded to whole blocks."""
     B, T, H, _ = query_BTHD.shape
-    padding = -T % SPLASH_LANES
+    padding = -T % (SPLASH_LANES if T <= 512 else 512)  # long rows want long blocks
     if padding and segments_BT is None:
         segments_BT = jnp.zeros((B, T), jnp.int32)
     if segments_BT is not None:
@@ -211,7 +211,9 @@ def _splash(
         return jnp.pad(array, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
 
     query = heads_first((query_BTHD * scores.scale).astype(query_BTHD.dtype))
-    kernel = _splash_kernel(H, T + padding, rule.window, scores.softcap, interpret)
+    width = max(query_BTHD.shape[-1], value_BSKE.shape[-1])
+    largest_block = 1024 if width <= 256 else 512  # wider heads overflow the chip's vector memory
+    kernel = _splash_kernel(H, T + padding, rule.window, scores.softcap, largest_block, interpret)
     extra: dict[str, Any] = {} if sinks_H is None else {"sinks": sinks_H}
 
     def one_row(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -224,8 +226,10 @@ def _splash(
 
 
 @functools.cache
-def _splash_kernel(num_heads: int, num_tokens: int, window: int | None, softcap: float | None, interpret: bool) -> Any:
-    block = max(b for b in (128, 256, 512, 1024) if num_tokens % b == 0 and b <= num_tokens)
+def _splash_kernel(
+    num_heads: int, num_tokens: int, window: int | None, softcap: float | None, largest_block: int, interpret: bool
+) -> Any:
+    block = max(b for b in (128, 256, 512, 1024) if num_tokens % b == 0 and b <= largest_block)
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,

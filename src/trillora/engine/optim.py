@@ -1,5 +1,5 @@
-"""Optimisers and schedules. An optimiser here gives a direction; the step scales it by the learning rate, so that a
-skipped update does not move the schedule."""
+"""Optimisers and schedules. An optimiser here gives a direction; the step scales it by the learning rate of its own
+number, which a skipped update does not hold back."""
 
 from __future__ import annotations
 

@@ -38,7 +38,12 @@ _UNSUPPORTED: dict[str, Any] = {
     "trainable_token_indices": None,
     "target_parameters": None,
     "alora_invocation_tokens": None,
+    "use_qalora": False,
+    "arrow_config": None,
 }
+
+# Ways to initialise that also change the base model's weights; each may be followed by details.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def save_adapter(
@@ -87,20 +92,14 @@ def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, np.ndarray]]:
                 where=str(folder),
                 do="give the folder that holds adapter_config.json and adapter_model.safetensors",
             )
-    config = json.loads(config_path.read_text("utf-8"))
+    config = _read_config(config_path)
     if config.get("peft_type") != "LORA":
         raise _unsupported(config_path, "peft_type", config.get("peft_type"))
     for key, unused in _UNSUPPORTED.items():
         if config.get(key, unused) not in (unused, None):
             raise _unsupported(config_path, key, config[key])
-    targets = config["target_modules"]
-    spec = LoraSpec(
-        rank=config["r"],
-        alpha=config["lora_alpha"],
-        rslora=config.get("use_rslora", False),
-        dropout=config.get("lora_dropout", 0.0),
-        targets=targets if isinstance(targets, str) else tuple(targets),
-    )
+    if str(config.get("init_lora_weights")).startswith(_CHANGES_BASE):
+        raise _unsupported(config_path, "init_lora_weights", config["init_lora_weights"])
     try:
         tensors = load_file(weights_path)
     except (safetensors.SafetensorError, OSError) as error:
@@ -109,7 +108,29 @@ def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, np.ndarray]]:
             where=str(weights_path),
             do="copy the file again, or use another checkpoint",
         ) from error
-    return spec, {_from_peft(name, weights_path): array.astype(np.float32) for name, array in tensors.items()}
+    adapter = {_from_peft(name, weights_path): array.astype(np.float32) for name, array in tensors.items()}
+    spec = LoraSpec(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        rslora=config.get("use_rslora", False),
+        dropout=config.get("lora_dropout", 0.0),
+        # What PEFT selected, by whatever rule, is in the file.
+        targets=tuple(sorted({name.rsplit(".", 1)[0] for name in adapter})),
+    )
+    return spec, adapter
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        int(config["r"]), float(config["lora_alpha"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrilloraError(
+            f"The adapter's configuration cannot be read: {type(error).__name__}: {error}.",
+            where=str(path),
+            do="copy the file again, or write it anew with the peft_type, r and lora_alpha of the training run",
+        ) from error
+    return config
 
 
 def fit_adapter(adapter: dict[str, np.ndarray], layout: Layout, where: str) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 import traceback
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trillora.engine.attention import Implementation
 from trillora.errors import TrilloraError
+from trillora.mesh import split_rows
 from trillora.model import attention as attention_functions
 from trillora.model import experts
 from trillora.model.layout import Layout, Leaf, Tree
@@ -65,6 +67,7 @@ class CausalLM:
         self.has_dropout = lora is not None and lora.dropout > 0
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
         self.attention, self.interpret, self.mesh = attention, interpret, mesh
+        self.decoder = find_decoder(self.module, self.stack.layers)
         self._arguments = inspect.signature(self.module.forward).parameters
         self._decoder_output: type | None = None
         layout = self._layout()
@@ -74,17 +77,18 @@ class CausalLM:
     @property
     def has_separate_head(self) -> bool:
         """Whether hidden states can be had without logits, hence the loss computed in chunks."""
-        return self.module.get_decoder() is not self.module
+        return self.decoder is not None
 
     def head_adapter(self, adapter: Tree) -> Tree:
         """The part of an adapter that the head uses."""
-        decoder = {id(m) for m in self.module.get_decoder().modules()}
+        decoder = {id(m) for m in (self.decoder or self.module).modules()}
         outside = {name for name in self.targets if id(self.module.get_submodule(name)) not in decoder}
         return {key: a for key, a in adapter.items() if key.rsplit(".", 1)[0] in outside}
 
     def hidden(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: jax.Array | None = None) -> jax.Array:
         """The decoder's last hidden state [B, T, D]; with `head` it gives the logits."""
-        decoder = self.module.get_decoder()
+        decoder = self.decoder
+        assert decoder is not None
 
         def stop_after_decoder(*args: Any, **kwargs: Any) -> None:
             raise _DecoderReturned(type(decoder).forward(decoder, *args, **kwargs))
@@ -94,22 +98,23 @@ class CausalLM:
                 self._forward(base, adapter, inputs, dropout_key)
         except _DecoderReturned as done:
             self._decoder_output = type(done.output)
-            return interop.jax_view(done.output[0])
+            return split_rows(interop.jax_view(done.output[0]), self.mesh)
         raise AssertionError(f"{self.name} did not call its decoder")
 
     def head(self, base: Tree, head_adapter: Tree, hidden_BTD: jax.Array) -> jax.Array:
         """Logits [B, T, V] of any slice of the hidden states, by transformers' own head code: the whole forward, with
         a decoder that returns the slice."""
-        decoder, kind = self.module.get_decoder(), self._decoder_output
-        assert kind is not None, "hidden() has to be traced before head()"
+        decoder, kind = self.decoder, self._decoder_output
+        assert decoder is not None and kind is not None, "hidden() has to be traced before head()"
         tokens = jnp.zeros(hidden_BTD.shape[:2], jnp.int32)
 
         def return_slice(*args: Any, **kwargs: Any) -> Any:
-            chunk = interop.torch_view(hidden_BTD)
+            chunk = interop.torch_view(split_rows(hidden_BTD, self.mesh))
             return (chunk,) if kind is tuple else kind(last_hidden_state=chunk)
 
         with _replaced_forward(decoder, return_slice):
-            return interop.jax_view(self._forward(base, head_adapter, {"tokens": tokens}, None).logits)
+            logits = self._forward(base, head_adapter, {"tokens": tokens}, None).logits
+            return split_rows(interop.jax_view(logits), self.mesh)
 
     def logits(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: jax.Array | None = None) -> jax.Array:
         """Whole logits [B, T, V], in one forward."""
@@ -118,7 +123,8 @@ class CausalLM:
     def weights_split_on_last_dim(self) -> set[str]:
         """Which weights tensor parallelism splits on their last dim: the inputs of a product that leads back to the
         residual stream. The rule needs no names: of the linear layers side by side in a block, that is the last."""
-        linear = linear_layers(self.module)
+        head = self.module.get_output_embeddings()
+        linear = {name: module for name, module in linear_layers(self.module).items() if module is not head}
         last = {name.rpartition(".")[0]: name for name in linear}
         leads_back = set(last.values())
         # Conv1D keeps inputs first, so there it is the other way round.
@@ -139,11 +145,19 @@ class CausalLM:
             *packing_aware(self.module),
             *attention_functions.mask_replacements(self.module, self.attention_style),
         ]
-        with _nothing_left_behind(self.module), _replaced(replacements), tracing(trace), environment():
+        with (
+            _nothing_left_behind(self.module),
+            _replaced(replacements),
+            tracing(trace),
+            environment(),
+            warnings.catch_warnings(),
+        ):
             keywords = {"input_ids": interop.torch_view(inputs["tokens"]), "use_cache": False}
             if trace.positions_BT is not None and "position_ids" in self._arguments:
                 keywords["position_ids"] = interop.torch_view(trace.positions_BT)
             try:
+                # Models ask for int64 positions; jax says each time that it gives int32.
+                warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
                 return torch.func.functional_call(
                     self.module, interop.torch_view(outside_layers), (), keywords, tie_weights=True, strict=False
                 )
@@ -173,6 +187,15 @@ class CausalLM:
             if name not in in_layers or name in canonical:
                 layout[name] = Leaf((name,), False, tuple(tensor.shape), _dtype(tensor))
         return layout
+
+
+def find_decoder(module: Any, layers: list[torch.nn.Module]) -> torch.nn.Module | None:
+    """The part of the model that ends in hidden states; None where there is none apart from the whole."""
+    for candidate in (module.get_decoder(), module.base_model):
+        inside = {id(m) for m in candidate.modules()}
+        if candidate is not module and all(id(layer) in inside for layer in layers):
+            return candidate
+    return None
 
 
 def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) -> Any:

@@ -33,7 +33,8 @@ SAVED_NAME = "linear"  # what a remat policy calls the output of a linear layer
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The adapter's shape; `targets` is "all-linear" or names, dotted suffixes or patterns of linear layers."""
+    """The adapter's shape; `targets` is "all-linear" or names, dotted suffixes or patterns of linear layers. Dropout
+    is for the layers, not for an adapted head, which is called once per chunk of the loss."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -61,6 +62,11 @@ class _LinearOutput:
             return out
         y = interop.jax_view(out)
         if hasattr(self, "lora_a"):
+            if not torch.is_grad_enabled():
+                raise TrilloraError(
+                    "This model runs adapted layers without gradients in its own forward.",
+                    do="choose an architecture from docs/ARCHITECTURES.md: its gradients would not be PyTorch's",
+                )
             a, b = interop.jax_view(self.lora_a), interop.jax_view(self.lora_b)
             y = y + self._lora_delta(interop.jax_view(x), a, b).astype(y.dtype)
         return interop.torch_view(checkpoint_name(y, SAVED_NAME))
@@ -94,7 +100,7 @@ def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
         module.lora_a = torch.nn.Parameter(torch.empty(spec.rank, num_in, device="meta"))
         module.lora_b = torch.nn.Parameter(torch.empty(num_out, spec.rank, device="meta"))
         module.lora_scale, module.lora_dropout = spec.scale, spec.dropout
-        module.lora_stream = zlib.crc32(re.sub(r"\d+", "#", name).encode())  # equal in all layers
+        module.lora_stream = zlib.crc32(re.sub(r"\.\d+\.", ".#.", name).encode())  # equal in all layers
     return targets
 
 

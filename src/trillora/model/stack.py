@@ -21,6 +21,7 @@ import torch.utils._pytree as torch_tree
 from torchax import interop
 
 from trillora.engine.attention import SAVED_NAME as ATTENTION_OUTPUT
+from trillora.errors import TrilloraError
 from trillora.mesh import split_rows
 from trillora.model.lora import SAVED_NAME as LINEAR_OUTPUT
 from trillora.model.torchax_fixes import TORCHAX_TENSORS, environment
@@ -117,6 +118,10 @@ def decoder_layers(model: Any) -> tuple[str, list[torch.nn.Module]] | None:
     return name, list(layers)
 
 
+class NotKept:
+    """Stands for what a layer returns beside the hidden state, such as router logits. Noticed if it is ever used."""
+
+
 class LayerStack:
     """The decoder layers of one module, recorded and run in segments."""
 
@@ -168,6 +173,11 @@ class LayerStack:
             hidden, args, positional = args[0], args[1:], True
         else:
             hidden, positional = kwargs.pop("hidden_states"), False
+        if any(isinstance(leaf, NotKept) for leaf in torch_tree.tree_leaves((args, kwargs))):
+            raise TrilloraError(
+                f"{type(self.layers[i]).__name__} is handed more than the hidden state by the layer before.",
+                do="choose an architecture from docs/ARCHITECTURES.md: such layers cannot be run apart yet",
+            )
         trace.layer_calls[i] = (positional, args, kwargs)
         trace.running_layers = True
         try:
@@ -178,7 +188,7 @@ class LayerStack:
                 hidden = interop.torch_view(self._run(trace, interop.jax_view(hidden).astype(dtype)))
         finally:
             trace.running_layers = False
-        return hidden if num_outputs == 0 else (hidden,) + (None,) * (num_outputs - 1)
+        return hidden if num_outputs == 0 else (hidden, *(NotKept() for _ in range(num_outputs - 1)))
 
     def _probe(self, trace: Trace, hidden: jax.Array) -> tuple[int, Any]:
         """How a layer returns: 0 for a bare tensor, else the tuple's length; and the residual stream's type, which may
@@ -262,7 +272,7 @@ class LayerStack:
         values: list[Any] = []
         run_key = trace.dropout_key
         with environment():
-            out = interop.torch_view(hidden)
+            out = interop.torch_view(split_rows(hidden, trace.mesh))
             for j, i in enumerate(indices):
                 if run_key is not None:
                     trace.dropout_key = jax.random.fold_in(run_key, numbers[j] if numbers is not None else i)

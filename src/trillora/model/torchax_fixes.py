@@ -28,6 +28,9 @@ _PROMOTING = frozenset(
     )
 )
 
+# Operators of several steps that PyTorch computes in float32 inside and rounds to bfloat16 once.
+_ROUNDED_ONCE = frozenset({"aten.native_layer_norm", "aten.gelu", "aten.silu", "aten.silu.default"})
+
 
 @functools.cache
 def environment() -> Environment:
@@ -37,8 +40,16 @@ def environment() -> Environment:
         cls.type_as = _type_as
         cls.copy_ = _copy_
     for function, operator in list(env._ops.items()):
-        if str(function) in _PROMOTING and operator.is_jax_function:
+        if not operator.is_jax_function:
+            continue
+        if str(function) in _PROMOTING:
             env._ops[function] = dataclasses.replace(operator, func=_scalars_do_not_promote(operator.func))
+        elif str(function) in _ROUNDED_ONCE:
+            env._ops[function] = dataclasses.replace(operator, func=_rounded_once(operator.func))
+        elif function is torch.nn.functional.linear or str(function) == "aten.linear":
+            env._ops[function] = dataclasses.replace(operator, func=_linear)
+        elif str(function) == "aten.addmm":
+            env._ops[function] = dataclasses.replace(operator, func=_addmm)
     return env
 
 
@@ -73,3 +84,31 @@ def _scalars_do_not_promote(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return wrapped
+
+
+def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torchax rounds after every step inside the operator, which adds up to a larger error than PyTorch's."""
+
+    @functools.wraps(function)
+    def wrapped(first: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        def widen(value: Any) -> Any:
+            return value.astype(jnp.float32) if isinstance(value, jax.Array) and value.dtype == jnp.bfloat16 else value
+
+        out = function(widen(first), *(widen(a) for a in args), **{name: widen(a) for name, a in kwargs.items()})
+        return jax.tree.map(lambda o: o.astype(first.dtype), out) if first.dtype == jnp.bfloat16 else out
+
+    return wrapped
+
+
+def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """PyTorch adds the bias before the product is rounded; torchax after."""
+    if bias is None:
+        return jnp.einsum("...a,ba->...b", x, weight)
+    product = jnp.einsum("...a,ba->...b", x, weight, preferred_element_type=jnp.float32)
+    return (product + bias).astype(jnp.promote_types(x.dtype, weight.dtype))
+
+
+def _addmm(bias: jax.Array, a: jax.Array, b: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:
+    """As `_linear`; Conv1D comes this way."""
+    product = jnp.matmul(a, b, preferred_element_type=jnp.float32)
+    return (beta * bias + alpha * product).astype(jnp.promote_types(a.dtype, b.dtype))

@@ -1,0 +1,57 @@
+"""The same training loop in PyTorch and PEFT: same base, same adapter at the start, same batches, same arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from trillora.config import Recipe
+from trillora.data import Batches
+from trillora.model.layout import unstack
+from trillora.model.lora import initial_adapter
+
+
+def peft_losses(recipe: Recipe, folder: Path, batches: Batches, adapter_layout: Any, num_steps: int) -> list[float]:
+    """Losses of `num_steps` AdamW steps at a constant learning rate."""
+    lora, train = recipe.lora, recipe.train
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, config).eval()
+    start = unstack(initial_adapter(adapter_layout, train.seed), adapter_layout)
+    trained = load_start(model, start)
+    optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay)
+    losses = []
+    for step in range(num_steps):
+        batch = {name: torch.tensor(array) for name, array in batches.batch(step).items()}
+        logits = model(input_ids=batch["tokens"].long()).logits
+        loss = mean_loss(logits, batch["targets"].long(), batch["weights"])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, train.max_grad_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def mean_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Over supervised tokens. Logits are flattened first: along a strided dim PyTorch sums 49k exponentials naively in
+    float32 and is off by 1e-4."""
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
+
+
+def load_start(model: Any, start: dict[str, np.ndarray]) -> list[torch.nn.Parameter]:
+    """Put our initial adapter into PEFT's parameters; every one of them is set."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = {"lora_a": "lora_A.default.weight", "lora_b": "lora_B.default.weight"}
+    for name, array in start.items():
+        layer, kind = name.rsplit(".", 1)
+        with torch.no_grad():
+            parameters.pop(f"base_model.model.{layer}.{names[kind]}").copy_(torch.tensor(array))
+    assert not parameters, f"PEFT trains what we do not: {sorted(parameters)[:3]}"
+    return [p for p in model.parameters() if p.requires_grad]

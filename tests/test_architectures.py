@@ -1,0 +1,47 @@
+"""The engine is the model: eighteen architectures that cover every mechanism, against plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+import tiny_models
+from architecture_checks import CHECKS, Subject
+
+from trillora.config import load_recipe
+from trillora.errors import TrilloraError
+from trillora.trainer import check_packing
+
+SUITE = tiny_models.buildable(tiny_models.SUITE)
+# The few of the suite that stand for it on the oldest libraries.
+CORE = ("qwen3", "gemma2", "mixtral", "gpt2", "falcon_h1")
+
+
+def test_suite_is_large_enough() -> None:
+    assert len(SUITE) >= 16
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.core) if name in CORE else name for name in SUITE]
+)
+def test_engine_equals_pytorch(name: str) -> None:
+    subject = Subject(name)
+    answers = {question: check(subject) for question, check in CHECKS.items()}
+    jax.clear_caches()  # programs of one architecture are of no use to the next
+    assert len(answers) == 5
+    assert all(answer.passed for answer in answers.values()), answers
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "zaya"])
+def test_what_is_not_understood_is_refused_instead_of_computed_wrongly(name: str) -> None:
+    with pytest.raises(TrilloraError, match=r"keys of its own making|more than the hidden state"):
+        CHECKS["unrolled"](Subject(name))
+
+
+def test_packing_is_refused_where_documents_would_leak(tmp_path: Path) -> None:
+    recipe = load_recipe({"model": "x", "data": str(tmp_path / "x.jsonl")})
+    with pytest.raises(TrilloraError, match="see each other"):
+        check_packing(recipe.data.pack, tiny_models.configuration("recurrent_gemma"))
+    check_packing(False, tiny_models.configuration("recurrent_gemma"))
+    check_packing(True, tiny_models.configuration("qwen3"))

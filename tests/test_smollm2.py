@@ -1,0 +1,58 @@
+"""A real chat model: its logits are transformers', its training is PyTorch's and PEFT's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+import torch
+from peft_reference import peft_losses
+from transformers import AutoModelForCausalLM
+
+from trillora.assembly import lora_spec
+from trillora.config import load_recipe
+from trillora.mesh import replicated
+from trillora.model.bridge import CausalLM
+from trillora.model.source import find_model, load_config, load_tokenizer
+from trillora.model.weights import load_weights
+from trillora.trainer import read_data, train
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return find_model("smollm2")
+
+
+def test_logits_equal_transformers(folder: Path) -> None:
+    text = "The whale rose out of the sea, and the crew of the Pequod fell silent."
+    ids = np.array([load_tokenizer(folder)(text)["input_ids"]], np.int32)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor(ids).long()).logits
+    model = CausalLM(load_config(folder))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    base = load_weights(folder, model.module, model.layout, {key: replicated(mesh) for key in model.layout})
+    logits = jax.jit(model.logits)(base, {}, {"tokens": jnp.asarray(ids)})
+    # Logits reach 20 to 30; float32 sums over 30 layers taken in another order differ in the fifth digit.
+    np.testing.assert_allclose(np.asarray(logits), expected.numpy(), atol=1e-3)
+
+
+def test_first_ten_steps_equal_pytorch_and_peft(folder: Path, tmp_path: Path) -> None:
+    tiny_run.write_chats(tmp_path / "chats.jsonl", num_rows=40)
+    recipe = load_recipe(
+        {
+            "model": "smollm2",
+            "data": {"path": str(tmp_path / "chats.jsonl"), "pack": False},
+            "train": {"sequence_length": 64, "batch_size": 2, "steps": 10, "schedule": "constant"},
+            "lora": {"rank": 8, "alpha": 16},
+            "hardware": {"devices": 1},
+        }
+    )
+    ours = train(recipe, tmp_path / "run").losses
+    layout = CausalLM(load_config(folder), lora=lora_spec(recipe)).adapter_layout
+    theirs = peft_losses(recipe, folder, read_data(recipe, folder), layout, num_steps=10)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert ours[-1] < ours[0]

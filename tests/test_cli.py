@@ -110,8 +110,9 @@ def test_unknown_verb_and_missing_arguments_are_told() -> None:
 def test_a_run_is_never_written_over(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: smollm2\ndata: a.jsonl\n")
+    (tmp_path / "adapter").mkdir()
     code, output = invoke("train", str(recipe), "--out", str(tmp_path))
-    assert (code, "already holds files" in output) == (2, True)
+    assert (code, "already holds a finished run" in output) == (2, True)
     code, output = invoke("train", str(recipe), "--out", str(recipe))
     assert (code, "this is a file" in output) == (2, True)
 

@@ -78,7 +78,6 @@ def train(
     from trillora.config import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    _require_new(out)
     with _reporting(as_json) as listener:
         from trillora import trainer
 
@@ -113,17 +112,6 @@ def schema() -> None:
 def version() -> None:
     """Print the version."""
     _print_version(True)
-
-
-def _require_new(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise TrilloraError("A run is a folder; this is a file.", where=str(out), do="choose another --out")
-    if out.is_dir() and any(out.iterdir()):
-        raise TrilloraError(
-            "The run folder already holds files; a run never writes over another.",
-            where=str(out),
-            do="choose another --out, or remove the folder first",
-        )
 
 
 @contextmanager

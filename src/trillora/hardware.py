@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trillora.errors import TrilloraError, nearest
@@ -58,6 +59,11 @@ def find_slice(name: str) -> Slice:
         hint = f"did you mean {guess}? " if guess else ""
         raise TrilloraError(f"No slice is called {name}.", where="--on", do=f"{hint}Known: {' '.join(SLICES)}")
     return SLICES[name]
+
+
+def has_accelerator(devices: Path = Path("/dev")) -> bool:
+    """Whether the machine shows a TPU, an NVIDIA or an AMD device to its processes."""
+    return any(any(devices.glob(pattern)) for pattern in ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg"))
 
 
 # What libtpu reads before jax is imported, so that it compiles for chips that are not there and asks no server.

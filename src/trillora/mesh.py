@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trillora.errors import TrilloraError
+from trillora.hardware import has_accelerator
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 AXES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)
@@ -44,6 +45,9 @@ class MeshShape:
 
 def find_devices(backend: str, num_devices: int | None) -> list[jax.Device]:
     """The devices asked for, or an error: a run never falls back to another kind of chip in silence."""
+    if backend == "cpu" or (backend == "auto" and not has_accelerator()):
+        # Else an installed libtpu looks for chips, and complains at length about a laptop.
+        jax.config.update("jax_platforms", "cpu")
     try:
         devices = jax.devices() if backend == "auto" else jax.devices(backend)
     except RuntimeError as error:

@@ -42,10 +42,7 @@ class TrainResult:
 def train(recipe: Recipe, out: Path, *, listener: Listener = print_nothing) -> TrainResult:
     """Fine-tune as the recipe says; the run's folder gets `resolved.yaml`, `metrics.jsonl` and `adapter/`."""
     join_cluster()
-    if (out / "adapter").exists():
-        raise TrilloraError(
-            "This folder already holds a finished run.", where=str(out), do="choose another --out, or remove it"
-        )
+    check_folder(out)
     listener(Note(f"Model {recipe.model.name}"))
     folder = find_model(
         recipe.model.name, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
@@ -69,6 +66,15 @@ def train(recipe: Recipe, out: Path, *, listener: Listener = print_nothing) -> T
     adapter = write_adapter(plan, state, out, base_name=recipe.model.name)
     listener(Note(f"Adapter written to {adapter}"))
     return TrainResult(out, adapter, tuple(losses), plan.num_compiles)
+
+
+def check_folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise TrilloraError("A run is a folder; this is a file.", where=str(out), do="choose another --out")
+    if (out / "adapter").exists():
+        raise TrilloraError(
+            "This folder already holds a finished run.", where=str(out), do="choose another --out, or remove it"
+        )
 
 
 def read_data(recipe: Recipe, folder: Path) -> Batches:

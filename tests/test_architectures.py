@@ -39,6 +39,12 @@ def test_what_is_not_understood_is_refused_instead_of_computed_wrongly(name: str
         CHECKS["unrolled"](Subject(name))
 
 
+def test_what_cannot_be_traced_names_operation_file_and_way_out() -> None:
+    with pytest.raises(TrilloraError, match="cannot be traced: Concretization") as caught:
+        CHECKS["unrolled"](Subject("dbrx"))
+    assert "modeling_dbrx.py" in str(caught.value.where) and "docs/ARCHITECTURES.md" in caught.value.do
+
+
 def test_packing_is_refused_where_documents_would_leak(tmp_path: Path) -> None:
     recipe = load_recipe({"model": "x", "data": str(tmp_path / "x.jsonl")})
     with pytest.raises(TrilloraError, match="see each other"):

@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from trillora.choices import choose, step_bytes
     from trillora.config import load_recipe
     from trillora.events import to_json
-    from trillora.mesh import put_batch
+    from trillora.mesh import find_devices, put_batch
     from trillora.model.weights import random_weights
     from trillora.trainer import place_state
 
@@ -71,7 +71,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=args.tokens)
     started = time.perf_counter()
-    plan = choose(recipe, config, args.steps, listener=lambda event: print(to_json(event), flush=True))
+    devices = find_devices("auto", 1)
+    plan = choose(recipe, config, devices, args.steps, listener=lambda event: print(to_json(event), flush=True))
     compile_seconds = time.perf_counter() - started
     assembly = plan.assembly
     base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)

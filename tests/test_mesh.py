@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tiny_models
 import tiny_run
 import yaml
 from transformers import MixtralConfig
 
 from trillora.assembly import assemble
-from trillora.choices import choose_mesh
+from trillora.choices import by_hardware, choose_mesh
 from trillora.config import load_recipe
 from trillora.mesh import AXES, MeshShape, make_mesh, weight_spec
 from trillora.model.adapters import load_adapter
@@ -133,6 +134,15 @@ def test_mesh_is_chosen_from_rows_and_memory(
 ) -> None:
     shape, reason = choose_mesh(num_devices, batch_size, base_gib * 2**30, limit=15.75 * 2**30)
     assert shape == expected and reason
+
+
+def test_every_architecture_gets_its_choices() -> None:
+    recipe = load_recipe({"model": "any", "data": "any.jsonl"})
+    names = tiny_models.buildable()
+    for name in names:
+        choices = list(by_hardware(recipe, tiny_models.configuration(name), jax.devices()))
+        assert {c.path for c in choices} >= {"hardware.mesh", "engine.layers", "engine.loss_chunk"}, name
+    assert len(names) > 100
 
 
 def test_two_processes_of_four_devices_equal_one_of_eight(folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from trillora.assembly import Assembly, assemble
 from trillora.config import Recipe, resolve
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
-from trillora.mesh import MeshShape, find_devices, make_mesh
+from trillora.mesh import MeshShape, make_mesh
 
 GIB = 2**30
 BASE_SHARE = 0.25  # of a device's memory: up to here the base is copied to every device rather than split
@@ -39,11 +39,8 @@ class Plan:
     num_compiles: int
 
 
-def choose(recipe: Recipe, config: Any, num_steps: int, listener: Listener) -> Plan:
+def choose(recipe: Recipe, config: Any, devices: list[Any], num_steps: int, listener: Listener) -> Plan:
     """Decide, compile, and say so."""
-    devices = find_devices(
-        recipe.hardware.backend, None if recipe.hardware.devices == "auto" else recipe.hardware.devices
-    )
     choices = [*by_hardware(recipe, config, devices)]
     for choice in choices:
         listener(choice)
@@ -129,10 +126,16 @@ def memory_limit(devices: list[Any]) -> float | None:
 def _base_bytes(config: Any, dtype: str) -> int:
     """A rough count from the configuration: good enough to choose between copying and splitting."""
     width, layers = config.hidden_size, config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or 4 * width
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    parameters = 2 * config.vocab_size * width + layers * (4 * width * width + 3 * width * int(inner) * int(experts))
+    inner = _largest(config, "intermediate_size") or 4 * width
+    experts = _largest(config, "num_local_experts", "num_experts", "n_routed_experts") or 1
+    parameters = 2 * config.vocab_size * width + layers * (4 * width * width + 3 * width * inner * experts)
     return parameters * (4 if dtype == "float32" else 2)
+
+
+def _largest(config: Any, *names: str) -> int:
+    """The first of these options that is set; the largest where it has a value for every layer."""
+    value = next((v for v in (getattr(config, name, None) for name in names) if v), 0)
+    return max(value) if isinstance(value, list | tuple) else int(value)
 
 
 def _attempts(recipe: Recipe, row_shards: int) -> Iterator[list[Chosen]]:

@@ -20,7 +20,7 @@ from trillora.data import Batches, load_batches
 from trillora.engine.step import StepMetrics, TrainState, initial_state
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress, Step, print_nothing
-from trillora.mesh import gather, join_cluster, put_batch
+from trillora.mesh import find_devices, gather, join_cluster, put_batch
 from trillora.model.adapters import save_adapter
 from trillora.model.layout import Tree, unstack
 from trillora.model.lora import initial_adapter
@@ -43,6 +43,8 @@ def train(recipe: Recipe, out: Path, *, listener: Listener = print_nothing) -> T
     """Fine-tune as the recipe says; the run's folder gets `resolved.yaml`, `metrics.jsonl` and `adapter/`."""
     join_cluster()
     check_folder(out)
+    hardware = recipe.hardware
+    devices = find_devices(hardware.backend, None if hardware.devices == "auto" else hardware.devices)
     listener(Note(f"Model {recipe.model.name}"))
     folder = find_model(
         recipe.model.name, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
@@ -54,7 +56,7 @@ def train(recipe: Recipe, out: Path, *, listener: Listener = print_nothing) -> T
     listener(Note(f"Data {describe(batches)}"))
     num_steps = recipe.train.steps or math.ceil((recipe.train.epochs or 1) * batches.steps_per_epoch)
 
-    plan = choose(recipe, config, num_steps, listener)
+    plan = choose(recipe, config, devices, num_steps, listener)
     if jax.process_index() == 0:
         out.mkdir(parents=True, exist_ok=True)
         (out / "resolved.yaml").write_text(dump_resolved(plan.recipe, plan.choices), "utf-8")

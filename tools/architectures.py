@@ -67,7 +67,9 @@ def ask(name: str) -> tuple[str, str]:
             except Exception as error:
                 answers[question] = {"passed": False, "detail": _first_line(error)}
     jax.clear_caches()
-    record = {"seconds": round(time.perf_counter() - started, 1), "answers": answers}
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in VERSIONS)
+    ran_on = f"{versions}, {platform.machine()}, {time.strftime('%Y-%m-%d')}"
+    record = {"seconds": round(time.perf_counter() - started, 1), "ran_on": ran_on, "answers": answers}
     (ANSWERS / f"{name}.json").write_text(json.dumps(record, indent=1))
     failed = {q: a["detail"] for q, a in answers.items() if not a["passed"]}
     return name, f"{record['seconds']:6.1f} s  " + ("pass" if not failed else f"FAIL {failed}")
@@ -84,15 +86,19 @@ def write_page(tiny_models: Any) -> tuple[int, int]:
 
     questions = list(architecture_checks.CHECKS)
     rows, failures, num_passed = [], [], 0
-    records = {p.stem: json.loads(p.read_text())["answers"] for p in sorted(ANSWERS.glob("*.json"))}
-    for name, answers in records.items():
+    records = {p.stem: json.loads(p.read_text()) for p in sorted(ANSWERS.glob("*.json"))}
+    for name, record in records.items():
+        answers = record["answers"]
         passed = all(a["passed"] for a in answers.values())
         num_passed += passed
         cells = [_cell(answers.get(q)) for q in questions]
         mechanisms = ", ".join(tiny_models.CASES[name].mechanisms)
         rows.append(f"| {name} | {mechanisms} | {' | '.join(cells)} |")
-        failures += [f"| {name} | {q} | {_escape(a['detail'])} |" for q, a in answers.items() if not a["passed"]]
-    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in VERSIONS)
+        reasons: dict[str, list[str]] = {}
+        for question, answer in answers.items():
+            if not answer["passed"]:
+                reasons.setdefault(_escape(answer["detail"]), []).append(question)
+        failures += [f"| {name} | {', '.join(failed)} | {reason} |" for reason, failed in reasons.items()]
     not_covered = [
         f"| {name} | {_escape(reason or 'new')} |" for name, reason in sorted(tiny_models.uncovered().items())
     ]
@@ -100,7 +106,7 @@ def write_page(tiny_models: Any) -> tuple[int, int]:
         PAGE_TEXT.format(
             num_passed=num_passed,
             num_cases=len(records),
-            versions=f"{versions}, {platform.machine()}, {time.strftime('%Y-%m-%d')}",
+            versions="; ".join(sorted({record["ran_on"] for record in records.values()})),
             logits=architecture_checks.LOGITS,
             gradients=architecture_checks.GRADIENTS,
             questions=" | ".join(questions),
@@ -144,7 +150,7 @@ Logits may be off by {logits:g} of their scale, adapter gradients by {gradients:
 
 ## What fails, and why
 
-| case | check | reason |
+| case | checks | reason |
 |---|---|---|
 {failures}
 

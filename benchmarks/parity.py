@@ -31,7 +31,7 @@ def main() -> int:
     from trillora.assembly import lora_spec
     from trillora.config import load_recipe
     from trillora.model.bridge import CausalLM
-    from trillora.model.source import find_model, load_config
+    from trillora.model.source import find_model, load_config, load_tokenizer
     from trillora.trainer import read_data, train
 
     with tempfile.TemporaryDirectory() as work:
@@ -51,7 +51,7 @@ def main() -> int:
         folder = find_model("smollm2")
         layout = CausalLM(load_config(folder), lora=lora_spec(recipe)).adapter_layout
         started = time.perf_counter()
-        theirs = peft_losses(recipe, folder, read_data(recipe, folder), layout, args.steps)
+        theirs = peft_losses(recipe, folder, read_data(recipe, load_tokenizer(folder)), layout, args.steps)
         their_seconds = time.perf_counter() - started
     differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     for step in range(0, args.steps, max(1, args.steps // 10)):

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from trillora.config import Recipe
-from trillora.data import Batches
+from trillora.data.batches import Batches
 from trillora.model.layout import unstack
 from trillora.model.lora import initial_adapter
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from chat_tokenizers import FAMILIES, Family, chat_tokenizer
+from rendering import render_chat, render_text
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trillora.data.encode import Rendered
-from trillora.data.render import render_chat, render_text
 from trillora.errors import TrilloraError
 
 WORDS = [
@@ -173,16 +173,13 @@ def test_text_that_the_normalizer_turns_into_a_control_token_is_refused() -> Non
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<end>")
     assert render_text("hello there", tokenizer).tokens.tolist() == [1, 0, 2]
     with pytest.raises(TrilloraError, match="would become the control token '<end>'"):
-        render_text("hello <END>", tokenizer, "f:1")
+        render_text("hello <END>", tokenizer)
 
 
-def test_content_with_our_own_stand_ins_is_refused_when_it_also_spells_a_special_token() -> None:
-    messages = [{"role": "user", "content": "\ufdd00\ufdd1 \ufdd099\ufdd1"}, {"role": "assistant", "content": "b"}]
-    tokenizer = chat_tokenizer("chatml")
-    assert render_chat(messages, tokenizer).tokens.tolist() == own_tokens(tokenizer, messages)
-    messages[0]["content"] += "<|im_end|>"
-    with pytest.raises(TrilloraError, match="cannot be told apart"):
-        render_chat(messages, tokenizer, where="f:1")
+def test_content_with_our_own_stand_ins_is_refused() -> None:
+    messages = [{"role": "user", "content": "\ufdd00\ufdd1"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(TrilloraError, match="which are no characters"):
+        render_chat(messages, chat_tokenizer("chatml"))
 
 
 def test_thinking_of_earlier_turns_is_dropped_as_the_template_does() -> None:
@@ -217,18 +214,18 @@ HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": 
             "stop token behind it cannot be found",
         ),
         ("{{ raise_exception('no way') }}", "refuses this conversation: no way"),
-        ("{% for m in messages %}{{ m['content']", "refuses this conversation"),
+        ("{% for m in messages %}{{ m['content']", "is no Jinja template: .* in line 1"),
     ],
 )
 def test_templates_that_cannot_be_trusted_are_refused(template: str | None, message: str) -> None:
     with pytest.raises(TrilloraError, match=message):
-        render_chat(HELLO, with_template(template), where="f:1")
+        render_chat(HELLO, with_template(template))
 
 
 def test_planted_stop_text_does_not_pass_for_a_stop_token() -> None:
     tokenizer = with_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     with pytest.raises(TrilloraError):
-        render_chat([HELLO[0], {"role": "assistant", "content": "Hi<|im_end|>"}], tokenizer, where="f:1")
+        render_chat([HELLO[0], {"role": "assistant", "content": "Hi<|im_end|>"}], tokenizer)
 
 
 def test_the_next_turns_header_does_not_pass_for_a_stop_token() -> None:
@@ -237,7 +234,7 @@ def test_the_next_turns_header_does_not_pass_for_a_stop_token() -> None:
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     with pytest.raises(TrilloraError, match="stop token behind it cannot be found"):
-        render_chat([*HELLO, HELLO[0]], with_template(template), where="f:1")
+        render_chat([*HELLO, HELLO[0]], with_template(template))
 
 
 def test_marks_without_the_stop_token_still_train_it() -> None:
@@ -252,12 +249,15 @@ def test_marks_without_the_stop_token_still_train_it() -> None:
     assert trained_text(render_chat(messages, tokenizer), tokenizer) == "Hi<|im_end|><|im_end|><|im_end|>"
 
 
-def test_conversation_that_begins_with_the_assistant_needs_marks() -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if "gemma" not in name and name not in ("chatml-bare", "mistral")]
+)
+def test_conversation_may_begin_with_the_assistant_where_the_template_says_how_it_speaks(name: str) -> None:
     messages = [{"role": "assistant", "content": "Welcome"}, *HELLO]
-    with pytest.raises(TrilloraError, match="begins with the assistant"):
-        render_chat(messages, chat_tokenizer("chatml"), where="f:1")
-    marked = chat_tokenizer("chatml-marked")
-    assert trained_text(render_chat(messages, marked), marked) == "Welcome<|im_end|>Hi<|im_end|>"
+    tokenizer, stop, thinks = chat_tokenizer(name), FAMILIES[name].stop, FAMILIES[name].thinks
+    rendered = render_chat(messages, tokenizer)
+    assert rendered.tokens.tolist() == own_tokens(tokenizer, messages)
+    assert trained_text(rendered, tokenizer) == f"Welcome{stop}{thinks}Hi{stop}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -281,7 +281,7 @@ def test_text_gets_the_tokenizers_bos_one_eos_and_is_trained_whole(name: str) ->
 def test_text_needs_an_eos_token() -> None:
     inner = Tokenizer.from_str(chat_tokenizer("chatml").backend_tokenizer.to_str())
     with pytest.raises(TrilloraError, match="no EOS token"):
-        render_text("fox", PreTrainedTokenizerFast(tokenizer_object=inner), "f:1")
+        render_text("fox", PreTrainedTokenizerFast(tokenizer_object=inner))
 
 
 @pytest.mark.skipif(

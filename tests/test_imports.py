@@ -19,16 +19,30 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe_errors": {"errors"},
     "config": {"errors", "events", "yaml_text", "recipe_errors"},
     "hardware": {"errors", "events"},
+    "cache": set(),
     "engine": {"errors"},
     "data": {"errors", "events"},
+    "dataset": {"errors", "events", "config", "cache", "data"},
     "mesh": {"errors", "events", "hardware"},
-    "model": {"errors", "events", "hardware", "engine", "mesh"},
+    "model": {"errors", "events", "cache", "hardware", "engine", "mesh"},
     "assembly": {"errors", "events", "config", "hardware", "mesh", "engine", "model"},
     "choices": {"errors", "events", "config", "hardware", "mesh", "assembly"},
-    "trainer": {"errors", "events", "config", "hardware", "mesh", "engine", "data", "model", "assembly", "choices"},
+    "data_example": set(),
+    "data_lengths": {"errors", "data"},
+    "data_report": {"errors", "events", "config", "data", "dataset", "model", "data_example", "data_lengths"},
+    "data_words": {"data_report", "data_example"},
+    "data_view": {"errors", "data_report", "data_example", "data_words"},
+    "data_page": {"errors", "data_report", "data_example", "data_words"},
+    "trainer": {
+        *("errors", "events", "config", "hardware", "mesh", "engine", "data", "dataset", "model"),
+        *("assembly", "choices"),
+    },
     "quickstart": {"errors", "events", "config", "hardware", "data", "model", "trainer"},
     "console": {"errors", "events"},
-    "cli": {"", "errors", "events", "config", "console", "hardware", "trainer", "quickstart"},
+    "cli": {
+        *("", "errors", "events", "config", "console", "hardware", "trainer", "quickstart"),
+        *("data_report", "data_view", "data_page"),
+    },
     "": {"errors", "events", "config", "console", "trainer"},  # the package itself: the Python API
     "__main__": {"cli"},
 }
@@ -43,7 +57,7 @@ ONLY_IN: dict[str, set[str]] = {
     "optax": {"engine", "assembly", "trainer"},
     "pydantic": {"config", "recipe_errors"},
     "typer": {"cli"},
-    "rich": {"cli", "console"},
+    "rich": {"cli", "console", "data_view"},
     "peft": set(),
 }
 

@@ -83,9 +83,10 @@ def test_adapter_loads_in_peft_with_our_loss(folder: Path, tmp_path: Path) -> No
 
 
 def _batches(settings: dict[str, Any]) -> Any:
+    from trillora.model.source import load_tokenizer
     from trillora.trainer import read_data
 
-    return read_data(load_recipe(settings), Path(settings["model"]["name"]))
+    return read_data(load_recipe(settings), load_tokenizer(Path(settings["model"]["name"])))
 
 
 def test_one_program_serves_the_whole_run(folder: Path, tmp_path: Path) -> None:

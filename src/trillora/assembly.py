@@ -51,15 +51,21 @@ class Assembly:
     base_shapes: Tree
     batch_shapes: Tree
 
-    def lower(self) -> Any:
-        """The step as a program for the mesh's devices. Of its arguments, the state is given up for the new one."""
+    def lower(self, sequence_length: int | None = None) -> Any:
+        """The step as a program for the mesh's devices, for rows of another length if one is given. Of its arguments,
+        the state is given up for the new one."""
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(state_shardings, replicated(self.mesh)))
-        return step.lower(self.state_shapes, self.base_shapes, self.batch_shapes)
+        batch = self.batch_shapes
+        if sequence_length is not None:
+            batch = {name: leaf.update(shape=(leaf.shape[0], sequence_length)) for name, leaf in batch.items()}
+        return step.lower(self.state_shapes, self.base_shapes, batch)
 
-    def compile(self) -> Any:
+    def compile(self, sequence_length: int | None = None) -> Any:
         is_tpu = self.mesh.devices.flat[0].platform == "tpu"
-        return self.lower().compile(compiler_options=TPU_OPTIONS if is_tpu and self.mesh.size > 1 else None)
+        return self.lower(sequence_length).compile(
+            compiler_options=TPU_OPTIONS if is_tpu and self.mesh.size > 1 else None
+        )
 
 
 def assemble(recipe: Recipe, config: Any, mesh: Mesh, num_steps: int) -> Assembly:

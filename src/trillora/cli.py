@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 a mistake a person can mend (told without a traceback), 13
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typer.core import TyperGroup
 
 import trillora
 from trillora.errors import TrilloraError
-from trillora.events import Event, Listener, to_json
+from trillora.events import Event, Listener, Progress, to_json
 
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
@@ -85,6 +86,48 @@ def train(
 
 
 @app.command()
+def data(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The YAML file that describes the run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options on top, as in data.on_bad_row=skip.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page as well.")
+    ] = None,
+) -> None:
+    """Show what a recipe's data would train: rows, tokens, lengths, an example. Exit code 2 if it would be refused."""
+    from rich.console import Console
+
+    from trillora.config import load_recipe
+    from trillora.console import console_listener
+
+    loaded = load_recipe(recipe, overrides or ())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # data has letters a terminal may not
+    # Progress goes to stderr: stdout is the report's.
+    with console_listener(Console(stderr=True, highlight=False)) as listener:
+        from trillora import data_report
+
+        report = data_report.inspect(loaded, _only_progress(listener))
+    if as_json:
+        import json
+
+        print(json.dumps(report.to_dict(), allow_nan=False))
+    else:
+        from trillora.data_view import show
+
+        show(report, Console(highlight=False))
+    if html is not None:
+        from trillora.data_page import write_page
+
+        write_page(report, html)
+        print(f"Page written to {html}", file=sys.stderr)
+    if (refusal := report.verdict.refusal()) is not None:
+        raise refusal
+
+
+@app.command()
 def quickstart(
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="RUN", help="Folder for everything the run writes.")
@@ -123,6 +166,16 @@ def _reporting(as_json: bool) -> Iterator[Listener]:
 
     with console_listener() as listener:
         yield listener
+
+
+def _only_progress(listener: Listener) -> Listener:
+    """What is no progress stands in the report anyway."""
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Progress):
+            listener(event)
+
+    return listen
 
 
 def _print_json(event: Event) -> None:

@@ -62,18 +62,113 @@ class ModelSection(Section):
     )
 
 
+class SourceSection(Section):
+    """One of several sources."""
+
+    shorthand = "path"
+    path: str = Field(min_length=1, description="A file, glob, folder, address or Hugging Face data set id.")
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        le=1000,
+        description="How often each of its rows is seen in an epoch; 0.5 takes half of them.",
+    )
+
+
+class TemplateSection(Section):
+    """Jinja templates that make a training row of any JSON object: its keys are the names, `row` is the whole."""
+
+    prompt: str | None = Field(default=None, description="Raw text in front of the completion; not trained.")
+    completion: str | None = Field(default=None, description="Raw text that is trained, with EOS behind it.")
+    system: str | None = Field(default=None, description="System turn of a chat.")
+    user: str | None = Field(default=None, description="User turn of a chat, rendered by the chat template.")
+    assistant: str | None = Field(default=None, description="The assistant's answer in that chat; trained.")
+    text: str | None = Field(default=None, description="A document, trained whole.")
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> TemplateSection:
+        given = {name for name in type(self).model_fields if getattr(self, name) is not None}
+        if given not in (
+            {"prompt", "completion"},
+            {"user", "assistant"},
+            {"system", "user", "assistant"},
+            {"text"},
+        ):
+            raise _conflict(
+                min(given, default="prompt"),
+                f"data.template has {' and '.join(sorted(given)) or 'nothing'}, which is no row.",
+                "give prompt and completion; or user and assistant, with system if you like; or text",
+            )
+        return self
+
+
+class SplitSection(Section):
+    """Rows kept out of training, chosen by their own content: equal rows are always on the same side."""
+
+    validation: float = Field(default=0.1, ge=0, lt=1, description="Share of the rows kept for evaluation.")
+    test: float = Field(default=0.1, ge=0, lt=1, description="Share of the rows kept for the final test.")
+
+    @model_validator(mode="after")
+    def _leaves_something(self) -> SplitSection:
+        if self.validation + self.test >= 1:
+            raise _conflict(
+                "test", "data.split leaves nothing to train on.", "keep validation and test below 1 together"
+            )
+        return self
+
+
 class DataSection(Section):
     """What it learns from."""
 
     shorthand = "path"
-    path: str = Field(min_length=1, description="A file of rows; a relative one counts from the recipe's folder.")
-    format: Literal["auto", "messages", "text"] = Field(
-        default="auto", description="What a row is: chat messages or plain text; auto looks at the rows."
+    path: Annotated[str, Field(min_length=1)] | Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
+        description="A file, glob, folder, address or Hugging Face data set id, or a list of them with weights; "
+        "relative paths count from the recipe's folder.",
     )
-    train_on: Literal["assistant", "everything"] = Field(
-        default="assistant", description="Which tokens of a chat the loss sees: the assistant's answers, or all."
+    format: Literal["auto", "messages", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text"] = Field(
+        default="auto", description="What a row is; auto looks at the rows of each file."
     )
+    template: TemplateSection | None = Field(default=None, description="How to make a training row of any JSON object.")
+    rows: str | None = Field(
+        default=None, min_length=1, description="Where rows lie inside a JSON document, as in data.findings.*.*"
+    )
+    json_schema: str | None = Field(
+        default=None, min_length=1, description="A JSON Schema file that every row must satisfy."
+    )
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Instead of the tokenizer's own: chatml, llama3, gemma, zephyr, instruct, or a .jinja file.",
+    )
+    train_on: Literal["auto", "assistant", "last", "completion", "everything"] = Field(
+        default="auto",
+        description="Which tokens the loss sees: all answers, the last, the completion, or everything; auto takes "
+        "the completion where rows tell it apart from a prompt, else all answers.",
+    )
+    too_long: Literal["auto", "refuse", "drop", "split", "truncate-left", "truncate-middle"] = Field(
+        default="auto",
+        description="Rows longer than a sequence: auto splits texts and drops others up to 1 % of the trained tokens; "
+        "truncate shortens prompts and keeps answers.",
+    )
+    on_bad_row: Literal["refuse", "skip"] = Field(
+        default="refuse", description="A row that cannot be trained on stops the run, or is left out and counted."
+    )
+    split: SplitSection | None = Field(default=None, description="Rows kept out of training; `{}` for 80/10/10.")
     pack: bool = Field(default=True, description="Put several short rows into one sequence instead of padding each.")
+    buckets: Annotated[int, Field(ge=1, le=16)] = Field(
+        default=1, description="Sequence lengths used when rows are not packed; each is compiled for."
+    )
+    today: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = Field(
+        default=None, description="The date a chat template hears when it asks; chosen once, at the first start."
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DataSection:
+        if self.template is not None and self.format != "auto":
+            raise _conflict("template", "Both data.format and data.template are given.", "keep one of the two")
+        if self.pack and self.buckets != 1:
+            raise _conflict("buckets", "data.buckets is for rows that are not packed.", "set data.pack to no as well")
+        return self
 
 
 class LoraSection(Section):
@@ -293,8 +388,10 @@ def _unknown_paths(tree: Mapping[Any, Any], known: Mapping[str, Option], prefix:
         path = f"{prefix}{key}"
         if path not in known:
             unknown.append(path)
-        elif known[path].section is not None and isinstance(value, Mapping):
-            unknown += _unknown_paths(value, known, f"{path}.")
+        elif known[path].section is not None:
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, Mapping):
+                    unknown += _unknown_paths(item, known, f"{path}.")
     return unknown
 
 
@@ -344,10 +441,10 @@ def _parsed_overrides(overrides: Sequence[str] | Mapping[str, Any], origins: Ori
 
 
 def _as_mapping(section: type[Section], value: Any) -> Any:
-    """A section as its mapping: a bare string is its shorthand key, nothing at all (`lora:`) is all defaults."""
+    """A section as its mapping: a bare string or list is its shorthand key, nothing at all (`lora:`) all defaults."""
     if value is None:
         return {}
-    return {section.shorthand: value} if isinstance(value, str) and section.shorthand else value
+    return {section.shorthand: value} if isinstance(value, (str, list)) and section.shorthand else value
 
 
 def _expanded(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -379,18 +476,24 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_DATA_SUFFIXES = {".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".zst"}
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
+_DATA_SUFFIX = re.compile(r"\.(jsonl|ndjson|json|txt|md|csv|tsv|parquet|gz|zst|tar|tgz|zip)$")
 
 
 def _locate(tree: dict[str, Any], folder: Path) -> None:
     """Makes the paths of a tree absolute, in place. Addresses and hub ids stay as they are."""
     data, model = tree.get("data"), tree.get("model")
-    if isinstance(data, Mapping) and isinstance(path := data.get("path"), str) and path:
-        file = folder / Path(path).expanduser()
-        hub_like = _HUB_ID.fullmatch(path) and file.suffix not in _DATA_SUFFIXES and not file.exists()
-        if "://" not in path and not hub_like:
-            tree["data"] = {**data, "path": str(file.resolve())}
+    if isinstance(data, Mapping):
+        located = dict(data)
+        if isinstance(path := data.get("path"), str):
+            located["path"] = _data_path(path, folder)
+        elif isinstance(path, Sequence):
+            located["path"] = [_located_source(source, folder) for source in path]
+        if isinstance(schema := data.get("json_schema"), str):
+            located["json_schema"] = str((folder / Path(schema).expanduser()).resolve())
+        if isinstance(template := data.get("chat_template"), str) and ("/" in template or "." in template):
+            located["chat_template"] = str((folder / Path(template).expanduser()).resolve())
+        tree["data"] = located
     # A bare word may be a hub id, so only what can be nothing but a folder is one.
     if (
         isinstance(model, Mapping)
@@ -398,6 +501,21 @@ def _locate(tree: dict[str, Any], folder: Path) -> None:
         and name.startswith(("./", "../", "~"))
     ):
         tree["model"] = {**model, "name": str((folder / Path(name).expanduser()).resolve())}
+
+
+def _located_source(source: Any, folder: Path) -> Any:
+    expanded = _as_mapping(SourceSection, source)
+    if isinstance(expanded, Mapping) and isinstance(path := expanded.get("path"), str):
+        return {**expanded, "path": _data_path(path, folder)}
+    return source
+
+
+def _data_path(path: str, folder: Path) -> str:
+    file = folder / Path(path).expanduser()
+    hub_like = _HUB_ID.fullmatch(path) and not _DATA_SUFFIX.search(path) and not file.exists()
+    if not path or "://" in path or hub_like:
+        return path
+    return str(file.resolve())
 
 
 def _conflict(key: str, what: str, do: str) -> PydanticCustomError:

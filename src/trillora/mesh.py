@@ -106,12 +106,28 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Host arrays onto the mesh; every process holds the whole batch and places only its own rows."""
+def local_rows(num_rows: int, mesh: Mesh) -> list[int]:
+    """Which rows of a batch the devices of this process hold."""
+    parts = [index[0] for index in batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values() if index]
+    return sorted({row for part in parts for row in range(*part.indices(num_rows))})
+
+
+def put_batch(batch: dict[str, np.ndarray], mesh: Mesh, num_rows: int | None = None) -> dict[str, jax.Array]:
+    """Host arrays onto the mesh. They hold all rows, or those `local_rows` names of `num_rows`."""
     sharding = batch_sharding(mesh)
-    return {
-        name: jax.make_array_from_callback(array.shape, sharding, array.__getitem__) for name, array in batch.items()
-    }
+    whole = num_rows or len(next(iter(batch.values())))
+    place = {row: number for number, row in enumerate(local_rows(whole, mesh))} if num_rows else None
+
+    def put(array: np.ndarray) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            if place is None:
+                return array[index]
+            first = place[index[0].indices(whole)[0]]
+            return array[first : first + len(range(*index[0].indices(whole)))]
+
+        return jax.make_array_from_callback((whole, *array.shape[1:]), sharding, part)
+
+    return {name: put(array) for name, array in batch.items()}
 
 
 def split_rows(array: jax.Array, mesh: Mesh | None) -> jax.Array:

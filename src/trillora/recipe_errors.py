@@ -59,10 +59,10 @@ class Option:
     @classmethod
     def of(cls, path: str, info: FieldInfo) -> Option:
         kinds = _kinds(info.annotation)
-        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        section = next((inner for kind in kinds if (inner := _section(kind)) is not None), None)
         phrases = [_phrase(kind, info.metadata) for kind in kinds]
         shorthand = getattr(section, "shorthand", None)
-        if shorthand:
+        if shorthand and section in kinds:
             phrases.insert(0, f"text (the {shorthand})")
         return cls(path, " or ".join(dict.fromkeys(phrases)), info.description or "", section)
 
@@ -120,7 +120,7 @@ def value_problems(error: ValidationError, known: Mapping[str, Option], origins:
             path = f"{path}.{detail['ctx']['key']}"
             problem = Problem(path, detail["ctx"]["what"], origins.of(path), detail["ctx"]["do"])
         elif detail["type"] == "missing":
-            option = known[path]
+            option = known[_without_numbers(path)]
             problem = Problem(
                 path, f"The recipe lacks '{path}'.", origins.recipe, f"give {option.expected}. {option.effect}"
             )
@@ -140,8 +140,8 @@ def problems_as_error(problems: Sequence[Problem]) -> TrilloraError:
 
 
 def _wrong_value(path: str, value: Any, known: Mapping[str, Option], origins: Origins) -> Problem:
-    option = known[path.partition("[")[0]]
-    expected = option.expected if option.path == path else "text"
+    option = known[_without_numbers(path)]
+    expected = "text" if path.endswith("]") else option.expected
     do = f"give {expected}. {option.effect}"
     if expected.startswith("text") and isinstance(value, (bool, int, float)):
         reading = "yes or no" if isinstance(value, bool) else "a number"
@@ -158,9 +158,14 @@ def _option_path(loc: Iterable[int | str], known: Mapping[str, Option]) -> str:
         longer = f"{path}.{part}" if path else str(part)
         if isinstance(part, int):
             path = f"{path}[{part}]"
-        elif longer in known:
+        elif _without_numbers(longer) in known:
             path = longer
     return path
+
+
+def _without_numbers(path: str) -> str:
+    """The option's own path: `data.path[0].weight` is one of `data.path.weight`."""
+    return re.sub(r"\[\d+\]", "", path)
 
 
 def _shown(value: Any) -> str:
@@ -179,6 +184,13 @@ def _kinds(annotation: Any) -> list[Any]:
     return [] if annotation is type(None) else [annotation]
 
 
+def _section(kind: Any) -> type[BaseModel] | None:
+    """The mapping an option may hold, or a list of such mappings."""
+    if get_origin(kind) is Annotated or get_origin(kind) is tuple:
+        return _section(get_args(kind)[0])
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
 def _phrase(kind: Any, constraints: Iterable[Any]) -> str:
     if get_origin(kind) is Annotated:
         kind, *inner = get_args(kind)
@@ -187,7 +199,9 @@ def _phrase(kind: Any, constraints: Iterable[Any]) -> str:
         values = [str(value) for value in get_args(kind)]
         return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
     if get_origin(kind) is tuple:
-        return "a list of names or patterns"
+        inner_section = _section(kind)
+        of = "names or patterns" if inner_section is None else f"mappings of {', '.join(inner_section.model_fields)}"
+        return f"a list of {of}"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return f"a mapping of {', '.join(kind.model_fields)}"
     words = {int: "a whole number", float: "a number", bool: "yes or no", str: "text"}[kind]

@@ -1,39 +1,29 @@
-"""From a rendered string to tokens, such that only the template, never the content, can write a control token.
+"""From scripts to tokens, such that only the template, never the content, can write a control token.
 
-A `Script` is a rendered string with two kinds of character spans: `supervised` (what the loss sees) and `planted`
-(content that happens to spell a special token). A string without planted spans is tokenised whole, exactly as the
-tokenizer itself would. A planted spelling is cut after its first character and the parts are tokenised apart, so that
-none of them matches; what follows the cut is tokenised behind a special token, because some tokenizers treat the
-beginning of a string differently (they put a space there) from its middle.
+A script without planted content is tokenised whole, exactly as the tokenizer itself would. A planted spelling is cut
+after its first character and the parts are tokenised apart, so that none of them matches; what follows a cut is
+tokenised behind a special token, because some tokenizers treat the beginning of a string differently (they put a space
+there) from its middle.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trillora.data.control import ControlWords
+from trillora.data.render import Script
+from trillora.data.rows import BadRow
+from trillora.data.words import WordTokenizer
 from trillora.errors import TrilloraError
 
 Tokenizer = Any  # a transformers PreTrainedTokenizerFast; this layer does not import transformers
-Span = tuple[int, int]  # characters [start, end) of a rendered string
-
-
-@dataclass(frozen=True)
-class Script:
-    """A rendered document before tokenising. Spans are in order and do not overlap."""
-
-    text: str
-    supervised: tuple[Span, ...]
-    planted: tuple[Span, ...]
-    where: str
-    head: tuple[int, ...] = ()  # tokens around the text that no text can spell, trained like any other
-    tail: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,7 +32,6 @@ class Rendered:
 
     tokens: NDArray[np.int32]
     supervised: NDArray[np.bool_]
-    where: str
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -53,100 +42,155 @@ class Rendered:
         return int(np.count_nonzero(self.supervised[1:]))
 
 
-@dataclass(frozen=True)
-class ControlTokens:
-    """A tokenizer's own words: `special` is what content must never become, `added` what may end a turn.
+class Encoder:
+    """A tokenizer, and what must be known of it to keep content and control apart."""
 
-    Added tokens not declared special (`<think>`, Gemma's runs of newlines) are vocabulary that content may use.
-    """
-
-    spelling: dict[int, str]  # of the special tokens
-    watched_ids: NDArray[np.int32]  # the same without the unknown token, which any text may become
-    special: re.Pattern[str]
-    added_at_end: re.Pattern[str]
-    added_next: re.Pattern[str]  # behind whitespace; the token is group 1
-    anchor: str  # a special token that leaves the text after it alone; "" if there is none
-
-    @staticmethod
-    def of(tokenizer: Tokenizer) -> ControlTokens:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.added_tokens_decoder
-        spelling = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        spelling |= {id_: token.content for id_, token in added.items() if token.special}
+        self._spelling = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        self._spelling |= {id_: token.content for id_, token in added.items() if token.special}
+        self.special_words = list(self._spelling.values())
+        self.added_words = [token.content for token in added.values()]
+        self._words = ControlWords.of(self.special_words, self.added_words)
+        # Any text may become the unknown token.
+        watched = [id_ for id_ in self._spelling if id_ != tokenizer.unk_token_id]
+        self._is_control = np.zeros(max([*watched, len(tokenizer)]) + 1, np.bool_)
+        self._is_control[watched] = True
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
         anchors = (token.content for token in added.values() if token.special and _leaves_text_alone(token))
-        words = [token.content for token in added.values() if token.content.strip()]
-        any_added = _any_of([*words, *spelling.values()])
-        return ControlTokens(
-            spelling=spelling,
-            watched_ids=np.array([i for i in spelling if i != tokenizer.unk_token_id], np.int32),
-            special=re.compile(_any_of(list(spelling.values()))),
-            added_at_end=re.compile(any_added + r"\Z"),
-            added_next=re.compile(rf"\s*({any_added})"),
-            anchor=next(anchors, ""),
-        )
+        self._anchor = next(anchors, "")
+        # Sentencepiece in its old manner writes a space behind every special token: there a cut would show.
+        self._cuts_show = not self._anchor or self._backend.encode(self._anchor + "b").tokens[-1].startswith("▁")
+        bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        adds_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
+        self._head = np.array([bos] if adds_bos else [], np.int32)
 
+    @cached_property
+    def _by_words(self) -> WordTokenizer | None:
+        """Made when first needed: it takes half a second, and data that is found in the cache needs none."""
+        return WordTokenizer.of(self._backend)
 
-def encode(scripts: Sequence[Script], tokenizer: Tokenizer, control: ControlTokens) -> list[Rendered]:
-    """Tokenise all scripts in one call. The tokenizer adds no BOS or EOS: the script has all it wants."""
-    pieces: list[str] = []
-    starts: list[list[int]] = []
-    for script in scripts:
-        bounds = [0, *_cuts(script, control), len(script.text)]
-        starts.append(bounds[:-1])
-        pieces += [script.text[a:b] if a == 0 else control.anchor + script.text[a:b] for a, b in pairwise(bounds)]
-    encoded = tokenizer(
-        pieces,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    rendered, first = [], 0
-    for script, script_starts in zip(scripts, starts, strict=True):
-        ids_parts, offsets_parts = [], []
-        for number, start in enumerate(script_starts, start=first):
-            ids = np.array(encoded["input_ids"][number], np.int32)
-            offsets = np.array(encoded["offset_mapping"][number], np.int64).reshape(-1, 2)
-            if start and control.anchor:
-                ids, offsets = ids[1:], offsets[1:] - len(control.anchor)
-            ids_parts.append(ids)
-            offsets_parts.append(offsets + start)
-        first += len(script_starts)
-        rendered.append(_mark(script, np.concatenate(ids_parts), np.concatenate(offsets_parts), control))
-    return rendered
+    def encode(self, scripts: Sequence[Script]) -> list[Rendered | BadRow]:
+        """All scripts at once. The tokenizer adds no BOS or EOS: they are put around what is no chat."""
+        documents: list[Rendered | BadRow | None] = [None] * len(scripts)
+        if self._by_words is not None:
+            plain = [
+                i for i, s in enumerate(scripts) if not s.planted and not self._cuts(s) and self._by_words.can(s.text)
+            ]
+            for i, encoded in zip(plain, self._by_words.encode([scripts[i].text for i in plain]), strict=True):
+                if encoded is not None:
+                    documents[i] = self._finished(scripts[i], encoded.ids, _trained_bytes(scripts[i], encoded.lengths))
+        left = [i for i, document in enumerate(documents) if document is None]
+        for i, document in zip(left, self._encode_by_tokenizer([scripts[i] for i in left]), strict=True):
+            documents[i] = document
+        return [document for document in documents if document is not None]
 
+    def _encode_by_tokenizer(self, scripts: Sequence[Script]) -> list[Rendered | BadRow]:
+        pieces: list[str] = []
+        starts: list[list[int]] = []
+        for script in scripts:
+            bounds = [0, *self._cuts(script), len(script.text)]
+            starts.append(bounds[:-1])
+            pieces += [script.text[a:b] if a == 0 else self._anchor + script.text[a:b] for a, b in pairwise(bounds)]
+        encoded = self._backend.encode_batch(pieces, add_special_tokens=False) if pieces else []
+        documents, first = [], 0
+        for script, script_starts in zip(scripts, starts, strict=True):
+            parts = encoded[first : first + len(script_starts)]
+            first += len(script_starts)
+            try:
+                documents.append(self._document(script, parts, script_starts))
+            except BadRow as error:
+                documents.append(error)
+        return documents
 
-def _mark(script: Script, ids: NDArray[np.int32], offsets: NDArray[np.int64], control: ControlTokens) -> Rendered:
-    """Supervise each token that holds a character of a supervised span; refuse control tokens made by content."""
-    starts, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)  # a token may cover no character
-    for index in np.flatnonzero(np.isin(ids, control.watched_ids)):
-        # A special token may take the spaces around it (lstrip, rstrip), hence strip.
-        spelled = script.text[offsets[index, 0] : offsets[index, 1]].strip()
-        planted = any(starts[index] < end and ends[index] > start for start, end in script.planted)
-        if planted or spelled != control.spelling[int(ids[index])]:
+    def _document(self, script: Script, parts: Sequence[Any], starts: Sequence[int]) -> Rendered | BadRow:
+        ids = np.array(parts[0].ids, np.int32)
+        supervised = np.zeros(len(ids), np.bool_)
+        if len(parts) == 1:
+            num_written = len(self._words.special.findall(script.text))
+            if np.count_nonzero(self._is_control[ids]) != num_written:
+                self._refuse_made_control(script, ids, np.array(parts[0].offsets).reshape(-1, 2))
+            for start, end in script.supervised:
+                supervised[slice(*_tokens_of(parts[0], start, end, len(script.text)))] = True
+        else:
+            ids, offsets = self._joined(parts, starts)
+            self._refuse_made_control(script, ids, offsets)
+            begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)  # a token may cover no character
+            supervised = np.zeros(len(ids), np.bool_)
+            for start, end in script.supervised:
+                supervised |= (begins < end) & (ends > start)
+        return self._finished(script, ids, supervised)
+
+    def _finished(self, script: Script, ids: NDArray[np.int32], supervised: NDArray[np.bool_]) -> Rendered:
+        if script.kind == "chat":
+            return Rendered(ids, supervised)
+        if self._eos is None:
             raise TrilloraError(
-                f"The text {spelled!r} would become the control token {control.spelling[int(ids[index])]!r}.",
-                where=script.where,
-                do="reword that text: this tokenizer has no way to write it as ordinary text",
+                "The tokenizer has no EOS token, so the model could not learn where a text ends.",
+                do="use a model whose tokenizer names its eos_token",
             )
-    supervised = np.zeros(len(ids), np.bool_)
+        tokens = np.concatenate([self._head, ids, np.array([self._eos], np.int32)])
+        return Rendered(tokens, np.pad(supervised, (len(self._head), 1), constant_values=True))
+
+    def _joined(self, parts: Sequence[Any], starts: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        all_ids, all_offsets = [], []
+        for part, start in zip(parts, starts, strict=True):
+            ids = np.array(part.ids, np.int32)
+            offsets = np.array(part.offsets, np.int64).reshape(-1, 2)
+            if start and self._anchor:
+                ids, offsets = ids[1:], offsets[1:] - len(self._anchor)
+            all_ids.append(ids)
+            all_offsets.append(offsets + start)
+        return np.concatenate(all_ids), np.concatenate(all_offsets)
+
+    def _refuse_made_control(self, script: Script, ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
+        """A control token must stand where the template spelled it, and nowhere in content."""
+        for index in np.flatnonzero(self._is_control[ids]):
+            start, end = offsets[index]
+            # A special token may take the spaces around it (lstrip, rstrip), hence strip.
+            spelled, word = script.text[start:end].strip(), self._spelling[int(ids[index])]
+            planted = any(start < stop and max(end, start + 1) > begin for begin, stop in script.planted)
+            if planted or spelled != word:
+                raise BadRow(
+                    f"The text {spelled!r} would become the control token {word!r}.",
+                    "reword that text: this tokenizer has no way to write it as ordinary text",
+                )
+
+    def _cuts(self, script: Script) -> list[int]:
+        """Behind the first character of every spelling that begins in planted text, overlapping ones too; and where
+        the script asks for it, if the tokenizer bears it."""
+        begins = (
+            i for start, end in script.planted for i in range(start, end) if self._words.special.match(script.text, i)
+        )
+        asked = () if self._cuts_show else script.cuts
+        return sorted({i for i in (*(begin + 1 for begin in begins), *asked) if 0 < i < len(script.text)})
+
+
+def _trained_bytes(script: Script, lengths: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """The tokens that hold a byte of a trained span; `lengths` are the tokens' bytes."""
+    ends = np.cumsum(lengths)
+    supervised = np.zeros(len(lengths), np.bool_)
+    text = None if script.text.isascii() else script.text
     for start, end in script.supervised:
-        supervised |= (starts < end) & (ends > start)
-    tokens = np.concatenate([np.array(script.head, np.int32), ids, np.array(script.tail, np.int32)])
-    mask = np.pad(supervised, (len(script.head), len(script.tail)), constant_values=True)
-    return Rendered(tokens, mask, script.where)
+        if text is not None:
+            start, end = len(text[:start].encode()), len(text[:end].encode())
+        first, last = np.searchsorted(ends, (start, end - 1), side="right")
+        supervised[first : last + 1] = True
+    return supervised
 
 
-def _cuts(script: Script, control: ControlTokens) -> list[int]:
-    """Where to cut: behind the first character of every spelling that begins in planted text, overlapping ones too."""
-    begins = (i for start, end in script.planted for i in range(start, end) if control.special.match(script.text, i))
-    return [i + 1 for i in begins if i + 1 < len(script.text)]
-
-
-def _any_of(words: Sequence[str]) -> str:
-    # Longest first, as the tokenizer itself prefers; with no word at all, a pattern that never matches.
-    ordered = sorted({word for word in words if word}, key=lambda word: (-len(word), word))
-    return f"(?:{'|'.join(map(re.escape, ordered))})" if ordered else r"(?!)"
+def _tokens_of(encoding: Any, start: int, end: int, length: int) -> tuple[int, int]:
+    """The tokens that hold a character of [start, end). Some characters, such as trimmed spaces, are in no token."""
+    first = last = None
+    while start < end and (first := encoding.char_to_token(start)) is None:
+        start += 1
+    if end == length:
+        return (0 if first is None else first), (0 if first is None else len(encoding.ids))
+    while end > start and (last := encoding.char_to_token(end - 1)) is None:
+        end -= 1
+    return (0, 0) if first is None or last is None else (first, last + 1)
 
 
 def _leaves_text_alone(token: Any) -> bool:

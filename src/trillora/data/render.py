@@ -1,199 +1,258 @@
-"""From rows to tokenised documents that say which of their tokens are trained.
+"""From a row's JSON to a `Script`: the text to tokenise, and which of its characters are trained.
 
-A conversation is rendered once, whole, by the tokenizer's own chat template. Trained are the assistant's tokens with
-their stop token, or everything. Plain text gets the tokenizer's BOS, an EOS at its end, and is trained whole.
+A conversation is rendered once, whole, by the tokenizer's own chat template. Trained are the assistant's answers with
+their stop tokens, some of them, or everything. Raw text and prompt/completion pairs are taken as they are. All of this
+is plain Python on strings, meant to run in a worker process (`worker`).
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import datetime
+import hashlib
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from trillora.data.encode import ControlTokens, Rendered, Script, Span, Tokenizer, encode
-from trillora.data.sources import Row, check_format
-from trillora.data.spans import Message, assistant_spans
-from trillora.errors import TrilloraError, nearest
+from trillora.data import formats
+from trillora.data.control import ControlWords, Span
+from trillora.data.rows import BadRow, Chat, Example, Pair, Text
+from trillora.data.sandbox import ChatTemplate, RowTemplate
+from trillora.data.schema import SchemaCheck
+from trillora.data.spans import AnswerFinder
 
-ROLES = ("system", "user", "assistant", "tool")
-TRAIN_ON = ("assistant", "everything")
-_NUM_ROWS_PER_CALL = 512  # rows tokenised at once: enough to keep the tokenizer's threads busy, little memory
+TRAIN_ON = ("auto", "assistant", "last", "completion", "everything")
+MAX_CHARACTERS = 64 * 2**20  # of one rendered row
 # Two of Unicode's noncharacters around a number stand for content that spells a special token.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_NONCHARACTERS = re.compile("[\ufdd0-\ufdd3]")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # json accepts half of a pair; UTF-8, and so a tokenizer, does not
 
 
-def render_chat(messages: object, tokenizer: Tokenizer, train_on: str = "assistant", where: str = "") -> Rendered:
-    """One conversation as tokens; `where` is the place an error names."""
-    chat = ChatRenderer(tokenizer, train_on)
-    return encode([chat.script(messages, where)], tokenizer, chat.control)[0]
+@dataclass(frozen=True)
+class RenderSettings:
+    """All a worker must know, as plain JSON."""
+
+    special_words: list[str]  # spellings of special tokens
+    added_words: list[str]  # spellings of all added tokens
+    train_on: str = "auto"
+    template: dict[str, str] | None = None  # the recipe's, in place of a format
+    chat_template: str | None = None
+    chat_words: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token and the like, for that template
+    today: str = "2024-07-26"  # what a chat template hears when it asks for the date
+    schema: dict[str, Any] | None = None
 
 
-def render_text(text: object, tokenizer: Tokenizer, where: str = "") -> Rendered:
-    """One document of plain text as tokens: BOS if the tokenizer adds one, EOS at the end, everything supervised."""
-    control = ControlTokens.of(tokenizer)
-    script = _text_script(text, where, control, *_text_ends(tokenizer))
-    return encode([script], tokenizer, control)[0]
+@dataclass(frozen=True)
+class Script:
+    """A row ready to be tokenised. Spans are in order and do not overlap."""
+
+    text: str
+    supervised: tuple[Span, ...]
+    planted: tuple[Span, ...] = ()  # content that spells a special token
+    cuts: tuple[int, ...] = ()  # where tokens may not reach across
+    kind: str = "text"  # or pair, or chat: only a chat template writes BOS and stop tokens by itself
+    digest: int = 0  # of the row's meaning: equal rows have equal digests
 
 
-def render_rows(rows: Iterable[Row], tokenizer: Tokenizer, *, format: str, train_on: str) -> Iterator[Rendered]:
-    """All rows in order, tokenised many at a time. A row that would train nothing is refused."""
-    script_of, control = _row_renderer(tokenizer, format, train_on)
-    remaining = iter(rows)
-    while some := list(itertools.islice(remaining, _NUM_ROWS_PER_CALL)):
-        for row in some:
-            check_format(row, format)
-        for document in encode([script_of(row) for row in some], tokenizer, control):
-            if not document.num_supervised:
-                raise TrilloraError(
-                    "This row has no token to train on.",
-                    where=document.where,
-                    do="remove the row, or give it an answer",
-                )
-            yield document
+@dataclass(frozen=True)
+class Cut:
+    """How a row that is too long is shortened: `num_characters` taken from its longest untrained content."""
+
+    side: str  # left or middle
+    num_characters: int
 
 
-class ChatRenderer:
-    """A tokenizer's chat template, and what to train on in the conversations it renders."""
+class Renderer:
+    """Makes scripts of raw rows, for one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, train_on: str) -> None:
-        if train_on not in TRAIN_ON:
-            guess = nearest(train_on, TRAIN_ON)
-            hint = f"did you mean {guess!r}? " if guess else ""
-            raise TrilloraError(
-                f"There is no train_on {train_on!r}.", where="data.train_on", do=f"{hint}choices: {' '.join(TRAIN_ON)}"
+    def __init__(self, settings: RenderSettings) -> None:
+        self._settings = settings
+        self._words = ControlWords.of(settings.special_words, settings.added_words)
+        self._schema = SchemaCheck(settings.schema) if settings.schema is not None else None
+        self._rows = RowTemplate(settings.template) if settings.template is not None else None
+        self._chat: ChatTemplate | None = None
+        self._answers: AnswerFinder | None = None
+        if settings.chat_template is not None:
+            today = datetime.date.fromisoformat(settings.today)
+            self._chat = ChatTemplate(settings.chat_template, settings.chat_words, today)
+            self._answers = AnswerFinder(self._chat, self._words)
+
+    def script(self, raw: bytes, format: str, cut: Cut | None = None) -> Script:
+        """One row, from its JSON text. Raises `BadRow` for anything that cannot be trained on."""
+        row = parse(raw)
+        if self._schema is not None:
+            self._schema.check(row)
+        example = self.example(row, format)
+        if cut is not None:
+            example = shortened(example, cut)
+        script = self.write(example)
+        if len(script.text) > MAX_CHARACTERS:
+            raise BadRow(
+                f"This row renders to {len(script.text):,} characters.",
+                f"keep rows below {MAX_CHARACTERS:,} characters",
             )
-        if not tokenizer.chat_template:
-            raise TrilloraError(
+        return script
+
+    def example(self, row: dict[str, Any], format: str) -> Example:
+        if self._rows is None:
+            return formats.convert(row, formats.detect(row) if format == "auto" else format)
+        example = self._rows.convert(row)
+        if isinstance(example, Chat):
+            return dataclasses.replace(example, messages=formats.check_chat(example.messages))
+        return example
+
+    def write(self, example: Example) -> Script:
+        match example:
+            case Chat():
+                return self._chat_script(example)
+            case Pair(prompt, completion):
+                if not completion.strip():
+                    raise BadRow("The completion is empty.", "write the completion, or remove the row")
+                text, start = prompt + completion, 0 if self._settings.train_on == "everything" else len(prompt)
+                cuts = (len(prompt),) if prompt else ()
+                planted, digest = self._spelled(text), _digest([prompt, completion])
+                return Script(text, ((start, len(text)),), planted, cuts, kind="pair", digest=digest)
+            case Text(text):
+                if not text.strip():
+                    raise BadRow("The text is empty.", "remove the row")
+                return Script(text, ((0, len(text)),), self._spelled(text), digest=_digest(text))
+
+    def _chat_script(self, chat: Chat) -> Script:
+        if self._chat is None or self._answers is None:
+            raise BadRow(
                 "The model's tokenizer has no chat template, so conversations cannot be rendered the way it expects.",
-                do='use the chat ("instruct") version of the model, or train on "text" rows',
+                'use the chat ("instruct") version of the model, or name a template: data.chat_template',
             )
-        self.control = ControlTokens.of(tokenizer)
-        self._tokenizer = tokenizer
-        self._template: str = tokenizer.get_chat_template()
-        self._train_on = train_on
-
-    def script(self, messages: object, where: str) -> Script:
-        """The rendered conversation with its trained spans and the content that spells special tokens."""
-        checked = _checked(messages, where, needs_answer=self._train_on == "assistant")
-        render = self._renderer(where)
-        text = render(checked, False, None)
-        planted = _planted(checked, text, render, self.control, where)
-        if self._train_on == "everything":
+        self._chat.check_tools(chat)
+        text = self._chat.render(chat.messages, chat.tools)
+        planted = self._planted(chat, text, self._chat)
+        if self._settings.train_on == "everything":
             supervised: tuple[Span, ...] = ((0, len(text)),)
         else:
-            supervised = assistant_spans(checked, text, planted, self._template, render, self.control, where)
-        return Script(text, supervised, planted, where)
+            supervised = self._answers.find(chat, text, planted, trained_turns(chat, self._settings.train_on))
+        return Script(text, supervised, planted, kind="chat", digest=_digest([chat.messages, chat.tools]))
 
-    def _renderer(self, where: str) -> Callable[[Sequence[Message], bool, str | None], str]:
-        def render(messages: Sequence[Message], add_generation_prompt: bool, template: str | None) -> str:
-            try:
-                return str(
-                    self._tokenizer.apply_chat_template(
-                        list(messages),
-                        tokenize=False,
-                        add_generation_prompt=add_generation_prompt,
-                        chat_template=template or self._template,
-                    )
+    def _spelled(self, text: str) -> tuple[Span, ...]:
+        return tuple(match.span() for match in self._words.special.finditer(text))
+
+    def _planted(self, chat: Chat, text: str, template: ChatTemplate) -> tuple[Span, ...]:
+        """Where content spells a special token, found by rendering with stand-ins and verified by putting them back."""
+        spellings: list[str] = []
+
+        def stand_in(match: re.Match[str]) -> str:
+            spellings.append(match[0])
+            return f"{_OPEN}{len(spellings) - 1}{_CLOSE}"
+
+        def hide(value: str) -> str:
+            if _NONCHARACTERS.search(value):
+                raise BadRow(
+                    "The text holds one of U+FDD0 to U+FDD3, which are no characters.", "remove them from the row"
                 )
-            except Exception as error:  # templates are programs of others and raise what they like
-                raise TrilloraError(
-                    f"The model's chat template refuses this conversation: {error}",
-                    where=where,
-                    do="use the roles and the order of turns the template accepts",
-                ) from error
+            return self._words.special.sub(stand_in, value)
 
-        return render
+        hidden = [
+            {key: value if key == "role" else _map_text(value, hide) for key, value in message.items()}
+            for message in chat.messages
+        ]
+        tools = _map_text(chat.tools, hide)
+        if not spellings:
+            return ()
+        spans, position, restored = [], 0, []
+        for number, part in enumerate(re.split(f"{_OPEN}([0-9]+){_CLOSE}", template.render(hidden, tools))):
+            if number % 2:
+                part = spellings[int(part)]
+                spans.append((position, position + len(part)))
+            restored.append(part)
+            position += len(part)
+        if "".join(restored) != text:
+            raise BadRow(
+                f"Content spells the special token {spellings[0]!r}, and the chat template changes that content, so "
+                "the two cannot be told apart.",
+                "remove that text from the row",
+            )
+        return tuple(spans)
 
 
-def _row_renderer(tokenizer: Tokenizer, format: str, train_on: str) -> tuple[Callable[[Row], Script], ControlTokens]:
-    """How a row of this format becomes a script."""
-    if format == "messages":
-        chat = ChatRenderer(tokenizer, train_on)
-        return lambda row: _chat_row(row, chat), chat.control
-    control = ControlTokens.of(tokenizer)
-    head, tail = _text_ends(tokenizer)
-    return lambda row: _text_script(row.value["text"], row.where, control, head, tail), control
-
-
-def _chat_row(row: Row, chat: ChatRenderer) -> Script:
-    if row.value.get("tools"):
-        raise TrilloraError(
-            'This row declares "tools", which are not rendered yet; without them the prompt would be wrong.',
-            where=row.where,
-            do='remove the row, or put the tool descriptions into its system turn and drop "tools"',
+def parse(raw: bytes) -> dict[str, Any]:
+    """A row's JSON, with everything that JSON itself can get wrong said in words."""
+    try:
+        line = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRow(f"Byte {error.start + 1} of this row is not UTF-8.", "save the file as UTF-8") from None
+    try:
+        value = json.loads(line, parse_constant=_refuse_constant)
+        if _SURROGATE_ESCAPE.search(line):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRow(
+            "This row escapes half of a surrogate pair (\\ud800 to \\udfff), which is no character.",
+            "write the character itself in UTF-8, or both halves of the pair",
+        ) from None
+    except json.JSONDecodeError as error:
+        raise BadRow(
+            f"This row is not JSON: {error.msg} at column {error.colno}.", "write one complete JSON object per row"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"This row is not JSON one can use: {error}.", "write one plain JSON object per row") from None
+    if not isinstance(value, dict):
+        kinds = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+        raise BadRow(
+            f"This row holds {kinds.get(type(value), 'a number')}, not a JSON object.",
+            'write {"messages": [...]} or {"text": "..."} for each row',
         )
-    return chat.script(row.value["messages"], row.where)
+    return value
 
 
-def _checked(messages: object, where: str, *, needs_answer: bool) -> list[Message]:
-    """The messages, known to be a non-empty list of turns with a role we know and text."""
-
-    def refuse(what: str, do: str) -> TrilloraError:
-        return TrilloraError(what, where=where, do=do)
-
-    turn_form = 'write each turn as {"role": "user", "content": "..."}'
-    if not isinstance(messages, list):
-        raise refuse('"messages" is not a list.', f"{turn_form}, in a list")
-    if not messages:
-        raise refuse('"messages" is empty.', "remove the row, or give it a question and an answer")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            raise refuse(f"Turn {number} is not an object.", turn_form)
-        role, content = message.get("role"), message.get("content")
-        if role is None:
-            raise refuse(f'Turn {number} has no "role".', turn_form)
-        if role not in ROLES:
-            guess = nearest(role, ROLES) if isinstance(role, str) else None
-            hint = f"did you mean {guess!r}? " if guess else ""
-            raise refuse(f"Turn {number} has the unknown role {role!r}.", f"{hint}roles: {' '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise refuse(f'The "content" of turn {number} is {_kind(content)}, not text.', turn_form)
-        if role == "assistant" and not content.strip():
-            raise refuse(f"The answer in turn {number} is empty.", "write the answer, or remove the row")
-    if needs_answer and all(message["role"] != "assistant" for message in messages):
-        raise refuse("The conversation has no assistant turn, so there is nothing to learn.", "add the answer")
-    return messages
+def trained_turns(chat: Chat, train_on: str) -> list[int]:
+    """The assistant turns the loss sees."""
+    turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    if train_on == "last":
+        return turns[-1:]
+    if train_on == "completion" and not chat.num_prompt:
+        asked = max((i for i, message in enumerate(chat.messages[: turns[-1]]) if message["role"] == "user"), default=0)
+        return [turn for turn in turns if turn > asked] or turns[-1:]
+    if train_on in ("completion", "auto"):
+        turns = [turn for turn in turns if turn >= chat.num_prompt]
+        if not turns:
+            raise BadRow("The completion has no assistant turn, so there is nothing to learn.", "add the answer")
+    return turns
 
 
-def _planted(
-    messages: Sequence[Message],
-    text: str,
-    render: Callable[[Sequence[Message], bool, str | None], str],
-    control: ControlTokens,
-    where: str,
-) -> tuple[Span, ...]:
-    """Where content spells a special token, found by rendering with stand-ins and verified by putting them back."""
-    spellings: list[str] = []
+def shortened(example: Example, cut: Cut) -> Example:
+    """The example with characters taken out of what is not trained, its longest parts first. Answers stay whole."""
+    match example:
+        case Pair(prompt, completion):
+            return Pair(_without(prompt, cut.side, cut.num_characters), completion)
+        case Text():
+            raise BadRow("A text cannot be truncated: all of it is trained.", "use too_long: split")
+    messages, left = list(example.messages), cut.num_characters
+    while left > 0:
+        lengths = [len(m["content"]) if m["role"] != "assistant" and m.get("content") else 0 for m in messages]
+        longest = max(range(len(messages)), key=lengths.__getitem__)
+        taken = min(left, lengths[longest] - 1)
+        if taken <= 0:
+            raise BadRow("The answers alone are longer than a row.", "raise train.sequence_length, or drop such rows")
+        content = _without(messages[longest]["content"], cut.side, taken)
+        messages[longest] = {**messages[longest], "content": content}
+        left -= taken
+    return dataclasses.replace(example, messages=messages)
 
-    def stand_in(match: re.Match[str]) -> str:
-        spellings.append(match[0])
-        return f"{_OPEN}{len(spellings) - 1}{_CLOSE}"
 
-    hidden = [
-        {
-            key: value if key == "role" else _map_text(value, lambda t: control.special.sub(stand_in, t))
-            for key, value in m.items()
-        }
-        for m in messages
-    ]
-    if not spellings:
-        return ()
-    spans, position, restored = [], 0, []
-    for number, part in enumerate(re.split(f"{_OPEN}([0-9]{{1,9}}){_CLOSE}", render(hidden, False, None))):
-        if number % 2:
-            part = spellings[int(part)] if int(part) < len(spellings) else ""  # content with noncharacters of its own
-            spans.append((position, position + len(part)))
-        restored.append(part)
-        position += len(part)
-    if "".join(restored) != text:
-        raise TrilloraError(
-            f"Content spells the special token {spellings[0]!r}, and the chat template changes that content, so "
-            "the two cannot be told apart.",
-            where=where,
-            do="remove that text from the row",
-        )
-    return tuple(spans)
+def _without(text: str, side: str, num_characters: int) -> str:
+    if num_characters >= len(text):
+        raise BadRow("The answer alone is longer than a row.", "raise train.sequence_length, or drop such rows")
+    if side == "left":
+        return text[num_characters:]
+    start = (len(text) - num_characters) // 2
+    return text[:start] + text[start + num_characters :]
+
+
+def _digest(meaning: Any) -> int:
+    canonical = json.dumps(meaning, sort_keys=True, ensure_ascii=False)
+    return int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8).digest(), "little")
 
 
 def _map_text(value: Any, change: Callable[[str], str]) -> Any:
@@ -203,32 +262,9 @@ def _map_text(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_map_text(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: _map_text(item, change) for key, item in value.items()}
+        return {change(key): _map_text(item, change) for key, item in value.items()}
     return value
 
 
-def _text_script(
-    text: object, where: str, control: ControlTokens, head: tuple[int, ...], tail: tuple[int, ...]
-) -> Script:
-    if not isinstance(text, str):
-        raise TrilloraError(f'"text" is {_kind(text)}, not text.', where=where, do='write {"text": "..."}')
-    if not text.strip():
-        raise TrilloraError('"text" is empty.', where=where, do="remove the row")
-    planted = tuple(match.span() for match in control.special.finditer(text))
-    return Script(text, ((0, len(text)),), planted, where, head, tail)
-
-
-def _text_ends(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """BOS in front of a text if the tokenizer itself would put it there; EOS behind it."""
-    if tokenizer.eos_token_id is None:
-        raise TrilloraError(
-            "The tokenizer has no EOS token, so the model could not learn where a text ends.",
-            do="use a model whose tokenizer names its eos_token",
-        )
-    bos = tokenizer.bos_token_id
-    adds_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
-    return ((bos,) if adds_bos else ()), (tokenizer.eos_token_id,)
-
-
-def _kind(value: object) -> str:
-    return "missing" if value is None else f"a {type(value).__name__}"
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

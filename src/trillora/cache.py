@@ -1,0 +1,12 @@
+"""Where Trillora keeps what it makes for itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_root() -> Path:
+    """$TRILLORA_CACHE, else ~/.cache/trillora."""
+    chosen = os.environ.get("TRILLORA_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "trillora"

@@ -1,0 +1,103 @@
+"""Chat templates a recipe can name for a tokenizer that has none.
+
+Each marks where the assistant speaks and ends its turn with a token the tokenizer must have: one of its own for the
+families named after models, the EOS token for `zephyr` and `instruct`, which suit any base model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from trillora.errors import TrilloraError, nearest
+
+
+def _turns(header: str, stop: str, prompt: str, opening: str = "") -> str:
+    """A template that writes every turn alike: header, content, stop."""
+    return (
+        opening
+        + "{%- for message in messages %}\n"
+        + "    {{- " + header + " }}\n"
+        + "    {%- if message['role'] == 'assistant' %}\n"
+        + "        {%- generation %}{{- (message['content'] | trim) + " + stop + " }}{%- endgeneration %}\n"
+        + "    {%- else %}{{- (message['content'] | trim) + " + stop + " }}{%- endif %}\n"
+        + "    {{- '\\n' }}\n"
+        + "{%- endfor %}\n"
+        + "{%- if add_generation_prompt %}{{- " + prompt + " }}{%- endif %}"
+    )  # fmt: skip
+
+
+_INSTRUCT = """\
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}{{- (message['content'] | trim) + '\\n\\n' }}
+    {%- elif message['role'] == 'user' %}
+        {{- '### Instruction:\\n' + (message['content'] | trim) + '\\n\\n### Response:\\n' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- generation %}{{- (message['content'] | trim) + eos_token }}{%- endgeneration %}{{- '\\n' }}
+    {%- else %}{{- raise_exception('this template has no turn for the role ' + message['role']) }}
+    {%- endif %}
+{%- endfor %}"""
+
+# name -> (template, words the tokenizer must have as tokens of their own)
+NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "chatml": (
+        _turns("'<|im_start|>' + message['role'] + '\\n'", "'<|im_end|>'", "'<|im_start|>assistant\\n'"),
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+    "llama3": (
+        _turns(
+            "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'",
+            "'<|eot_id|>'",
+            "'<|start_header_id|>assistant<|end_header_id|>\\n\\n'",
+            "{{- bos_token }}",
+        ).replace("    {{- '\\n' }}\n", ""),
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "gemma": (
+        _turns(
+            "'<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n'",
+            "'<end_of_turn>'",
+            "'<start_of_turn>model\\n'",
+            "{{- bos_token }}",
+        ),
+        ("<start_of_turn>", "<end_of_turn>"),
+    ),
+    "zephyr": (_turns("'<|' + message['role'] + '|>\\n'", "eos_token", "'<|assistant|>\\n'"), ()),
+    "instruct": (_INSTRUCT, ()),
+}
+
+
+def find_template(name: str, words: Collection[str], eos: str | None) -> str:
+    """The text of a template by its name, or from a file; refused where the tokenizer lacks what it needs."""
+    if "/" in name or name.endswith((".jinja", ".j2", ".txt")):
+        return _read(name)
+    if name not in NAMED:
+        guess = nearest(name, NAMED)
+        hint = f"did you mean '{guess}'? " if guess else ""
+        raise TrilloraError(
+            f"There is no chat template '{name}'.",
+            where="data.chat_template",
+            do=f"{hint}names: {' '.join(NAMED)}; or give the path of a .jinja file",
+        )
+    template, needed = NAMED[name]
+    missing = [word for word in needed if word not in words]
+    if not needed and eos is None:
+        missing = ["an EOS token"]
+    if missing:
+        raise TrilloraError(
+            f"The chat template '{name}' needs {' and '.join(missing)}, which this tokenizer does not have.",
+            where="data.chat_template",
+            do="use zephyr or instruct, which end a turn with the tokenizer's EOS token",
+        )
+    return template
+
+
+def _read(name: str) -> str:
+    try:
+        return Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrilloraError(
+            f"The chat template cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}.",
+            where=f"data.chat_template: {name}",
+            do=f"give the path of a .jinja file, or one of the names {' '.join(NAMED)}",
+        ) from None

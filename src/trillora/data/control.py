@@ -1,0 +1,40 @@
+"""A tokenizer's own words, as text: what content must never become, and what may end a turn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Span = tuple[int, int]  # characters [start, end) of a rendered string
+
+
+@dataclass(frozen=True)
+class ControlWords:
+    """Patterns over the spellings of special tokens (control) and of all added tokens (what may end a turn).
+
+    Added tokens not declared special (`<think>`, Gemma's runs of newlines) are vocabulary that content may use.
+    """
+
+    special: re.Pattern[str]
+    added_at_end: re.Pattern[str]
+    added_next: re.Pattern[str]  # behind whitespace; the token is group 1
+
+    @staticmethod
+    def of(special: Sequence[str], added: Sequence[str]) -> ControlWords:
+        any_added = _any_of([word for word in (*added, *special) if word.strip()])
+        return ControlWords(
+            special=re.compile(_any_of(special)),
+            added_at_end=re.compile(any_added + r"\Z"),
+            added_next=re.compile(rf"\s*({any_added})"),
+        )
+
+
+def inside(position: int, spans: Sequence[Span]) -> bool:
+    return any(start <= position < end for start, end in spans)
+
+
+def _any_of(words: Sequence[str]) -> str:
+    # Longest first, as the tokenizer itself prefers; with no word at all, a pattern that never matches.
+    ordered = sorted({word for word in words if word}, key=lambda word: (-len(word), word))
+    return f"(?:{'|'.join(map(re.escape, ordered))})" if ordered else r"(?!)"

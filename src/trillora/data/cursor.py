@@ -1,0 +1,70 @@
+"""Where reading stands, and how a record becomes a row or a fault with its number."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import uuid
+from typing import Any
+
+from trillora.data.rows import Fault, RawRow
+
+MAX_ROW_BYTES = 32 << 20
+SAVE_AS_UTF8 = "save the file as UTF-8"
+SHORTEN = "shorten this row, or split it in several"
+
+
+class Cursor:
+    """How many records were given, good or bad, and of which archive member."""
+
+    def __init__(self, member: str = "") -> None:
+        self.member = member
+        self.line = 0
+        self.keys: list[str] = []  # the first of the document's own
+        self._to_json = json.JSONEncoder(ensure_ascii=False, default=_plain).encode
+
+    def row(self, raw: bytes, size: int) -> RawRow | Fault:
+        """The next record. No bytes mean that it was too long to be held."""
+        if not raw:
+            return self.fault(too_long(size), SHORTEN)
+        try:
+            if not raw.isascii():
+                raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return self.fault(f"Byte {error.start + 1} of this record is not UTF-8.", SAVE_AS_UTF8)
+        self.line += 1
+        return RawRow(self.member, self.line, raw)
+
+    def record(self, record: dict[str, Any]) -> RawRow | Fault:
+        """The next record as JSON text. NaN and infinity go through: whoever parses the row refuses them."""
+        try:
+            raw = self._to_json(record).encode("utf-8")
+        except UnicodeEncodeError:
+            return self.fault("This record has bytes that are not UTF-8.", SAVE_AS_UTF8)
+        except (TypeError, ValueError, RecursionError) as error:
+            return self.fault(f"This record has a value that JSON cannot hold: {error}.", "leave that column out")
+        if len(raw) > MAX_ROW_BYTES:
+            return self.fault(too_long(len(raw)), SHORTEN)
+        self.line += 1
+        return RawRow(self.member, self.line, raw)
+
+    def fault(self, what: str, do: str) -> Fault:
+        """The next record, which is none."""
+        self.line += 1
+        return Fault(self.member, self.line, what, do)
+
+
+def too_long(size: int) -> str:
+    return f"This row has {size:,} bytes; one row may have {MAX_ROW_BYTES >> 20} MiB."
+
+
+def _plain(value: object) -> str:
+    """Values of parquet that JSON has no word for."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal | datetime.timedelta | uuid.UUID):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__}")

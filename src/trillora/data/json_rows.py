@@ -1,0 +1,312 @@
+"""Rows of a JSON document, found without holding or parsing it: only where values begin and end is looked at.
+
+Memory is bounded by one row. A document is an array of rows, {"data": [rows]}, one row, several of these one after the
+other, or anything with rows at a path such as `data.findings.*.*`. A document {"compressed": true, "data": "…"}, hex
+of gzip of a document, is unwrapped first. Whether a row is valid JSON is for its reader to say.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+
+from trillora.data.cursor import MAX_ROW_BYTES, Cursor
+from trillora.data.rows import Fault, RawRow
+from trillora.data.streams import BLOCK, Damage, Decompressed, Meter, Stream, as_utf8
+
+MAX_DOCUMENT_BYTES = 256 << 20  # of a document that must be held whole: one that is compressed inside JSON
+_MAX_KEY_BYTES = 1 << 16
+_MAX_SCALAR_BYTES = 1 << 20
+
+_DECODER = json.JSONDecoder()
+_COMMA = re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
+_SPACE = re.compile(rb"[ \t\r\n]*+")
+_SCALAR = re.compile(rb'[^\s,:\[\]{}"]*+')
+_IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+# Everything up to a bracket that matters: strings are passed over whole, and so are the two innermost levels.
+_PLAIN = rb'[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_INNER = rb"[\[{](?:" + _PLAIN + rb")*+[\]}]"
+_RUN = re.compile(rb"(?:" + _PLAIN + rb"|[\[{](?:" + _PLAIN + rb"|" + _INNER + rb")*+[\]}])*+", re.DOTALL)
+
+
+def json_rows(stream: Stream, at: Cursor, rows: str | None, meter: Meter) -> Iterator[RawRow | Fault]:
+    """The rows of a document; `rows` is the path to them, keys and `*` with dots between."""
+    path = tuple(rows.split(".")) if rows else None
+    scan = Scanner(stream)
+    yield from _documents(scan, at, path, meter, wrapped=False)
+    if path and not at.line and scan.position:
+        keys = f" Its keys: {' '.join(at.keys)}." if at.keys else ""
+        what = f"This document has nothing at rows: {rows}.{keys}"
+        yield Fault(at.member, 0, what, "name keys of the document with dots between; * stands for any key or element")
+
+
+class Scanner:
+    """Steps through JSON text, value by value. Positions are counted from the beginning of the text."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._buffer = b""
+        self._base = 0  # position of the buffer
+        self._at = 0  # inside the buffer
+        self._pin: int | None = None  # from this position on the text is kept: it may turn out to be one row
+
+    def peek(self, keep: int | None = None) -> bytes:
+        """The next byte that is not space; b"" at the end."""
+        while True:
+            self._at = _SPACE.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._buffer):
+                return self._buffer[self._at : self._at + 1]
+            if not self._more(keep):
+                return b""
+
+    def take(self, *expected: bytes) -> bytes:
+        """The next byte that is not space, which must be one of these."""
+        found = self.peek()
+        if found not in expected:
+            raise self.broken(f"expected {' or '.join(byte.decode() for byte in expected)}")
+        self._at += 1
+        return found
+
+    def value(self, limit: int) -> tuple[bytes, int]:
+        """The bytes of the next value and how many they are; no bytes if they are more than `limit`."""
+        first = self.peek()
+        start = self._base + self._at
+        if first in (b"{", b"["):
+            self._pass_nested(start, limit)
+        elif first == b'"':
+            self._pass_string(start, limit)
+        else:
+            self._pass_scalar(start)
+        size = self._base + self._at - start
+        return (self._buffer[start - self._base : self._at] if size <= limit else b""), size
+
+    def skip(self) -> None:
+        self.value(0)
+
+    def object_keys(self) -> Iterator[str]:
+        """The keys of an object. Whoever asks passes each value before asking for the next key."""
+        self.take(b"{")
+        if self.peek() == b"}":
+            self._at += 1
+            return
+        while True:
+            if self.peek() != b'"':
+                raise self.broken("expected a key in quotes")
+            raw, _ = self.value(_MAX_KEY_BYTES)
+            try:
+                key = str(json.loads(raw.decode("utf-8"), strict=False))
+            except ValueError:
+                raise self.broken("this key is too long or not valid") from None
+            self.take(b":")
+            yield key
+            if self.take(b",", b"}") == b"}":
+                return
+
+    def whole_elements(self) -> Iterator[bytes]:
+        """The next elements of an array, as far as they and the comma behind them lie in the buffer.
+
+        The json module finds their ends several times faster than our own steps; what it does not like is left to them.
+        Never more than two blocks are parsed, because parsed values may take fifty times the memory of their text.
+        """
+        self.peek()
+        text = self._buffer[self._at : self._at + 2 * BLOCK].decode("utf-8", "surrogateescape")
+        start = 0
+        try:
+            while comma := _COMMA.match(text, end := _DECODER.raw_decode(text, start)[1]):
+                raw = text[start:end].encode("utf-8", "surrogateescape")
+                self._at += len(raw) + comma.end() - end
+                start = comma.end()
+                yield raw
+        except (ValueError, RecursionError):
+            return
+
+    def whole_line(self) -> bytes:
+        """The object that fills the rest of this line and is one row; b"" if it cannot be told so easily."""
+        end = self._buffer.find(b"\n", self._at, self._at + 2 * BLOCK)
+        line = self._buffer[self._at : max(end, 0)].strip()
+        try:
+            if not line.endswith(b"}") or not {"data", "compressed"}.isdisjoint(json.loads(line)):
+                return b""
+        except (ValueError, RecursionError):
+            return b""
+        self._at = end
+        return line
+
+    def elements(self) -> Iterator[None]:
+        """Stops at each element of an array, to be passed before the next."""
+        self.take(b"[")
+        if self.peek() == b"]":
+            self._at += 1
+            return
+        while True:
+            yield
+            if self.take(b",", b"]") == b"]":
+                return
+
+    def at_rows(self) -> bool:
+        """Whether an array comes whose first element, if any, is an object."""
+        if self.peek() != b"[":
+            return False
+        start = self._base + self._at
+        self._at += 1
+        inside = self.peek(keep=start)
+        self._at = start - self._base
+        return inside in (b"{", b"]")
+
+    def pin(self) -> None:
+        self._pin = self._base + self._at
+
+    def unpin(self) -> bytes:
+        """The text since the pin, or b"" if it was longer than a row may be."""
+        pin, self._pin = self._pin, None
+        if pin is None or self._base + self._at - pin > MAX_ROW_BYTES:
+            return b""
+        return self._buffer[pin - self._base : self._at]
+
+    @property
+    def position(self) -> int:
+        return self._base + self._at
+
+    def broken(self, why: str) -> Damage:
+        return Damage(f"This is not valid JSON at byte {self.position + 1}: {why}.", "correct the file there")
+
+    def _pass_nested(self, start: int, limit: int) -> None:
+        depth = 1
+        self._at += 1
+        while depth:
+            self._at = _RUN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            if self._at == len(self._buffer):
+                self._must_have_more(start, limit)
+                continue
+            byte = self._buffer[self._at]
+            if byte == 0x22:
+                self._pass_string(start, limit)
+            else:
+                depth += 1 if byte in b"[{" else -1
+                self._at += 1
+
+    def _pass_string(self, start: int, limit: int) -> None:
+        self._at += 1
+        while True:
+            self._at = _IN_STRING.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._buffer) and self._buffer[self._at] == 0x22:
+                self._at += 1
+                return
+            self._must_have_more(start, limit)  # at the end, or at a backslash whose letter is still to come
+
+    def _pass_scalar(self, start: int) -> None:
+        while True:
+            end = _SCALAR.match(self._buffer, start - self._base).end()  # type: ignore[union-attr]
+            self._at = end
+            if end < len(self._buffer) or not self._more(start):
+                break
+            if self.position - start > _MAX_SCALAR_BYTES:
+                raise self.broken("this is no number")
+        if self.position == start:
+            raise self.broken("expected a value")
+
+    def _must_have_more(self, start: int, limit: int) -> None:
+        if not self._more(start if self.position - start <= limit else None):
+            raise Damage(
+                f"The file ends inside the value that begins at byte {start + 1}: it was cut, or a bracket or quote "
+                "is never closed.",
+                "copy or download the file again, or correct it there",
+            )
+
+    def _more(self, keep: int | None) -> bool:
+        """Read on, keeping the text from position `keep`, else from here."""
+        here = self.position
+        keep = here if keep is None else keep
+        if self._pin is not None:
+            if here - self._pin > MAX_ROW_BYTES:
+                self._pin = None
+            else:
+                keep = min(keep, self._pin)
+        kept = self._buffer[keep - self._base :]
+        block = self._stream.read(max(BLOCK, len(kept) // 2))  # growing, so that long rows are not copied for ever
+        self._buffer, self._base, self._at = kept + block, keep, here - keep
+        return bool(block)
+
+
+def _documents(
+    scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Meter, *, wrapped: bool
+) -> Iterator[RawRow | Fault]:
+    """One document after the other: JSON Lines in a .json file are common."""
+    while first := scan.peek():
+        if first == b"{" and path is None and (line := scan.whole_line()):
+            yield at.row(line, len(line))
+        elif first == b"{":
+            yield from _object(scan, at, path, meter, wrapped=wrapped)
+        elif first == b"[":
+            yield from _walk(scan, at, path or ())
+        else:
+            raise scan.broken("expected [ or {")
+
+
+def _object(
+    scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Meter, *, wrapped: bool
+) -> Iterator[RawRow | Fault]:
+    """An object at the top: a row, {"data": [rows]}, a compressed document, or what `path` leads into."""
+    compressed = has_rows = False
+    packed: tuple[bytes, int] | None = None
+    start = scan.position
+    scan.pin()
+    at.keys = []
+    for key in scan.object_keys():
+        if len(at.keys) < 12:
+            at.keys.append(key[:80])
+        first = scan.peek()
+        if key == "compressed" and first == b"t" and not wrapped:
+            compressed = scan.value(_MAX_KEY_BYTES)[0] == b"true"
+        elif key == "data" and first == b'"' and not wrapped:
+            packed = scan.value(MAX_DOCUMENT_BYTES)
+        elif path is None and key == "data" and scan.at_rows():
+            has_rows = True
+            scan.unpin()
+            yield from _walk(scan, at, ())
+        elif path and path[0] in ("*", key):
+            yield from _walk(scan, at, path[1:])
+        else:
+            scan.skip()
+    row = scan.unpin()
+    if compressed and packed:
+        yield from _documents(_unwrapped(*packed, meter), at, path, meter, wrapped=True)
+    elif path is None and not has_rows:
+        yield at.row(row, scan.position - start)
+
+
+def _walk(scan: Scanner, at: Cursor, path: tuple[str, ...]) -> Iterator[RawRow | Fault]:
+    """The rows at `path` below the next value; a list at the end of it is a list of rows."""
+    first = scan.peek()
+    if not path and first == b"[":
+        for _ in scan.elements():
+            for raw in scan.whole_elements():
+                yield at.row(raw, len(raw))
+            yield at.row(*scan.value(MAX_ROW_BYTES))
+    elif not path:
+        yield at.row(*scan.value(MAX_ROW_BYTES))
+    elif first == b"{":
+        for key in scan.object_keys():
+            if path[0] in ("*", key):
+                yield from _walk(scan, at, path[1:])
+            else:
+                scan.skip()
+    elif first == b"[" and path[0] == "*":
+        for _ in scan.elements():
+            yield from _walk(scan, at, path[1:])
+    else:
+        scan.skip()
+
+
+def _unwrapped(packed: bytes, size: int, meter: Meter) -> Scanner:
+    """The document inside {"compressed": true, "data": "…"}."""
+    if not packed:
+        what = f"The compressed document has {size:,} bytes; at most {MAX_DOCUMENT_BYTES >> 20} MiB are unwrapped."
+        raise Damage(what, "decompress it yourself into a .json file, or split it")
+    try:
+        inner = bytes.fromhex(packed[1:-1].decode("ascii"))
+    except ValueError:
+        raise Damage('The "data" of the compressed document is not hexadecimal.', "write hex of gzip of JSON") from None
+    return Scanner(as_utf8(Decompressed(io.BytesIO(inner), "gzip", meter)))

@@ -1,0 +1,179 @@
+"""Rows through worker processes, many at a time, in order.
+
+The parent keeps every worker busy while it tokenises what came back. A worker that dies takes its batch with it: the
+rows are then tried one by one, and those that kill again are bad rows.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import trillora
+from trillora.data.render import Cut, RenderSettings, Script
+from trillora.data.rows import BadRow, RawRow
+from trillora.data.worker import SECONDS_PER_ROW, read_frame, write_frame
+from trillora.errors import TrilloraError
+
+MAX_WORKERS = 16
+_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TZ")
+Outcome = Script | BadRow
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of one file that share a format."""
+
+    file: int
+    format: str
+    rows: list[RawRow]
+
+
+class Worker:
+    """One child process, restarted when it dies."""
+
+    def __init__(self, settings: RenderSettings) -> None:
+        self._settings = json.dumps(dataclasses.asdict(settings)).encode("utf-8", "surrogatepass")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._complaints: IO[bytes] | None = None
+
+    def render(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None = None) -> list[Outcome]:
+        """A script or what is wrong, for each row."""
+        answers = self._ask(rows, format, cuts)
+        if answers is not None:
+            return answers
+        if len(rows) == 1:
+            return [
+                BadRow(
+                    f"This row ended the process that renders it: it took more than {SECONDS_PER_ROW:g} seconds or too "
+                    "much memory.",
+                    "remove the row, or look for a template that does not end",
+                )
+            ]
+        return [self.render([row], format, [cuts[i]] if cuts else None)[0] for i, row in enumerate(rows)]
+
+    def start(self) -> None:
+        """Make sure a process is there. A template that does not compile is told here."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+        code = "import sys; sys.path.insert(0, sys.argv[1]); from trillora.data.worker import main; main()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, str(Path(trillora.__file__).parent.parent)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            # A template that breaks out of its sandbox finds no secret in the environment.
+            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+        )
+        reply = self._exchange([self._settings])
+        if reply is None:
+            self._complaints.seek(0)
+            last = self._complaints.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+            self.close()
+            raise TrilloraError(
+                f"The process that renders rows does not start, or ends while it reads the template. {last}".rstrip(),
+                where="data",
+                do="check the chat template and data.template for text that does not end",
+            )
+        if "error" in reply:
+            self.close()
+            raise TrilloraError(reply["error"][0], where="data.template or the chat template", do=reply["error"][1])
+
+    def close(self) -> None:
+        if self._process is not None:
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+            self._process.kill()
+            self._process.wait()
+        if self._complaints is not None:
+            self._complaints.close()
+        self._process = self._complaints = None
+
+    def _ask(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None) -> list[Outcome] | None:
+        self.start()
+        order = [format, [dataclasses.astuple(cut) for cut in cuts] if cuts else None]
+        answers = self._exchange([json.dumps(order).encode(), *rows])
+        if answers is None:
+            self.close()
+            return None
+        return [_outcome(answer) for answer in answers]
+
+    def _exchange(self, parts: Sequence[bytes]) -> Any:
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        try:
+            write_frame(self._process.stdin, parts)  # type: ignore[arg-type]
+        except OSError:
+            return None
+        reply = read_frame(self._process.stdout)  # type: ignore[arg-type]
+        return None if reply is None else json.loads(reply[0].decode("utf-8", "surrogatepass"))
+
+
+class Pool:
+    """Workers for one format and tokenizer."""
+
+    def __init__(self, settings: RenderSettings, num_workers: int | None = None) -> None:
+        count = num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
+        self._workers = [Worker(settings) for _ in range(count)]
+        self._idle = collections.deque(self._workers)
+        self._threads = ThreadPoolExecutor(count)
+
+    def __enter__(self) -> Pool:
+        try:
+            self._workers[0].start()  # mistakes in a template are told before any row is read
+        except BaseException:
+            self._threads.shutdown(wait=False)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown(wait=kind is None, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+    def render(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None = None) -> list[Outcome]:
+        """One batch, now."""
+        return self._threads.submit(self._with_worker, rows, format, cuts).result()
+
+    def map(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, list[Outcome]]]:
+        """Every batch with its outcomes, in order; a few are under way ahead of the one at hand."""
+        waiting: collections.deque[tuple[Batch, Future[list[Outcome]]]] = collections.deque()
+        for batch in batches:
+            rows = [row.raw for row in batch.rows]
+            waiting.append((batch, self._threads.submit(self._with_worker, rows, batch.format, None)))
+            if len(waiting) > len(self._workers) + 1:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+
+    def _with_worker(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None) -> list[Outcome]:
+        worker = self._idle.popleft()  # as many threads as workers: one is always idle
+        try:
+            return worker.render(rows, format, cuts)
+        finally:
+            self._idle.append(worker)
+
+
+def _outcome(answer: list[Any]) -> Outcome:
+    if len(answer) == 2:
+        return BadRow(*answer)
+    text, supervised, planted, cuts, kind, digest = answer
+    return Script(text, tuple(map(tuple, supervised)), tuple(map(tuple, planted)), tuple(cuts), kind, digest)

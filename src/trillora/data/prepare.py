@@ -1,0 +1,349 @@
+"""From what a recipe names to tokenised rows on disk, and from those to batches.
+
+Rows are read as a stream, rendered in worker processes, tokenised here, and written to a store that is found again by
+the content of the files, the tokenizer and the options. Memory does not grow with the data but for a few numbers a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+
+from trillora.data import formats
+from trillora.data.batches import Batches
+from trillora.data.documents import PARTS, Documents, Lost, all_documents, fit, part_of, repeated
+from trillora.data.encode import Encoder, Rendered, Tokenizer
+from trillora.data.files import DataFile, expand
+from trillora.data.pool import Batch, Pool
+from trillora.data.readers import read_rows
+from trillora.data.render import Cut, RenderSettings, Script, parse
+from trillora.data.rows import BadRow, Fault, RawRow, place
+from trillora.data.store import KINDS, ROW, Store, StoreWriter, open_store
+from trillora.errors import TrilloraError
+from trillora.events import Listener, Progress, print_nothing
+
+FORMAT = 1  # of a store: raised whenever the same data would be tokenised or stored differently
+ROWS_PER_BATCH = 256
+BYTES_PER_BATCH = 2**20
+ROWS_LOOKED_AT = 100  # to find a file's format
+KEPT_PROBLEMS = 200  # bad rows listed by name; all are counted
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of the recipe's list: a file, glob, folder, address or hub id, and how often its rows are seen."""
+
+    path: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What a recipe says of its data."""
+
+    sources: tuple[Source, ...]
+    format: str = "auto"
+    template: dict[str, str] | None = None
+    rows: str | None = None  # where rows lie inside a JSON document
+    schema: dict[str, Any] | None = None
+    chat_template: str | None = None  # the text of one, instead of the tokenizer's own
+    train_on: str = "auto"
+    too_long: str = "auto"
+    on_bad_row: str = "refuse"
+    today: str = "2024-07-26"
+    validation: float = 0.0
+    test: float = 0.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row that was left out, or a part of a file that could not be read."""
+
+    where: str
+    what: str
+    do: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Prepared rows."""
+
+    store: Store
+    options: DataOptions
+    pad_id: int = 0
+    is_new: bool = True  # tokenised now rather than found
+
+    @property
+    def files(self) -> list[dict[str, Any]]:
+        """Name, sha256, format and number of rows of each file."""
+        return list(self.store.facts["files"])
+
+    @property
+    def problems(self) -> list[Problem]:
+        """The first of what was left out."""
+        return [Problem(**problem) for problem in self.store.facts["problems"]]
+
+    @property
+    def num_problems(self) -> int:
+        return int(self.store.facts["num_problems"])
+
+    def documents(self, part: str = "train", seed: int = 0) -> Documents:
+        """The rows of one part, not yet fitted to a length. Weights count for training only."""
+        rows = self.store.rows
+        chosen = part_of(rows["digest"], self.options.validation, self.options.test) == PARTS.index(part)
+        documents = all_documents(self.store).take(np.flatnonzero(chosen & (rows["trained"] > 0)))
+        if part != "train":
+            return documents
+        weights = np.array([source.weight for source in self.options.sources])[rows["source"][documents.rows_N]]
+        return repeated(documents, weights, rows["digest"][documents.rows_N], seed)
+
+    def fitted(self, part: str, sequence_length: int, seed: int = 0) -> tuple[Documents, Lost]:
+        """The documents of one part, each at most `sequence_length` long, and what that cost."""
+        documents = self.documents(part, seed)
+        kinds = self.store.rows["kind"][documents.rows_N]
+        return fit(documents, kinds, sequence_length, self.options.too_long, self.store.place)
+
+    def batches(
+        self, *, sequence_length: int, batch_size: int, seed: int, pack: bool, num_buckets: int = 1, part: str = "train"
+    ) -> Batches:
+        documents, _ = self.fitted(part, max(sequence_length, 2), seed)
+        return Batches(
+            documents,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            seed=seed,
+            pack=pack,
+            num_buckets=num_buckets,
+            pad_id=self.pad_id,
+        )
+
+
+def prepare(
+    options: DataOptions,
+    tokenizer: Tokenizer,
+    cache: Path,
+    *,
+    sequence_length: int,
+    listener: Listener = print_nothing,
+    num_workers: int | None = None,
+) -> Dataset:
+    """Tokenised rows, found in the cache or made now. `sequence_length` matters only where rows are to be truncated."""
+    encoder = Encoder(tokenizer)
+    settings = render_settings(options, tokenizer, encoder)
+    files = expand([source.path for source in options.sources])
+    truncates = options.too_long.startswith("truncate")
+    described = [{"name": file.name, "source": file.source, "sha256": file.sha256()} for file in files]
+    question = [
+        FORMAT,
+        described,
+        dataclasses.asdict(settings),
+        [options.format, options.rows, options.too_long if truncates else None, sequence_length if truncates else None],
+        hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode("utf-8", "surrogatepass")).hexdigest(),
+    ]
+    key = hashlib.sha256(json.dumps(question, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    folder = cache / "data" / key
+    with _lock(folder):
+        store = open_store(folder)
+        is_new = store is None
+        if store is None:
+            with Pool(settings, num_workers) as pool:
+                making = _Making(options, files, encoder, pool, listener, sequence_length if truncates else None)
+                making.run(folder, described)
+            store = open_store(folder)
+    if store is None:
+        raise TrilloraError("The tokenised rows just written do not read back.", where=str(folder), do="check the disk")
+    dataset = Dataset(store, options, tokenizer.pad_token_id or 0, is_new)
+    if dataset.num_problems and options.on_bad_row == "refuse":
+        first = dataset.problems[0]
+        raise TrilloraError(first.what, where=first.where, do=first.do)
+    if not len(store.rows):
+        raise TrilloraError(
+            "No row of the data can be trained on.",
+            where=files[0].name,
+            do=f"see what is wrong with them: {dataset.problems[0].what if dataset.problems else 'there are none'}",
+        )
+    return dataset
+
+
+class _Making:
+    """One store being made."""
+
+    def __init__(
+        self,
+        options: DataOptions,
+        files: Sequence[DataFile],
+        encoder: Encoder,
+        pool: Pool,
+        listener: Listener,
+        truncate_to: int | None,
+    ) -> None:
+        self._options = options
+        self._files = files
+        self._encoder = encoder
+        self._pool = pool
+        self._listener = listener
+        self._truncate_to = truncate_to
+        self._names: dict[str, int] = {}
+        self._problems: list[Problem] = []
+        self._num_problems = 0
+        self._reasons: Counter[str] = Counter()
+        self._rows_of_file: Counter[int] = Counter()
+        self._formats: dict[int, str] = {}
+        self._num_bytes = [0, max(sum(file.size for file in files), 1)]
+
+    def run(self, folder: Path, described: list[dict[str, Any]]) -> None:
+        writer = StoreWriter(folder)
+        try:
+            for batch, outcomes in self._pool.map(self._batches()):
+                writer.add(*self._encode(batch, outcomes))
+            for number, file in enumerate(described):
+                file |= {"format": self._formats.get(number, "none"), "num_rows": self._rows_of_file[number]}
+            writer.finish(
+                {
+                    "files": described,
+                    "names": list(self._names),
+                    "problems": [dataclasses.asdict(problem) for problem in self._problems],
+                    "num_problems": self._num_problems,
+                    "reasons": dict(self._reasons.most_common(50)),
+                }
+            )
+        finally:
+            writer.discard()
+
+    def _batches(self) -> Iterator[Batch]:
+        """The files' rows in order, some hundred at a time."""
+        for number, file in enumerate(self._files):
+            rows: list[RawRow] = []
+            size = 0
+            for row in self._rows(number, file):
+                rows.append(row)
+                size += len(row.raw)
+                if len(rows) >= ROWS_PER_BATCH or size >= BYTES_PER_BATCH:
+                    yield Batch(number, self._format(number, rows), rows)
+                    rows, size = [], 0
+            if rows:
+                yield Batch(number, self._format(number, rows), rows)
+
+    def _rows(self, number: int, file: DataFile) -> Iterator[RawRow]:
+        for row in read_rows(file, rows=self._options.rows, consumed=self._consumed):
+            if isinstance(row, Fault):
+                self._problem(place(file.name, row.member, row.line), row.what, row.do)
+            else:
+                yield row
+
+    def _format(self, number: int, rows: Sequence[RawRow]) -> str:
+        """What the rows of a file are: named by the recipe, or found in the first row that says so."""
+        if number not in self._formats:
+            found = "template" if self._options.template is not None else self._options.format
+            for row in rows[:ROWS_LOOKED_AT] if found == "auto" else ():
+                with contextlib.suppress(BadRow):
+                    found = formats.detect(parse(row.raw))
+                    break
+            if found == "auto":
+                return "auto"  # nothing here says it: the worker will say what is wrong with each
+            self._formats[number] = found
+        return self._formats[number]
+
+    def _encode(self, batch: Batch, outcomes: Sequence[Script | BadRow]) -> tuple[list[Rendered], np.ndarray]:
+        """What of a batch can be trained on, with its facts; the rest is noted."""
+        whole = [
+            (row, outcome) for row, outcome in zip(batch.rows, outcomes, strict=True) if isinstance(outcome, Script)
+        ]
+        encoded = dict(zip((id(row) for row, _ in whole), self._encoder.encode([s for _, s in whole]), strict=True))
+        file = self._files[batch.file]
+        documents, facts = [], []
+        for row, outcome in zip(batch.rows, outcomes, strict=True):
+            document = encoded.get(id(row), outcome)
+            was_cut = False
+            if isinstance(document, Rendered) and self._truncate_to and len(document) > self._truncate_to:
+                shorter = self._shortened(row, batch.format, document, outcome)
+                was_cut, document = shorter is not document, shorter
+            if isinstance(document, Rendered) and not document.num_supervised:
+                document = BadRow("This row has no token to train on.", "remove the row, or give it an answer")
+            if isinstance(document, BadRow):
+                self._problem(place(file.name, row.member, row.line), document.what, document.do)
+                continue
+            assert isinstance(document, Rendered) and isinstance(outcome, Script)
+            name = self._names.setdefault(place(file.name, row.member), len(self._names))
+            kind = KINDS.index(outcome.kind)
+            facts.append((0, outcome.digest, row.line, 0, 0, name, file.source, kind, was_cut))
+            documents.append(document)
+        self._rows_of_file[batch.file] += len(documents)
+        return documents, np.array(facts, ROW)
+
+    def _shortened(self, row: RawRow, format: str, document: Rendered, script: Script | BadRow) -> Rendered:
+        """The row with less of its prompt, or as it was where only its answer is too long."""
+        assert self._truncate_to is not None and isinstance(script, Script)
+        side = self._options.too_long.removeprefix("truncate-")
+        per_token = len(script.text) / len(document)
+        taken, shorter = 0, document
+        for _ in range(8):
+            excess = len(shorter) - self._truncate_to
+            if excess <= 0:
+                return shorter
+            taken += math.ceil(excess * per_token) + 1
+            outcome = self._pool.render([row.raw], format, [Cut(side, taken)])[0]
+            again = self._encoder.encode([outcome])[0] if isinstance(outcome, Script) else outcome
+            if isinstance(again, BadRow):
+                return document
+            shorter = again
+        return shorter if len(shorter) <= self._truncate_to else document
+
+    def _problem(self, where: str, what: str, do: str) -> None:
+        if self._options.on_bad_row == "refuse":
+            raise TrilloraError(what, where=where, do=do)
+        self._num_problems += 1
+        self._reasons[_reason(what)] += 1
+        if len(self._problems) < KEPT_PROBLEMS:
+            self._problems.append(Problem(where, what, do))
+
+    def _consumed(self, num_bytes: int) -> None:
+        self._num_bytes[0] += num_bytes
+        self._listener(Progress("Reading data (MB)", self._num_bytes[0] >> 20, max(self._num_bytes[1] >> 20, 1)))
+
+
+def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder) -> RenderSettings:
+    template = options.chat_template
+    if template is None and tokenizer.chat_template:
+        template = tokenizer.get_chat_template()
+    return RenderSettings(
+        special_words=encoder.special_words,
+        added_words=encoder.added_words,
+        train_on=options.train_on,
+        template=options.template,
+        chat_template=template,
+        chat_words=dict(tokenizer.special_tokens_map),
+        today=options.today,
+        schema=options.schema,
+    )
+
+
+def _reason(what: str) -> str:
+    """What is wrong, without what differs from row to row."""
+    return "".join("N" if c.isdigit() else c for c in what)[:120].replace("NN", "N")
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One process makes a store; others that want the same wait for it."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrilloraError(
+            f"The cache folder cannot be made: {error.strerror}.",
+            where=str(folder.parent),
+            do="set TRILLORA_CACHE to a folder you can write to",
+        ) from error
+    with filelock.FileLock(f"{folder}.lock"):
+        yield

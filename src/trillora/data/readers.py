@@ -1,0 +1,162 @@
+"""Rows of one data file, as a stream: whatever the format, each comes out as the JSON text of one row.
+
+What cannot be read is a `Fault` between the rows, and reading goes on behind it where that is possible. Memory is
+bounded by the longest row allowed, never by the file. Rows are not parsed here: that takes time, and needs
+limits of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from trillora.data.archives import tar_members, zip_members
+from trillora.data.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, SHORTEN, Cursor, too_long
+from trillora.data.files import DataFile, Kind, cannot_read, kind_of
+from trillora.data.json_rows import json_rows
+from trillora.data.rows import Fault, RawRow
+from trillora.data.streams import BLOCK, Damage, Meter, RawFile, Stream, as_utf8, decompressed
+from trillora.data.tables import csv_rows, parquet_rows
+
+MAX_DOCUMENT_BYTES = 8 << 20  # a longer text file is cut at line ends into documents of about this size
+
+Rows = Iterator[RawRow | Fault]
+
+
+def read_rows(file: DataFile, *, rows: str | None = None, consumed: Callable[[int], None]) -> Rows:
+    """All rows of a file in order. `rows`: where they lie in a .json document; `consumed` gets bytes as they are used.
+
+    A failing disk or network is raised as a TrilloraError: to go on would train on another data set at each run.
+    """
+    kind = kind_of(file.name)
+    assert kind is not None, "expand() gives only files with a known suffix"
+    meter = Meter(file.size, consumed)
+    try:
+        stream = file.open()
+    except Exception as error:  # remote stores raise what they like
+        raise cannot_read(file.name, error) from None
+    with stream:
+        raw = RawFile(stream, file.name, meter)
+        if kind.is_archive:
+            yield from _archive_rows(raw, kind, rows, meter)
+        else:
+            yield from _member_rows(raw, kind, Cursor(), rows, meter)
+    meter.finish()
+
+
+def _archive_rows(raw: RawFile, kind: Kind, rows: str | None, meter: Meter) -> Rows:
+    try:
+        if kind.format == "zip":
+            members = zip_members(raw, meter)
+        else:
+            members = tar_members(decompressed(raw, kind.compression, meter))
+        for member in members:
+            if isinstance(member, Fault):
+                yield member
+            else:
+                yield from _member_rows(member.stream, member.kind, Cursor(member.name), rows, meter)
+    except Damage as damage:
+        yield Fault("", 0, damage.what, damage.do)
+
+
+def _member_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter: Meter) -> Rows:
+    """The rows of one file or archive member, then what ended them before their time."""
+    if rows and kind.format != "json":
+        what = f'"rows" says where rows lie in a .json document; this file is {kind.format}.'
+        yield Fault(at.member, 0, what, "leave data.rows out, or name only .json files")
+        return
+    try:
+        found = _format_rows(source, kind, at, rows, meter)
+        first = next(found, None)
+        if first is None:
+            first = Fault(at.member, 0, "This file is empty: it has no row.", "remove it, or put rows in")
+        yield first
+        yield from found
+    except Damage as damage:
+        yield Fault(at.member, at.line + 1, damage.what, damage.do)
+
+
+def _format_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter: Meter) -> Rows:
+    if kind.format == "parquet":
+        return parquet_rows(source, kind, at, meter)
+    text = as_utf8(decompressed(source, kind.compression, meter))
+    if kind.format == "json":
+        return json_rows(text, at, rows, meter)
+    if kind.format == "text":
+        return _text_rows(text, at)
+    if kind.format == "jsonl":
+        return _jsonl_rows(text, at)
+    return csv_rows(text, at, "\t" if kind.format == "tsv" else ",")
+
+
+def _jsonl_rows(stream: Stream, at: Cursor) -> Rows:
+    """Lines that are not blank. A block is split at once: this loop is the speed of everything behind it."""
+    member = at.member
+    line = 1
+    held: list[bytes] = []  # of a line longer than the block
+    num_held = 0
+    while True:
+        at.line = line - 1
+        block = stream.read(BLOCK)
+        lines = block.split(b"\n")
+        tail = lines.pop()
+        if lines or not block:
+            ending = lines[0] if lines else b""
+            if num_held + len(ending) > MAX_ROW_BYTES:
+                yield Fault(member, line, too_long(num_held + len(ending)), SHORTEN)
+            elif raw := b"".join([*held, ending]).strip():
+                yield RawRow(member, line, raw)
+            if not block:
+                return
+            line += 1
+            del lines[0]
+            for raw in lines:
+                raw = raw.strip()
+                if raw:
+                    yield RawRow(member, line, raw)
+                line += 1
+            held, num_held = [], 0
+        held.append(tail)
+        num_held += len(tail)
+        if num_held > MAX_ROW_BYTES:
+            held.clear()
+
+
+def _text_rows(stream: Stream, at: Cursor) -> Rows:
+    """One document, or several if the file is long."""
+    text = bytearray()
+    position = 0  # of `text` in the file
+    num_lost = 0  # bytes so far of a line that is too long
+    while block := stream.read(BLOCK):
+        if num_lost:
+            end = block.find(b"\n") + 1
+            num_lost += end or len(block)
+            if not end:
+                continue
+            yield at.row(b"", num_lost)
+            position, num_lost = position + num_lost, 0
+            block = block[end:]
+        text += block
+        if len(text) < MAX_DOCUMENT_BYTES:
+            continue
+        if cut := text.rfind(b"\n") + 1:
+            yield from _document(bytes(text[:cut]), position, at)
+            position += cut
+            del text[:cut]
+        elif len(text) > MAX_ROW_BYTES:
+            num_lost = len(text)
+            text.clear()
+    if num_lost:
+        yield at.row(b"", num_lost)
+    yield from _document(bytes(text), position, at)
+
+
+def _document(document: bytes, position: int, at: Cursor) -> Rows:
+    """Nothing for blank text. Line ends become plain newlines."""
+    if not document.strip():
+        return
+    try:
+        text = document.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        yield at.fault(f"Byte {position + error.start + 1} of the text is not UTF-8.", SAVE_AS_UTF8)
+    else:
+        yield at.record({"text": text})

@@ -1,0 +1,151 @@
+"""Tokenised rows on disk: written once for a content, a tokenizer and a set of options, then read without loading.
+
+Two flat files and a description. `tokens.bin` holds token ids with the highest bit set where a token is trained;
+`rows.bin` says for each row where its tokens lie, what it is and where it came from. A store appears under its name
+only when it is complete, and is verified when it is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trillora.data.encode import Rendered
+from trillora.errors import TrilloraError
+
+TRAINED = np.uint32(1 << 31)
+KINDS = ("chat", "pair", "text")
+ROW = np.dtype(
+    [
+        ("start", "<i8"),  # in tokens.bin
+        ("digest", "<u8"),  # of the row's meaning
+        ("line", "<i8"),
+        ("length", "<i4"),  # in tokens
+        ("trained", "<i4"),  # tokens the loss sees
+        ("name", "<i4"),  # file, or member of an archive, by its number in the description
+        ("source", "<i2"),  # entry of the recipe's list
+        ("kind", "<i1"),
+        ("cut", "<i1"),  # whether the row was shortened
+    ]
+)
+UNUSED_DAYS = 30  # a store nobody opened for so long is removed
+
+
+@dataclass(frozen=True)
+class Store:
+    """An open store."""
+
+    folder: Path
+    tokens: NDArray[np.uint32]
+    rows: NDArray[np.void]
+    facts: dict[str, Any]  # the description: names, formats, what was wrong, digests of files
+
+    def place(self, row: int) -> str:
+        return f"{self.facts['names'][self.rows['name'][row]]}:{self.rows['line'][row]}"
+
+
+class StoreWriter:
+    """A store in the making, in a folder of its own until `finish`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._target = folder
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+        except OSError as error:
+            raise _cannot_write(folder.parent, error) from error
+        self._tokens = open(self._folder / "tokens.bin", "wb")  # noqa: SIM115  (closed by finish or discard)
+        self._rows = open(self._folder / "rows.bin", "wb")  # noqa: SIM115
+        self._num_tokens = 0
+
+    def add(self, documents: Sequence[Rendered], rows: NDArray[np.void]) -> None:
+        """Documents with their facts; start, length and trained are filled in here."""
+        if not documents:
+            return
+        lengths = np.array([len(document) for document in documents])
+        rows["length"] = lengths
+        rows["start"] = self._num_tokens + np.cumsum(lengths) - lengths
+        rows["trained"] = [document.num_supervised for document in documents]
+        tokens = np.concatenate([document.tokens for document in documents]).view(np.uint32)
+        trained = np.concatenate([document.supervised for document in documents])
+        try:
+            self._tokens.write(np.where(trained, tokens | TRAINED, tokens).data)
+            self._rows.write(rows.tobytes())
+        except OSError as error:
+            raise _cannot_write(self._target.parent, error) from error
+        self._num_tokens += int(lengths.sum())
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Everything to disk, then the name."""
+        try:
+            for file in (self._tokens, self._rows):
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+            sums = {name: _sha256(self._folder / name) for name in ("tokens.bin", "rows.bin")}
+            text = json.dumps({**facts, "sha256": sums}).encode()
+            (self._folder / "store.json").write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+            if self._target.exists():
+                shutil.rmtree(self._target)  # it did not verify, or we would not be here
+            os.replace(self._folder, self._target)
+        except OSError as error:
+            raise _cannot_write(self._target.parent, error) from error
+        _remove_unused(self._target.parent)
+
+    def discard(self) -> None:
+        """Leave no trace of a store that was not finished; harmless after `finish`."""
+        self._tokens.close()
+        self._rows.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def open_store(folder: Path) -> Store | None:
+    """The store, or None if there is none or it is not what was written."""
+    try:
+        digest, _, text = (folder / "store.json").read_bytes().partition(b"\n")
+        if hashlib.sha256(text).hexdigest().encode() != digest:
+            return None
+        facts = json.loads(text)
+        if any(_sha256(folder / name) != wanted for name, wanted in facts["sha256"].items()):
+            return None
+        os.utime(folder / "store.json")  # last use, for `_remove_unused`
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return Store(folder, _mapped(folder / "tokens.bin", np.dtype("<u4")), _mapped(folder / "rows.bin", ROW), facts)
+
+
+def _mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    # An empty file cannot be mapped.
+    return np.memmap(file, dtype, "r") if file.stat().st_size else np.empty(0, dtype)
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _remove_unused(parent: Path) -> None:
+    oldest = time.time() - UNUSED_DAYS * 86400
+    for folder in parent.iterdir():
+        mark = folder / "store.json"
+        if folder.is_dir() and (mark if mark.exists() else folder).stat().st_mtime < oldest:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _cannot_write(folder: Path, error: OSError) -> TrilloraError:
+    return TrilloraError(
+        f"Tokenised rows cannot be written: {error.strerror}.",
+        where=str(folder),
+        do="free some space, or set TRILLORA_CACHE to a folder that has it",
+    )

@@ -1,0 +1,162 @@
+"""Rows of tables: CSV and TSV with a header line, parquet. Each record becomes the JSON text of one object."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from trillora.data.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, Cursor, too_long
+from trillora.data.files import Kind
+from trillora.data.rows import Fault, RawRow
+from trillora.data.streams import BLOCK, Damage, Meter, RawFile, Stream, decompressed, read_up_to
+from trillora.errors import TrilloraError
+
+MAX_HELD_PARQUET = 256 << 20  # a parquet file inside something else must be held: its index stands at its end
+_PARQUET_ROWS = 256  # decoded at a time
+
+
+class _TooLong(NamedTuple):
+    """A line that was not held."""
+
+    size: int
+    num_quotes: int
+
+
+class _CsvLines:
+    """Lines for the csv module, which joins those of one record itself; what it would join is counted here."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._lines = _lines(stream)
+        self._size = 0  # bytes of the record so far
+        self.too_long: list[int] = []  # sizes of records passed over, for whoever reads the records to report
+        self.ended_inside = False
+
+    def begin_record(self) -> None:
+        self._size = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        for line in self._lines:
+            size = line.size if isinstance(line, _TooLong) else len(line)
+            if isinstance(line, bytes) and self._size + size <= MAX_ROW_BYTES:
+                self._size += size
+                return line.decode("utf-8", "surrogateescape")
+            # A record ends where its quotes are even. Inside one, that is lost with the line.
+            if isinstance(line, bytes) or self._size or line.num_quotes % 2:
+                raise Damage(
+                    f"{too_long(self._size + size)} What follows is not read: a quote seems never to be closed.",
+                    "close the quote, or shorten this row",
+                )
+            self.too_long.append(size)
+        self.ended_inside = self._size > 0
+        raise StopIteration
+
+
+def _lines(stream: Stream) -> Iterator[bytes | _TooLong]:
+    """Lines with their ends."""
+    held: list[bytes] = []  # of a line longer than the block
+    size = num_lost_quotes = 0
+    while block := stream.read(BLOCK):
+        for line in block.splitlines(keepends=True):
+            is_whole = line.endswith((b"\n", b"\r"))
+            if is_whole and not size:
+                yield line
+                continue
+            held.append(line)
+            size += len(line)
+            if size > MAX_ROW_BYTES:
+                num_lost_quotes += sum(part.count(b'"') for part in held)
+                held.clear()
+            if is_whole:
+                yield b"".join(held) if size <= MAX_ROW_BYTES else _TooLong(size, num_lost_quotes)
+                held, size, num_lost_quotes = [], 0, 0
+    if size:
+        yield b"".join(held) if size <= MAX_ROW_BYTES else _TooLong(size, num_lost_quotes)
+
+
+def csv_rows(stream: Stream, at: Cursor, delimiter: str) -> Iterator[RawRow | Fault]:
+    """Each record below the header as an object of strings."""
+    csv.field_size_limit(MAX_ROW_BYTES)  # of the process; the module's own 128 KiB are less than a long answer
+    lines = _CsvLines(stream)
+    records = csv.reader(lines, delimiter=delimiter)
+    header: list[str] | None = None
+    while True:
+        lines.begin_record()
+        try:
+            record = next(records, None)
+        except csv.Error as error:
+            raise Damage(f"This is not valid CSV: {error}.", "correct the file there, or save it again") from None
+        while lines.too_long:
+            yield at.row(b"", lines.too_long.pop(0))
+        if record is None:
+            return
+        if lines.ended_inside:
+            raise Damage("The file ends inside a quoted field: it was cut, or a quote is never closed.", "close it")
+        if not record:
+            continue
+        if header is None:
+            header = _checked_header(record)
+        elif len(record) != len(header):
+            what = f"This record has {len(record)} fields; the header has {len(header)}."
+            yield at.fault(what, "quote fields that hold the separator, and give every record all fields")
+        else:
+            yield at.record(dict(zip(header, record, strict=True)))
+
+
+def _checked_header(names: list[str]) -> list[str]:
+    twice = {name for name in names if names.count(name) > 1} if len(names) < 1000 else set()
+    if twice or len(names) >= 1000:
+        what = f"columns called {min(twice)!r} twice" if twice else f"{len(names):,} columns"
+        raise Damage(f"The header has {what}.", "give each column its own name in the first line")
+    if any(not name.isprintable() for name in names):
+        raise Damage("The header is not UTF-8 text.", SAVE_AS_UTF8)
+    return names
+
+
+def parquet_rows(source: Stream, kind: Kind, at: Cursor, meter: Meter) -> Iterator[RawRow | Fault]:
+    """Decoded some rows at a time. Only a file of its own can be read in place; others are held."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise TrilloraError("Reading .parquet needs the package pyarrow.", do="pip install pyarrow") from None
+    file: RawFile | io.BytesIO
+    if isinstance(source, RawFile) and not kind.compression:
+        file = source
+    else:
+        data = read_up_to(decompressed(source, kind.compression, meter), MAX_HELD_PARQUET + 1)
+        if len(data) > MAX_HELD_PARQUET:
+            what = f"A parquet file inside another file may have {MAX_HELD_PARQUET >> 20} MiB; this one has more."
+            raise Damage(what, "unpack it, and name the .parquet file itself")
+        file = io.BytesIO(data)
+    try:
+        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
+        for batch in table.iter_batches(batch_size=_PARQUET_ROWS, use_threads=False):
+            for record in _records(batch):
+                if isinstance(record, dict):
+                    yield at.record(record)
+                else:
+                    yield at.fault(f"This record cannot be read: {record}.", "write the file again")
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        what = f"This is no parquet file, or it is cut or damaged: {reason.rstrip('.')}."
+        raise Damage(what, "copy or download the file again, completely") from None
+
+
+def _records(batch: Any) -> Iterable[dict[str, Any] | Exception]:
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):  # text that is not UTF-8, a date out of range: look which rows have it
+        return [_record(batch, number) for number in range(batch.num_rows)]
+
+
+def _record(batch: Any, number: int) -> dict[str, Any] | Exception:
+    try:
+        record: dict[str, Any] = batch.slice(number, 1).to_pylist()[0]
+    except (ValueError, OverflowError) as error:
+        return error
+    return record

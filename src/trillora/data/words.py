@@ -1,0 +1,221 @@
+"""Tokenising by remembering words: the same tokens as the tokenizer's own, several times sooner.
+
+A byte-level BPE tokenizer first cuts text into words by a fixed pattern, then tokenises each word for itself. Words
+repeat, so their tokens are looked up; a word not met before is given to the tokenizer. The pattern is taken from the
+tokenizer and rewritten for Python's `re`, with classes spelled out over characters whose class has never changed since
+Unicode 3.2. Text with any other character, scripts without spaces between words, and tokenizers of another kind go the
+plain way. Before it is trusted, a pattern must agree with the tokenizer on texts made to find differences.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import string
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_WORDS = 400_000  # remembered at most; then memory begins anew
+# The pattern ByteLevel uses where the tokenizer names none.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SPACE = r"\s"
+# Alphabets and punctuation; further scripts write words without spaces, which are seldom met twice.
+KNOWN_BLOCKS = ((0x0000, 0x0600), (0x2000, 0x27C0), (0xFE0F, 0xFE10))
+EMOJI = (0x1F300, 0x1FB00)  # neither letter, number nor space, assigned or not
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a text, and how many of its UTF-8 bytes each covers."""
+
+    ids: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+
+
+class WordTokenizer:
+    """Tokenises text for one byte-level tokenizer. Made by `of`."""
+
+    def __init__(self, backend: Any, words: re.Pattern[str], added: dict[str, int]) -> None:
+        self._backend = backend
+        self._words = words
+        self._added = added
+        self._split = re.compile("(" + "|".join(map(re.escape, sorted(added, key=lambda w: (-len(w), w)))) + ")")
+        self._unknown = re.compile(f"[^{_classes()['known']}]")
+        self._forget()
+
+    @staticmethod
+    def of(backend: Any) -> WordTokenizer | None:
+        """One for this tokenizer, if it is of the kind and agrees with it."""
+        description = json.loads(backend.to_str())
+        words = _pattern(description)
+        tokens = description["added_tokens"]
+        if words is None or not tokens or any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in tokens):
+            return None
+        tokenizer = WordTokenizer(backend, words, {t["content"]: t["id"] for t in tokens})
+        return tokenizer if tokenizer._agrees() else None
+
+    def can(self, text: str) -> bool:
+        """Whether all characters of a text are among those whose class is settled."""
+        return text.isascii() or not self._unknown.search(text)
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded | None]:
+        """The tokens of such texts, without BOS or EOS; None for a text with characters the tokenizer drops."""
+        if len(self._numbers) > MAX_WORDS:
+            self._forget()
+        words_of = [self._cut(text) for text in texts]
+        self._learn(words_of)
+        number = self._numbers.__getitem__
+        numbers = np.fromiter(map(number, itertools.chain.from_iterable(words_of)), np.int64)
+        first, counts = self._first[numbers], self._counts[numbers]
+        ends = np.cumsum(counts)
+        places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - (ends - counts), counts)
+        ids, lengths = self._ids[places], self._lengths[places]
+        bounds = np.cumsum([len(words) for words in words_of])
+        stops = np.concatenate([[0], ends])[bounds]
+        parts = itertools.pairwise([0, *stops.tolist()])
+        encoded = [Encoded(ids[a:b], lengths[a:b]) for a, b in parts]
+        return [e if e.lengths.sum() == _num_bytes(text) else None for text, e in zip(texts, encoded, strict=True)]
+
+    def _cut(self, text: str) -> list[str]:
+        """The words of a text; added tokens are words of their own."""
+        parts = self._split.split(text)
+        if len(parts) == 1:
+            return self._words.findall(text)
+        words: list[str] = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                words.append(part)
+            elif part:
+                words += self._words.findall(part)
+        return words
+
+    def _learn(self, words_of: Sequence[list[str]]) -> None:
+        new = list(set(itertools.chain.from_iterable(words_of)).difference(self._numbers))
+        if not new:
+            return
+        encodings = self._backend.encode_batch(new, add_special_tokens=False)
+        ids = [encoding.ids for encoding in encodings]
+        lengths = [
+            [_num_bytes(word)] if word in self._added else [len(token) for token in encoding.tokens]  # a sign per byte
+            for word, encoding in zip(new, encodings, strict=True)
+        ]
+        counts = np.array([len(word_ids) for word_ids in ids], np.int64)
+        start = len(self._ids)
+        self._numbers.update(zip(new, itertools.count(len(self._numbers))))
+        self._first = np.concatenate([self._first, start + np.cumsum(counts) - counts])
+        self._counts = np.concatenate([self._counts, counts])
+        self._ids = np.concatenate([self._ids, np.array(list(itertools.chain(*ids)), np.int32)])
+        self._lengths = np.concatenate([self._lengths, np.array(list(itertools.chain(*lengths)), np.int32)])
+
+    def _forget(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._first = self._counts = np.empty(0, np.int64)
+        self._ids = self._lengths = np.empty(0, np.int32)
+
+    def _agrees(self) -> bool:
+        """Compare with the tokenizer on every pair of characters, on words, numbers, spaces and added tokens."""
+        characters = [chr(code) for code in range(128)]
+        known = [c for c in map(chr, _codes()) if self.can(c)]
+        beyond = [f"a{c}b {c}{c} {c}1{c}.{c}\n{c}" for c in known[128:]]
+        pairs = "".join(a + b for a in characters for b in characters)
+        pieces = [
+            "don't I'LL we've it's",
+            "x  y   z\n\n\n  end ",
+            "12345 6 78,901.5",
+            "a\r\n\tb\x0b\x0c c",
+            "CamelCase ",
+        ]
+        added = [f"a {word} b{word}{word}\n{word}" for word in self._added if word.isascii()][:50]
+        mixed = [a + b + c for a in "a1 .\n'" for b in string.printable for c in "aS1 .\n'"]
+        texts = [pairs, "".join(mixed), *mixed, *pieces, " ".join(pieces), *added, *beyond]
+        plain = self._backend.encode_batch(texts, add_special_tokens=False)
+        ours = self.encode(texts)
+        compared = [(e.ids.tolist(), p.ids) for e, p in zip(ours, plain, strict=True) if e is not None]
+        return len(compared) > len(texts) // 2 and all(mine == theirs for mine, theirs in compared)
+
+
+def _pattern(description: dict[str, Any]) -> re.Pattern[str] | None:
+    """How the tokenizer cuts ASCII text into words; None if it is not of the kind, or unclear."""
+    steps = description["pre_tokenizer"] or {}
+    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+    if description["normalizer"] or description["model"].get("dropout") or not steps:
+        return None
+    if steps[-1].get("type") != "ByteLevel" or steps[-1]["add_prefix_space"]:
+        return None
+    cuts = [GPT2] if steps[-1]["use_regex"] else []
+    digits = False
+    for step in steps[:-1]:
+        if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            cuts.append(step["pattern"].get("Regex", ""))
+        elif step["type"] == "Digits" and step["individual_digits"] and not digits:
+            digits = True
+        else:
+            return None
+    if len(cuts) != 1 or not cuts[0]:
+        return None
+    if digits:
+        if cuts[0] != GPT2:
+            return None
+        # Digits are cut out first: each is a word, and space in front of one is as if at the end of the text.
+        cuts = [r"\p{N}|" + GPT2.replace(r"| ?\p{N}+", "").replace(r"(?!\S)", r"(?![^\s\p{N}])")]
+    return _compiled(cuts[0])
+
+
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    r"""The tokenizer's pattern with `\p{…}` and `\s` spelled out, inside brackets or not."""
+    classes, written, inside = _classes(), [], False
+    for piece in re.split(r"(\\p\{\w+\}|\\.|\[\^?|\])", pattern):
+        if piece in classes:
+            written.append(classes[piece] if inside else f"[{classes[piece]}]")
+            continue
+        if piece == r"\S" and not inside:
+            piece = f"[^{classes[SPACE]}]"
+        elif re.fullmatch(r"\\p.*|\\[SwWdDbB]", piece):
+            return None  # a class we have not spelled out
+        elif piece in ("[", "[^", "]"):
+            inside = piece != "]"
+        written.append(piece)
+    try:
+        return re.compile("".join(written))
+    except re.error:
+        return None
+
+
+@functools.cache
+def _classes() -> dict[str, str]:
+    """Insides of brackets: what the patterns' classes hold of the known characters."""
+    old = unicodedata.ucd_3_2_0
+    settled = [c for c in map(chr, _codes()) if (kind := old.category(c)) != "Cn" and kind == unicodedata.category(c)]
+    emoji = f"{chr(EMOJI[0])}-{chr(EMOJI[1] - 1)}"
+    return {
+        r"\p{L}": _ranges([c for c in settled if unicodedata.category(c)[0] == "L"]),
+        r"\p{N}": _ranges([c for c in settled if unicodedata.category(c)[0] == "N"]),
+        r"\p{Lu}": _ranges([c for c in settled if unicodedata.category(c) == "Lu"]),
+        r"\p{Ll}": _ranges([c for c in settled if unicodedata.category(c) == "Ll"]),
+        r"\p{M}": _ranges([c for c in settled if unicodedata.category(c)[0] == "M"]),
+        # White space by Unicode: Python's own also counts the four separators of ASCII.
+        SPACE: _ranges([c for c in settled if c.isspace() and not "\x1c" <= c <= "\x1f"]),
+        "known": _ranges(settled) + emoji,
+    }
+
+
+def _codes() -> Iterator[int]:
+    return (code for first, end in KNOWN_BLOCKS for code in range(first, end))
+
+
+def _ranges(characters: Sequence[str]) -> str:
+    """The characters as ranges for the inside of brackets."""
+    groups = itertools.groupby(enumerate(map(ord, characters)), lambda pair: pair[1] - pair[0])
+    runs = [[code for _, code in group] for _, group in groups]
+    return "".join(f"\\u{run[0]:04x}-\\u{run[-1]:04x}" for run in runs)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

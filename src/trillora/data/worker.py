@@ -1,0 +1,139 @@
+"""The process in which rows are parsed and templates run: rows and templates are strangers' work, so it has limits.
+
+It reads frames from standard input and answers each on standard output. First the settings; then batches of rows. A row
+may use two seconds of processor time and half a gigabyte: past that it becomes a bad row. What cannot be interrupted
+from Python the kernel ends, and the parent finds the guilty row (`pool`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, BinaryIO
+
+from trillora.data.render import Cut, Renderer, RenderSettings
+from trillora.data.rows import BadRow
+from trillora.errors import TrilloraError
+
+SECONDS_PER_ROW = 2.0  # of processor time
+HARD_SECONDS_PER_ROW = 3.0  # when the kernel ends a process that does not listen
+BYTES_ABOVE_START = 512 * 2**20
+_HEADER = struct.Struct("<I")
+
+
+class TooSlow(BaseException):
+    """Raised inside a template that runs too long; not an Exception, so that no template code can swallow it."""
+
+
+def write_frame(stream: BinaryIO, parts: Sequence[bytes]) -> None:
+    """A list of byte strings, each behind its length."""
+    frame = b"".join(piece for part in parts for piece in (_HEADER.pack(len(part)), part))
+    stream.write(_HEADER.pack(len(parts)) + struct.pack("<Q", len(frame)) + frame)
+    stream.flush()
+
+
+def read_frame(stream: BinaryIO) -> list[bytes] | None:
+    """What `write_frame` wrote; None at the end of the stream, also in the middle of a frame."""
+    header = stream.read(12)
+    if len(header) < 12:
+        return None
+    (num_parts,) = _HEADER.unpack(header[:4])
+    (size,) = struct.unpack("<Q", header[4:])
+    frame = stream.read(size)
+    if len(frame) < size:
+        return None
+    parts, position = [], 0
+    for _ in range(num_parts):
+        (length,) = _HEADER.unpack_from(frame, position)
+        parts.append(frame[position + 4 : position + 4 + length])
+        position += 4 + length
+    return parts
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    incoming, outgoing = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints must not disturb the frames
+    settings = read_frame(incoming)
+    if settings is None:
+        return
+    _limit_memory()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    signal.signal(signal.SIGVTALRM, _too_slow)
+    try:
+        renderer = _limited(lambda: Renderer(RenderSettings(**json.loads(settings[0]))))
+    except BadRow as error:
+        write_frame(outgoing, [_answer({"error": [error.what, error.do]})])
+        return
+    write_frame(outgoing, [_answer({"ready": True})])
+    while (frame := read_frame(incoming)) is not None:
+        order, *rows = frame
+        format, cuts = json.loads(order)
+        answers = [
+            _script(renderer, row, format, cut) for row, cut in zip(rows, cuts or [None] * len(rows), strict=True)
+        ]
+        write_frame(outgoing, [_answer(answers)])
+
+
+def _script(renderer: Renderer, raw: bytes, format: str, cut: list[Any] | None) -> list[Any]:
+    """A script as a list of its fields, or a list of two: what is wrong, and what to do."""
+    try:
+        script = _limited(lambda: renderer.script(raw, format, Cut(*cut) if cut else None))
+    except BadRow as error:
+        return [error.what, error.do]
+    return [script.text, script.supervised, script.planted, script.cuts, script.kind, script.digest]
+
+
+def _limited(work: Any) -> Any:
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_PER_ROW)
+        signal.setitimer(signal.ITIMER_PROF, HARD_SECONDS_PER_ROW)  # nobody handles SIGPROF: it ends the process
+        return work()
+    except TooSlow:
+        raise BadRow(
+            f"The template ran for more than {SECONDS_PER_ROW:g} seconds on this row.",
+            "look for a loop in the template that does not end",
+        ) from None
+    except MemoryError:
+        raise BadRow(
+            f"The template needed more than {BYTES_ABOVE_START >> 20} MB for this row.",
+            "look for text in the template that multiplies",
+        ) from None
+    except RecursionError:
+        raise BadRow("The template calls itself without end.", "look for a macro that calls itself") from None
+    except BadRow:
+        raise
+    except TrilloraError as error:
+        raise BadRow(error.what, error.do) from None
+    except Exception as error:  # a template that does not compile, a schema that is none
+        raise BadRow(f"{type(error).__name__}: {str(error)[:300]}", "mend it") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _too_slow(number: int, frame: FrameType | None) -> None:
+    raise TooSlow
+
+
+def _limit_memory() -> None:
+    if sys.platform != "linux":
+        return  # elsewhere the system does not keep such a limit
+    import resource
+
+    with open("/proc/self/statm", encoding="ascii") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + BYTES_ABOVE_START, resource.RLIM_INFINITY))
+
+
+def _answer(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""One row as a person should see it: its text, cut where training begins and ends, and nothing a terminal obeys."""
+
+from __future__ import annotations
+
+import dataclasses
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+MAX_CHARACTERS = 2400  # of the example that people are shown
+MAX_PIECES = 40
+MIN_PIECE = 60  # characters a piece keeps at least
+_HARMLESS = "\n\u200c\u200d"  # the last two join letters and emoji
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a row whose tokens are all alike."""
+
+    text: str
+    trained: bool
+    special: bool
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What was left out of a long example."""
+
+    characters: int
+
+
+def pieces_of(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) -> tuple[Piece, ...]:
+    """The decoded row, cut where tokens begin or end to be trained or special.
+
+    A cut is where the text decoded up to it agrees with the whole: a character whose bytes lie on both sides of a cut
+    stays in one piece, with the tokens that complete it.
+    """
+    specials = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    whole = decode(tokens)
+    states = [(is_trained, token in specials) for token, is_trained in zip(tokens, trained, strict=True)]
+    borders = [i for i in range(1, len(states)) if states[i] != states[i - 1]]
+    pieces, start = [], 0
+    anchor = (0, 0)  # token and character from which to decode: a special token is not joined to what is before it
+    for first, end in pairwise([0, *borders, len(states)]):
+        if states[first][1]:
+            anchor = (first, start)
+        stop = len(whole)
+        if end < len(states):
+            part = decode(tokens[anchor[0] : end])
+            stop = anchor[1] + _agreement(part, whole[anchor[1] : anchor[1] + len(part)])
+            if stop < anchor[1] + len(part.rstrip("\ufffd")):  # this tokenizer does join them: decode from the start
+                stop = _agreement(decode(tokens[:end]), whole)
+        if stop > start:
+            pieces.append(Piece(whole[start:stop], *states[first]))
+            start = stop
+    return tuple(pieces)
+
+
+def shortened(pieces: Sequence[Piece]) -> list[Piece | Gap]:
+    """An example short enough to look at: long pieces lose their middle, and so does a long list of them."""
+    half = MAX_PIECES // 2
+    too_many = len(pieces) > MAX_PIECES
+    kept = [*pieces[:half], *pieces[-half:]] if too_many else list(pieces)
+    longest = MAX_CHARACTERS
+    while longest > MIN_PIECE and sum(min(len(piece.text), longest) for piece in kept) > MAX_CHARACTERS:
+        longest //= 2
+    short: list[Piece | Gap] = []
+    for number, piece in enumerate(kept):
+        if too_many and number == half:
+            short.append(Gap(sum(len(left_out.text) for left_out in pieces[half:-half])))
+        short += _without_middle(piece, longest)
+    return short
+
+
+def visible(text: str) -> str:
+    """Text that can do nothing but be read: control and direction characters are spelled out, newlines stay."""
+    return "".join(c if c.isprintable() or c in _HARMLESS or _is_space(c) else _spelled(c) for c in text)
+
+
+def _without_middle(piece: Piece, longest: int) -> list[Piece | Gap]:
+    if len(piece.text) <= longest:
+        return [piece]
+    half = longest // 2
+    first, last = (dataclasses.replace(piece, text=text) for text in (piece.text[:half], piece.text[-half:]))
+    return [first, Gap(len(piece.text) - 2 * half), last]
+
+
+def _agreement(text: str, other: str) -> int:
+    """Length of the common beginning."""
+    differing = (index for index, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    return next(differing, min(len(text), len(other)))
+
+
+def _is_space(character: str) -> bool:
+    return unicodedata.category(character) == "Zs"
+
+
+def _spelled(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

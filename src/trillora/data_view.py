@@ -1,0 +1,187 @@
+"""A data report in a terminal, or in a pipe: there brackets say what colours say elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from trillora.data_example import Gap, Piece, shortened, visible
+from trillora.data_report import DataReport
+from trillora.data_words import nearby, say_bytes, say_count, say_epoch, say_lost, say_rows
+
+BAR = 32  # characters of the longest bar
+TRAINED, MASKED, SPECIAL, TRAINED_SPECIAL = "bold green", "dim", "cyan", "bold cyan underline"
+NUM_FILES = 20
+
+
+def show(report: DataReport, console: Console) -> None:
+    """Prints the report; the verdict stands last, where the eye is."""
+    _show_files(report, console)
+    _show_rows(report, console)
+    _show_bad_rows(report, console)
+    _show_tokens(report, console)
+    _show_lengths(report, console)
+    _show_example(report, console)
+    _show_verdict(report, console)
+
+
+def _title(console: Console, text: str) -> None:
+    console.print()
+    console.print(Text(text, "bold"))
+
+
+def _print(console: Console, text: Text | Table) -> None:
+    console.print(Padding(text, (0, 0, 0, 2), expand=False))
+
+
+def _grid(num_columns: int, right: Iterable[int] = ()) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for number in range(num_columns):
+        table.add_column(justify="right" if number in right else "left", overflow="fold")
+    return table
+
+
+def _show_files(report: DataReport, console: Console) -> None:
+    console.print(Text(f"Data for {visible(report.model)}", "bold"))
+    table = _grid(5, right=(2, 3))
+    for file in report.files[:NUM_FILES]:
+        size = say_bytes(file.bytes)
+        name = Text(nearby(file.name))
+        table.add_row(name, file.format, say_count(file.rows, "row", "rows"), size, Text(file.sha256[:12], "dim"))
+    _print(console, table)
+    if len(report.files) > NUM_FILES:
+        _print(console, Text(f"and {len(report.files) - NUM_FILES:,} more files", "dim"))
+
+
+def _show_rows(report: DataReport, console: Console) -> None:
+    _title(console, "Rows")
+    table = _grid(2)
+    for name, value in say_rows(report):
+        table.add_row(Text(name, "dim"), Text(value))
+    _print(console, table)
+
+
+def _show_bad_rows(report: DataReport, console: Console) -> None:
+    if not report.bad_rows:
+        return
+    _title(console, "What is wrong with the bad rows")
+    table = _grid(2, right=(0,))
+    for reason in report.reasons:
+        table.add_row(Text(f"{reason.rows:,} x", "red"), Text(visible(reason.what)))
+    _print(console, table)
+    for row in report.first_bad_rows:
+        _print(console, Text.assemble((nearby(row.where), "yellow"), "  ", visible(row.what)))
+        _print(console, Text(f"  do: {visible(row.do)}", "dim"))
+
+
+def _show_tokens(report: DataReport, console: Console) -> None:
+    _title(console, "Tokens of an epoch")
+    counts = (
+        ("trained", report.trained_tokens, "the loss sees these", "green"),
+        ("masked", report.masked_tokens, "context only", "blue"),
+        ("padded", report.padded_tokens, "empty slots", "bright_black"),
+    )
+    total = max(sum(count for _, count, _, _ in counts), 1)
+    table = _grid(5, right=(1, 2))
+    for name, count, meaning, style in counts:
+        bar = Text(_bar(count, total, console), style)
+        table.add_row(name, f"{count:,}", f"{count / total:.1%}", bar, Text(meaning, "dim"))
+    _print(console, table)
+    _print(console, Text(say_epoch(report)))
+
+
+def _show_lengths(report: DataReport, console: Console) -> None:
+    _title(console, "Row lengths in tokens")
+    lengths = report.lengths
+    if lengths is not None:
+        most = max(bin.rows for bin in lengths.bins)
+        table = _grid(3, right=(0, 1))
+        too_long = "red" if report.lost is not None and report.lost.rows else "yellow"  # split, not lost
+        marked = False
+        for bin in lengths.bins:
+            if not bin.fits and not marked:
+                table.add_row(Text(f"{report.sequence_length:,}", "bold yellow"), "", _mark(report, console))
+                marked = True
+            bar = Text(_bar(bin.rows, most, console), "green" if bin.fits else too_long)
+            table.add_row(f"{bin.first:,} to {bin.last:,}", f"{bin.rows:,}", bar)
+        if not marked:
+            table.add_row(Text(f"{report.sequence_length:,}", "bold yellow"), "", _mark(report, console))
+        _print(console, table)
+        middle = f"median {lengths.median:,}, 95 % up to {lengths.percentile_95:,}, longest {lengths.longest:,}"
+        _print(console, Text(middle))
+    _print(console, Text(say_lost(report)))
+
+
+def _mark(report: DataReport, console: Console) -> Text:
+    return Text(("─" if _draws(console) else "-") * 4 + " sequence_length", "bold yellow")
+
+
+def _bar(count: int, most: int, console: Console) -> str:
+    block = "█" if _draws(console) else "#"
+    return block * max(round(BAR * count / most), 1 if count else 0)
+
+
+def _draws(console: Console) -> bool:
+    return console.encoding.lower().startswith("utf")
+
+
+def _show_example(report: DataReport, console: Console) -> None:
+    example = report.example
+    if example is None:
+        return
+    _title(console, "Example")
+    has_colours = console.color_system is not None and not console.no_color
+    legend = [("trained", TRAINED), ("context", MASKED), ("special token", SPECIAL)]
+    amount = f"{example.trained_tokens:,} of {example.tokens:,} tokens trained"
+    key = [part for word, style in legend for part in ((word, style), " ")] if has_colours else ["⟦trained⟧"]
+    _print(console, Text.assemble(f"{nearby(example.place)}  {example.kind}, {amount}  ", *key))
+    console.print()
+    short = shortened(example.pieces)
+    _print(console, coloured(short) if has_colours else bracketed(short))
+
+
+def coloured(pieces: Iterable[Piece | Gap]) -> Text:
+    text = Text()
+    for piece in pieces:
+        text.append(_text_of(piece), _style_of(piece))
+    return text
+
+
+def bracketed(pieces: Iterable[Piece | Gap]) -> Text:
+    """Trained text between ⟦ and ⟧: runs of it in one pair, a gap inside a run stays inside."""
+    runs: list[tuple[bool, str]] = []
+    for piece in pieces:
+        trained = runs[-1][0] if isinstance(piece, Gap) and runs else isinstance(piece, Piece) and piece.trained
+        runs.append((trained, _text_of(piece)))
+    text = ""
+    for trained, group in groupby(runs, key=lambda run: run[0]):
+        inner = "".join(part for _, part in group)
+        text += f"⟦{inner}⟧" if trained else inner
+    return Text(text)
+
+
+def _text_of(piece: Piece | Gap) -> str:
+    return f" [… {piece.characters:,} characters …] " if isinstance(piece, Gap) else visible(piece.text)
+
+
+def _style_of(piece: Piece | Gap) -> str:
+    if isinstance(piece, Gap):
+        return "italic yellow"
+    if piece.special:
+        return TRAINED_SPECIAL if piece.trained else SPECIAL
+    return TRAINED if piece.trained else MASKED
+
+
+def _show_verdict(report: DataReport, console: Console) -> None:
+    console.print()
+    verdict = report.verdict
+    if verdict.ready:
+        console.print(Text(verdict.what, "bold green"))
+    else:
+        line = f"This data would be refused: {visible(verdict.what)} Do: {visible(verdict.do)}."
+        console.print(Text(line, "bold red"), soft_wrap=True)

@@ -1,0 +1,43 @@
+"""One row at a time, in this process: what tests compare with the tokenizer's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from trillora.data.encode import Encoder, Rendered
+from trillora.data.prepare import DataOptions, Dataset, Source, prepare, render_settings
+from trillora.data.render import Renderer
+from trillora.data.rows import BadRow
+from trillora.errors import TrilloraError
+
+
+def render(row: dict[str, Any], tokenizer: Any, format: str, **options: Any) -> Rendered:
+    """A row as tokens; what is wrong with it is raised as users would see it."""
+    encoder = Encoder(tokenizer)
+    settings = render_settings(DataOptions(sources=(), **options), tokenizer, encoder)
+    document: Rendered | BadRow
+    try:
+        script = Renderer(settings).script(json.dumps(row).encode(), format)
+        document = encoder.encode([script])[0]
+    except BadRow as error:
+        document = error
+    if isinstance(document, BadRow):
+        raise TrilloraError(document.what, do=document.do)
+    return document
+
+
+def render_chat(messages: Any, tokenizer: Any, train_on: str = "assistant", **row: Any) -> Rendered:
+    return render({"messages": messages, **row}, tokenizer, "messages", train_on=train_on)
+
+
+def render_text(text: str, tokenizer: Any) -> Rendered:
+    return render({"text": text}, tokenizer, "text")
+
+
+def load(path: Path | str, tokenizer: Any, cache: Path, sequence_length: int = 64, **options: Any) -> Dataset:
+    """A file through the whole way, with one worker."""
+    chosen = dataclasses.replace(DataOptions((Source(str(path)),)), **options)
+    return prepare(chosen, tokenizer, cache, sequence_length=sequence_length, num_workers=1)

@@ -1,0 +1,772 @@
+"""From paths to rows: every way to name data, every format and wrapping, and every hostile or broken file we know."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import stat
+import tarfile
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from trillora.data import archives, streams
+from trillora.data.cursor import MAX_ROW_BYTES
+from trillora.data.files import DataFile, expand, kind_of
+from trillora.data.readers import read_rows
+from trillora.data.rows import Fault, RawRow
+from trillora.errors import TrilloraError
+
+ROWS: list[dict[str, Any]] = [{"text": "one"}, {"text": "zwei → 2"}, {"text": 'three "3"\nlines'}]
+MIB = 1 << 20
+
+
+def as_jsonl(rows: list[dict[str, Any]] = ROWS) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def as_csv(delimiter: str = ",") -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=delimiter)
+    writer.writerows([["text"], *([row["text"]] for row in ROWS)])
+    return text.getvalue().encode()
+
+
+def as_parquet() -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(ROWS), sink, row_group_size=2)
+    return sink.getvalue()
+
+
+FORMATS: dict[str, Callable[[], bytes]] = {
+    "a.jsonl": as_jsonl,
+    "a.ndjson": as_jsonl,
+    "a.json": lambda: json.dumps(ROWS, ensure_ascii=False, indent=2).encode(),
+    "wrapped.json": lambda: json.dumps({"version": [1, {"a": "]"}], "data": ROWS, "more": {"x": []}}).encode(),
+    "lines.json": as_jsonl,
+    "a.csv": as_csv,
+    "a.tsv": lambda: as_csv("\t"),
+    "a.parquet": as_parquet,
+}
+
+
+def wrap(data: bytes, suffix: str) -> bytes:
+    return gzip.compress(data) if suffix == ".gz" else zstandard.compress(data) if suffix == ".zst" else data
+
+
+def write(folder: Path, name: str, data: bytes) -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return str(path)
+
+
+def read(path: str, rows: str | None = None) -> list[RawRow | Fault]:
+    """Everything a file gives; progress always ends at its size."""
+    (file,) = expand([path])
+    progress: list[int] = []
+    found = list(read_rows(file, rows=rows, consumed=progress.append))
+    assert sum(progress) == file.size and all(count > 0 for count in progress)
+    return found
+
+
+def split(found: list[RawRow | Fault]) -> tuple[list[Any], list[Fault]]:
+    faults = [row for row in found if isinstance(row, Fault)]
+    assert all(fault.what.endswith(".") and fault.do for fault in faults)
+    return [json.loads(row.raw) for row in found if isinstance(row, RawRow)], faults
+
+
+def only_fault(path: str, rows: str | None = None) -> Fault:
+    (fault,) = read(path, rows)
+    assert isinstance(fault, Fault) and fault.do
+    return fault
+
+
+def tar_of(members: dict[str, bytes]) -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return sink.getvalue()
+
+
+def zip_of(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return sink.getvalue()
+
+
+# -- formats and what they are wrapped in ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_rows_in_every_compression(tmp_path: Path, name: str, suffix: str) -> None:
+    found = read(write(tmp_path, name + suffix, wrap(FORMATS[name](), suffix)))
+    assert split(found) == (ROWS, [])
+    assert [(row.member, row.line) for row in found] == [("", 1), ("", 2), ("", 3)]
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip"])
+def test_members_of_archives_are_read_in_order_with_their_names(tmp_path: Path, suffix: str) -> None:
+    members = {f"dir/{name}": make() for name, make in FORMATS.items()}
+    members |= {f"./z/{name}.gz": gzip.compress(make()) for name, make in FORMATS.items()}
+    members |= {"x.jsonl.zst": zstandard.compress(as_jsonl()), "photo.jpg": b"no data", "README.md": b"nor this"}
+    data = zip_of(members) if suffix == ".zip" else tar_of(members)
+    data = wrap(data, {".tar.gz": ".gz", ".tgz": ".gz", ".tar.zst": ".zst"}.get(suffix, ""))
+    found = read(write(tmp_path, "a" + suffix, data))
+    rows, faults = split(found)
+    assert (rows, faults) == (ROWS * 17, [])
+    assert list(dict.fromkeys(row.member for row in found)) == list(members)[:17]
+
+
+def test_a_long_name_in_a_tar_is_read_in_every_dialect(tmp_path: Path) -> None:
+    name = "d" * 150 + "/ä" + "n" * 200 + ".jsonl"
+    for number, dialect in enumerate([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]):
+        sink = io.BytesIO()
+        with tarfile.open(fileobj=sink, mode="w", format=dialect) as archive:
+            info = tarfile.TarInfo(name)
+            info.size = len(as_jsonl())
+            archive.addfile(info, io.BytesIO(as_jsonl()))
+        found = read(write(tmp_path, f"{number}.tar", sink.getvalue()))
+        assert split(found) == (ROWS, []) and found[0].member == name
+
+
+def test_text_files_are_one_document_each(tmp_path: Path) -> None:
+    assert split(read(write(tmp_path, "a.txt", b"a\r\nb\r\n"))) == ([{"text": "a\nb\n"}], [])
+    assert split(read(write(tmp_path, "b.md.gz", gzip.compress(b"# b")))) == ([{"text": "# b"}], [])
+
+
+def test_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path) -> None:
+    text = "".join(f"line {number} of a long text\n" for number in range(900_000))
+    rows, faults = split(read(write(tmp_path, "a.txt", text.encode())))
+    assert faults == [] and len(rows) == len(text) // (8 * MIB) + 1
+    assert "".join(row["text"] for row in rows) == text
+    assert all(row["text"].endswith("\n") and len(row["text"]) <= 9 * MIB for row in rows)
+
+
+def test_parquet_values_without_a_json_word_become_text_or_a_fault(tmp_path: Path) -> None:
+    import datetime
+    import decimal
+
+    day, price = datetime.date(2024, 2, 29), decimal.Decimal("1.50")
+    table = pa.table({"day": [day, day], "price": [price, price], "blob": [b"text", b"\xff"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    rows, faults = split(read(str(tmp_path / "a.parquet")))
+    assert rows == [{"day": "2024-02-29", "price": "1.50", "blob": "text"}]
+    assert [fault.line for fault in faults] == [2]
+
+
+def test_a_parquet_string_that_is_not_utf8_costs_only_its_row(tmp_path: Path) -> None:
+    bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xff\xfe"], pa.binary()).buffers())
+    pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
+    rows, faults = split(read(str(tmp_path / "a.parquet")))
+    assert rows == [{"text": "ok"}] and [fault.line for fault in faults] == [2]
+
+
+# -- where rows lie in a document --------------------------------------------------------------------------------------
+
+SHARD = {
+    "metadata": {"n": 3},
+    "data": {"version": "2.0", "findings": {"scan": {"low": [{"id": 1}, {"id": 2}]}, "net": {"high": [{"id": 3}]}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids"),
+    [("data.findings.*.*", [1, 2, 3]), ("data.findings.scan.low", [1, 2]), ("data.findings.net.*", [3])],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_at_a_path_are_found_also_in_compressed_documents(
+    tmp_path: Path, rows: str, ids: list[int], packed: bool
+) -> None:
+    document: dict[str, Any] = SHARD
+    if packed:
+        hexed = gzip.compress(json.dumps(SHARD).encode()).hex()
+        document = {"compressed": True, "compression_method": "gzip", "data": hexed}
+    found = read(write(tmp_path, "a.json", json.dumps(document).encode()), rows)
+    assert split(found) == ([{"id": number} for number in ids], [])
+
+
+def test_a_compressed_document_without_a_path_is_read_like_any_document(tmp_path: Path) -> None:
+    for number, inner in enumerate([ROWS, {"data": ROWS}]):
+        document = {"data": gzip.compress(json.dumps(inner).encode()).hex(), "compressed": True}
+        assert split(read(write(tmp_path, f"{number}.json", json.dumps(document).encode()))) == (ROWS, [])
+
+
+def test_one_object_is_one_row_whatever_its_data_key_holds(tmp_path: Path) -> None:
+    for number, row in enumerate([{"a": {"b": ["]", "\\", '"}']}}, {"data": "text"}, {"data": [1]}, {"compressed": 0}]):
+        assert split(read(write(tmp_path, f"{number}.json", json.dumps(row).encode()))) == ([row], [])
+
+
+def test_a_path_that_leads_nowhere_names_the_keys_there_are(tmp_path: Path) -> None:
+    fault = only_fault(write(tmp_path, "a.json", json.dumps(SHARD).encode()), "data.finding.*")
+    assert "data.finding.*" in fault.what and "metadata data" in fault.what
+    assert "nothing at rows" in only_fault(write(tmp_path, "b.json", b"[1, 2]"), "data").what
+    assert "rows" in only_fault(write(tmp_path, "a.jsonl", as_jsonl()), "data.*").what
+
+
+@pytest.mark.parametrize(
+    ("inner", "word"),
+    [("zz", "hexadecimal"), (b"no gzip at all".hex(), "gzip"), (gzip.compress(as_jsonl())[:-9].hex(), "cut")],
+)
+def test_a_broken_compressed_document_is_a_fault(tmp_path: Path, inner: str, word: str) -> None:
+    document = json.dumps({"compressed": True, "data": inner}).encode()
+    assert word in split(read(write(tmp_path, "a.json", document)))[1][0].what
+
+
+def test_json_is_cut_into_the_same_values_as_the_json_module_finds(tmp_path: Path) -> None:
+    deep: Any = "end"
+    for number in range(40):
+        deep = [deep, {'k\\"]}': deep if number < 3 else number}]
+    values: list[Any] = [1, -2.5e3, "a,b]\\", "", None, True, [], {}, [[]], {"a": [{"b": [{"c": "}"}]}]}, deep, "é" * 9]
+    values += [{"m": '\\"' * 200_000, "n": ["{" * 300_000]}, "x" * 700_000]
+    for number, indent in enumerate([None, 1]):
+        path = write(tmp_path, f"{number}.json", json.dumps(values * 3, indent=indent).encode())
+        assert split(read(path)) == (values * 3, [])
+
+
+# -- encodings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_byte_order_marks_decide_the_encoding(tmp_path: Path, name: str, encoding: str) -> None:
+    mark = "\ufeff" if encoding.endswith(("le", "be")) else ""
+    data = (mark + FORMATS[name]().decode()).encode(encoding)
+    assert split(read(write(tmp_path, name, data))) == (ROWS, [])
+
+
+def test_windows_line_ends_and_blank_lines_are_no_rows(tmp_path: Path) -> None:
+    found = read(write(tmp_path, "a.jsonl", b'\r\n{"a": 1}\r\n \t\r\n\n{"a": 2}'))
+    assert split(found) == ([{"a": 1}, {"a": 2}], [])
+    assert [(row.line, row[2]) for row in found] == [(2, b'{"a": 1}'), (5, b'{"a": 2}')]
+
+
+def test_bytes_that_are_not_utf8_cost_only_their_row(tmp_path: Path) -> None:
+    lines = read(write(tmp_path, "a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n{"a": 2}\n'))
+    assert [row[2] for row in lines] == [b'{"a": 1}', b'{"a": "\xff"}', b'{"a": 2}']
+    rows, faults = split(read(write(tmp_path, "a.json", b'[{"a": 1}, {"a": "\xff"}, {"a": 2}]')))
+    assert rows == [{"a": 1}, {"a": 2}] and faults[0].line == 2 and "Byte 8" in faults[0].what
+    rows, faults = split(read(write(tmp_path, "a.csv", b"a\n1\n\xff\n2\n")))
+    assert rows == [{"a": "1"}, {"a": "2"}] and faults[0].line == 2
+    assert "Byte 3" in only_fault(write(tmp_path, "a.txt", b"ab\xffc")).what
+
+
+def test_half_a_surrogate_pair_in_utf16_costs_only_its_row(tmp_path: Path) -> None:
+    data = b"\xff\xfe" + '{"a": 1}\n{"a": "\ud800"}\n{"a": 2}\n'.encode("utf-16-le", "surrogatepass")
+    first, second, third = read(write(tmp_path, "a.jsonl", data))
+    assert (first[2], third[2]) == (b'{"a": 1}', b'{"a": 2}')
+    assert isinstance(second, RawRow)
+    with pytest.raises(UnicodeDecodeError):
+        second.raw.decode()
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \r\n\n", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.jsonl.gz"])
+def test_a_file_without_a_row_is_called_empty(tmp_path: Path, name: str, data: bytes) -> None:
+    packed = gzip.compress(data) if name.endswith(".gz") else data
+    assert "is empty" in only_fault(write(tmp_path, name, packed)).what
+    assert "is empty" in only_fault(write(tmp_path, "a.zip", zip_of({name: packed}))).what
+
+
+def test_csv_records_that_do_not_fit_the_header_cost_only_themselves(tmp_path: Path) -> None:
+    rows, faults = split(read(write(tmp_path, "a.csv", b'a,b\n1,2\n3\n"x\ny","z,"""\n4,5,6\n')))
+    assert rows == [{"a": "1", "b": "2"}, {"a": "x\ny", "b": 'z,"'}]
+    assert [(fault.line, fault.what[:25]) for fault in faults] == [
+        (2, "This record has 1 fields;"),
+        (4, "This record has 3 fields;"),
+    ]
+    assert "'a' twice" in only_fault(write(tmp_path, "b.csv", b"a,a\n1,2\n")).what
+    rows, faults = split(read(write(tmp_path, "c.csv", b'a\n1\n"never closed\n2\n3\n')))
+    assert rows == [{"a": "1"}] and "quote is never closed" in faults[0].what
+
+
+# -- damage: the rows before it are given ------------------------------------------------------------------------------
+
+MANY = [
+    {"n": number, "text": hashlib.sha256(bytes([number % 256, number // 256])).hexdigest()} for number in range(20_000)
+]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_rows_before_a_cut_are_given(tmp_path: Path, name: str, suffix: str) -> None:
+    plain = as_jsonl(MANY) if name == "a.jsonl" else json.dumps(MANY).encode()
+    packed = wrap(plain, suffix)
+    rows, faults = split(read(write(tmp_path, name + suffix, packed[: len(packed) // 2])))
+    assert len(rows) > 5_000 and rows == MANY[: len(rows)]
+    assert len(faults) == 1 and "cut" in faults[0].what and faults[0].line == len(rows) + 1
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+def test_rows_before_the_cut_of_an_archive_are_given(tmp_path: Path, suffix: str) -> None:
+    data = wrap(tar_of({"a.jsonl": as_jsonl(), "b.jsonl": as_jsonl(MANY), "c.jsonl": as_jsonl()}), suffix[4:])
+    found = read(write(tmp_path, "a" + suffix, data[: len(data) // 2]))
+    rows, faults = split(found)
+    assert rows[:3] == ROWS and len(rows) > 5_000 and rows[3:] == MANY[: len(rows) - 3]
+    assert [fault.member for fault in faults] == ["b.jsonl"]
+
+
+def test_a_damaged_zip_member_costs_only_itself(tmp_path: Path) -> None:
+    data = bytearray(zip_of({"a.jsonl": as_jsonl(), "b.jsonl": as_jsonl(MANY), "c.jsonl": as_jsonl()}))
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(64)
+    found = read(write(tmp_path, "a.zip", bytes(data)))
+    assert split(found[:3]) == split(found[-3:]) == (ROWS, [])
+    assert split(found[3:1000])[0] == MANY[:997]  # behind the damage rows are garbage, until the checksum says so
+    assert [row.member for row in found if isinstance(row, Fault)] == ["b.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.tar", "a.tgz", "a.zip", "a.parquet", "a.json"])
+def test_a_file_that_is_not_what_its_suffix_says_is_a_fault(tmp_path: Path, name: str) -> None:
+    assert "not" in only_fault(write(tmp_path, name, b"hello world, " * 100)).what.replace("no ", "not ")
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.parquet", "a.tar"])
+def test_a_cut_archive_or_table_is_a_fault(tmp_path: Path, name: str) -> None:
+    data = {
+        "a.zip": zip_of({"a.jsonl": as_jsonl()}),
+        "a.parquet": as_parquet(),
+        "a.tar": tar_of({"a.jsonl": as_jsonl()}),
+    }
+    assert split(read(write(tmp_path, name, data[name][:-40][:1024])))[1]
+
+
+@pytest.mark.parametrize(
+    "document", [b'[{"a": 1}, {"a": 2', b'[{"a": 1} {"a": 2}]', b'[{"a": 1},, 2]', b'[{"a": 1}, {"a": "']
+)
+def test_records_before_broken_json_are_given(tmp_path: Path, document: bytes) -> None:
+    rows, faults = split(read(write(tmp_path, "a.json", document)))
+    assert rows == [{"a": 1}] and len(faults) == 1 and "byte" in faults[0].what and faults[0].line == 2
+
+
+def test_a_corrupt_page_of_parquet_is_a_fault_and_no_crash(tmp_path: Path) -> None:
+    data = bytearray(as_parquet())
+    for start in range(4, len(data) - 8, 7):
+        hurt = data.copy()
+        hurt[start : start + 3] = b"\xff\xff\xff"
+        read(write(tmp_path, "a.parquet", bytes(hurt)))  # whatever it gives, it ends as rows and faults
+
+
+def test_an_encrypted_zip_member_and_one_of_a_rare_method_are_faults(tmp_path: Path) -> None:
+    data = bytearray(zip_of({"a.jsonl": as_jsonl(), "b.jsonl": as_jsonl()}))
+    entry = data.rindex(b"PK\x01\x02")
+    data[entry + 8] |= 1
+    rows, (fault,) = split(read(write(tmp_path, "a.zip", bytes(data))))
+    assert rows == ROWS and fault.member == "b.jsonl" and "encrypted" in fault.what
+    found = split(read(write(tmp_path, "b.zip", zip_of({"a.jsonl": as_jsonl()}, zipfile.ZIP_BZIP2))))
+    assert found[0] == [] and "method 12" in found[1][0].what
+
+
+def test_mutated_files_give_rows_and_faults_and_never_a_traceback(tmp_path: Path) -> None:
+    chance = random.Random(4)
+    members = {"a.jsonl": as_jsonl(), "b.json.gz": gzip.compress(FORMATS["a.json"]()), "c.csv": as_csv()}
+    files = {name: make() for name, make in FORMATS.items()} | {
+        "a.txt": as_jsonl(),
+        "a.jsonl.gz": gzip.compress(as_jsonl()),
+    }
+    files |= {"a.jsonl.zst": zstandard.compress(as_jsonl()), "a.tar": tar_of(members), "a.zip": zip_of(members)}
+    files |= {"a.tgz": gzip.compress(tar_of(members)), "s.json": json.dumps(SHARD).encode()}
+    num_faults = 0
+    for name, data in files.items():
+        for _ in range(80):
+            hurt = bytearray(data)
+            for _ in range(chance.randint(1, 4)):
+                at = chance.randrange(len(hurt))
+                change = chance.choice(
+                    [b"", b'"', b"[", b"}", b"\0", b"\xff", chance.randbytes(3), bytes(hurt[at : at + 40])]
+                )
+                hurt[at : at + chance.choice([0, 1, 8, 200])] = change
+                hurt += b"" if hurt else b" "
+            found = read(write(tmp_path, name, bytes(hurt)), "data.*" if name == "s.json" else None)
+            assert found and all(isinstance(row, RawRow | Fault) for row in found)
+            num_faults += sum(isinstance(row, Fault) for row in found)
+    assert num_faults > 300
+
+
+# -- hostile archives --------------------------------------------------------------------------------------------------
+
+
+def hostile_tar() -> bytes:
+    kinds = {"link": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "char": tarfile.CHRTYPE, "block": tarfile.BLKTYPE}
+    kinds |= {"pipe": tarfile.FIFOTYPE, "odd": b"Z"}
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as archive:
+        for name in ("/etc/absolute.jsonl", "../up.jsonl", "a/../../b.jsonl", "C:\\x.jsonl", "a\\..\\b.jsonl"):
+            info = tarfile.TarInfo(name)
+            info.size = len(as_jsonl())
+            archive.addfile(info, io.BytesIO(as_jsonl()))
+        for name, kind in kinds.items():
+            info = tarfile.TarInfo(f"{name}.jsonl")
+            info.type, info.linkname = kind, "/etc/passwd"
+            archive.addfile(info)
+        folder = tarfile.TarInfo("folder.jsonl")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for name in ("inner.tar.gz", "inner.zip", "good.jsonl"):
+            info = tarfile.TarInfo(name)
+            info.size = len(as_jsonl())
+            archive.addfile(info, io.BytesIO(as_jsonl()))
+    return sink.getvalue()
+
+
+def test_hostile_tar_members_are_each_a_fault_and_nothing_is_written(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.tar", hostile_tar())
+    found = read(path)
+    rows, faults = split(found)
+    assert rows == ROWS and {row.member for row in found if isinstance(row, RawRow)} == {"good.jsonl"}
+    words = ["absolute", '".."', '".."', "absolute", '".."', "symbolic", "hard link", "character", "block", "pipe"]
+    words += ["unknown kind", "inside an archive", "inside an archive"]
+    assert len(faults) == len(words) and all(word in fault.what for word, fault in zip(words, faults, strict=True))
+    assert [str(file) for file in tmp_path.rglob("*")] == [path]
+
+
+def test_hostile_zip_members_are_each_a_fault(tmp_path: Path) -> None:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as archive:
+        for name, mode in [("l.jsonl", stat.S_IFLNK), ("d.jsonl", stat.S_IFCHR), ("p.jsonl", stat.S_IFIFO)]:
+            info = zipfile.ZipInfo(name)
+            info.external_attr = mode << 16
+            archive.writestr(info, "/etc/passwd")
+        for name in ("/abs.jsonl", "../up.jsonl", "folder/", "evil\x1b[2J.jsonl", "good.jsonl"):
+            archive.writestr(name, as_jsonl())
+    found = read(write(tmp_path, "a.zip", sink.getvalue()))
+    rows, faults = split(found)
+    words = ["symbolic", "device", "pipe", "absolute", '".."']
+    assert rows == ROWS * 2 and all(word in fault.what for word, fault in zip(words, faults, strict=True))
+    assert "evil\ufffd[2J.jsonl" in {row.member for row in found}
+
+
+@pytest.mark.parametrize("make", [tar_of, zip_of])
+def test_an_archive_without_data_says_what_it_has(tmp_path: Path, make: Callable[[dict[str, bytes]], bytes]) -> None:
+    path = write(tmp_path, "a.zip" if make is zip_of else "a.tar", make({"a.jpg": b"x", "README.md": b"y"}))
+    fault = only_fault(path)
+    assert "no data file" in fault.what and "a.jpg, README.md" in fault.what and ".jsonl" in fault.do
+
+
+@pytest.mark.parametrize("make", [tar_of, zip_of])
+def test_too_many_members_end_an_archive(
+    tmp_path: Path, make: Callable[[dict[str, bytes]], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "MAX_MEMBERS", 20)  # 100,000 would take the test seconds to write
+    path = write(tmp_path, "a.zip" if make is zip_of else "a.tar", make({f"{n}.jsonl": as_jsonl() for n in range(21)}))
+    assert split(read(path))[1][-1].what == "The archive has more than 20 members."
+
+
+def test_a_tar_header_that_asks_for_gigabytes_is_refused(tmp_path: Path) -> None:
+    for number, kind in enumerate([tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME]):
+        info = tarfile.TarInfo("x")
+        info.type, info.size = kind, 8 << 30
+        with open(tmp_path / f"{number}.tar", "wb") as sparse:
+            sparse.write(info.tobuf(tarfile.GNU_FORMAT))
+            sparse.truncate(8 << 30)
+        (file,) = expand([str(tmp_path / f"{number}.tar")])
+        (fault,) = read_rows(file, consumed=lambda count: None)
+        assert isinstance(fault, Fault) and "8,589,934,592" in fault.what
+
+
+def test_data_behind_the_end_of_a_tar_is_said(tmp_path: Path) -> None:
+    rows, faults = split(read(write(tmp_path, "a.tar", tar_of({"a.jsonl": as_jsonl()}) * 2)))
+    assert rows == ROWS and "behind its end mark" in faults[0].what
+
+
+# -- bombs and memory --------------------------------------------------------------------------------------------------
+
+
+def peak_bytes(work: Callable[[], Any]) -> tuple[Any, int]:
+    tracemalloc.start()
+    try:
+        result = work()
+        return result, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def gzip_bomb(num_mib: int) -> bytes:
+    sink = io.BytesIO()
+    with gzip.GzipFile(fileobj=sink, mode="wb", compresslevel=9) as stream:
+        for _ in range(num_mib):
+            stream.write(b" " * MIB)
+    return sink.getvalue()
+
+
+@pytest.fixture(scope="module")
+def bomb() -> bytes:
+    return gzip_bomb(100)
+
+
+def test_compression_bombs_are_stopped_and_named(tmp_path: Path, bomb: bytes) -> None:
+    write(tmp_path, "a.jsonl.gz", bomb)
+    write(tmp_path, "b.jsonl.zst", zstandard.compress(b" " * (80 * MIB)))
+    write(tmp_path, "c.zip", zip_of({"c.jsonl": b" " * (100 * MIB)}))
+    for name in ("a.jsonl.gz", "b.jsonl.zst", "c.zip"):
+        (fault,) = read(str(tmp_path / name))
+        assert isinstance(fault, Fault) and "compression bomb" in fault.what and "200 for one" in fault.what, name
+
+
+def test_members_behind_a_bomb_are_still_read(tmp_path: Path, bomb: bytes) -> None:
+    members = {
+        "a.jsonl": as_jsonl(),
+        "b.jsonl.gz": bomb,
+        "c.jsonl": as_jsonl(),
+        "d.jsonl.gz": gzip.compress(as_jsonl()),
+    }
+    for name, data in {"a.tar": tar_of(members), "a.zip": zip_of(members)}.items():
+        rows, faults = split(read(write(tmp_path, name, data)))
+        assert rows == ROWS * 3 and [fault.member for fault in faults] == ["b.jsonl.gz"]
+
+
+def test_many_small_bombs_in_one_archive_are_stopped_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "FREE_BYTES_OF_FILE", 128 * MIB)  # to save the test two seconds
+    small = gzip_bomb(60)  # each stays below what one stream may give
+    faults = split(read(write(tmp_path, "a.tar", tar_of({f"{n}.jsonl.gz": small for n in range(8)}))))[1]
+    assert "This row has" in faults[0].what
+    assert len(faults) == 8 and "compression bomb" in faults[-1].what and "128 MiB" in faults[-1].what
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_a_row_of_50_mb_is_passed_over_in_bounded_memory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    head, before, tail = {
+        "a.jsonl": (b'{"a": 1}\n', b'{"a": "', b'"}\n{"a": 2}\n'),
+        "a.json": (b'[{"a": 1}, ', b'{"a": "', b'"}, {"a": 2}]'),
+        "a.csv": (b"a,b\n1,\n", b'"', b'",\n2,\n'),
+        "a.txt": (b"", b"", b"\nafter"),
+    }[name]
+    with open(path, "wb") as sink:
+        sink.write(head + before)
+        for _ in range(50):
+            sink.write(b"x" * MIB)
+        sink.write(tail)
+    found, peak = peak_bytes(lambda: read(str(path)))
+    rows, (fault,) = split(found)
+    assert len(rows) == (1 if name == "a.txt" else 2)
+    assert "52,428,8" in fault.what and "32 MiB" in fault.what and fault.line == (1 if name == "a.txt" else 2)
+    assert peak < 4 * MAX_ROW_BYTES  # the row up to the limit, and copies of it while it grows
+
+
+def test_a_row_of_the_largest_size_is_read(tmp_path: Path) -> None:
+    row = b'"' + b"x" * (MAX_ROW_BYTES - 2) + b'"'
+    for name, data in {"a.jsonl": row, "a.json": b"[" + row + b"]"}.items():
+        (found,) = read(write(tmp_path, name, data))
+        assert isinstance(found, RawRow) and found.raw == row
+        found_too_long = read(write(tmp_path, name, data.replace(b"x", b"xx", 1)))[0]
+        assert isinstance(found_too_long, Fault)
+
+
+def test_an_open_quote_in_csv_holds_no_more_than_a_row(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", b'a\n1\n"open\n' + (b"some text of a line that goes on " * 100 + b"\n") * 11_000)
+    found, peak = peak_bytes(lambda: read(path))
+    rows, (fault,) = split(found)
+    assert rows == [{"a": "1"}] and "never to be closed" in fault.what
+    assert peak < 8 * MAX_ROW_BYTES  # the csv module holds characters of up to four bytes
+
+
+class Repeated(io.RawIOBase):
+    """A large file that takes no disk: a beginning, one block many times, an end."""
+
+    def __init__(self, head: bytes, block: bytes, count: int, tail: bytes) -> None:
+        self._parts = self._all(head, block, count, tail)
+        self._rest = b""
+
+    @staticmethod
+    def _all(head: bytes, block: bytes, count: int, tail: bytes) -> Iterator[bytes]:
+        yield head
+        for _ in range(count):
+            yield block
+        yield tail
+
+    def read(self, size: int = -1, /) -> bytes:
+        while len(self._rest) < size and (part := next(self._parts, None)) is not None:
+            self._rest += part
+        given, self._rest = self._rest[:size], self._rest[size:]
+        return given
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "wrapped.json"])
+def test_200_mb_are_read_in_bounded_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = json.dumps({"messages": [{"role": "user", "content": "x" * 20_000}, {"role": "assistant", "content": "y"}]})
+    between = "\n" if name == "a.jsonl" else ","
+    head, tail = {"a.jsonl": (b"", b"{}"), "a.json": (b"[", b"{}]"), "wrapped.json": (b'{"data": [', b"{}]}")}[name]
+    block = (row + between).encode() * 50
+    count = 200 * MIB // len(block)
+    monkeypatch.setattr(DataFile, "open", lambda file: Repeated(head, block, count, tail))
+    file = DataFile(name, name, 0, 0)
+    num_rows, peak = peak_bytes(lambda: sum(1 for _ in read_rows(file, consumed=lambda count: None)))
+    assert num_rows == count * 50 + 1
+    assert peak < 16 * MIB
+
+
+# -- from paths to files -----------------------------------------------------------------------------------------------
+
+
+def names(files: list[DataFile], root: Path) -> list[str]:
+    return [os.path.relpath(file.name, root) for file in files]
+
+
+def test_files_folders_and_globs_expand_in_a_fixed_order(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "b/10.json.gz", "b/deep/x.csv", "a.jsonl", "c.TAR.GZ", "notes.doc", ".git/x.json"):
+        write(tmp_path, name, b"x")
+    for name in ("README.md", "LICENSE.txt", ".hidden.jsonl", "dataset_infos.json", "b/.cache/y.jsonl"):
+        write(tmp_path, name, b"x")
+    everything = ["a.jsonl", "b/10.json.gz", "b/2.jsonl", "b/deep/x.csv", "c.TAR.GZ"]
+    assert names(expand([str(tmp_path)]), tmp_path) == everything
+    files = expand([str(tmp_path / "b" / "*.json*"), str(tmp_path / "README.md"), f"file://{tmp_path}/**/*.csv"])
+    assert names(files, tmp_path) == ["b/10.json.gz", "b/2.jsonl", "README.md", "b/deep/x.csv"]
+    assert [file.source for file in files] == [0, 0, 1, 2]
+    assert files[0].size == 1 and files[0].sha256() == hashlib.sha256(b"x").hexdigest()
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "a[1].jsonl", as_jsonl())
+    assert [file.path for file in expand([path])] == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("A.JSONL.GZ", ("jsonl", "gzip")),
+        ("a.tgz", ("tar", "gzip")),
+        ("a.tar.zst", ("tar", "zstd")),
+        ("a.zip", ("zip", "")),
+    ],
+)
+def test_suffixes_say_the_kind(name: str, kind: tuple[str, str]) -> None:
+    assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize("name", ["a", "a.gz", "a.zip.gz", "jsonl", "a.exe", ".gz"])
+def test_other_suffixes_are_no_data(name: str) -> None:
+    assert kind_of(name) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "word"),
+    [
+        ("missing.jsonl", "does not exist"),
+        ("missing/*.jsonl", "no data file"),
+        ("empty", "no data file"),
+        ("other.exe", "does not say what it holds"),
+        ("*.exe", "among the 1 files"),
+        ("pipe.jsonl", "no regular file"),
+        ("dangling.jsonl", "No such file"),
+        ("", "is empty"),
+        ("a\0b", "NUL"),
+        ("nosuchscheme://x/y.jsonl", "cannot be opened"),
+        ("memory://nothing/there.jsonl", "no data at"),
+        ("simplecache::memory://x.jsonl", "Chained"),
+    ],
+)
+def test_an_entry_without_data_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str, word: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path, "other.exe", b"x")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    os.symlink("nowhere", tmp_path / "dangling.jsonl")
+    with pytest.raises(TrilloraError, match=word) as error:
+        expand([entry])
+    assert error.value.do and error.value.where is not None
+
+
+def test_addresses_are_read_like_files() -> None:
+    store = fsspec.filesystem("memory")
+    store.pipe({"/sources/b.jsonl.gz": gzip.compress(as_jsonl()), "/sources/a/x.zip": zip_of({"a.json": as_jsonl()})})
+    store.pipe({"/sources/a/t.parquet": as_parquet(), "/sources/README.md": b"x"})
+    try:
+        files = expand(["memory://sources", "memory://sources/*.gz", "memory://sources/a/t.parquet"])
+        ends = ["a/t.parquet", "a/x.zip", "b.jsonl.gz", "b.jsonl.gz", "t.parquet"]
+        assert all(
+            file.name.startswith("memory://") and file.name.endswith(e) for file, e in zip(files, ends, strict=True)
+        )
+        for file in files:
+            assert split(list(read_rows(file, consumed=lambda count: None))) == (ROWS, [])
+        assert files[2].sha256() == hashlib.sha256(store.cat("/sources/b.jsonl.gz")).hexdigest()
+    finally:
+        store.rm("/sources", recursive=True)
+
+
+def test_secrets_of_an_address_are_never_shown() -> None:
+    with pytest.raises(TrilloraError) as error:
+        expand(["nosuch://user:hunter2@host/x.jsonl?signature=hunter2"])
+    assert "hunter2" not in str(error.value) and error.value.__cause__ is None
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache as huggingface_hub lays it out, with one dataset; the tests run with HF_HUB_OFFLINE."""
+    from huggingface_hub import constants
+
+    repository = tmp_path / "cache" / "datasets--owner--talks"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    write(repository, "refs/main", commit.encode())
+    for name in ("data/train.jsonl", "data/more.json", "README.md"):
+        blob = write(repository, f"blobs/{name.replace('/', '-')}", as_jsonl())
+        link = repository / "snapshots" / commit / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return repository
+
+
+def test_a_dataset_of_the_hub_is_read_from_its_cache(hub_cache: Path) -> None:
+    files = expand(["owner/talks", f"owner/talks@{'0123456789abcdef0123456789abcdef01234567'}"])
+    assert [file.name for file in files[:2]] == ["owner/talks/data/more.json", "owner/talks/data/train.jsonl"]
+    assert [file.source for file in files] == [0, 0, 1, 1]
+    assert all(split(list(read_rows(file, consumed=lambda count: None))) == (ROWS, []) for file in files)
+
+
+def test_a_folder_goes_before_a_dataset_of_the_same_name(hub_cache: Path, tmp_path: Path) -> None:
+    write(tmp_path, "owner/talks/mine.jsonl", as_jsonl())
+    assert [file.name for file in expand(["owner/talks"])] == ["owner/talks/mine.jsonl"]
+
+
+@pytest.mark.parametrize("entry", ["owner/nothing", "owner/talks@v2"])
+def test_a_dataset_that_cannot_be_had_says_so(hub_cache: Path, entry: str) -> None:
+    with pytest.raises(TrilloraError, match="cannot be reached") as error:
+        expand([entry])
+    assert "HF_HUB_OFFLINE" in error.value.do
+
+
+def test_a_gated_or_missing_dataset_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    cases = {errors.GatedRepoError: "gated", errors.RepositoryNotFoundError: "no dataset", RuntimeError: "RuntimeError"}
+    for kind, word in cases.items():
+
+        def refuse(*args: object, kind: Any = kind, **kwargs: object) -> str:
+            raise kind.__new__(kind)  # as raised, these carry a response whose text may hold a token
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+        with pytest.raises(TrilloraError, match=word):
+            expand(["owner/name"])
+
+
+def test_a_file_that_vanishes_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    (file,) = expand([write(tmp_path, "a.jsonl", as_jsonl())])
+    os.remove(file.path)
+    for work in (lambda: list(read_rows(file, consumed=lambda count: None)), file.sha256):
+        with pytest.raises(TrilloraError, match="cannot be read") as error:
+            work()
+        assert error.value.where == file.name

@@ -1,0 +1,125 @@
+"""Rows and templates are strangers' work: in the worker they cost two seconds and half a gigabyte, and see nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from trillora.data.pool import Batch, Pool, Worker
+from trillora.data.render import RenderSettings, Script
+from trillora.data.rows import BadRow, RawRow
+from trillora.data.worker import BYTES_ABOVE_START, HARD_SECONDS_PER_ROW
+from trillora.errors import TrilloraError
+
+PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<end>' }}{% endfor %}"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}
+
+
+def settings(**options: Any) -> RenderSettings:
+    return RenderSettings(**{"special_words": ["<end>"], "added_words": [], "train_on": "everything"} | options)
+
+
+def row(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+@pytest.fixture
+def hostile(request: pytest.FixtureRequest) -> Iterator[Worker]:
+    worker = Worker(settings(template={"text": request.param}))
+    yield worker
+    worker.close()
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE = {
+    "a loop without end": (LOOP, "more than 2 seconds"),
+    "a loop that writes": (LOOP.replace("{% endfor %}", "x{% endfor %}", 1), "more than 2 seconds|more than 512 MB"),
+    "a power nobody can wait for": ("{{ n ** (n ** n) }}", "more than 2 seconds"),
+    "a string of ten gigabytes": ("{{ 'x' * 10 ** 10 }}", "more than 512 MB"),
+    "a padded gigabyte": ("{{ '%1000000000d' % 1 }}", "more than 512 MB"),
+    "a centred gigabyte": ("{{ 'x' | center(2000000000) }}", "more than 512 MB"),
+    "a doubling string": (
+        "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+        "more than 512 MB",
+    ),
+    "a text of hundreds of megabytes": ("{{ 'x' * (n * 10000000) }}", "renders to 90,000,000 characters|more than 512 MB"),
+    "a macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself without end"),
+    "the class of a string": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be filled"),
+    "the globals of a function": ("{{ lipsum.__globals__['os'].environ }}", "cannot be filled"),
+    "a format string's attributes": ("{{ '{0.__class__}'.format(row) }}", "cannot be filled"),
+    "a changed row": ("{{ row.update({'a': 1}) }}", "cannot be filled"),
+    "an include": ("{% include '/etc/passwd' %}", "cannot be filled"),
+    "a name the row has not": ("{{ nothing_here }}", "'nothing_here' is undefined"),
+}
+
+
+@pytest.mark.parametrize(("hostile", "message"), HOSTILE.values(), ids=HOSTILE, indirect=["hostile"])
+def test_hostile_template_becomes_a_bad_row_in_bounded_time_and_memory(hostile: Worker, message: str) -> None:
+    hostile.start()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    outcome = hostile.render([row({"n": 9})], "template")[0]
+    hostile.close()
+    assert isinstance(outcome, BadRow)
+    assert re.search(message, outcome.what), outcome.what
+    assert outcome.do
+    # Processor time: what the clock on the wall says depends on who else is at work.
+    used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert used < 2 * HARD_SECONDS_PER_ROW
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < BYTES_ABOVE_START + 300 * 2**20
+
+
+def test_row_that_kills_its_worker_takes_no_other_with_it() -> None:
+    worker = Worker(settings(template={"text": "{% if n == 9 %}{{ n ** (n ** n) }}{% else %}row {{ n }}{% endif %}"}))
+    outcomes = worker.render([row({"n": n}) for n in (0, 1, 2, 9, 4, 5)], "template")
+    worker.close()
+    assert [o.text if isinstance(o, Script) else "bad" for o in outcomes] == [
+        "row 0", "row 1", "row 2", "bad", "row 4", "row 5"
+    ]  # fmt: skip
+
+
+def test_pool_keeps_the_order_of_rows() -> None:
+    rows = [[RawRow("", n * 10 + k, row({"text": f"{n} {k}"})) for k in range(10)] for n in range(30)]
+    with Pool(settings(), num_workers=3) as pool:
+        answers = list(pool.map(Batch(0, "text", part) for part in rows))
+    assert [batch.rows for batch, _ in answers] == rows
+    texts = [o.text for _, outcomes in answers for o in outcomes if isinstance(o, Script)]
+    assert texts == [f"{n} {k}" for n in range(30) for k in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"template": {"text": "{{ a"}}, "data.template.text is no Jinja template"),
+        ({"chat_template": "{% for %}"}, "The chat template is no Jinja template"),
+        ({"template": {"text": "{{ 9 ** (9 ** 9) }}"}}, "more than 2 seconds|does not start"),  # folded while it compiles
+        ({"schema": {"type": 5}}, "schema"),
+    ],
+)
+def test_template_that_does_not_compile_is_told_before_any_row(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrilloraError, match=message), Pool(settings(**options), num_workers=1):
+        pass
+
+
+def test_worker_sees_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_canary")
+    worker = Worker(settings())
+    worker.start()
+    assert worker._process is not None
+    with open(f"/proc/{worker._process.pid}/environ", "rb") as file:
+        assert b"hf_canary" not in file.read()
+    worker.close()
+
+
+def test_worker_ends_with_its_parent_and_a_closed_pool_leaves_none() -> None:
+    with Pool(settings(chat_template=PLAIN), num_workers=2) as pool:
+        assert isinstance(pool.render([row(HELLO)], "messages")[0], Script)
+        processes = [worker._process for worker in pool._workers if worker._process is not None]
+        assert processes
+    assert all(process.poll() is not None for process in processes)
+    assert not any(os.path.exists(f"/proc/{process.pid}") for process in processes)

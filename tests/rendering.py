@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,14 @@ from trillora.data.rows import BadRow
 from trillora.errors import TrilloraError
 
 
+@functools.cache
+def _encoder(tokenizer: Any) -> Encoder:
+    return Encoder(tokenizer)
+
+
 def render(row: dict[str, Any], tokenizer: Any, format: str, **options: Any) -> Rendered:
     """A row as tokens; what is wrong with it is raised as users would see it."""
-    encoder = Encoder(tokenizer)
+    encoder = _encoder(tokenizer)
     settings = render_settings(DataOptions(sources=(), **options), tokenizer, encoder)
     document: Rendered | BadRow
     try:

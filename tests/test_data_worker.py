@@ -48,7 +48,10 @@ HOSTILE = {
         "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
         "more than 512 MB",
     ),
-    "a text of hundreds of megabytes": ("{{ 'x' * (n * 10000000) }}", "renders to 90,000,000 characters|more than 512 MB"),
+    "a text of hundreds of megabytes": (
+        "{{ 'x' * (n * 10000000) }}",
+        "renders to 90,000,000 characters|more than 512 MB",
+    ),
     "a macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself without end"),
     "the class of a string": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be filled"),
     "the globals of a function": ("{{ lipsum.__globals__['os'].environ }}", "cannot be filled"),
@@ -97,7 +100,10 @@ def test_pool_keeps_the_order_of_rows() -> None:
     [
         ({"template": {"text": "{{ a"}}, "data.template.text is no Jinja template"),
         ({"chat_template": "{% for %}"}, "The chat template is no Jinja template"),
-        ({"template": {"text": "{{ 9 ** (9 ** 9) }}"}}, "more than 2 seconds|does not start"),  # folded while it compiles
+        (
+            {"template": {"text": "{{ 9 ** (9 ** 9) }}"}},
+            "more than 2 seconds|does not start",
+        ),  # folded while it compiles
         ({"schema": {"type": 5}}, "schema"),
     ],
 )

@@ -42,6 +42,12 @@ def open_dataset(recipe: Recipe, tokenizer: Tokenizer, listener: Listener, *, le
     if dataset.num_problems:
         first = dataset.problems[0]
         listener(Note(f"Data {dataset.num_problems:,} bad rows left out; the first is {first.where}: {first.what}"))
+    if not lenient and not len(dataset.store.rows):
+        raise TrilloraError(
+            f"None of the {dataset.num_problems:,} rows can be trained on. The first: {first.what}",
+            where=first.where,
+            do=first.do,
+        )
     return dataset
 
 

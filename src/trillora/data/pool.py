@@ -20,7 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-import trillora
 from trillora.data.render import Cut, RenderSettings, Script
 from trillora.data.rows import BadRow, RawRow
 from trillora.data.worker import SECONDS_PER_ROW, read_frame, write_frame
@@ -71,7 +70,7 @@ class Worker:
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         code = "import sys; sys.path.insert(0, sys.argv[1]); from trillora.data.worker import main; main()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, str(Path(trillora.__file__).parent.parent)],
+            [sys.executable, "-c", code, str(Path(__file__).parents[2])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

@@ -143,7 +143,9 @@ def prepare(
     settings = render_settings(options, tokenizer, encoder)
     files = expand([source.path for source in options.sources])
     truncates = options.too_long.startswith("truncate")
-    described = [{"name": file.name, "source": file.source, "sha256": file.sha256()} for file in files]
+    described = [
+        {"name": file.name, "source": file.source, "size": file.size, "sha256": file.sha256()} for file in files
+    ]
     question = [
         FORMAT,
         described,
@@ -167,12 +169,6 @@ def prepare(
     if dataset.num_problems and options.on_bad_row == "refuse":
         first = dataset.problems[0]
         raise TrilloraError(first.what, where=first.where, do=first.do)
-    if not len(store.rows):
-        raise TrilloraError(
-            "No row of the data can be trained on.",
-            where=files[0].name,
-            do=f"see what is wrong with them: {dataset.problems[0].what if dataset.problems else 'there are none'}",
-        )
     return dataset
 
 

@@ -48,7 +48,11 @@ class WordTokenizer:
         self._added = added
         self._split = re.compile("(" + "|".join(map(re.escape, sorted(added, key=lambda w: (-len(w), w)))) + ")")
         self._unknown = re.compile(f"[^{_classes()['known']}]")
-        self._forget()
+        self._numbers: dict[str, int] = {}
+        self._first: NDArray[np.int64] = np.empty(0, np.int64)  # of each word's tokens, in the two arrays below
+        self._counts: NDArray[np.int64] = np.empty(0, np.int64)
+        self._ids: NDArray[np.int32] = np.empty(0, np.int32)
+        self._lengths: NDArray[np.int32] = np.empty(0, np.int32)
 
     @staticmethod
     def of(backend: Any) -> WordTokenizer | None:
@@ -68,7 +72,9 @@ class WordTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Encoded | None]:
         """The tokens of such texts, without BOS or EOS; None for a text with characters the tokenizer drops."""
         if len(self._numbers) > MAX_WORDS:
-            self._forget()
+            self._numbers = {}
+            self._first, self._counts = self._first[:0], self._counts[:0]
+            self._ids, self._lengths = self._ids[:0], self._lengths[:0]
         words_of = [self._cut(text) for text in texts]
         self._learn(words_of)
         number = self._numbers.__getitem__
@@ -77,8 +83,8 @@ class WordTokenizer:
         ends = np.cumsum(counts)
         places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - (ends - counts), counts)
         ids, lengths = self._ids[places], self._lengths[places]
-        bounds = np.cumsum([len(words) for words in words_of])
-        stops = np.concatenate([[0], ends])[bounds]
+        bounds = np.cumsum([len(words) for words in words_of], dtype=np.int64)
+        stops = np.concatenate([np.zeros(1, np.int64), ends])[bounds]
         parts = itertools.pairwise([0, *stops.tolist()])
         encoded = [Encoded(ids[a:b], lengths[a:b]) for a, b in parts]
         return [e if e.lengths.sum() == _num_bytes(text) else None for text, e in zip(texts, encoded, strict=True)]
@@ -113,11 +119,6 @@ class WordTokenizer:
         self._counts = np.concatenate([self._counts, counts])
         self._ids = np.concatenate([self._ids, np.array(list(itertools.chain(*ids)), np.int32)])
         self._lengths = np.concatenate([self._lengths, np.array(list(itertools.chain(*lengths)), np.int32)])
-
-    def _forget(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._first = self._counts = np.empty(0, np.int64)
-        self._ids = self._lengths = np.empty(0, np.int32)
 
     def _agrees(self) -> bool:
         """Compare with the tokenizer on every pair of characters, on words, numbers, spaces and added tokens."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from trillora.data.encode import Encoder, Rendered
 from trillora.data.prepare import DataOptions, Dataset, Source, prepare, render_settings
-from trillora.data.render import Renderer
+from trillora.data.rendering.render import Renderer
 from trillora.data.rows import BadRow
 from trillora.errors import TrilloraError
 

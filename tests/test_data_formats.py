@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from trillora import yaml_text
-from trillora.data.formats import FORMATS, SHAREGPT_ROLES, check_chat, convert, detect
+from trillora.data.rendering.formats import FORMATS, SHAREGPT_ROLES, check_chat, convert, detect
+from trillora.data.rendering.sandbox import RowTemplate
+from trillora.data.rendering.schema import SchemaCheck
 from trillora.data.rows import BadRow, Chat, Pair, Text
-from trillora.data.sandbox import RowTemplate
-from trillora.data.schema import SchemaCheck
 from trillora.errors import TrilloraError
 
 RECIPES = Path(__file__).parent.parent / "recipes"

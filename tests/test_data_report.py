@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 import trillora
 from trillora.cli import app
 from trillora.config import load_recipe
-from trillora.data_example import MAX_CHARACTERS, Gap, Piece, pieces_of, shortened, visible
-from trillora.data_lengths import bin_edges
-from trillora.data_page import page
-from trillora.data_report import DataReport, inspect
-from trillora.data_view import show
+from trillora.data_report.example import MAX_CHARACTERS, Gap, Piece, pieces_of, shortened, visible
+from trillora.data_report.lengths import bin_edges
+from trillora.data_report.page import page
+from trillora.data_report.report import DataReport, inspect
+from trillora.data_report.terminal import show
 
 ESCAPE = "\x1b[2Jgone"
 SCRIPT = "<script>alert('x')</script>"

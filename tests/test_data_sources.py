@@ -24,9 +24,9 @@ import pytest
 import zstandard
 
 from trillora.data import archives, streams
-from trillora.data.cursor import MAX_ROW_BYTES
-from trillora.data.files import DataFile, expand, kind_of
-from trillora.data.readers import read_rows
+from trillora.data.reading.cursor import MAX_ROW_BYTES
+from trillora.data.reading.files import DataFile, expand, kind_of
+from trillora.data.reading.readers import read_rows
 from trillora.data.rows import Fault, RawRow
 from trillora.errors import TrilloraError
 

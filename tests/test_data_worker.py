@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from trillora.data.pool import Batch, Pool, Worker
-from trillora.data.render import RenderSettings, Script
+from trillora.data.rendering.pool import Batch, Pool, Worker
+from trillora.data.rendering.render import RenderSettings, Script
+from trillora.data.rendering.worker import BYTES_ABOVE_START, HARD_SECONDS_PER_ROW
 from trillora.data.rows import BadRow, RawRow
-from trillora.data.worker import BYTES_ABOVE_START, HARD_SECONDS_PER_ROW
 from trillora.errors import TrilloraError
 
 PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<end>' }}{% endfor %}"

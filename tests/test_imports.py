@@ -27,12 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"errors", "events", "cache", "hardware", "engine", "mesh"},
     "assembly": {"errors", "events", "config", "hardware", "mesh", "engine", "model"},
     "choices": {"errors", "events", "config", "hardware", "mesh", "assembly"},
-    "data_example": set(),
-    "data_lengths": {"errors", "data"},
-    "data_report": {"errors", "events", "config", "data", "dataset", "model", "data_example", "data_lengths"},
-    "data_words": {"data_report", "data_example"},
-    "data_view": {"errors", "data_report", "data_example", "data_words"},
-    "data_page": {"errors", "data_report", "data_example", "data_words"},
+    "data_report": {"errors", "events", "config", "data", "dataset", "model"},
     "trainer": {
         *("errors", "events", "config", "hardware", "mesh", "engine", "data", "dataset", "model"),
         *("assembly", "choices"),
@@ -41,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "console": {"errors", "events"},
     "cli": {
         *("", "errors", "events", "config", "console", "hardware", "trainer", "quickstart"),
-        *("data_report", "data_view", "data_page"),
+        "data_report",
     },
     "": {"errors", "events", "config", "console", "trainer"},  # the package itself: the Python API
     "__main__": {"cli"},
@@ -57,7 +52,7 @@ ONLY_IN: dict[str, set[str]] = {
     "optax": {"engine", "assembly", "trainer"},
     "pydantic": {"config", "recipe_errors"},
     "typer": {"cli"},
-    "rich": {"cli", "console", "data_view"},
+    "rich": {"cli", "console", "data_report"},
     "peft": set(),
 }
 

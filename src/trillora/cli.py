@@ -107,19 +107,19 @@ def data(
         sys.stdout.reconfigure(errors="backslashreplace")  # data has letters a terminal may not
     # Progress goes to stderr: stdout is the report's.
     with console_listener(Console(stderr=True, highlight=False)) as listener:
-        from trillora import data_report
+        from trillora.data_report.report import inspect
 
-        report = data_report.inspect(loaded, _only_progress(listener))
+        report = inspect(loaded, _only_progress(listener))
     if as_json:
         import json
 
         print(json.dumps(report.to_dict(), allow_nan=False))
     else:
-        from trillora.data_view import show
+        from trillora.data_report.terminal import show
 
         show(report, Console(highlight=False))
     if html is not None:
-        from trillora.data_page import write_page
+        from trillora.data_report.page import write_page
 
         write_page(report, html)
         print(f"Page written to {html}", file=sys.stderr)

@@ -130,7 +130,7 @@ class DataSection(Section):
     )
     template: TemplateSection | None = Field(default=None, description="How to make a training row of any JSON object.")
     rows: str | None = Field(
-        default=None, min_length=1, description="Where rows lie inside a JSON document, as in data.findings.*.*"
+        default=None, min_length=1, description="Where rows lie inside a JSON document: data.findings.*.* for example."
     )
     json_schema: str | None = Field(
         default=None, min_length=1, description="A JSON Schema file that every row must satisfy."

@@ -9,9 +9,9 @@ from typing import Any
 
 from trillora.cache import cache_root
 from trillora.config import DataSection, Recipe, resolve
-from trillora.data.chat_templates import find_template
 from trillora.data.encode import Encoder, Tokenizer
 from trillora.data.prepare import DataOptions, Dataset, Source, prepare
+from trillora.data.rendering.chat_templates import find_template
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
 
@@ -42,12 +42,8 @@ def open_dataset(recipe: Recipe, tokenizer: Tokenizer, listener: Listener, *, le
     if dataset.num_problems:
         first = dataset.problems[0]
         listener(Note(f"Data {dataset.num_problems:,} bad rows left out; the first is {first.where}: {first.what}"))
-    if not lenient and not len(dataset.store.rows):
-        raise TrilloraError(
-            f"None of the {dataset.num_problems:,} rows can be trained on. The first: {first.what}",
-            where=first.where,
-            do=first.do,
-        )
+        if not lenient and not len(dataset.store.rows):
+            raise TrilloraError(f"No row can be trained on. The first: {first.what}", where=first.where, do=first.do)
     return dataset
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trillora.data.control import ControlWords
-from trillora.data.render import Script
+from trillora.data.rendering.control import ControlWords
+from trillora.data.rendering.render import Script
 from trillora.data.rows import BadRow
 from trillora.data.words import WordTokenizer
 from trillora.errors import TrilloraError

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from trillora.data.archives import tar_members, zip_members
-from trillora.data.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, SHORTEN, Cursor, too_long
-from trillora.data.files import DataFile, Kind, cannot_read, kind_of
-from trillora.data.json_rows import json_rows
+from trillora.data.reading.archives import tar_members, zip_members
+from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, SHORTEN, Cursor, too_long
+from trillora.data.reading.files import DataFile, Kind, cannot_read, kind_of
+from trillora.data.reading.json_rows import json_rows
+from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, as_utf8, decompressed
+from trillora.data.reading.tables import csv_rows, parquet_rows
 from trillora.data.rows import Fault, RawRow
-from trillora.data.streams import BLOCK, Damage, Meter, RawFile, Stream, as_utf8, decompressed
-from trillora.data.tables import csv_rows, parquet_rows
 
 MAX_DOCUMENT_BYTES = 8 << 20  # a longer text file is cut at line ends into documents of about this size
 

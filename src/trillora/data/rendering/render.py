@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from trillora.data import formats
-from trillora.data.control import ControlWords, Span
+from trillora.data.rendering import formats
+from trillora.data.rendering.control import ControlWords, Span
+from trillora.data.rendering.sandbox import ChatTemplate, RowTemplate
+from trillora.data.rendering.schema import SchemaCheck
+from trillora.data.rendering.spans import AnswerFinder
 from trillora.data.rows import BadRow, Chat, Example, Pair, Text
-from trillora.data.sandbox import ChatTemplate, RowTemplate
-from trillora.data.schema import SchemaCheck
-from trillora.data.spans import AnswerFinder
 
 TRAIN_ON = ("auto", "assistant", "last", "completion", "everything")
 MAX_CHARACTERS = 64 * 2**20  # of one rendered row

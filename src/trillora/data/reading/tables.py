@@ -7,10 +7,10 @@ import io
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from trillora.data.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, Cursor, too_long
-from trillora.data.files import Kind
+from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, Cursor, too_long
+from trillora.data.reading.files import Kind
+from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, decompressed, read_up_to
 from trillora.data.rows import Fault, RawRow
-from trillora.data.streams import BLOCK, Damage, Meter, RawFile, Stream, decompressed, read_up_to
 from trillora.errors import TrilloraError
 
 MAX_HELD_PARQUET = 256 << 20  # a parquet file inside something else must be held: its index stands at its end

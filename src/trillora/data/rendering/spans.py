@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from trillora.data.control import ControlWords, Span, inside
+from trillora.data.rendering.control import ControlWords, Span, inside
+from trillora.data.rendering.sandbox import CLOSE, OPEN, ChatTemplate
 from trillora.data.rows import BadRow, Chat, Message
-from trillora.data.sandbox import CLOSE, OPEN, ChatTemplate
 
 _MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 

@@ -1,17 +1,15 @@
 """What a recipe's data would train, counted before anything is trained: `trillora data`.
 
 `inspect` prepares the rows exactly as training does, but notes what training would refuse instead of stopping there.
-The report is plain values: `data_view` shows it in a terminal, `data_page` in a browser, `to_dict` to programs.
+The report is plain values: `terminal` and `page` show it to people, `to_dict` to programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +19,10 @@ from trillora.data.batches import Batches
 from trillora.data.documents import PARTS, Documents, part_of
 from trillora.data.encode import Tokenizer
 from trillora.data.prepare import Dataset
+from trillora.data.reading.files import without_secrets
 from trillora.data.store import KINDS
-from trillora.data_example import Piece, pieces_of, visible
-from trillora.data_lengths import Lengths, LostFacts, fitted_or_refused, length_facts, lost_facts
+from trillora.data_report.example import Piece, pieces_of, visible
+from trillora.data_report.lengths import Lengths, LostFacts, fitted_or_refused, length_facts, lost_facts
 from trillora.dataset import chat_template, open_dataset, settle
 from trillora.errors import TrilloraError
 from trillora.events import Listener, print_nothing
@@ -213,11 +212,9 @@ def _row_facts(dataset: Dataset) -> dict[str, Any]:
         "shortened_rows": int(np.count_nonzero(rows["cut"])),
         "kinds": {kind: count for kind, count in zip(KINDS, kinds, strict=True) if count},
         "formats": dict(formats),
-        "files": tuple(
-            FileFacts(f["name"], f["format"], f["num_rows"], _size(f["name"]), f["sha256"]) for f in dataset.files
-        ),
+        "files": tuple(FileFacts(f["name"], f["format"], f["num_rows"], f["size"], f["sha256"]) for f in dataset.files),
         "sources": tuple(
-            SourceFacts(_without_secrets(source.path), source.weight, count)
+            SourceFacts(without_secrets(source.path), source.weight, count)
             for source, count in zip(options.sources, rows_of_source, strict=True)
         ),
         "reasons": tuple(Reason(what, count) for what, count in facts["reasons"].items()),
@@ -265,13 +262,3 @@ def _example(dataset: Dataset, documents: Documents, tokenizer: Tokenizer) -> Ex
         trained_tokens=document.num_supervised,
         pieces=pieces_of(tokenizer, document.tokens.tolist(), trained),
     )
-
-
-def _size(name: str) -> int | None:
-    path = Path(name)
-    return path.stat().st_size if path.is_file() else None
-
-
-def _without_secrets(path: str) -> str:
-    """An address without the user and the query, where keys stand."""
-    return re.sub(r"://[^/@]*@", "://", path).partition("?")[0] if "://" in path else path

@@ -6,9 +6,9 @@ import html
 import os
 from pathlib import Path
 
-from trillora.data_example import Gap, Piece, shortened, visible
-from trillora.data_report import DataReport
-from trillora.data_words import say_bytes, say_epoch, say_lost, say_rows
+from trillora.data_report.example import Gap, Piece, shortened, visible
+from trillora.data_report.phrases import say_bytes, say_epoch, say_lost, say_rows
+from trillora.data_report.report import DataReport
 from trillora.errors import TrilloraError
 
 # Names of colours: back, card, text, faint, line, trained, masked, padded, special, bad, edge (of a sequence).

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from trillora.data.render import Cut, RenderSettings, Script
+from trillora.data.rendering.render import Cut, RenderSettings, Script
+from trillora.data.rendering.worker import SECONDS_PER_ROW, read_frame, write_frame
 from trillora.data.rows import BadRow, RawRow
-from trillora.data.worker import SECONDS_PER_ROW, read_frame, write_frame
 from trillora.errors import TrilloraError
 
 MAX_WORKERS = 16
@@ -68,9 +68,9 @@ class Worker:
             return
         self.close()
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
-        code = "import sys; sys.path.insert(0, sys.argv[1]); from trillora.data.worker import main; main()"
+        code = "import sys; sys.path.insert(0, sys.argv[1]); from trillora.data.rendering.worker import main; main()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, str(Path(__file__).parents[2])],
+            [sys.executable, "-c", code, str(Path(__file__).parents[3])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

@@ -180,7 +180,7 @@ def _local_file(path: str, name: str, source: int) -> DataFile:
 
 
 def _remote(entry: str, source: int) -> list[DataFile]:
-    shown = _without_secrets(entry)
+    shown = without_secrets(entry)
     if "::" in entry:
         raise TrilloraError(
             "Chained URLs are not read.", where=shown, do="give the inner URL: archives and .gz, .zst are read in place"
@@ -213,7 +213,7 @@ def _remote(entry: str, source: int) -> list[DataFile]:
 
 
 def _remote_file(url: str, info: dict[str, Any], source: int) -> DataFile:
-    shown = _without_secrets(url)
+    shown = without_secrets(url)
     if kind_of(shown) is None:
         raise _unknown_suffix(shown)
     return DataFile(name=shown, path=url, source=source, size=int(info.get("size") or 0))
@@ -230,7 +230,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         package = packages.get(scheme.removesuffix("s") if scheme == "https" else scheme)
         raise TrilloraError(
             f"Addresses that begin with {scheme}:// cannot be opened here.",
-            where=_without_secrets(url),
+            where=without_secrets(url),
             do=f"pip install {package}" if package else "install the fsspec package for it, or copy the data here",
         ) from None
     return system, str(path)
@@ -242,7 +242,7 @@ def _below(path: str, folder: str) -> str:
     return path.removeprefix(fixed).strip("/")
 
 
-def _without_secrets(url: str) -> str:
+def without_secrets(url: str) -> str:
     """The URL without user:password@ and without the query, where signed addresses carry their key."""
     return re.sub(r"://[^/@]*@", "://", url).partition("?")[0]
 

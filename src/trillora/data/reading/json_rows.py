@@ -12,9 +12,9 @@ import json
 import re
 from collections.abc import Iterator
 
-from trillora.data.cursor import MAX_ROW_BYTES, Cursor
+from trillora.data.reading.cursor import MAX_ROW_BYTES, Cursor
+from trillora.data.reading.streams import BLOCK, Damage, Decompressed, Meter, Stream, as_utf8
 from trillora.data.rows import Fault, RawRow
-from trillora.data.streams import BLOCK, Damage, Decompressed, Meter, Stream, as_utf8
 
 MAX_DOCUMENT_BYTES = 256 << 20  # of a document that must be held whole: one that is compressed inside JSON
 _MAX_KEY_BYTES = 1 << 16

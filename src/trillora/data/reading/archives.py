@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, cast
 
-from trillora.data.files import KNOWN, Kind, found_data
+from trillora.data.reading.files import KNOWN, Kind, found_data
+from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, read_up_to
 from trillora.data.rows import Fault
-from trillora.data.streams import BLOCK, Damage, Meter, RawFile, Stream, read_up_to
 from trillora.errors import TrilloraError
 
 MAX_MEMBERS = 100_000

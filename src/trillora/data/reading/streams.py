@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
-from trillora.data.files import cannot_read
+from trillora.data.reading.files import cannot_read
 from trillora.errors import TrilloraError
 
 BLOCK = 1 << 18  # bytes asked for at a time: small enough to stay in the processor's cache

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, BinaryIO
 
-from trillora.data.render import Cut, Renderer, RenderSettings
+from trillora.data.rendering.render import Cut, Renderer, RenderSettings
 from trillora.data.rows import BadRow
 from trillora.errors import TrilloraError
 

@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--run", choices=("trillora", "trl"), help=argparse.SUPPRESS)  # the candidate's own process
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer, instead of the embedded model's")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--num-proc", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -133,7 +133,7 @@ def main() -> int:
         return run_candidate(args)
     results = []
     with tempfile.TemporaryDirectory(prefix="data-prep-") as folder:
-        tokenizer = make_tokenizer_folder(Path(folder) / "tokenizer", args.template)
+        tokenizer = make_tokenizer_folder(Path(folder) / "tokenizer", args.tokenizer, args.template)
         for num_rows in args.rows:
             file = Path(folder) / f"chats-{num_rows}.jsonl"
             write_chats(file, num_rows)
@@ -242,11 +242,12 @@ def prepare_trillora(path: Path, folder: Path, sequence_length: int, cache: Path
     """From the file to every packed batch of one epoch, each of them built and read once."""
     from transformers import AutoTokenizer
 
-    from trillora.data import load_batches
+    from trillora.data.prepare import DataOptions, Source, prepare
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     clock = Clock()
-    batches = load_batches(path, tokenizer, sequence_length=sequence_length, batch_size=BATCH_SIZE, seed=0)
+    dataset = prepare(DataOptions((Source(str(path)),)), tokenizer, cache, sequence_length=sequence_length)
+    batches = dataset.batches(sequence_length=sequence_length, batch_size=BATCH_SIZE, seed=0, pack=True)
     tokens = trained = 0
     for step in range(batches.steps_per_epoch):
         batch = batches.batch(step)
@@ -310,11 +311,12 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def make_tokenizer_folder(folder: Path, template: str) -> Path:
-    """The embedded model's tokenizer without the weights, so that neither side finds more than it."""
-    from trillora.model.embedded import smollm2_folder
+def make_tokenizer_folder(folder: Path, source: Path | None, template: str) -> Path:
+    """A tokenizer without the weights, so that neither side finds more than it; the embedded model's unless named."""
+    if source is None:
+        from trillora.model.embedded import smollm2_folder
 
-    source = smollm2_folder()
+        source = smollm2_folder()
     folder.mkdir()
     for name in TOKENIZER_FILES:
         shutil.copy(source / name, folder / name)

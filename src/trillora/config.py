@@ -7,6 +7,7 @@ writes it down with the reasons. From here on functions get values, never the re
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -166,6 +167,9 @@ class DataSection(Section):
     def _fits_together(self) -> DataSection:
         if self.template is not None and self.format != "auto":
             raise _conflict("template", "Both data.format and data.template are given.", "keep one of the two")
+        if self.too_long.startswith("truncate") and self.train_on == "everything":
+            what = "data.too_long shortens what is not trained, and with data.train_on: everything all of it is."
+            raise _conflict("too_long", what, "use drop or refuse, or train on the answers")
         if self.pack and self.buckets != 1:
             raise _conflict("buckets", "data.buckets is for rows that are not packed.", "set data.pack to no as well")
         return self
@@ -515,7 +519,7 @@ def _data_path(path: str, folder: Path) -> str:
     hub_like = _HUB_ID.fullmatch(path) and not _DATA_SUFFIX.search(path) and not file.exists()
     if not path or "://" in path or hub_like:
         return path
-    return str(file.resolve())
+    return os.path.abspath(file)  # links keep their names, which say what a file holds
 
 
 def _conflict(key: str, what: str, do: str) -> PydanticCustomError:

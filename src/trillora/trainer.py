@@ -28,8 +28,8 @@ from trillora.events import Listener, Note, Progress, Step, print_nothing
 from trillora.mesh import find_devices, gather, join_cluster, local_rows, put_batch
 from trillora.model.adapters import save_adapter
 from trillora.model.layout import Tree, unstack
+from trillora.model.limits import check_rows
 from trillora.model.lora import initial_adapter
-from trillora.model.recurrent import CANNOT_PACK
 from trillora.model.source import find_model, load_config, load_tokenizer
 from trillora.model.weights import load_weights
 
@@ -57,8 +57,7 @@ def train(recipe: Recipe, out: Path, *, listener: Listener = print_nothing) -> T
         recipe.model.name, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
     )
     config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
-    check_length(recipe.train.sequence_length, config)
-    check_packing(recipe.data.pack, config)
+    check_rows(config, recipe.train.sequence_length, recipe.data.pack)
     tokenizer = load_tokenizer(folder)
     recipe, settled = settle(recipe, tokenizer)
     batches = read_data(recipe, tokenizer, listener)
@@ -118,26 +117,6 @@ def describe(batches: Batches, lost: Lost) -> str:
     if lost.num_rows:
         text += f"; {lost.num_rows:,} rows too long left out, with {lost.num_trained:,} trained tokens"
     return text
-
-
-def check_length(sequence_length: int, config: Any) -> None:
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and sequence_length > longest:
-        raise TrilloraError(
-            f"Rows of {sequence_length} tokens are longer than the {longest} positions this model was made for.",
-            where="train.sequence_length",
-            do=f"use at most {longest}",
-        )
-
-
-def check_packing(pack: bool, config: Any) -> None:
-    reason = CANNOT_PACK.get(config.get_text_config().model_type)
-    if pack and reason:
-        raise TrilloraError(
-            f"Documents packed into one row would see each other in this model: {reason}.",
-            where="data.pack",
-            do="set data.pack to false: one document in a row",
-        )
 
 
 def read_base(folder: Path, assembly: Assembly, listener: Listener) -> Tree:

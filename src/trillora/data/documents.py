@@ -109,7 +109,8 @@ def fit(
     lost = Lost(int(lost_N.sum()), int(documents.trained_N[lost_N].sum()), int(splits_N.sum()))
     share = lost.num_trained / max(int(documents.trained_N.sum()), 1)
     if lost.num_rows and policy != "drop" and (policy in ("refuse", "split") or share > MAX_LOSS):
-        raise _too_long(documents, lost_N, share, sequence_length, policy, place)
+        all_texts = bool((kinds_N[lost_N] == _TEXT).all())
+        raise _too_long(documents, lost_N, share, sequence_length, "text" if all_texts else policy, place)
     kept = documents.take(~long_N)
     return (_with_pieces(kept, documents.take(splits_N), sequence_length) if splits_N.any() else kept), lost
 
@@ -151,7 +152,9 @@ def _too_long(
     almost = length_that_keeps(documents, 1 - MAX_LOSS)
     if sequence_length < almost < length_that_keeps(documents, 1.0):
         ways.append(f"{almost:,} to lose at most {MAX_LOSS:.0%} of the trained tokens")
-    if policy != "truncate-left" and policy != "truncate-middle":
+    if policy == "text":
+        ways.append("data.too_long: split to cut texts into pieces, without loss")
+    elif not policy.startswith("truncate"):
         ways.append("data.too_long: truncate-middle to shorten prompts and keep answers")
     ways.append("data.too_long: drop to train without these rows")
     return TrilloraError(

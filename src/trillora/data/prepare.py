@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import filelock
 import numpy as np
@@ -38,6 +40,7 @@ ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to find a file's format
 KEPT_PROBLEMS = 200  # bad rows listed by name; all are counted
+MAX_PAST_LIMIT = 10  # rows that may cost all the time or memory a row has; more, and the template is at fault
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,16 @@ class Problem:
     do: str
 
 
+class _Found(NamedTuple):
+    """A problem as it is stored: files may have other names when the store is opened again."""
+
+    file: int
+    member: str
+    line: int
+    what: str
+    do: str
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Prepared rows."""
@@ -87,12 +100,14 @@ class Dataset:
     @property
     def files(self) -> list[dict[str, Any]]:
         """Name, sha256, format and number of rows of each file."""
-        return list(self.store.facts["files"])
+        facts = self.store.facts["files"]
+        return [{"name": name, **known} for name, known in zip(self.store.files, facts, strict=True)]
 
     @property
     def problems(self) -> list[Problem]:
         """The first of what was left out."""
-        return [Problem(**problem) for problem in self.store.facts["problems"]]
+        found = (_Found(*problem) for problem in self.store.facts["problems"])
+        return [Problem(place(self.store.files[f.file], f.member, f.line), f.what, f.do) for f in found]
 
     @property
     def num_problems(self) -> int:
@@ -143,9 +158,8 @@ def prepare(
     settings = render_settings(options, tokenizer, encoder)
     files = expand([source.path for source in options.sources])
     truncates = options.too_long.startswith("truncate")
-    described = [
-        {"name": file.name, "source": file.source, "size": file.size, "sha256": file.sha256()} for file in files
-    ]
+    names = [file.name for file in files]
+    described = [{"source": file.source, "size": file.size, "sha256": file.sha256()} for file in files]
     question = [
         FORMAT,
         described,
@@ -156,13 +170,13 @@ def prepare(
     key = hashlib.sha256(json.dumps(question, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     folder = cache / "data" / key
     with _lock(folder):
-        store = open_store(folder)
+        store = open_store(folder, names)
         is_new = store is None
         if store is None:
             with Pool(settings, num_workers) as pool:
                 making = _Making(options, files, encoder, pool, listener, sequence_length if truncates else None)
                 making.run(folder, described)
-            store = open_store(folder)
+            store = open_store(folder, names)
     if store is None:
         raise TrilloraError("The tokenised rows just written do not read back.", where=str(folder), do="check the disk")
     dataset = Dataset(store, options, tokenizer.pad_token_id or 0, is_new)
@@ -190,12 +204,13 @@ class _Making:
         self._pool = pool
         self._listener = listener
         self._truncate_to = truncate_to
-        self._names: dict[str, int] = {}
-        self._problems: list[Problem] = []
+        self._names: dict[tuple[int, str], int] = {}
+        self._problems: list[_Found] = []
         self._num_problems = 0
+        self._num_past_limit = 0
         self._reasons: Counter[str] = Counter()
-        self._rows_of_file: Counter[int] = Counter()
-        self._formats: dict[int, str] = {}
+        self._num_rows: Counter[tuple[int, str]] = Counter()  # by file and format
+        self._formats: dict[tuple[int, str], str] = {}  # by file and member
         self._num_bytes = 0
 
     def run(self, folder: Path, described: list[dict[str, Any]]) -> None:
@@ -203,13 +218,17 @@ class _Making:
         try:
             for batch, outcomes in self._pool.map(self._batches()):
                 writer.add(*self._encode(batch, outcomes))
+            found: Counter[str] = Counter()
             for number, file in enumerate(described):
-                file |= {"format": self._formats.get(number, "none"), "num_rows": self._rows_of_file[number]}
+                counts = {format: count for (owner, format), count in self._num_rows.items() if owner == number}
+                found.update(counts)
+                file |= {"format": ", ".join(sorted(counts)) or "none", "num_rows": sum(counts.values())}
             writer.finish(
                 {
                     "files": described,
+                    "formats": dict(found),
                     "names": list(self._names),
-                    "problems": [dataclasses.asdict(problem) for problem in self._problems],
+                    "problems": self._problems,
                     "num_problems": self._num_problems,
                     "reasons": dict(self._reasons.most_common(50)),
                 }
@@ -218,29 +237,22 @@ class _Making:
             writer.discard()
 
     def _batches(self) -> Iterator[Batch]:
-        """The files' rows in order, some hundred at a time."""
+        """The files' rows in order, some hundred of one file or member at a time."""
         for number, file in enumerate(self._files):
-            rows: list[RawRow] = []
-            size = 0
-            for row in self._rows(number, file):
-                rows.append(row)
-                size += len(row.raw)
-                if len(rows) >= ROWS_PER_BATCH or size >= BYTES_PER_BATCH:
-                    yield Batch(number, self._format(number, rows), rows)
-                    rows, size = [], 0
-            if rows:
-                yield Batch(number, self._format(number, rows), rows)
+            for member, rows in itertools.groupby(self._rows(number, file), lambda row: row.member):
+                for some in _portions(rows):
+                    yield Batch(number, self._format((number, member), some), some)
 
     def _rows(self, number: int, file: DataFile) -> Iterator[RawRow]:
         for row in read_rows(file, rows=self._options.rows, consumed=self._consumed):
             if isinstance(row, Fault):
-                self._problem(place(file.name, row.member, row.line), row.what, row.do)
+                self._problem(_Found(number, *row))
             else:
                 yield row
 
-    def _format(self, number: int, rows: Sequence[RawRow]) -> str:
+    def _format(self, owner: tuple[int, str], rows: Sequence[RawRow]) -> str:
         """What the rows of a file are: named by the recipe, or found in the first row that says so."""
-        if number not in self._formats:
+        if owner not in self._formats:
             found = "template" if self._options.template is not None else self._options.format
             for row in rows[:ROWS_LOOKED_AT] if found == "auto" else ():
                 with contextlib.suppress(BadRow):
@@ -248,8 +260,8 @@ class _Making:
                     break
             if found == "auto":
                 return "auto"  # nothing here says it: the worker will say what is wrong with each
-            self._formats[number] = found
-        return self._formats[number]
+            self._formats[owner] = found
+        return self._formats[owner]
 
     def _encode(self, batch: Batch, outcomes: Sequence[Script | BadRow]) -> tuple[list[Rendered], np.ndarray]:
         """What of a batch can be trained on, with its facts; the rest is noted."""
@@ -257,7 +269,7 @@ class _Making:
             (row, outcome) for row, outcome in zip(batch.rows, outcomes, strict=True) if isinstance(outcome, Script)
         ]
         encoded = dict(zip((id(row) for row, _ in whole), self._encoder.encode([s for _, s in whole]), strict=True))
-        file = self._files[batch.file]
+        source = self._files[batch.file].source
         documents, facts = [], []
         for row, outcome in zip(batch.rows, outcomes, strict=True):
             document = encoded.get(id(row), outcome)
@@ -268,14 +280,15 @@ class _Making:
             if isinstance(document, Rendered) and not document.num_supervised:
                 document = BadRow("This row has no token to train on.", "remove the row, or give it an answer")
             if isinstance(document, BadRow):
-                self._problem(place(file.name, row.member, row.line), document.what, document.do)
+                found = _Found(batch.file, row.member, row.line, document.what, document.do)
+                self._problem(found, past_limit=document.past_limit)
                 continue
             assert isinstance(document, Rendered) and isinstance(outcome, Script)
-            name = self._names.setdefault(place(file.name, row.member), len(self._names))
+            name = self._names.setdefault((batch.file, row.member), len(self._names))
             kind = KINDS.index(outcome.kind)
-            facts.append((0, outcome.digest, row.line, 0, 0, name, file.source, kind, was_cut))
+            facts.append((0, outcome.digest, row.line, 0, 0, name, source, kind, was_cut))
             documents.append(document)
-        self._rows_of_file[batch.file] += len(documents)
+        self._num_rows[batch.file, batch.format] += len(documents)
         return documents, np.array(facts, ROW)
 
     def _shortened(self, row: RawRow, format: str, document: Rendered, script: Script | BadRow) -> Rendered:
@@ -296,13 +309,15 @@ class _Making:
             shorter = again
         return shorter if len(shorter) <= self._truncate_to else document
 
-    def _problem(self, where: str, what: str, do: str) -> None:
-        if self._options.on_bad_row == "refuse":
-            raise TrilloraError(what, where=where, do=do)
+    def _problem(self, found: _Found, *, past_limit: bool = False) -> None:
+        self._num_past_limit += past_limit
+        if self._options.on_bad_row == "refuse" or self._num_past_limit > MAX_PAST_LIMIT:
+            where = place(self._files[found.file].name, found.member, found.line)
+            raise TrilloraError(found.what, where=where, do=found.do)
         self._num_problems += 1
-        self._reasons[_reason(what)] += 1
+        self._reasons[_reason(found.what)] += 1
         if len(self._problems) < KEPT_PROBLEMS:
-            self._problems.append(Problem(where, what, do))
+            self._problems.append(found)
 
     def _consumed(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
@@ -329,7 +344,21 @@ def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder
 
 def _reason(what: str) -> str:
     """What is wrong, without what differs from row to row."""
-    return "".join("N" if c.isdigit() else c for c in what)[:120].replace("NN", "N")
+    return re.sub(r"[0-9]+", "N", what)[:120]
+
+
+def _portions(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
+    """Rows in lists that are worth sending to a worker."""
+    some: list[RawRow] = []
+    size = 0
+    for row in rows:
+        some.append(row)
+        size += len(row.raw)
+        if len(some) >= ROWS_PER_BATCH or size >= BYTES_PER_BATCH:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 @contextlib.contextmanager

@@ -28,10 +28,11 @@ class Fault(NamedTuple):
 class BadRow(Exception):
     """A row that cannot be trained on. Whoever knows its place makes a `TrilloraError` of it, or counts it."""
 
-    def __init__(self, what: str, do: str) -> None:
+    def __init__(self, what: str, do: str, past_limit: bool = False) -> None:
         super().__init__(what)
         self.what = what
         self.do = do
+        self.past_limit = past_limit  # it cost all the time or memory a row may cost
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trillora.data.encode import Rendered
+from trillora.data.rows import place
 from trillora.errors import TrilloraError
 
 TRAINED = np.uint32(1 << 31)
@@ -49,10 +50,12 @@ class Store:
     folder: Path
     tokens: NDArray[np.uint32]
     rows: NDArray[np.void]
-    facts: dict[str, Any]  # the description: names, formats, what was wrong, digests of files
+    facts: dict[str, Any]  # the description: members, formats, what was wrong, digests of files
+    files: list[str]  # what they are called now
 
     def place(self, row: int) -> str:
-        return f"{self.facts['names'][self.rows['name'][row]]}:{self.rows['line'][row]}"
+        file, member = self.facts["names"][self.rows["name"][row]]
+        return place(self.files[file], member, int(self.rows["line"][row]))
 
 
 class StoreWriter:
@@ -110,8 +113,8 @@ class StoreWriter:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def open_store(folder: Path) -> Store | None:
-    """The store, or None if there is none or it is not what was written."""
+def open_store(folder: Path, files: list[str]) -> Store | None:
+    """The store of these files, or None if there is none or it is not what was written."""
     try:
         digest, _, text = (folder / "store.json").read_bytes().partition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:
@@ -122,7 +125,8 @@ def open_store(folder: Path) -> Store | None:
         os.utime(folder / "store.json")  # last use, for `_remove_unused`
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Store(folder, _mapped(folder / "tokens.bin", np.dtype("<u4")), _mapped(folder / "rows.bin", ROW), facts)
+    tokens, rows = _mapped(folder / "tokens.bin", np.dtype("<u4")), _mapped(folder / "rows.bin", ROW)
+    return Store(folder, tokens, rows, facts, files)
 
 
 def _mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -137,10 +141,14 @@ def _sha256(file: Path) -> str:
 
 def _remove_unused(parent: Path) -> None:
     oldest = time.time() - UNUSED_DAYS * 86400
-    for folder in parent.iterdir():
-        mark = folder / "store.json"
-        if folder.is_dir() and (mark if mark.exists() else folder).stat().st_mtime < oldest:
-            shutil.rmtree(folder, ignore_errors=True)
+    for entry in parent.iterdir():
+        mark = entry / "store.json"
+        if (mark if mark.exists() else entry).stat().st_mtime >= oldest:
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif not entry.with_suffix("").exists():
+            entry.unlink(missing_ok=True)  # the lock of a store that is gone
 
 
 def _cannot_write(folder: Path, error: OSError) -> TrilloraError:

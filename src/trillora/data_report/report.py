@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ from trillora.data_report.lengths import Lengths, LostFacts, fitted_or_refused, 
 from trillora.dataset import chat_template, open_dataset, settle
 from trillora.errors import TrilloraError
 from trillora.events import Listener, print_nothing
-from trillora.model.source import find_model, load_tokenizer
+from trillora.model.limits import check_rows
+from trillora.model.source import find_model, load_config, load_tokenizer
 
 NUM_BAD_SHOWN = 5
 
@@ -147,7 +148,7 @@ def inspect(recipe: Recipe, listener: Listener = print_nothing) -> DataReport:
     documents = dataset.documents("train", recipe.train.seed)
     fitted, lost, too_long = fitted_or_refused(dataset, documents, recipe.train.sequence_length)
     batches, nothing = _batches(recipe, fitted)
-    refusal = _bad_row(recipe, dataset) or too_long or nothing
+    refusal = _bad_row(recipe, dataset) or too_long or nothing or _not_for_the_model(recipe, folder)
     options = dataset.options
     return DataReport(
         model=model.name,
@@ -186,8 +187,18 @@ def _bad_row(recipe: Recipe, dataset: Dataset) -> TrilloraError | None:
     if not dataset.num_problems or recipe.data.on_bad_row != "refuse":
         return None
     first = dataset.problems[0]
-    more = f" ({dataset.num_problems - 1:,} more rows are bad)" if dataset.num_problems > 1 else ""
+    others = dataset.num_problems - 1
+    more = f" ({others:,} more {'row is' if others == 1 else 'rows are'} bad)" if others else ""
     return TrilloraError(f"{first.what}{more}", where=first.where, do=f"{first.do}; or set data.on_bad_row to skip")
+
+
+def _not_for_the_model(recipe: Recipe, folder: Path) -> TrilloraError | None:
+    try:
+        config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
+        check_rows(config, recipe.train.sequence_length, recipe.data.pack)
+    except TrilloraError as refusal:
+        return refusal
+    return None
 
 
 def _verdict(refusal: TrilloraError | None) -> Verdict:
@@ -199,9 +210,6 @@ def _verdict(refusal: TrilloraError | None) -> Verdict:
 def _row_facts(dataset: Dataset) -> dict[str, Any]:
     """What is known of the rows before any is fitted to a length."""
     rows, facts, options = dataset.store.rows, dataset.store.facts, dataset.options
-    formats: Counter[str] = Counter()
-    for file in dataset.files:
-        formats[file["format"]] += file["num_rows"]
     rows_of_source = np.bincount(rows["source"], minlength=len(options.sources)).tolist()
     parts = np.bincount(part_of(rows["digest"], options.validation, options.test), minlength=len(PARTS)).tolist()
     kinds = np.bincount(rows["kind"], minlength=len(KINDS)).tolist()
@@ -211,7 +219,7 @@ def _row_facts(dataset: Dataset) -> dict[str, Any]:
         "duplicate_rows": len(rows) - len(np.unique(rows["digest"])),
         "shortened_rows": int(np.count_nonzero(rows["cut"])),
         "kinds": {kind: count for kind, count in zip(KINDS, kinds, strict=True) if count},
-        "formats": dict(formats),
+        "formats": dict(facts["formats"]),
         "files": tuple(FileFacts(f["name"], f["format"], f["num_rows"], f["size"], f["sha256"]) for f in dataset.files),
         "sources": tuple(
             SourceFacts(without_secrets(source.path), source.weight, count)

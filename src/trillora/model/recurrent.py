@@ -202,17 +202,6 @@ def _mamba_scan(original: Function) -> Function:
     return scan
 
 
-# Models that carry state from one document of a row into the next by code of their own, which is not told apart yet.
-# The only place where the engine knows an architecture by name: nothing in a module's structure shows this.
-CANNOT_PACK = {
-    "minimax": "lightning attention keeps a running state",
-    "openai-gpt": "its attention builds a causal mask of its own",
-    "recurrent_gemma": "its recurrent blocks keep a state of their own",
-    "rwkv": "its time mixing keeps a running state",
-    "xlstm": "its cells keep a state of their own",
-}
-
-
 # What transformers' modelling files call each mechanism.
 MECHANISMS: dict[str, Callable[[Function], Function]] = {
     "causal_conv1d_fn": _causal_convolution,

@@ -148,7 +148,9 @@ def _local(entry: str, source: int) -> list[DataFile]:
             raise _nothing_there(entry, 0)
         return _folder(snapshot, entry, source)
     raise TrilloraError(
-        f"The data file {entry} does not exist.", where=entry, do="check the path; it is relative to where you started"
+        f"The data file {entry} does not exist.",
+        where=entry,
+        do="check the path; in a recipe it counts from the recipe's folder",
     )
 
 

@@ -58,6 +58,7 @@ class Worker:
                     f"This row ended the process that renders it: it took more than {SECONDS_PER_ROW:g} seconds or too "
                     "much memory.",
                     "remove the row, or look for a template that does not end",
+                    past_limit=True,
                 )
             ]
         return [self.render([row], format, [cuts[i]] if cuts else None)[0] for i, row in enumerate(rows)]
@@ -172,7 +173,7 @@ class Pool:
 
 
 def _outcome(answer: list[Any]) -> Outcome:
-    if len(answer) == 2:
+    if len(answer) == 3:
         return BadRow(*answer)
     text, supervised, planted, cuts, kind, digest = answer
     return Script(text, tuple(map(tuple, supervised)), tuple(map(tuple, planted)), tuple(cuts), kind, digest)

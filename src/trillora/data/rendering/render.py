@@ -12,7 +12,8 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -71,6 +72,7 @@ class Renderer:
     def __init__(self, settings: RenderSettings) -> None:
         self._settings = settings
         self._words = ControlWords.of(settings.special_words, settings.added_words)
+        self._fragments = Fragments(settings.special_words)
         self._schema = SchemaCheck(settings.schema) if settings.schema is not None else None
         self._rows = RowTemplate(settings.template) if settings.template is not None else None
         self._chat: ChatTemplate | None = None
@@ -129,6 +131,7 @@ class Renderer:
         self._chat.check_tools(chat)
         text = self._chat.render(chat.messages, chat.tools)
         planted = self._planted(chat, text, self._chat)
+        self._refuse_joined(chat, text, self._chat)
         if self._settings.train_on == "everything":
             supervised: tuple[Span, ...] = ((0, len(text)),)
         else:
@@ -178,6 +181,62 @@ class Renderer:
                 "remove that text from the row",
             )
         return tuple(spans)
+
+    def _refuse_joined(self, chat: Chat, text: str, template: ChatTemplate) -> None:
+        """Refuse content that spells a special token only together with what the template writes next to it.
+
+        Content that may be a part of one is rendered fenced off from its neighbours: the template's own tokens and
+        whole spellings outlive that, joined ones do not.
+        """
+        suspects: list[str] = []
+
+        def fence(value: str) -> str:
+            core = value.strip()
+            if not self._fragments.may_join(core):
+                return value
+            suspects.append(core)
+            before, _, after = value.partition(core)
+            return f"{before}{_OPEN}{core}{_OPEN}{after}"
+
+        def fence_key(key: str) -> str:
+            return key if key.isidentifier() else fence(key)  # templates ask for names
+
+        messages = [
+            {key: value if key == "role" else _map_text(value, fence, fence_key) for key, value in message.items()}
+            for message in chat.messages
+        ]
+        tools = _map_text(chat.tools, fence, fence_key)
+        if not suspects:
+            return
+        fenced = template.render(messages, tools)
+        whole, apart = (Counter(self._words.special.findall(rendering)) for rendering in (text, fenced))
+        if whole != apart:
+            word = next(iter(whole - apart), None)
+            raise BadRow(
+                f"The text {suspects[0][:60]!r} and what the chat template writes next to it "
+                + (f"spell the special token {word!r}." if word else "cannot be told apart."),
+                "reword that text",
+            )
+
+
+class Fragments:
+    """Which texts could, with something before or behind them, spell one of the words."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._beginnings = {word[:n] for word in words for n in range(1, len(word))}
+        self._ends = {word[n:] for word in words for n in range(1, len(word))}
+        self._all = "\0".join(words)
+        self._longest = max(map(len, words), default=0)
+
+    def may_join(self, text: str) -> bool:
+        if not text:
+            return False
+        lengths = range(1, min(len(text), self._longest) + 1)
+        return (
+            any(text[-n:] in self._beginnings for n in lengths)
+            or any(text[:n] in self._ends for n in lengths)
+            or (len(text) < self._longest and text in self._all)
+        )
 
 
 def parse(raw: bytes) -> dict[str, Any]:
@@ -259,14 +318,15 @@ def _digest(meaning: Any) -> int:
     return int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8).digest(), "little")
 
 
-def _map_text(value: Any, change: Callable[[str], str]) -> Any:
+def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[str], str] | None = None) -> Any:
     """The same JSON value with every string in it changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_map_text(item, change) for item in value]
+        return [_map_text(item, change, change_key) for item in value]
     if isinstance(value, dict):
-        return {change(key): _map_text(item, change) for key, item in value.items()}
+        new_key = change_key or change
+        return {new_key(key): _map_text(item, change, change_key) for key, item in value.items()}
     return value
 
 

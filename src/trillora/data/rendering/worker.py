@@ -81,11 +81,11 @@ def main() -> None:
 
 
 def _script(renderer: Renderer, raw: bytes, format: str, cut: list[Any] | None) -> list[Any]:
-    """A script as a list of its fields, or a list of two: what is wrong, and what to do."""
+    """A script as a list of its fields, or a shorter list: what is wrong, what to do, whether a limit was reached."""
     try:
         script = _limited(lambda: renderer.script(raw, format, Cut(*cut) if cut else None))
     except BadRow as error:
-        return [error.what, error.do]
+        return [error.what, error.do, error.past_limit]
     return [script.text, script.supervised, script.planted, script.cuts, script.kind, script.digest]
 
 
@@ -98,11 +98,13 @@ def _limited(work: Any) -> Any:
         raise BadRow(
             f"The template ran for more than {SECONDS_PER_ROW:g} seconds on this row.",
             "look for a loop in the template that does not end",
+            past_limit=True,
         ) from None
     except MemoryError:
         raise BadRow(
             f"The template needed more than {BYTES_ABOVE_START >> 20} MB for this row.",
             "look for text in the template that multiplies",
+            past_limit=True,
         ) from None
     except RecursionError:
         raise BadRow("The template calls itself without end.", "look for a macro that calls itself") from None

@@ -383,7 +383,7 @@ FAMILIES = {
     ),
     "zephyr": Family(_ZEPHYR, ("<s>", "</s>"), "</s>", "<s>", spaces="mistral"),
     "deepseek": Family(_DEEPSEEK_V3, **_DEEPSEEK_FACTS, says=_deepseek_says),
-    "deepseek-r1": Family(_DEEPSEEK_R1, **_DEEPSEEK_FACTS, thinks=True, says=_r1_says),
+    "deepseek-r1": Family(_DEEPSEEK_R1, **_DEEPSEEK_FACTS, thinks=True, opens=False, says=_r1_says),
 }
 
 

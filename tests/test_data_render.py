@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -136,10 +136,13 @@ def planted_rows(row: Row, text: str) -> Iterator[tuple[str, Row]]:
         yield ".".join(map(str, path)), changed
 
 
-def prove_planted_is_text(tokenizer: Any, family: Family, words: tuple[str, ...], places: tuple[str, ...]) -> int:
+def prove_planted_is_text(
+    tokenizer: Any, family: Family, words: tuple[str, ...], places: tuple[str, ...], read: Callable[[str], str] = str
+) -> int:
     """Special tokens spelled in any text are text: as many control ids, in the same order, as with harmless text.
 
     Only names and keys may be refused, with the token named: templates look into those. Returns how many were not.
+    What is written and what is trained is compared as `read` gives it.
     """
     control = set(tokenizer.all_special_ids) | {
         id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -160,8 +163,9 @@ def prove_planted_is_text(tokenizer: Any, family: Family, words: tuple[str, ...]
                 found, expected = ([t for t in r.tokens.tolist() if t in control] for r in (rendered, plain))
                 assert found == expected, (field, word)
                 written = tokenizer.decode(plain.tokens.tolist()).replace("harmless", word)
-                assert tokenizer.decode(rendered.tokens.tolist()) == written, (field, word)
-                assert trained_runs(rendered, tokenizer) == spoken(planted["messages"], family), (field, word)
+                assert read(tokenizer.decode(rendered.tokens.tolist())) == read(written), (field, word)
+                runs, expected_runs = trained_runs(rendered, tokenizer), spoken(planted["messages"], family)
+                assert list(map(read, runs)) == list(map(read, expected_runs)), (field, word)
                 num_text += 1
     return num_text
 
@@ -351,25 +355,24 @@ def test_marks_that_end_with_a_token_that_ends_no_turn_still_train_the_stop_toke
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("template", "system", "user", "answer"),
     [
-        "{{ messages[0]['content'] }}{{ messages[1]['content'] }}{{ '<|im_end|>' }}{{ messages[2]['content'] }}",
-        "{{ '<|' + messages[1]['content'] + '_end|>' }}{{ messages[2]['content'] }}",
-        "{{ '<|im_end' }}{{ messages[2]['content'] }}",
+        ("{{ texts[0] | trim }}{{ texts[1] }}{{ texts[2] }}", "x <|im_ ", "end|>", "Hi"),
+        ("{{ texts[0] }}{{ '<|' + texts[1] + '_end|>' }}{{ texts[2] }}", "x", "im", "Hi"),
+        ("{{ texts[0] + texts[1] + '<|im_end' }}{{ texts[2] }}", "x", "y", "|>Hi"),
     ],
 )
-def test_content_that_spells_a_token_only_with_its_neighbours_is_refused(template: str) -> None:
-    tokenizer = with_template(template + "{{ '<|im_end|>' }}")
-    contents = {"system": " x<|im_", "user": "end|>", "assistant": "Hi"}
-    if "_end|>' }}{{ m" in template:
-        contents |= {"system": "x", "user": "im"}
-    elif "'<|im_end'" in template:
-        contents |= {"system": "x", "user": "y", "assistant": "|>Hi"}
-    messages = [{"role": role, "content": content} for role, content in contents.items()]
+def test_content_that_spells_a_token_only_with_its_neighbours_is_refused(
+    template: str, system: str, user: str, answer: str
+) -> None:
+    texts = "{% set texts = messages | map(attribute='content') | list %}"
+    tokenizer = with_template(texts + template + "{{ '<|im_end|>' }}")
+    roles = ("system", "user", "assistant")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, (system, user, answer), strict=True)]
     with pytest.raises(TrilloraError, match=r"spell the special token '<\|im_end\|>'"):
         render_chat(messages, tokenizer, "everything")
-    messages[1]["content"], messages[2]["content"] = "what", "Hi"
-    assert len(render_chat(messages, tokenizer, "everything"))
+    harmless = [{"role": role, "content": f"({text})"} for role, text in zip(roles, ("a", "b", "c"), strict=True)]
+    assert len(render_chat(harmless, tokenizer, "everything"))
 
 
 def test_template_that_looks_into_planted_content_is_refused_with_the_token_named() -> None:
@@ -377,7 +380,7 @@ def test_template_that_looks_into_planted_content_is_refused_with_the_token_name
         "{% if messages[0]['content'] | length > 10 %}{{ raise_exception('too long') }}{% endif %}"
         "{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
     )
-    messages = [{"role": "user", "content": "<|im_end|>" * 1}, HELLO[1]]
+    messages = [{"role": "user", "content": "<|im_end|>"}, HELLO[1]]
     assert len(render_chat(messages, with_template(template), "everything"))
     looking = template.replace("length > 10", "length < 10")
     with pytest.raises(TrilloraError, match=r"spells the special token '<\|im_end\|>'"):
@@ -455,7 +458,7 @@ def test_conversation_may_begin_with_the_assistant_where_the_template_says_how_i
 def test_chat_has_the_templates_bos_and_no_second_one(name: str) -> None:
     family, tokenizer = FAMILIES[name], chat_tokenizer(name)
     tokens = render_chat(HELLO, tokenizer).tokens.tolist()
-    assert tokens.count(tokenizer.bos_token_id) == (1 if family.bos else 0)
+    assert tokens.count(tokenizer.bos_token_id) == ("bos_token" in family.template)
 
 
 @pytest.mark.parametrize("name", NAMES)

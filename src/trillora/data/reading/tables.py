@@ -100,11 +100,11 @@ def csv_rows(stream: Stream, at: Cursor, delimiter: str) -> Iterator[RawRow | Fa
             continue
         if header is None:
             header = _checked_header(record)
-        elif len(record) != len(header):
+        elif len(record) < len(header) or any(record[len(header) :]):  # some writers end every record with a separator
             what = f"This record has {len(record)} fields; the header has {len(header)}."
             yield at.fault(what, "quote fields that hold the separator, and give every record all fields")
         else:
-            yield at.record(dict(zip(header, record, strict=True)))
+            yield at.record(dict(zip(header, record, strict=False)))
 
 
 def _checked_header(names: list[str]) -> list[str]:

@@ -130,8 +130,9 @@ class Renderer:
             )
         self._chat.check_tools(chat)
         text = self._chat.render(chat.messages, chat.tools)
-        planted = self._planted(chat, text, self._chat)
-        self._refuse_joined(chat, text, self._chat)
+        planted, may_join = self._planted(chat, text, self._chat)
+        if may_join:
+            self._refuse_joined(chat, text, self._chat)
         if self._settings.train_on == "everything":
             supervised: tuple[Span, ...] = ((0, len(text)),)
         else:
@@ -141,9 +142,11 @@ class Renderer:
     def _spelled(self, text: str) -> tuple[Span, ...]:
         return tuple(match.span() for match in self._words.special.finditer(text))
 
-    def _planted(self, chat: Chat, text: str, template: ChatTemplate) -> tuple[Span, ...]:
-        """Where content spells a special token, found by rendering with stand-ins and verified by putting them back."""
+    def _planted(self, chat: Chat, text: str, template: ChatTemplate) -> tuple[tuple[Span, ...], bool]:
+        """Where content spells a special token, found by rendering with stand-ins and verified by putting them back;
+        and whether some content may be a part of one."""
         spellings: list[str] = []
+        may_join = False
 
         def stand_in(match: re.Match[str]) -> str:
             spellings.append(match[0])
@@ -154,6 +157,8 @@ class Renderer:
                 raise BadRow(
                     "The text holds one of U+FDD0 to U+FDD3, which are no characters.", "remove them from the row"
                 )
+            nonlocal may_join
+            may_join = may_join or self._fragments.may_join(value.strip())
             return self._words.special.sub(stand_in, value)
 
         hidden = [
@@ -162,7 +167,7 @@ class Renderer:
         ]
         tools = _map_text(chat.tools, hide)
         if not spellings:
-            return ()
+            return (), may_join
         try:
             rendered = template.render(hidden, tools)
         except BadRow:  # it looks into the content
@@ -180,7 +185,7 @@ class Renderer:
                 "the two cannot be told apart.",
                 "remove that text from the row",
             )
-        return tuple(spans)
+        return tuple(spans), may_join
 
     def _refuse_joined(self, chat: Chat, text: str, template: ChatTemplate) -> None:
         """Refuse content that spells a special token only together with what the template writes next to it.
@@ -208,13 +213,15 @@ class Renderer:
         tools = _map_text(chat.tools, fence, fence_key)
         if not suspects:
             return
-        fenced = template.render(messages, tools)
+        try:
+            fenced = template.render(messages, tools)
+        except BadRow:  # it looks into the content
+            fenced = ""
         whole, apart = (Counter(self._words.special.findall(rendering)) for rendering in (text, fenced))
         if whole != apart:
-            word = next(iter(whole - apart), None)
             raise BadRow(
-                f"The text {suspects[0][:60]!r} and what the chat template writes next to it "
-                + (f"spell the special token {word!r}." if word else "cannot be told apart."),
+                f"The text {suspects[0][:60]!r} and what the chat template writes next to it spell the special token "
+                f"{next(iter(whole - apart or apart))!r}, or cannot be told from it.",
                 "reword that text",
             )
 
@@ -223,20 +230,27 @@ class Fragments:
     """Which texts could, with something before or behind them, spell one of the words."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._beginnings = {word[:n] for word in words for n in range(1, len(word))}
-        self._ends = {word[n:] for word in words for n in range(1, len(word))}
-        self._all = "\0".join(words)
-        self._longest = max(map(len, words), default=0)
+        self._words = tuple(word for word in words if word)
+        self._beginnings = {word[:n] for word in self._words for n in range(1, len(word))}
+        self._ends = {word[n:] for word in self._words for n in range(1, len(word))}
+        self._firsts, self._lasts = ({word[i] for word in self._words} for i in (0, -1))
+        self._longest = max(map(len, self._words), default=0)
 
     def may_join(self, text: str) -> bool:
+        """Asked for every text: most are told by not having the first or last character of any word at the border."""
         if not text:
             return False
-        lengths = range(1, min(len(text), self._longest) + 1)
+        if len(text) < self._longest:
+            return any(text in word and text != word for word in self._words) or self._at_borders(text)
+        tail = len(text) - self._longest
         return (
-            any(text[-n:] in self._beginnings for n in lengths)
-            or any(text[:n] in self._ends for n in lengths)
-            or (len(text) < self._longest and text in self._all)
-        )
+            any(text.find(character, tail) >= 0 for character in self._firsts)
+            or any(text.find(character, 0, self._longest) >= 0 for character in self._lasts)
+        ) and self._at_borders(text)
+
+    def _at_borders(self, text: str) -> bool:
+        lengths = range(1, min(len(text), self._longest) + 1)
+        return any(text[-n:] in self._beginnings or text[:n] in self._ends for n in lengths)
 
 
 def parse(raw: bytes) -> dict[str, Any]:

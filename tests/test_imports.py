@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("", "errors", "events", "config", "console", "hardware", "trainer", "quickstart"),
         "data_report",
     },
-    "": {"errors", "events", "config", "console", "trainer"},  # the package itself: the Python API
+    "": {"errors", "events", "config", "console", "data_report", "trainer"},  # the package itself: the Python API
     "__main__": {"cli"},
 }
 
@@ -52,7 +52,7 @@ ONLY_IN: dict[str, set[str]] = {
     "optax": {"engine", "assembly", "trainer"},
     "pydantic": {"config", "recipe_errors"},
     "typer": {"cli"},
-    "rich": {"cli", "console", "data_report"},
+    "rich": {"", "cli", "console", "data_report"},
     "peft": set(),
 }
 

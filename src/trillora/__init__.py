@@ -1,6 +1,7 @@
 """Trillora: LoRA fine-tuning of any Hugging Face causal language model on TPU, GPU and CPU.
 
     import trillora
+    trillora.inspect_data("recipe.yaml")
     trillora.train("recipe.yaml", out="runs/first", train={"steps": 60})
 
 Names are loaded when first used, so that importing the package costs nothing.
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trillora.config import Recipe, load_recipe
+    from trillora.data_report.report import DataReport
     from trillora.errors import TrilloraError
     from trillora.events import Listener
     from trillora.trainer import TrainResult
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "TrilloraError", "__version__", "load_recipe", "train"]
+__all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load_recipe", "train"]
 
 
 def train(
@@ -42,6 +44,19 @@ def train(
         return run(loaded, Path(out), listener=listener)
     with console_listener() as shown:
         return run(loaded, Path(out), listener=shown)
+
+
+def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> DataReport:
+    """Shows what a recipe's data would train, as `trillora data` does, and returns the figures."""
+    from rich.console import Console
+
+    from trillora.config import load_recipe
+    from trillora.data_report.report import inspect
+    from trillora.data_report.terminal import show
+
+    report = inspect(load_recipe(recipe, overrides))
+    show(report, Console(highlight=False))
+    return report
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from chat_tokenizers import FAMILIES, Family, Messages, chat_tokenizer, some_conversation, some_tool
-from rendering import render_chat, render_text
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -28,7 +27,7 @@ from trillora.data.rows import BadRow
 from trillora.errors import TrilloraError
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
-NUM_CONVERSATIONS = 700 if FULL_DOSE else 60  # for each family
+NUM_CONVERSATIONS = 700 if FULL_DOSE else 50  # for each family
 PLACES = ("a {} b", "{}", "a{}", "{}b", "{0}{0}", "x\n{}\ny")
 NAMES = list(FAMILIES)
 Row = dict[str, Any]
@@ -56,6 +55,25 @@ def render_rows(
             refused[number] = error
     encoded = iter(encoder_of(tokenizer).encode(scripts))
     return [refused[number] if number in refused else next(encoded) for number in range(len(rows))]
+
+
+def render_one(row: Row, tokenizer: Any, train_on: str, format: str) -> Rendered:
+    """What is wrong with the row is raised as users would see it."""
+    try:
+        (document,) = render_rows([row], tokenizer, train_on, format)
+    except BadRow as error:  # of the template itself
+        document = error
+    if isinstance(document, BadRow):
+        raise TrilloraError(document.what, do=document.do)
+    return document
+
+
+def render_chat(messages: Any, tokenizer: Any, train_on: str = "assistant") -> Rendered:
+    return render_one({"messages": messages}, tokenizer, train_on, "messages")
+
+
+def render_text(text: str, tokenizer: Any) -> Rendered:
+    return render_one({"text": text}, tokenizer, "auto", "text")
 
 
 def trained_text(rendered: Rendered, tokenizer: Any) -> str:

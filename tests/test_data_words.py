@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +98,17 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "smollm": lambda: byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), GPT2_STEP])),
     "llama 3": lambda: byte_level(split_by(LLAMA3), ignore_merges=True),
     "qwen 2": lambda: byte_level(split_by(QWEN2)),
+    "qwen 2 in NFC": lambda: normalizing(byte_level(split_by(QWEN2)), normalizers.NFC()),
+    "two patterns": lambda: byte_level(split_by(r"\p{N}{1,3}", pre_tokenizers.Split(Regex(QWEN2), "isolated"))),
+    "digits, then a pattern": lambda: byte_level(
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(True), split_by(QWEN2)])
+    ),
 }
+
+
+def normalizing(inner: Tokenizer, normalizer: Any) -> Tokenizer:
+    inner.normalizer = normalizer
+    return inner
 
 
 @functools.cache
@@ -113,7 +124,8 @@ def some_texts(rng: random.Random, tokenizer: WordTokenizer, num: int) -> list[s
         pieces = [known, WORDS, [*WORDS, *rng.choices(known, k=20)]][number % 3]
         joint = "" if number % 2 else " "
         texts.append(joint.join(rng.choices(pieces, k=rng.randint(1, 40))))
-    return texts
+    # Characters alone are in a normal form, side by side they may not be.
+    return [text if tokenizer.can(text) else unicodedata.normalize("NFC", text) for text in texts]
 
 
 def compare(inner: Tokenizer, tokenizer: WordTokenizer, texts: list[str]) -> int:
@@ -134,7 +146,10 @@ def compare(inner: Tokenizer, tokenizer: WordTokenizer, texts: list[str]) -> int
 def test_ids_are_the_tokenizers_own(kind: str) -> None:
     inner, tokenizer = tokenizer_of(kind)
     assert tokenizer is not None
-    assert compare(inner, tokenizer, some_texts(random.Random(0), tokenizer, NUM_TEXTS)) == NUM_TEXTS
+    texts = some_texts(random.Random(0), tokenizer, NUM_TEXTS)
+    num_known = sum(map(tokenizer.can, texts))
+    assert num_known == NUM_TEXTS or ("NFC" in kind and num_known > 0.9 * NUM_TEXTS)
+    assert compare(inner, tokenizer, texts) == num_known
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,7 +167,8 @@ def test_forgetting_words_changes_no_ids(kind: str, monkeypatch: pytest.MonkeyPa
     assert tokenizer is not None
     texts = some_texts(random.Random(1), tokenizer, 90)
     for start in range(0, 90, 9):
-        assert compare(inner, tokenizer, texts[start : start + 9]) == 9
+        some = texts[start : start + 9]
+        assert compare(inner, tokenizer, some) == sum(map(tokenizer.can, some)) > 0
 
 
 def test_the_gpt_4o_pattern_is_declined_or_right() -> None:
@@ -173,21 +189,14 @@ def stripping(**flags: bool) -> Tokenizer:
     return inner
 
 
-def normalizing() -> Tokenizer:
-    inner = changed({})
-    inner.normalizer = normalizers.NFC()
-    return inner
-
-
 DECLINED: dict[str, Callable[[], Tokenizer]] = {
     "sentencepiece (Mistral)": lambda: chat_tokenizer("mistral").backend_tokenizer,
     "sentencepiece (Gemma)": lambda: chat_tokenizer("gemma").backend_tokenizer,
-    "a normalizer": normalizing,
+    "a normalizer": lambda: normalizing(changed({}), normalizers.Lowercase()),
     "a space in front": lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "tokens that strip left": lambda: stripping(lstrip=True),
     "tokens that strip right": lambda: stripping(rstrip=True),
     "tokens that must stand alone": lambda: stripping(single_word=True),
-    "two patterns": lambda: byte_level(split_by(QWEN2, pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"))),
     "a pattern that removes": lambda: byte_level(
         pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\s"), "removed"), pre_tokenizers.ByteLevel(False)])
     ),

@@ -17,7 +17,7 @@ import string
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ MAX_WORDS = 400_000  # remembered at most; then memory begins anew
 # The pattern ByteLevel uses where the tokenizer names none.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPACE = r"\s"
+Form = Literal["NFC", "NFKC", "NFD", "NFKD"]
 # Alphabets and punctuation; further scripts write words without spaces, which are seldom met twice.
 KNOWN_BLOCKS = ((0x0000, 0x0600), (0x2000, 0x27C0), (0xFE0F, 0xFE10))
 EMOJI = (0x1F300, 0x1FB00)  # neither letter, number nor space, assigned or not
@@ -42,9 +43,10 @@ class Encoded:
 class WordTokenizer:
     """Tokenises text for one byte-level tokenizer. Made by `of`."""
 
-    def __init__(self, backend: Any, words: re.Pattern[str], added: dict[str, int]) -> None:
+    def __init__(self, backend: Any, stages: list[re.Pattern[str]], added: dict[str, int], form: Form | None) -> None:
         self._backend = backend
-        self._words = words
+        self._stages = stages  # patterns that cut one after the other
+        self._form = form  # of Unicode, that text must have already
         self._added = added
         self._split = re.compile("(" + "|".join(map(re.escape, sorted(added, key=lambda w: (-len(w), w)))) + ")")
         self._unknown = re.compile(f"[^{_classes()['known']}]")
@@ -58,16 +60,21 @@ class WordTokenizer:
     def of(backend: Any) -> WordTokenizer | None:
         """One for this tokenizer, if it is of the kind and agrees with it."""
         description = json.loads(backend.to_str())
-        words = _pattern(description)
-        tokens = description["added_tokens"]
-        if words is None or not tokens or any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in tokens):
+        normalizer = description["normalizer"] or {"type": "Sequence", "normalizers": []}
+        nothing, form = normalizer.get("normalizers") == [], normalizer["type"]
+        stages, tokens = _stages(description), description["added_tokens"]
+        if not stages or not (nothing or form in get_args(Form)):
             return None
-        tokenizer = WordTokenizer(backend, words, {t["content"]: t["id"] for t in tokens})
+        if not tokens or any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in tokens):
+            return None
+        tokenizer = WordTokenizer(backend, stages, {t["content"]: t["id"] for t in tokens}, None if nothing else form)
         return tokenizer if tokenizer._agrees() else None
 
     def can(self, text: str) -> bool:
         """Whether all characters of a text are among those whose class is settled."""
-        return text.isascii() or not self._unknown.search(text)
+        if text.isascii():
+            return True
+        return not self._unknown.search(text) and (not self._form or unicodedata.is_normalized(self._form, text))
 
     def encode(self, texts: Sequence[str]) -> list[Encoded | None]:
         """The tokens of such texts, without BOS or EOS; None for a text with characters the tokenizer drops."""
@@ -91,15 +98,17 @@ class WordTokenizer:
 
     def _cut(self, text: str) -> list[str]:
         """The words of a text; added tokens are words of their own."""
-        parts = self._split.split(text)
-        if len(parts) == 1:
-            return self._words.findall(text)
         words: list[str] = []
-        for number, part in enumerate(parts):
+        for number, part in enumerate(self._split.split(text)):
             if number % 2:
                 words.append(part)
-            elif part:
-                words += self._words.findall(part)
+            elif len(self._stages) == 1:
+                words += self._stages[0].findall(part)
+            else:
+                pieces = [part]
+                for stage in self._stages:
+                    pieces = [word for piece in pieces for word in stage.split(piece) if word]
+                words += pieces
         return words
 
     def _learn(self, words_of: Sequence[list[str]]) -> None:
@@ -136,37 +145,35 @@ class WordTokenizer:
         added = [f"a {word} b{word}{word}\n{word}" for word in self._added if word.isascii()][:50]
         mixed = [a + b + c for a in "a1 .\n'" for b in string.printable for c in "aS1 .\n'"]
         texts = [pairs, "".join(mixed), *mixed, *pieces, " ".join(pieces), *added, *beyond]
+        texts = [text for text in texts if self.can(text)]
         plain = self._backend.encode_batch(texts, add_special_tokens=False)
         ours = self.encode(texts)
         compared = [(e.ids.tolist(), p.ids) for e, p in zip(ours, plain, strict=True) if e is not None]
         return len(compared) > len(texts) // 2 and all(mine == theirs for mine, theirs in compared)
 
 
-def _pattern(description: dict[str, Any]) -> re.Pattern[str] | None:
-    """How the tokenizer cuts ASCII text into words; None if it is not of the kind, or unclear."""
+def _stages(description: dict[str, Any]) -> list[re.Pattern[str]]:
+    """The patterns by which the tokenizer cuts text into words; none if it is not of the kind, or unclear."""
     steps = description["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
-    if description["normalizer"] or description["model"].get("dropout") or not steps:
-        return None
-    if steps[-1].get("type") != "ByteLevel" or steps[-1]["add_prefix_space"]:
-        return None
-    cuts = [GPT2] if steps[-1]["use_regex"] else []
-    digits = False
+    last = steps[-1] if steps else {}
+    if description["model"].get("dropout") or last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+        return []
+    cuts: list[str] = []
     for step in steps[:-1]:
         if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
-            cuts.append(step["pattern"].get("Regex", ""))
-        elif step["type"] == "Digits" and step["individual_digits"] and not digits:
-            digits = True
+            cuts.append(step["pattern"].get("Regex", r"\d"))  # a plain string: declined below
+        elif step["type"] == "Digits" and step["individual_digits"]:
+            cuts.append(r"\p{N}")
         else:
-            return None
-    if len(cuts) != 1 or not cuts[0]:
-        return None
-    if digits:
-        if cuts[0] != GPT2:
-            return None
-        # Digits are cut out first: each is a word, and space in front of one is as if at the end of the text.
+            return []
+    if last["use_regex"]:
+        cuts.append(GPT2)
+    if cuts == [r"\p{N}", GPT2]:
+        # In one pass: each digit is a word, and space in front of one is as if at the end of the text.
         cuts = [r"\p{N}|" + GPT2.replace(r"| ?\p{N}+", "").replace(r"(?!\S)", r"(?![^\s\p{N}])")]
-    return _compiled(cuts[0])
+    stages = [_compiled(cut if len(cuts) == 1 else f"({cut})") for cut in cuts]
+    return [stage for stage in stages if stage is not None] if None not in stages else []
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
@@ -201,6 +208,8 @@ def _classes() -> dict[str, str]:
         r"\p{Lu}": _ranges([c for c in settled if unicodedata.category(c) == "Lu"]),
         r"\p{Ll}": _ranges([c for c in settled if unicodedata.category(c) == "Ll"]),
         r"\p{M}": _ranges([c for c in settled if unicodedata.category(c)[0] == "M"]),
+        r"\p{P}": _ranges([c for c in settled if unicodedata.category(c)[0] == "P"]),
+        r"\p{S}": _ranges([c for c in settled if unicodedata.category(c)[0] == "S"]) + emoji,
         # White space by Unicode: Python's own also counts the four separators of ASCII.
         SPACE: _ranges([c for c in settled if c.isspace() and not "\x1c" <= c <= "\x1f"]),
         "known": _ranges(settled) + emoji,

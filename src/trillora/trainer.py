@@ -20,7 +20,6 @@ from trillora.assembly import Assembly
 from trillora.choices import Plan, choose
 from trillora.config import Recipe, dump_resolved
 from trillora.data.batches import Batches
-from trillora.data.documents import Lost
 from trillora.dataset import chat_template, open_dataset, settle
 from trillora.engine.step import StepMetrics, TrainState, initial_state
 from trillora.errors import TrilloraError
@@ -101,13 +100,12 @@ def read_data(recipe: Recipe, tokenizer: Any, listener: Listener = print_nothing
         pack=recipe.data.pack,
         num_buckets=recipe.data.buckets,
     )
-    _, lost = dataset.fitted("train", train.sequence_length, train.seed)
-    listener(Note(f"Data {describe(batches, lost)}"))
+    listener(Note(f"Data {describe(batches)}"))
     return batches
 
 
-def describe(batches: Batches, lost: Lost) -> str:
-    counts = batches.summary()
+def describe(batches: Batches) -> str:
+    counts, lost = batches.summary(), batches.lost
     text = (
         f"{counts['documents']:,} documents in {counts['rows']:,} rows, {counts['supervised']:,} of "
         f"{counts['tokens']:,} tokens trained, {counts['padding_fraction']:.1%} padding"

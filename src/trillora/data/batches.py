@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trillora.data.documents import Documents
+from trillora.data.documents import Documents, Lost
 from trillora.data.pack import Rows, best_fit, bucket_lengths, fill_row, one_per_row
 from trillora.errors import TrilloraError
 
@@ -41,6 +41,7 @@ class Batches:
         pack: bool,
         num_buckets: int = 1,
         pad_id: int = 0,
+        lost: Lost = Lost(),
     ) -> None:
         if batch_size < 1 or sequence_length < 2:
             raise TrilloraError(
@@ -50,6 +51,7 @@ class Batches:
         if not documents.trained_N.any():
             raise TrilloraError("The data has no token to train on.", do="give it rows with answers")
         self.documents = documents
+        self.lost = lost  # what fitting the documents to the length cost
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         self._seed = seed

@@ -132,7 +132,7 @@ class Dataset:
     def batches(
         self, *, sequence_length: int, batch_size: int, seed: int, pack: bool, num_buckets: int = 1, part: str = "train"
     ) -> Batches:
-        documents, _ = self.fitted(part, max(sequence_length, 2), seed)
+        documents, lost = self.fitted(part, max(sequence_length, 2), seed)
         return Batches(
             documents,
             batch_size=batch_size,
@@ -141,6 +141,7 @@ class Dataset:
             pack=pack,
             num_buckets=num_buckets,
             pad_id=self.pad_id,
+            lost=lost,
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trillora.data.documents import Documents, Lost
+from trillora.data.documents import NOTHING_LOST, Documents, Lost
 from trillora.data.pack import Rows, best_fit, bucket_lengths, fill_row, one_per_row
 from trillora.errors import TrilloraError
 
@@ -41,7 +41,7 @@ class Batches:
         pack: bool,
         num_buckets: int = 1,
         pad_id: int = 0,
-        lost: Lost = Lost(),
+        lost: Lost = NOTHING_LOST,
     ) -> None:
         if batch_size < 1 or sequence_length < 2:
             raise TrilloraError(

@@ -69,6 +69,9 @@ class Lost:
     num_split: int = 0  # texts cut into pieces, without loss
 
 
+NOTHING_LOST = Lost()
+
+
 def all_documents(store: Store) -> Documents:
     rows = store.rows
     start, length, trained = (rows[name].astype(np.int64) for name in ("start", "length", "trained"))
@@ -103,7 +106,7 @@ def fit(
     """Documents of at most `sequence_length` tokens. Nothing trained is lost in silence."""
     long_N = documents.lengths_N > sequence_length
     if not long_N.any():
-        return documents, Lost()
+        return documents, NOTHING_LOST
     splits_N = long_N & (kinds_N == _TEXT) & (policy in ("auto", "split"))
     lost_N = long_N & ~splits_N
     lost = Lost(int(lost_N.sum()), int(documents.trained_N[lost_N].sum()), int(splits_N.sum()))

@@ -86,11 +86,11 @@ def assemble(recipe: Recipe, config: Any, mesh: Mesh, num_steps: int) -> Assembl
     )
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     chunk = loss_chunk_positions(engine.loss_chunk, train.micro_batch_size // shards, train.sequence_length)
-    optimizer = make_optimizer(train.optimizer, train.weight_decay)
+    optimizer = make_optimizer(train.optimizer, train.weight_decay, decayed_leaves(model.adapter_layout))
     train_step = make_train_step(
         loss_function(model, chunk, packed=recipe.data.pack),
         optimizer,
-        make_schedule(train.schedule, train.learning_rate, train.warmup_steps, num_steps),
+        make_schedule(train.schedule, train.learning_rate, train.warmup_steps, num_steps, train.decay_fraction),
         max_grad_norm=train.max_grad_norm,
         num_micro_batches=train.batch_size // train.micro_batch_size,
     )
@@ -172,13 +172,20 @@ def weight_shardings(model: CausalLM, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
-    """Copied to every device while that is cheap, which saves the gathering; else split like the base."""
+    """Copied to every device while that is cheap, which saves the gathering; else split like the base. On a mesh with
+    all three axes always copied: split there, the partitioner was seen to give wrong numbers."""
     with_optimizer = 3 * sum(leaf.num_bytes for leaf in layout.values())
-    if with_optimizer <= COPIED_ADAPTER_BYTES:
+    if with_optimizer <= COPIED_ADAPTER_BYTES or all(size > 1 for size in mesh.shape.values()):
         return {key: replicated(mesh) for key in layout}
     return {
         key: NamedSharding(mesh, weight_spec(leaf.shape, mesh, stacked=leaf.stacked)) for key, leaf in layout.items()
     }
+
+
+def decayed_leaves(layout: Layout) -> dict[str, bool]:
+    """Which of the adapter's leaves weight decay pulls towards zero: matrices, which are LoRA's A and B. A vector is a
+    size, as DoRA's magnitude, or an offset: small is no better for it."""
+    return {key: len(leaf.part_shape) >= 2 for key, leaf in layout.items()}
 
 
 def _shapes(layout: Layout, shardings: dict[str, NamedSharding]) -> Tree:
@@ -188,11 +195,17 @@ def _shapes(layout: Layout, shardings: dict[str, NamedSharding]) -> Tree:
 def _state_shapes(
     adapter: Tree, optimizer: optax.GradientTransformation, shardings: dict[str, NamedSharding], mesh: Mesh
 ) -> TrainState:
-    """The optimiser keeps trees like the adapter's: each array lies where its parameter does."""
+    """The optimiser keeps trees like the adapter's: each array lies where its parameter does. One of another shape is
+    split if its parameter is, by the rule for weights."""
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        key = getattr(path[-1], "key", None)
-        sharding = shardings.get(key, replicated(mesh)) if isinstance(key, str) else replicated(mesh)
+        key = str(getattr(path[-1], "key", ""))
+        if key not in adapter or shardings[key].is_fully_replicated:
+            sharding = replicated(mesh)
+        elif leaf.shape == adapter[key].shape:
+            sharding = shardings[key]
+        else:
+            sharding = NamedSharding(mesh, weight_spec(leaf.shape, mesh, stacked=len(leaf.shape) > 2))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     shapes = jax.eval_shape(lambda a: initial_state(a, optimizer, 0), adapter)

@@ -195,11 +195,19 @@ class TrainSection(Section):
     micro_batch_size: Auto | Count = Field(
         default="auto", description="Rows of the batch processed at once, over all devices; fewer need less memory."
     )
-    optimizer: Literal["adamw", "lion"] = Field(default="adamw", description="Update rule.")
+    optimizer: Literal["adamw", "lion", "lion-8bit", "adafactor"] = Field(
+        default="adamw",
+        description="Update rule; adamw keeps two numbers for each it trains, lion one, lion-8bit a quarter, adafactor "
+        "next to none. Both lions want a learning rate three to ten times smaller.",
+    )
     learning_rate: float = Field(default=2e-4, gt=0, le=1, description="Peak step size of the optimiser.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
-        description="How the learning rate falls from its peak to zero at the last step; constant stays.",
+        description="How the learning rate falls from its peak to zero at the last step; constant stays, wsd stays "
+        "and falls at the end.",
+    )
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Last share of the steps, over which schedule wsd falls; 0.2 when not given."
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises to its peak.")
     weight_decay: float = Field(default=0.0, ge=0, description="Pull of the adapter towards zero.")
@@ -217,8 +225,21 @@ class TrainSection(Section):
             return {**value, "epochs": 1.0}
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _wsd_falls_at_the_end(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("schedule") == "wsd" and value.get("decay_fraction") is None:
+            return {**value, "decay_fraction": 0.2}
+        return value
+
     @model_validator(mode="after")
     def _values_fit_together(self) -> TrainSection:
+        if self.decay_fraction is not None and self.schedule != "wsd":
+            raise _conflict(
+                "decay_fraction",
+                f"train.decay_fraction is for train.schedule: wsd; it is {self.schedule}.",
+                "set train.schedule to wsd, or leave train.decay_fraction out",
+            )
         if self.steps is not None and self.epochs is not None:
             raise _conflict("epochs", "Both train.steps and train.epochs are given.", "keep one of the two")
         if self.micro_batch_size != "auto" and self.batch_size % self.micro_batch_size:

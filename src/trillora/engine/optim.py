@@ -1,36 +1,104 @@
 """Optimisers and schedules. An optimiser here gives a direction; the step scales it by the learning rate of its own
-number, which a skipped update does not hold back."""
+number, which a skipped update does not hold back.
+
+Every direction has entries of size about one, so that what the learning rate means changes little between them: Lion's
+are signs, where Adam's and Adafactor's are mostly below one; hence Lion wants a rate a few times smaller.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-OptimizerName = Literal["adamw", "lion"]
-ScheduleName = Literal["constant", "linear", "cosine"]
+from trillora.engine.lion8bit import scale_by_lion_8bit
+
+OptimizerName = Literal["adamw", "lion", "lion-8bit", "adafactor"]
+ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
 Schedule = Callable[[jax.Array], jax.Array]
+Tree = Any
 
 
-def make_optimizer(name: OptimizerName, weight_decay: float) -> optax.GradientTransformation:
-    """Decoupled weight decay, as in the papers; PyTorch's defaults for everything else."""
-    direction = {"adamw": optax.scale_by_adam, "lion": optax.scale_by_lion}[name]()
-    return optax.chain(direction, optax.add_decayed_weights(weight_decay)) if weight_decay else direction
+def make_optimizer(
+    name: OptimizerName, weight_decay: float, decayed: Mapping[str, bool] | None = None
+) -> optax.GradientTransformation:
+    """Decoupled weight decay, as in the papers, for the parameters `decayed` names or for all; PyTorch's defaults for
+    everything else."""
+    makers: dict[str, Callable[[], optax.GradientTransformation]] = {
+        "adamw": optax.scale_by_adam,
+        "lion": optax.scale_by_lion,
+        "lion-8bit": scale_by_lion_8bit,
+        "adafactor": scale_by_adafactor,
+    }
+    direction = makers[name]()
+    if not weight_decay:
+        return direction
+    mask = None if decayed is None else dict(decayed)
+    return optax.chain(direction, optax.add_decayed_weights(weight_decay, mask))
 
 
-def make_schedule(name: ScheduleName, peak: float, warmup_steps: int, num_steps: int) -> Schedule:
-    """Linear warm-up that ends at `peak`; then constant, or down to zero after the last step."""
+def scale_by_adafactor() -> optax.GradientTransformation:
+    """The gradient over the root of Adafactor's factored second moment, as optax computes it, and no more of
+    Adafactor: rate and clipping are the step's, as for every optimiser.
+
+    optax factors the two largest dims, which in stacked layers may be the stack itself: here it is shown one matrix at
+    a time. It leaves matrices with a side below 128 whole; that is every adapter, so here all of them are factored.
+    """
+    of_matrix = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    stacked = optax.FactoredState(count=None, v_row=0, v_col=0, v=0)  # the dim each part is stacked on, if it is
+
+    def init_leaf(param: jax.Array) -> optax.FactoredState:
+        function = of_matrix.init
+        for _ in param.shape[:-2]:
+            function = jax.vmap(function, out_axes=stacked)
+        return function(param)
+
+    def update_leaf(gradient: jax.Array, state: optax.FactoredState, param: jax.Array) -> Any:
+        function = of_matrix.update
+        for _ in param.shape[:-2]:
+            function = jax.vmap(function, in_axes=(0, stacked, 0), out_axes=(0, stacked))
+        return function(gradient, state, param)
+
+    def collect(count: jax.Array, states: list[optax.FactoredState], structure: Any) -> optax.FactoredState:
+        parts = ([getattr(state, name) for state in states] for name in ("v_row", "v_col", "v"))
+        return optax.FactoredState(count, *(jax.tree.unflatten(structure, part) for part in parts))
+
+    def init(params: Tree) -> optax.FactoredState:
+        leaves, structure = jax.tree.flatten(params)
+        return collect(jnp.int32(0), [init_leaf(leaf) for leaf in leaves], structure)
+
+    def update(gradients: Tree, state: optax.FactoredState, params: Tree) -> tuple[Tree, optax.FactoredState]:
+        leaves, structure = jax.tree.flatten(gradients)
+        moments = (jax.tree.leaves(tree) for tree in (state.v_row, state.v_col, state.v))
+        states = [optax.FactoredState(state.count, *parts) for parts in zip(*moments, strict=True)]
+        updated = [update_leaf(*args) for args in zip(leaves, states, jax.tree.leaves(params), strict=True)]
+        directions = jax.tree.unflatten(structure, [direction for direction, _ in updated])
+        return directions, collect(state.count + 1, [new for _, new in updated], structure)
+
+    return optax.GradientTransformation(init, update)
+
+
+def make_schedule(
+    name: ScheduleName, peak: float, warmup_steps: int, num_steps: int, decay_fraction: float | None = None
+) -> Schedule:
+    """Linear warm-up that ends at `peak`; then constant, or down to zero after the last step and zero from there on.
+    `wsd` stays at the peak and falls linearly over the last `decay_fraction` of all steps, or what the warm-up leaves
+    of them."""
+    fall_from = warmup_steps
+    if name == "wsd":
+        assert decay_fraction is not None
+        fall_from = max(warmup_steps, num_steps - max(1, round(decay_fraction * num_steps)))
 
     def schedule(step: jax.Array) -> jax.Array:
         warmup = jnp.minimum(1.0, (step + 1) / max(warmup_steps, 1)) if warmup_steps else 1.0
-        done = jnp.clip((step - warmup_steps) / max(num_steps - warmup_steps, 1), 0.0, 1.0)
+        done = jnp.clip((step - fall_from) / max(num_steps - fall_from, 1), 0.0, 1.0)
         if name == "constant":
             shape = jnp.ones_like(done)
         else:
-            shape = 1.0 - done if name == "linear" else 0.5 * (1.0 + jnp.cos(jnp.pi * done))
+            shape = 0.5 * (1.0 + jnp.cos(jnp.pi * done)) if name == "cosine" else 1.0 - done
         return jnp.asarray(peak * warmup * shape, jnp.float32)
 
     return schedule

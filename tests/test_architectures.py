@@ -11,7 +11,7 @@ from architecture_checks import CHECKS, Subject
 
 from trillora.config import load_recipe
 from trillora.errors import TrilloraError
-from trillora.trainer import check_packing
+from trillora.model.limits import check_rows
 
 SUITE = tiny_models.buildable(tiny_models.SUITE)
 # The few of the suite that stand for it on the oldest libraries.
@@ -48,6 +48,6 @@ def test_what_cannot_be_traced_names_operation_file_and_way_out() -> None:
 def test_packing_is_refused_where_documents_would_leak(tmp_path: Path) -> None:
     recipe = load_recipe({"model": "x", "data": str(tmp_path / "x.jsonl")})
     with pytest.raises(TrilloraError, match="see each other"):
-        check_packing(recipe.data.pack, tiny_models.configuration("recurrent_gemma"))
-    check_packing(False, tiny_models.configuration("recurrent_gemma"))
-    check_packing(True, tiny_models.configuration("qwen3"))
+        check_rows(tiny_models.configuration("recurrent_gemma"), 16, recipe.data.pack)
+    check_rows(tiny_models.configuration("recurrent_gemma"), 16, False)
+    check_rows(tiny_models.configuration("qwen3"), 16, True)

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from trillora.data import archives, streams
+from trillora.data.reading import archives, streams
 from trillora.data.reading.cursor import MAX_ROW_BYTES
 from trillora.data.reading.files import DataFile, expand, kind_of
 from trillora.data.reading.readers import read_rows

@@ -32,11 +32,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "events", "config", "hardware", "mesh", "engine", "data", "dataset", "model"),
         *("assembly", "choices"),
     },
+    "prompts": {"errors", "data"},
+    "generate": {
+        *("errors", "events", "config", "mesh", "engine", "model", "assembly", "choices", "prompts"),
+    },
+    "chat": {"errors", "engine", "generate", "prompts"},
     "quickstart": {"errors", "events", "config", "hardware", "data", "model", "trainer"},
     "console": {"errors", "events"},
     "cli": {
         *("", "errors", "events", "config", "console", "hardware", "trainer", "quickstart"),
-        "data_report",
+        *("data_report", "engine", "generate", "chat"),
     },
     "": {"errors", "events", "config", "console", "data_report", "trainer"},  # the package itself: the Python API
     "__main__": {"cli"},
@@ -47,7 +52,7 @@ ONLY_IN: dict[str, set[str]] = {
     "torch": {"model"},
     "torchax": {"model"},
     "transformers": {"model"},
-    "jax": {"model", "engine", "mesh", "assembly", "choices", "trainer", "quickstart"},
+    "jax": {"model", "engine", "mesh", "assembly", "choices", "trainer", "quickstart", "generate"},
     "jaxlib": {"model", "engine", "mesh", "assembly", "trainer"},
     "optax": {"engine", "assembly", "trainer"},
     "pydantic": {"config", "recipe_errors"},

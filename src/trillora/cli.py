@@ -127,6 +127,72 @@ def data(
         raise refusal
 
 
+RunOrModel = Annotated[
+    str, typer.Argument(metavar="RUN|MODEL", help="A run's folder; or a model: folder, id, smollm2.")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", metavar="X", help="0 always takes the likeliest token.")]
+TopP = Annotated[float, typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of this share.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="S", help="Equal seeds draw equal answers.")]
+OnlyBase = Annotated[bool, typer.Option("--base", help="Ask the run's base model, without the adapter.")]
+
+
+@app.command()
+def generate(
+    name: RunOrModel,
+    *,
+    prompts: Annotated[list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="A question; may be repeated.")],
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    base: OnlyBase = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON.")] = False,
+) -> None:
+    """Answer prompts with a trained run or any model."""
+    import json
+
+    with _progress_on_stderr() as listener:
+        from trillora.engine.sampling import Sampling
+        from trillora.generate import Generator
+
+        generator = Generator.open(name, with_adapter=not base, listener=listener)
+        sampling = Sampling(temperature, top_p, seed=seed)
+        answers = generator.generate(prompts, max_tokens=max_tokens, sampling=sampling)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if as_json:
+            counts = {"num_prompt_tokens": answer.num_prompt_tokens, "num_tokens": len(answer.tokens)}
+            print(json.dumps({"prompt": prompt, "text": answer.text, **counts, "stopped": answer.stopped}))
+        else:
+            print(f"> {prompt}\n{answer.text}\n" if len(prompts) > 1 else answer.text)
+
+
+@app.command()
+def chat(
+    name: RunOrModel,
+    *,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    seed: Seed = 0,
+    base: OnlyBase = False,
+) -> None:
+    """Talk with a trained run or any chat model."""
+    with _progress_on_stderr() as listener:
+        from trillora.chat import converse
+        from trillora.engine.sampling import Sampling
+        from trillora.generate import Generator
+
+        generator = Generator.open(name, with_adapter=not base, listener=listener)
+
+    def say(text: str) -> None:
+        print(text, end="", flush=True)
+
+    converse(
+        generator, lambda: input("> "), say, max_tokens=max_tokens, sampling=Sampling(temperature, top_p, seed=seed)
+    )
+
+
 @app.command()
 def quickstart(
     out: Annotated[
@@ -165,6 +231,19 @@ def _reporting(as_json: bool) -> Iterator[Listener]:
     from trillora.console import console_listener
 
     with console_listener() as listener:
+        yield listener
+
+
+@contextmanager
+def _progress_on_stderr() -> Iterator[Listener]:
+    """For verbs whose answer is stdout."""
+    from rich.console import Console
+
+    from trillora.console import console_listener
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model has letters a terminal may not
+    with console_listener(Console(stderr=True, highlight=False)) as listener:
         yield listener
 
 

@@ -45,7 +45,8 @@ class Rendered:
 class Encoder:
     """A tokenizer, and what must be known of it to keep content and control apart."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, remember_words: bool = True) -> None:
+        self._remember_words = remember_words  # worth its second of preparation only where there are many texts
         added = tokenizer.added_tokens_decoder
         self._spelling = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         self._spelling |= {id_: token.content for id_, token in added.items() if token.special}
@@ -70,7 +71,7 @@ class Encoder:
     @cached_property
     def _by_words(self) -> WordTokenizer | None:
         """Made when first needed: it takes half a second, and data that is found in the cache needs none."""
-        return WordTokenizer.of(self._backend)
+        return WordTokenizer.of(self._backend) if self._remember_words else None
 
     def encode(self, scripts: Sequence[Script]) -> list[Rendered | BadRow]:
         """All scripts at once. The tokenizer adds no BOS or EOS: they are put around what is no chat."""

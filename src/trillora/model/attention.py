@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trillora.engine.attention import SAVED_NAME, MaskRule, Scores, attend, visible
 from trillora.errors import TrilloraError
 from trillora.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
+from trillora.model.cache import visible_in_cache
 from trillora.model.recurrent import modelling_files
 from trillora.model.trace import Trace, current
 
@@ -110,11 +111,18 @@ def _attention(
     rule, bias = MaskRule(window=sliding_window), None
     if isinstance(attention_mask, MaskRule):
         rule = attention_mask
-        if query.shape[2] != key.shape[2]:
+        if trace.slots is not None:
+            rule, bias = MaskRule(causal=False), visible_in_cache(rule, trace.slots, key.shape[2])
+        elif query.shape[2] != key.shape[2]:
             raise TrilloraError(
                 f"{type(module).__name__} attends {query.shape[2]} tokens to {key.shape[2]} keys of its own making.",
                 do="choose an architecture from docs/ARCHITECTURES.md: masks of this kind are not understood yet",
             )
+    elif trace.slots is not None:
+        raise TrilloraError(
+            f"{type(module).__name__} makes a mask of its own, which says nothing about the slots of a cache.",
+            do="choose another architecture for generation; this one can only be trained",
+        )
     elif attention_mask is not None:
         bias = interop.jax_view(attention_mask)
     if position_bias is not None:

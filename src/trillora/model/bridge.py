@@ -68,7 +68,7 @@ class CausalLM:
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
         self.attention, self.interpret, self.mesh = attention, interpret, mesh
         self.decoder = find_decoder(self.module, self.stack.layers)
-        self._arguments = inspect.signature(self.module.forward).parameters
+        self.arguments = inspect.signature(self.module.forward).parameters
         self._decoder_output: type | None = None
         layout = self._layout()
         self.layout = {key: leaf for key, leaf in layout.items() if not key.endswith(ADAPTER_PARAMETERS)}
@@ -141,10 +141,17 @@ class CausalLM:
             dropout_key=dropout_key,
         )
         outside_layers = {key: value for key, value in trace.weights.items() if ":" not in key}
-        replacements = [
-            *packing_aware(self.module),
-            *attention_functions.mask_replacements(self.module, self.attention_style),
-        ]
+        keywords = {"input_ids": interop.torch_view(inputs["tokens"]), "use_cache": False}
+        if trace.positions_BT is not None and "position_ids" in self.arguments:
+            keywords["position_ids"] = interop.torch_view(trace.positions_BT)
+        return self.run(trace, outside_layers, keywords, packing_aware(self.module))
+
+    def run(
+        self, trace: Trace, weights: Tree, keywords: dict[str, Any], replacements: list[tuple[Any, str, Any]]
+    ) -> Any:
+        """transformers' own forward on these weights, with names (home, name, value) that mean something else
+        meanwhile; training and generation both come through here."""
+        replacements = [*replacements, *attention_functions.mask_replacements(self.module, self.attention_style)]
         with (
             _nothing_left_behind(self.module),
             _replaced(replacements),
@@ -152,14 +159,11 @@ class CausalLM:
             environment(),
             warnings.catch_warnings(),
         ):
-            keywords = {"input_ids": interop.torch_view(inputs["tokens"]), "use_cache": False}
-            if trace.positions_BT is not None and "position_ids" in self._arguments:
-                keywords["position_ids"] = interop.torch_view(trace.positions_BT)
             try:
                 # Models ask for int64 positions; jax says each time that it gives int32.
                 warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
                 return torch.func.functional_call(
-                    self.module, interop.torch_view(outside_layers), (), keywords, tie_weights=True, strict=False
+                    self.module, interop.torch_view(weights), (), keywords, tie_weights=True, strict=False
                 )
             except (_DecoderReturned, TrilloraError):
                 raise

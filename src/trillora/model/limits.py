@@ -16,6 +16,14 @@ CANNOT_PACK = {
     "xlstm": "its cells keep a state of their own",
 }
 
+# Models that keep what they remember outside transformers' cache: decoding would start every token from nothing.
+CANNOT_DECODE = {
+    "minimax": "lightning attention keeps a running state of its own",
+    "recurrent_gemma": "its recurrent blocks keep their state inside the module",
+    "rwkv": "its state is no cache",
+    "xlstm": "its state is no cache",
+}
+
 
 def check_rows(config: Any, sequence_length: int, pack: bool) -> None:
     """Refuse rows the model cannot take: longer than its positions, or shared by documents it would mix."""

@@ -18,6 +18,15 @@ from jax.sharding import Mesh
 from trillora.engine.attention import Implementation
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Where a call that decodes one token writes to the cache, and what it may read there (see `cache`)."""
+
+    slot: jax.Array  # a scalar: prompts end at the same slot, so every row writes to the same one
+    starts_B: jax.Array  # the first slot of each row that is not padding
+    num_slots: int
+
+
 @dataclass
 class Trace:
     """One trace of the model; B rows, T tokens."""
@@ -29,6 +38,7 @@ class Trace:
     interpret: bool = False  # run TPU kernels step by step on another backend
     mesh: Mesh | None = None
     dropout_key: jax.Array | None = None  # None: no dropout
+    slots: Slots | None = None  # set where keys and values come out of a cache
     layer_calls: dict[int, Any] = field(default_factory=dict)  # what transformers passed to each layer
     layer_returns: tuple[int, Any] = (0, None)  # 0 for a bare tensor, else the tuple's length; its type
     running_layers: bool = False  # a layer called now is to run, not to be recorded

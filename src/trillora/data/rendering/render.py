@@ -22,7 +22,7 @@ from trillora.data.rendering.control import ControlWords, Span
 from trillora.data.rendering.sandbox import ChatTemplate, RowTemplate
 from trillora.data.rendering.schema import SchemaCheck
 from trillora.data.rendering.spans import AnswerFinder
-from trillora.data.rows import BadRow, Chat, Example, Pair, Text
+from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 
 TRAIN_ON = ("auto", "assistant", "last", "completion", "everything")
 MAX_CHARACTERS = 64 * 2**20  # of one rendered row
@@ -128,21 +128,33 @@ class Renderer:
                 "The model's tokenizer has no chat template, so conversations cannot be rendered the way it expects.",
                 'use the chat ("instruct") version of the model, or name a template: data.chat_template',
             )
-        self._chat.check_tools(chat)
-        text = self._chat.render(chat.messages, chat.tools)
-        planted, may_join = self._planted(chat, text, self._chat)
-        if may_join:
-            self._refuse_joined(chat, text, self._chat)
+        text, planted = self._written(chat, self._chat, prompt=False)
         if self._settings.train_on == "everything":
             supervised: tuple[Span, ...] = ((0, len(text)),)
         else:
             supervised = self._answers.find(chat, text, planted, trained_turns(chat, self._settings.train_on))
         return Script(text, supervised, planted, kind="chat", digest=_digest([chat.messages, chat.tools]))
 
+    def prompt(self, messages: list[Message]) -> Script:
+        """A conversation that asks for an answer, with content kept from becoming control as in training."""
+        if self._chat is None:
+            raise BadRow("There is no chat template.", "use a chat model")
+        text, planted = self._written(Chat(messages), self._chat, prompt=True)
+        return Script(text, (), planted, kind="chat")
+
+    def _written(self, chat: Chat, template: ChatTemplate, *, prompt: bool) -> tuple[str, tuple[Span, ...]]:
+        """What the template makes of a conversation, and where content in it spells a special token."""
+        template.check_tools(chat)
+        text = template.render(chat.messages, chat.tools, prompt=prompt)
+        planted, may_join = self._planted(chat, text, template, prompt=prompt)
+        if may_join:
+            self._refuse_joined(chat, text, template, prompt=prompt)
+        return text, planted
+
     def _spelled(self, text: str) -> tuple[Span, ...]:
         return tuple(match.span() for match in self._words.special.finditer(text))
 
-    def _planted(self, chat: Chat, text: str, template: ChatTemplate) -> tuple[tuple[Span, ...], bool]:
+    def _planted(self, chat: Chat, text: str, template: ChatTemplate, *, prompt: bool) -> tuple[tuple[Span, ...], bool]:
         """Where content spells a special token, found by rendering with stand-ins and verified by putting them back;
         and whether some content may be a part of one."""
         spellings: list[str] = []
@@ -169,7 +181,7 @@ class Renderer:
         if not spellings:
             return (), may_join
         try:
-            rendered = template.render(hidden, tools)
+            rendered = template.render(hidden, tools, prompt=prompt)
         except BadRow:  # it looks into the content
             rendered = ""
         spans, position, restored = [], 0, []
@@ -187,7 +199,7 @@ class Renderer:
             )
         return tuple(spans), may_join
 
-    def _refuse_joined(self, chat: Chat, text: str, template: ChatTemplate) -> None:
+    def _refuse_joined(self, chat: Chat, text: str, template: ChatTemplate, *, prompt: bool) -> None:
         """Refuse content that spells a special token only together with what the template writes next to it.
 
         Content that may be a part of one is rendered fenced off from its neighbours: the template's own tokens and
@@ -214,7 +226,7 @@ class Renderer:
         if not suspects:
             return
         try:
-            fenced = template.render(messages, tools)
+            fenced = template.render(messages, tools, prompt=prompt)
         except BadRow:  # it looks into the content
             fenced = ""
         whole, apart = (Counter(self._words.special.findall(rendering)) for rendering in (text, fenced))

@@ -1,0 +1,350 @@
+"""Text from a run or a model: prompts in batches, lengths in buckets, two programs for each.
+
+    from trillora.generate import Generator
+    answers = Generator.open("runs/first").generate(["What is LoRA?"])
+
+A bucket is a number of rows, of prompt slots and of cache slots. Its two programs, one that reads prompts and one that
+writes tokens, are compiled when the bucket is first needed; temperature, seed and stop tokens are numbers to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from trillora.assembly import shard_adapter, weight_shardings
+from trillora.choices import memory_limit
+from trillora.config import Recipe, load_recipe
+from trillora.engine.sampling import GREEDY, Sampling, Writing, begin, write_on
+from trillora.errors import TrilloraError
+from trillora.events import Listener, Note, Progress, print_nothing
+from trillora.mesh import BATCH_AXES, MeshShape, batch_sharding, find_devices, make_mesh, replicated
+from trillora.model.adapters import fit_adapter, load_adapter
+from trillora.model.bridge import CausalLM
+from trillora.model.decode import Decoder
+from trillora.model.layout import Tree
+from trillora.model.lora import LoraSpec
+from trillora.model.source import find_model, load_config, load_tokenizer
+from trillora.model.weights import load_weights
+from trillora.prompts import Prompt, Prompts, configured_stops
+
+SHORTEST_BUCKET = 32  # prompt slots
+ANSWER_STEP = 64  # cache slots for answers come in multiples of this, so that a few tokens more are no new program
+TOKENS_PER_CALL = 32  # written before the host looks whether all rows have stopped
+FULL_DEVICE = 0.6  # share of a device's memory that weights may take before they are split over all devices
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said to one prompt."""
+
+    text: str
+    tokens: tuple[int, ...]  # without the stop token
+    num_prompt_tokens: int
+    stopped: bool  # it ended its answer; else the limit cut it off
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shapes of one pair of programs."""
+
+    num_rows: int
+    num_prompt: int
+    num_slots: int
+
+
+class Generator:
+    """A model, with an adapter or without, that answers prompts. `longest` limits prompt and answer together."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        base: Tree,
+        adapter: Tree,
+        prompts: Prompts,
+        mesh: Mesh,
+        *,
+        longest: int | None = None,
+        batch_size: int = 8,
+    ) -> None:
+        self.prompts, self.batch_size = prompts, batch_size
+        self._decoder, self._base, self._mesh = Decoder(model), base, mesh
+        self.adapter = adapter  # may be set anew at any time, to one of the same shapes
+        positions = getattr(model.module.config.get_text_config(), "max_position_embeddings", None)
+        limits = [limit for limit in (positions, longest) if limit is not None]
+        self.longest = min(limits) if limits else None
+        self._programs: dict[Bucket, tuple[Any, Any]] = {}
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        *,
+        with_adapter: bool = True,
+        backend: str = "auto",
+        longest: int | None = None,
+        batch_size: int = 8,
+        listener: Listener = print_nothing,
+    ) -> Generator:
+        """A run's folder, a model's folder, a hub id or `smollm2`, ready to answer."""
+        run = Path(name).expanduser()
+        recipe = load_recipe(run / "resolved.yaml") if (run / "resolved.yaml").is_file() else None
+        adapter_folder = _adapter_folder(run) if recipe is not None and with_adapter else None
+        source = recipe.model if recipe is not None else None
+        trusted = source is not None and source.trust_remote_code
+        listener(
+            Note(f"Model {source.name if source else name}" + (f" with {adapter_folder}" if adapter_folder else ""))
+        )
+        folder = find_model(
+            source.name if source else name, revision=source.revision if source else None, trust_remote_code=trusted
+        )
+        config = load_config(folder, trust_remote_code=trusted)
+        spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})
+        model, mesh = _place(config, find_devices(backend, None), spec, recipe)
+        prompts = _prompts(folder, config, recipe, run)
+
+        def progress(done: int, total: int) -> None:
+            listener(Progress("Loading weights", done, total))
+
+        base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), progress=progress)
+        fitted = fit_adapter(matrices, model.adapter_layout, where=str(adapter_folder))
+        shardings = shard_adapter(model.adapter_layout, mesh)
+        adapter = {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
+        return cls(model, base, adapter, prompts, mesh, longest=longest, batch_size=batch_size)
+
+    @property
+    def num_compiles(self) -> int:
+        return 2 * len(self._programs)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        adapted: bool = True,
+    ) -> list[Answer]:
+        """An answer to every prompt, in their order; `adapted=False` asks the base by the same programs."""
+        encoded = [self.prompts.encode(prompt) for prompt in prompts]
+        written = self.continue_tokens(encoded, max_tokens=max_tokens, sampling=sampling, adapted=adapted)
+        return [
+            Answer(self.prompts.decode(tokens), tuple(tokens), len(prompt), stopped)
+            for prompt, (tokens, stopped) in zip(encoded, written, strict=True)
+        ]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        adapted: bool = True,
+    ) -> Iterator[str]:
+        """One answer, a piece of text for each token; it ends where the model's room ends, if not before."""
+        tokens = self.prompts.encode(prompt)
+        if self.longest is not None and len(tokens) < self.longest:
+            max_tokens = min(max_tokens, self.longest - len(tokens))
+        self._check([tokens], max_tokens, sampling)
+
+        def one_by_one() -> Iterator[int]:
+            for written in self._write([tokens], [0], max_tokens, sampling, adapted, at_once=1):
+                if written[0, -1] in self.prompts.stops:
+                    return
+                yield int(written[0, -1])
+
+        return self.prompts.decode_stream(one_by_one())
+
+    def continue_tokens(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        adapted: bool = True,
+    ) -> list[tuple[list[int], bool]]:
+        """What follows each prompt, up to its stop token, and whether it came to one. Prompts of like length go
+        together."""
+        self._check(prompts, max_tokens, sampling)
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        answers: dict[int, tuple[list[int], bool]] = {}
+        for first in range(0, len(order), self.batch_size):
+            rows = order[first : first + self.batch_size]
+            num_rows = self.batch_size if len(order) > self.batch_size else None
+            parts = list(
+                self._write([prompts[i] for i in rows], rows, max_tokens, sampling, adapted, num_rows=num_rows)
+            )
+            for i, row in zip(rows, np.concatenate(parts, axis=1)[:, :max_tokens].tolist(), strict=False):
+                end = next((at for at, token in enumerate(row) if token in self.prompts.stops), None)
+                answers[i] = (row[:end], end is not None)
+        return [answers[i] for i in range(len(prompts))]
+
+    def _write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        adapted: bool,
+        *,
+        at_once: int = TOKENS_PER_CALL,
+        num_rows: int | None = None,
+    ) -> Iterator[np.ndarray]:
+        """Tokens [B, n] as they are written: first one, then at most `at_once` a time, until all rows have stopped.
+        The last part may be padded beyond the limit."""
+        bucket = self._bucket(prompts, max_tokens, num_rows)
+        tokens = np.zeros((bucket.num_rows, bucket.num_prompt), np.int32)
+        starts, rows = np.zeros(bucket.num_rows, np.int32), np.zeros(bucket.num_rows, np.int32)
+        for b in range(bucket.num_rows):
+            i = min(b, len(prompts) - 1)  # rows to spare repeat the last prompt
+            starts[b], rows[b] = bucket.num_prompt - len(prompts[i]), numbers[i]
+            tokens[b, starts[b] :] = prompts[i]
+        rule = jax.device_put(_as_arrays(sampling), replicated(self._mesh))
+        adapter = self.adapter if adapted else jax.tree.map(jnp.zeros_like, self.adapter)
+        inputs = jax.device_put((tokens, starts, rows), batch_sharding(self._mesh))
+        stops = jax.device_put(_stop_array(self.prompts.stops), replicated(self._mesh))
+        read, write = self._compiled(bucket, adapter, inputs, rule, stops)
+        writing = read(self._base, adapter, *inputs, rule, stops)
+        yield np.asarray(writing.token_B)[:, None]
+        left = max_tokens - 1
+        while left > 0 and not np.asarray(writing.done_B).all():
+            limit = jax.device_put(np.int32(min(at_once, left)), replicated(self._mesh))
+            writing, new = write(self._base, adapter, writing, limit, rule, stops)
+            left -= at_once
+            yield np.asarray(new)[:, :at_once]
+
+    def _compiled(self, bucket: Bucket, adapter: Tree, inputs: Any, rule: Sampling, stops: Any) -> tuple[Any, Any]:
+        """The two programs of a bucket. Compiled ahead: other shapes are an error, never another compilation."""
+        if bucket in self._programs:
+            return self._programs[bucket]
+        decoder, slots = self._decoder, bucket.num_slots
+
+        def read(base: Tree, adapter: Tree, tokens: Any, starts: Any, rows: Any, rule: Sampling, stops: Any) -> Writing:
+            logits, cache = decoder.prefill(base, adapter, tokens, starts, slots)
+            return begin(logits, cache, bucket.num_prompt, starts, rows, rule, stops)
+
+        def write(
+            base: Tree, adapter: Tree, writing: Writing, limit: Any, rule: Sampling, stops: Any
+        ) -> tuple[Writing, jax.Array]:
+            def forward(cache: Any, tokens: Any, slot: Any, starts: Any) -> tuple[jax.Array, Any]:
+                return decoder.decode(base, adapter, cache, tokens, slot, starts, slots)
+
+            return write_on(forward, writing, limit, rule, stops, most=TOKENS_PER_CALL, padding=0)
+
+        rows, everywhere = batch_sharding(self._mesh), replicated(self._mesh)
+        places: Any = Writing._make(everywhere if n in ("slot", "num_written") else rows for n in Writing._fields)
+        reader = jax.jit(read, out_shardings=places).lower(self._base, adapter, *inputs, rule, stops)
+
+        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows if leaf.shape else everywhere)
+
+        writing, limit = jax.tree.map(placed, reader.out_info), jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+        writer = jax.jit(write, donate_argnums=2, out_shardings=(places, rows)).lower(
+            self._base, adapter, writing, limit, rule, stops
+        )
+        self._programs[bucket] = (reader.compile(), writer.compile())
+        return self._programs[bucket]
+
+    def _bucket(self, prompts: Sequence[Sequence[int]], max_tokens: int, num_rows: int | None) -> Bucket:
+        num_prompt = bucket_length(max(map(len, prompts)))
+        shards = int(np.prod([self._mesh.shape[axis] for axis in BATCH_AXES]))
+        wanted = num_rows or 2 ** (len(prompts) - 1).bit_length()
+        answer = -(-max_tokens // ANSWER_STEP) * ANSWER_STEP
+        return Bucket(-(-wanted // shards) * shards, num_prompt, num_prompt + answer)
+
+    def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> None:
+        """Refuse what cannot be answered rightly, with what could be."""
+        if max_tokens < 1:
+            raise TrilloraError(f"{max_tokens} tokens are no answer.", where="--max-tokens", do="ask for at least 1")
+        if sampling.temperature < 0:
+            raise TrilloraError("A temperature is not negative.", where="--temperature", do="use 0 for the likeliest")
+        if not 0 < sampling.top_p <= 1:
+            raise TrilloraError("top-p is a share of probability.", where="--top-p", do="use a number above 0, up to 1")
+        for number, prompt in enumerate(prompts, 1):
+            where = f"prompt {number} of {len(prompts)}"
+            if not prompt:
+                raise TrilloraError("The prompt is empty.", where=where, do="write at least one word")
+            if self.longest is None or len(prompt) + max_tokens <= self.longest:
+                continue
+            room = self.longest - len(prompt)
+            do = f"ask for at most {room} new tokens, or shorten" if room > 0 else "shorten"
+            raise TrilloraError(
+                f"A prompt of {len(prompt)} tokens and {max_tokens} new ones are more than the {self.longest} tokens "
+                "that fit.",
+                where=where,
+                do=f"{do} the prompt to at most {max(self.longest - max_tokens, 1)} tokens",
+            )
+
+
+def bucket_length(length: int) -> int:
+    """The slots for a prompt: 32, 48, 64, 96, 128, … so that at most a third is padding."""
+    size = SHORTEST_BUCKET
+    while size < length:
+        if size * 3 // 2 >= length:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def _as_arrays(sampling: Sampling) -> Sampling:
+    t, p, k, seed = sampling
+    return Sampling(np.float32(t), np.float32(p), np.int32(k), np.uint32(int(seed) % 2**32))  # type: ignore[arg-type]
+
+
+def _stop_array(stops: Sequence[int]) -> np.ndarray:
+    """Of the same length for nearly every model; -1 is no token."""
+    return np.array([*stops, *[-1] * (8 - len(stops))], np.int32)
+
+
+def _adapter_folder(run: Path) -> Path:
+    folder = run / "adapter"
+    if not folder.is_dir():
+        raise TrilloraError(
+            "This run has no adapter yet.", where=str(run), do="let it finish, or ask its base model with --base"
+        )
+    return folder
+
+
+def _prompts(folder: Path, config: Any, recipe: Recipe | None, run: Path) -> Prompts:
+    """The template a run was trained with, where it is not the tokenizer's own."""
+    tokenizer = load_tokenizer(folder)
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    own = run / "adapter" / "chat_template.jinja"
+    if recipe is not None and own.is_file():
+        template = own.read_text("utf-8")
+    today = recipe.data.today if recipe is not None else None
+    return Prompts(tokenizer, template=template, today=today, stops=configured_stops(folder, config))
+
+
+def _place(config: Any, devices: list[Any], spec: LoraSpec | None, recipe: Recipe | None) -> tuple[CausalLM, Mesh]:
+    """One device where the weights fit there, else products split over all of them."""
+    platform = devices[0].platform
+    wide = platform == "cpu" or (recipe is not None and recipe.model.dtype == "float32")
+    kernel: Any = {"tpu": "splash", "gpu": "xla" if wide else "cudnn"}.get(platform, "xla")
+    trusted = recipe is not None and recipe.model.trust_remote_code
+
+    def built(mesh: Mesh) -> CausalLM:
+        return CausalLM(
+            config,
+            dtype="float32" if wide else "bfloat16",
+            lora=spec,
+            scan=False,
+            remat="none",
+            attention=kernel,
+            mesh=mesh,
+            trust_remote_code=trusted,
+        )
+
+    mesh = make_mesh(devices[:1], MeshShape())
+    model = built(mesh)
+    limit = None if platform == "cpu" else memory_limit(devices)
+    if limit is None or sum(leaf.num_bytes for leaf in model.layout.values()) <= FULL_DEVICE * limit:
+        return model, mesh
+    mesh = make_mesh(devices, MeshShape(tensor=len(devices)))
+    return built(mesh), mesh

@@ -1,0 +1,207 @@
+"""What a model remembers of a text while it writes: transformers sees a `Cache`, JAX a list of arrays of fixed shape.
+
+Prompts are padded on the left, so that all rows end at the same slot: a write is one slice at a scalar, and recurrent
+states end at the last token. Layers with a sliding window keep a ring of that many slots; position p lies at slot
+p modulo the ring's length. The objects live for one trace: made from arrays, exported to arrays.
+
+Legend: B rows, K key/value heads, S slots, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torchax import interop
+from transformers import cache_utils
+
+from trillora.engine.attention import MaskRule
+from trillora.errors import TrilloraError
+from trillora.model.trace import Slots
+
+Arrays = list[dict[str, jax.Array]]  # one dictionary per layer of the cache
+STATELESS = ("moe", "mlp")  # kinds of layer that transformers lists among the caches but that remember nothing
+DO = "choose another architecture for generation; this one can only be trained"
+
+
+def visible_in_cache(rule: MaskRule, slots: Slots, num_held: int) -> jax.Array:
+    """Which of a layer's `num_held` slots the token being decoded may see, as a boolean array [B, 1, 1, S]."""
+    if num_held < slots.num_slots and (rule.window is None or rule.window > num_held):
+        raise TrilloraError(f"A layer keeps {num_held} tokens but attends to more.", do=DO)
+    now, starts = slots.slot, slots.starts_B[:, None]
+    held = (now - (now - jnp.arange(num_held)) % num_held)[None]  # the newest position a slot can hold
+    mask = held >= starts  # slots never written would hold negative positions
+    if rule.window is not None:
+        mask &= now - held < rule.window
+    if rule.chunk is not None:
+        mask &= (now - starts) // rule.chunk == (held - starts) // rule.chunk
+    return mask[:, None, None]
+
+
+class _KeysAndValues(cache_utils.CacheLayerMixin):
+    """Keys and values [B, K, S, D] of one layer."""
+
+    is_compileable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, slot: jax.Array | None, num_slots: int) -> None:
+        super().__init__()
+        self.slot, self.num_slots, self.num_updates = slot, num_slots, 0
+        self.is_initialized = slot is not None
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: arrays come from `Remembered`."""
+
+    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Remember and hand back what attention is to see: at first the prompt itself, later the whole buffer."""
+        self.num_updates += 1
+        new = interop.jax_view(keys), interop.jax_view(values)
+        if self.slot is None:
+            self.keys, self.values = (interop.torch_view(self._buffer(array)) for array in new)
+            return keys, values
+        at = self.slot % self.num_slots
+        self.keys, self.values = (
+            interop.torch_view(jax.lax.dynamic_update_slice_in_dim(old, array.astype(old.dtype), at, axis=2))
+            for old, array in zip((interop.jax_view(self.keys), interop.jax_view(self.values)), new, strict=True)
+        )
+        return self.keys, self.values
+
+    def _buffer(self, array: jax.Array) -> jax.Array:
+        """A prompt's keys or values in slots: padded, or the last of them turned to where the ring has them."""
+        surplus = array.shape[2] - self.num_slots
+        if surplus > 0:
+            return jnp.roll(array[:, :, surplus:], surplus, axis=2)
+        return jnp.pad(array, ((0, 0), (0, 0), (0, -surplus), (0, 0)))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (query_length if self.slot is None else self.num_slots), 0
+
+    def get_seq_length(self) -> Any:
+        return 0 if self.slot is None else interop.torch_view(self.slot)
+
+    def get_max_length(self) -> int:
+        return self.num_slots
+
+
+class _Recurrent(cache_utils.LinearAttentionCacheLayerMixin):
+    """Convolution and recurrent states of one layer: transformers' contract without its in-place storage."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: arrays come from `Remembered`."""
+
+    def update_conv_state(
+        self, conv_states: Any, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Any:
+        old = self.conv_states[state_idx]
+        whole = conv_states if old is None else torch.cat([old, conv_states], dim=-1)
+        size = conv_kernel_size or (conv_states if old is None else old).shape[-1]
+        if whole.shape[-1] < size:
+            whole = torch.nn.functional.pad(whole, (size - whole.shape[-1], 0))
+        self.conv_states[state_idx], self.has_previous_state[state_idx] = whole[..., -size:].clone(), True
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
+class _Both(_Recurrent, _KeysAndValues):
+    """A layer with attention and a recurrence side by side."""
+
+    def __init__(self, slot: jax.Array | None, num_slots: int, **kwargs: Any) -> None:
+        _KeysAndValues.__init__(self, slot, num_slots)
+        _Recurrent.__init__(self, **kwargs)
+
+
+# Which of transformers' static layers we can stand for. Others (indexed, compressed) hold more than we know of.
+_KINDS: dict[type, type] = {
+    cache_utils.StaticLayer: _KeysAndValues,
+    cache_utils.StaticSlidingWindowLayer: _KeysAndValues,
+    cache_utils.LinearAttentionLayer: _Recurrent,
+    cache_utils.LinearAttentionAndStaticFullAttentionLayer: _Both,
+    cache_utils.LinearAttentionAndStaticSlidingWindowAttentionLayer: _Both,
+}
+
+
+class Remembered(cache_utils.Cache):
+    """The cache of one trace. `slot` is None while the prompt is read; `arrays` is what an earlier call exported."""
+
+    def __init__(self, config: Any, num_slots: int, slot: jax.Array | None = None, arrays: Arrays | None = None):
+        self.kinds, self._options = _kinds(config)
+        super().__init__(layers=[self._layer(i, num_slots, slot) for i in range(len(self.kinds))])
+        for layer, kept in zip(self.layers, arrays or [], strict=False):
+            if "keys" in kept:
+                layer.keys, layer.values = interop.torch_view(kept["keys"]), interop.torch_view(kept["values"])
+            for name, store, number in _states(layer):
+                if name in kept:
+                    store[number], layer.has_previous_state[number] = interop.torch_view(kept[name]), True
+
+    def _layer(self, i: int, num_slots: int, slot: jax.Array | None) -> Any:
+        kind, options = self.kinds[i], self._options[i]
+        cls = _kind_class(kind)
+        states = {"number_of_states": options.get("number_of_states", 1)} if issubclass(cls, _Recurrent) else {}
+        if cls is _Recurrent:
+            return _Recurrent(**states)
+        is_windowed = issubclass(cache_utils.STATIC_LAYER_TYPE_MAPPING[kind], cache_utils.StaticSlidingWindowLayer)
+        # Chunks begin where a row's text begins, so their slots differ from row to row: all are kept.
+        window = options.get("sliding_window") if is_windowed and kind != "chunked_attention" else None
+        return cls(slot, min(num_slots, window or num_slots), **states)
+
+    @property
+    def has_recurrence(self) -> bool:
+        return any(isinstance(layer, _Recurrent) for layer in self.layers)
+
+    @property
+    def has_attention(self) -> bool:
+        return any(isinstance(layer, _KeysAndValues) for layer in self.layers)
+
+    @property
+    def num_updates(self) -> int:
+        return sum(getattr(layer, "num_updates", 0) for layer in self.layers)
+
+    def export(self, name: str) -> Arrays:
+        """What to hand to the next call. A layer that remembered nothing would start every token afresh: refused."""
+        arrays: Arrays = []
+        for kind, layer in zip(self.kinds, self.layers, strict=True):
+            kept = {n: interop.jax_view(store[i]) for n, store, i in _states(layer) if store[i] is not None}
+            keeps_all = not isinstance(layer, _Recurrent) or bool(kept) or kind in STATELESS
+            if isinstance(layer, _KeysAndValues):
+                keeps_all = keeps_all and layer.keys is not None
+                if layer.keys is not None:
+                    kept |= {"keys": interop.jax_view(layer.keys), "values": interop.jax_view(layer.values)}
+            if not keeps_all:
+                raise TrilloraError(f"{name} does not use transformers' cache in a layer of kind {kind}.", do=DO)
+            arrays.append(kept)
+        return arrays
+
+
+def check_cache(config: Any) -> None:
+    """Refuse a model with a kind of cache that is not known here."""
+    for kind in _kinds(config)[0]:
+        _kind_class(kind)
+
+
+def _kinds(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """The kind of every layer, and transformers' options for its cache."""
+    kinds, options = cache_utils.get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    # Older versions give one dictionary that serves all layers.
+    return kinds, [options] * len(kinds) if isinstance(options, dict) else options
+
+
+def _kind_class(kind: str) -> type:
+    theirs = cache_utils.STATIC_LAYER_TYPE_MAPPING.get(kind)
+    if theirs not in _KINDS:
+        raise TrilloraError(f"Layers of kind {kind} keep a cache that is not understood yet.", do=DO)
+    return _KINDS[theirs]
+
+
+def _states(layer: Any) -> list[tuple[str, dict[int, Any], int]]:
+    """Name, store and number of each convolution and recurrent state a layer may have."""
+    return [
+        (f"{name}{number}", store, number)
+        for number in range(getattr(layer, "number_of_states", 0))
+        for name, store in (("convolution", layer.conv_states), ("recurrence", layer.recurrent_states))
+    ]

@@ -1,0 +1,136 @@
+"""A causal LM that writes: `prefill` reads the prompts, `decode` one more token, both pure functions of arrays.
+
+They run transformers' forward through the same bridge as training, with the base alone or with an adapter, and with a
+cache of fixed shape (`cache`). Layers run one by one: a scan over them decodes a third slower on CPU.
+
+Legend: B rows, P slots of the padded prompts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from torchax import interop
+
+from trillora.errors import TrilloraError
+from trillora.mesh import split_rows
+from trillora.model.bridge import CausalLM
+from trillora.model.cache import DO, Arrays, Remembered, check_cache
+from trillora.model.layout import Tree, unstack
+from trillora.model.limits import CANNOT_DECODE
+from trillora.model.torchax_fixes import TORCHAX_TENSORS
+from trillora.model.trace import Slots, Trace
+
+
+class Decoder:
+    """Prefill and decode of one model. Build it with `scan=False` where it is only to generate: stacked weights are
+    taken apart inside the program, which costs a copy of each."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+        self.config = model.module.config
+        reason = CANNOT_DECODE.get(self.config.get_text_config().model_type)
+        if reason is not None:
+            raise TrilloraError(f"{model.name} cannot generate text here: {reason}.", do=DO)
+        if model.attention_style == "mask":
+            raise TrilloraError(f"{model.name} computes attention by code of its own, without our cache.", do=DO)
+        check_cache(self.config)
+        empty = Remembered(self.config, num_slots=1)
+        if empty.has_attention and "position_ids" not in model.arguments:
+            raise TrilloraError(f"{model.name} counts positions by itself, so prompts cannot be padded.", do=DO)
+
+    def prefill(
+        self, base: Tree, adapter: Tree, tokens_BP: jax.Array, starts_B: jax.Array, num_slots: int
+    ) -> tuple[jax.Array, Arrays]:
+        """Logits [B, V] after the prompts, and the cache. Row b's prompt lies in slots starts_B[b] to P - 1."""
+        num_read = tokens_BP.shape[1]
+        if num_read >= num_slots:
+            raise TrilloraError(
+                f"A prompt of {num_read} tokens leaves no room in a cache of {num_slots}.",
+                do=f"use prompts of at most {num_slots - 1} tokens",
+            )
+        places = jnp.arange(num_read)[None] - starts_B[:, None]
+        is_text = (places >= 0).astype(jnp.int32)
+        cache = Remembered(self.config, num_slots)
+        trace = self._trace(base, adapter, jnp.maximum(places, 0))
+        trace.segments_BT = is_text
+        # Attention is told by segments; a recurrence blots out padding itself, given a mask.
+        extra = {"attention_mask": interop.torch_view(is_text)} if cache.has_recurrence else {}
+        return self._call(trace, tokens_BP, cache, extra)
+
+    def decode(
+        self,
+        base: Tree,
+        adapter: Tree,
+        cache: Arrays,
+        tokens_B: jax.Array,
+        slot: jax.Array,
+        starts_B: jax.Array,
+        num_slots: int,
+    ) -> tuple[jax.Array, Arrays]:
+        """Logits [B, V] after one more token in each row, which is written to `slot`, and the cache with it."""
+        trace = self._trace(base, adapter, (slot - starts_B)[:, None])
+        trace.slots = Slots(slot, starts_B, num_slots)
+        remembered = Remembered(self.config, num_slots, slot, cache)
+        logits, new = self._call(trace, tokens_B[:, None], remembered, {})
+        # In a loop the cache must keep its type; a model may compute a state wider than it was kept.
+        return logits, jax.tree.map(lambda array, old: array.astype(old.dtype), new, cache)
+
+    def _trace(self, base: Tree, adapter: Tree, positions: jax.Array) -> Trace:
+        model = self.model
+        trace = Trace(
+            weights={**unstack(base, model.layout), **unstack(adapter, model.adapter_layout)},
+            positions_BT=positions,
+            attention=model.attention,
+            interpret=model.interpret,
+            mesh=model.mesh,
+        )
+        trace.running_layers = True  # nothing is recorded: a layer runs when transformers calls it
+        return trace
+
+    def _call(
+        self, trace: Trace, tokens: jax.Array, cache: Remembered, extra: dict[str, Any]
+    ) -> tuple[jax.Array, Arrays]:
+        model = self.model
+        assert trace.positions_BT is not None
+        wanted = {
+            "input_ids": interop.torch_view(tokens),
+            "position_ids": interop.torch_view(trace.positions_BT),
+            "past_key_values": cache,
+            "cache_params": cache,  # what models without attention call it
+            "use_cache": True,
+            "logits_to_keep": 1,
+            **extra,
+        }
+        keywords = {name: value for name, value in wanted.items() if name in model.arguments}
+        out = model.run(trace, trace.weights, keywords, self._rows_split_between_layers())
+        if trace.num_attention_calls < cache.num_updates:
+            raise TrilloraError(f"{model.name} computes attention by code of its own, without our cache.", do=DO)
+        logits = split_rows(interop.jax_view(out.logits)[:, -1], model.mesh)
+        return logits, jax.tree.map(lambda array: split_rows(array, model.mesh), cache.export(model.name))
+
+    def _rows_split_between_layers(self) -> list[tuple[Any, str, Any]]:
+        """Replacements that tell the compiler at every layer how rows lie on the mesh (see `mesh.split_rows`)."""
+        mesh = self.model.mesh
+        if mesh is None or mesh.size == 1:
+            return []
+
+        def split(value: Any) -> Any:
+            is_hidden = isinstance(value, TORCHAX_TENSORS) and value.ndim == 3
+            return interop.torch_view(split_rows(interop.jax_view(value), mesh)) if is_hidden else value
+
+        def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if args:
+                    args = (split(args[0]), *args[1:])
+                elif "hidden_states" in kwargs:
+                    kwargs["hidden_states"] = split(kwargs["hidden_states"])
+                out = forward(*args, **kwargs)
+                return (split(out[0]), *out[1:]) if isinstance(out, tuple) else split(out)
+
+            return run
+
+        return [(layer, "forward", wrapped(layer.forward)) for layer in self.model.stack.layers]

@@ -1,0 +1,118 @@
+"""Between a person's words and a model's tokens: prompts in, answers out, and where an answer ends.
+
+A prompt is a text or a conversation. With a chat template a text is a conversation of one user turn, written as in
+training; without one it is the beginning of a document. What people write never becomes a control token.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trillora.data.encode import Encoder
+from trillora.data.rendering.render import Renderer, RenderSettings, Script
+from trillora.data.rendering.sandbox import ChatTemplate
+from trillora.data.rows import BadRow, Text
+from trillora.errors import TrilloraError
+
+Message = dict[str, Any]
+Prompt = str | Sequence[Message]
+_ANSWER = "ANSWER"  # stands for an answer, to see what the template writes behind it
+_INCOMPLETE = "\ufffd"  # what a tokenizer writes for the first bytes of a character
+
+
+class Prompts:
+    """The tokenizer's side of a generation."""
+
+    def __init__(
+        self, tokenizer: Any, *, template: str | None, today: str | None = None, stops: Iterable[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer, remember_words=False)
+        date = datetime.date.fromisoformat(today) if today else datetime.date.today()
+        words = dict(tokenizer.special_tokens_map)
+        settings = RenderSettings(
+            special_words=self._encoder.special_words,
+            added_words=self._encoder.added_words,
+            chat_template=template,
+            chat_words=words,
+            today=date.isoformat(),
+        )
+        try:
+            self._renderer = Renderer(settings)
+            self._chat = ChatTemplate(template, words, date) if template else None
+        except BadRow as error:
+            raise TrilloraError(error.what, where="the chat template", do=error.do) from None
+        own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self.stops = tuple(sorted({*stops, *own, *self._stop_of_template()}))
+
+    @property
+    def has_template(self) -> bool:
+        return self._chat is not None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The tokens after which the model is to answer."""
+        if isinstance(prompt, str) and self._chat is None:
+            return self._encode_script(self._renderer.write(Text(prompt)))[:-1]  # without the EOS behind it
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self._chat is None:
+            raise TrilloraError(
+                "This model has no chat template, so a conversation cannot be put to it.",
+                do='use the chat ("instruct") version of the model, or give plain text to go on with',
+            )
+        try:
+            script = self._renderer.prompt(messages)
+        except BadRow as error:
+            raise TrilloraError(error.what, do=error.do) from None
+        return self._encode_script(script)
+
+    def _encode_script(self, script: Script) -> list[int]:
+        encoded = self._encoder.encode([script])[0]
+        if isinstance(encoded, BadRow):
+            raise TrilloraError(encoded.what, do=encoded.do)
+        return [int(token) for token in encoded.tokens]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of an answer, as the model wrote it: tidied spaces would also move what was already streamed."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text piece by piece; a character spread over several tokens waits for the last of them."""
+        seen: list[int] = []
+        shown = 0
+        for token in tokens:
+            seen.append(token)
+            text = self.decode(seen)
+            if not text.endswith(_INCOMPLETE):
+                yield text[shown:]
+                shown = len(text)
+        yield self.decode(seen)[shown:]
+
+    def _stop_of_template(self) -> list[int]:
+        """The control token that the template writes behind an answer: what a model trained with it ends with."""
+        if self._chat is None:
+            return []
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            behind = self._chat.render(turns, None).rpartition(_ANSWER)[2]
+        except BadRow:  # it wants other turns than these
+            return []
+        tokens = self._tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"]
+        return [t for t in tokens[:1] if t in self._tokenizer.added_tokens_decoder]
+
+
+def configured_stops(folder: Path, config: Any) -> set[int]:
+    """The tokens that end an answer by the model's own files: `generation_config.json`, else `config.json`."""
+    named: Any = getattr(config.get_text_config(), "eos_token_id", None)
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            named = json.loads(file.read_text("utf-8")).get("eos_token_id", named)
+        except (ValueError, AttributeError):
+            raise TrilloraError("This is not valid JSON.", where=str(file), do="download the file again") from None
+    if named is None:
+        return set()
+    return {int(token) for token in (named if isinstance(named, list | tuple) else [named])}

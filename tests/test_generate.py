@@ -1,0 +1,350 @@
+"""Generation is transformers' own, token for token: prompts of different lengths, with and without an adapter."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_models
+import tiny_run
+import torch
+from architecture_checks import LORA, attach_adapter, to_jax
+from chat_tokenizers import chat_tokenizer
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from trillora.assembly import weight_shardings
+from trillora.chat import GREETING, converse
+from trillora.cli import app
+from trillora.config import load_recipe
+from trillora.engine.sampling import GREEDY, Sampling, choose, token_keys
+from trillora.errors import TrilloraError
+from trillora.generate import Generator, bucket_length
+from trillora.mesh import MeshShape, make_mesh
+from trillora.model.bridge import CausalLM
+from trillora.model.decode import Decoder
+from trillora.model.layout import stack
+from trillora.model.source import find_model, load_config
+from trillora.model.weights import load_weights
+from trillora.prompts import Prompts
+from trillora.trainer import train
+
+NUM_NEW = 12
+LENGTHS = (5, 17, 11)  # with the new tokens, beyond the window of 8 that the sliding models have
+QUESTIONS = ["What is 3 plus 4?", "Say something long about plus and is, and then some more.", "It?"]
+
+
+def random_prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(3, tiny_models.VOCABULARY, length).tolist() for length in lengths]
+
+
+def endless() -> Prompts:
+    """Of a random model every token may come at any time, so none stops it."""
+    prompts = Prompts(chat_tokenizer("chatml"), template=None)
+    prompts.stops = ()
+    return prompts
+
+
+def generated_by_transformers(model: Any, prompts: Sequence[Sequence[int]], eos: int | None = None) -> np.ndarray:
+    """Greedy tokens [rows, new] of a left-padded batch."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    model.config.use_cache = model.config.get_text_config().use_cache = True
+    model.generation_config.eos_token_id = eos
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
+    return out[:, longest:].numpy()
+
+
+@functools.cache
+def tiny_generator(name: str, longest: int | None = None) -> tuple[Generator, dict[str, np.ndarray]]:
+    """The weights of the tiny model in a generator of ours, and its random adapter."""
+    reference = tiny_models.build(name)
+    mesh = make_mesh(jax.devices()[:1], MeshShape())
+    model = CausalLM(tiny_models.configuration(name), lora=LORA, scan=False, remat="none", mesh=mesh)
+    random = np.random.default_rng(1)
+    matrices = {n: random.normal(0, 0.2, leaf.shape).astype(np.float32) for n, leaf in model.adapter_layout.items()}
+    adapter = {key: jnp.asarray(array) for key, array in matrices.items()}
+    return Generator(model, weights_of(reference, model), adapter, endless(), mesh, longest=longest), matrices
+
+
+def weights_of(reference: Any, model: CausalLM) -> dict[str, jax.Array]:
+    flat = {n: to_jax(t) for n, t in (*reference.named_parameters(), *reference.named_buffers())}
+    return stack({n: flat[n] for leaf in model.layout.values() for n in leaf.names}, model.layout)
+
+
+@pytest.fixture
+def llama() -> Generator:
+    return tiny_generator("llama")[0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run of a tiny Llama with a ChatML tokenizer."""
+    folder = tmp_path_factory.mktemp("generate")
+    tiny_run.write_model(folder / "model")
+    tiny_run.write_chats(folder / "chats.jsonl")
+    train(load_recipe(tiny_run.recipe(folder, train={"steps": 3})), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def trained(run: Path) -> Generator:
+    return Generator.open(str(run))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "qwen3", "mixtral", "falcon_h1", "mamba2"])
+def test_greedy_tokens_are_those_of_transformers_with_and_without_an_adapter(name: str) -> None:
+    reference = tiny_models.build(name)
+    generator, adapter = tiny_generator(name)
+    prompts = random_prompts()
+    alone = generated_by_transformers(reference, prompts)
+    attach_adapter(reference, adapter)
+    adapted = generated_by_transformers(reference, prompts)
+    assert len(np.unique(alone)) >= 5 and (alone != adapted).any()  # else equality would prove little
+    for expected, is_adapted in ((alone, False), (adapted, True)):
+        written = generator.continue_tokens(prompts, max_tokens=NUM_NEW, adapted=is_adapted)
+        assert [tokens for tokens, _ in written] == expected.tolist()
+    assert generator.num_compiles == 2  # the base and the adapted model share them
+
+
+def test_stacked_weights_generate_the_same(llama: Generator) -> None:
+    prompts = random_prompts()
+    scanned = CausalLM(tiny_models.configuration("llama"), remat="none")
+    assert any(leaf.stacked for leaf in scanned.layout.values())
+    base = weights_of(tiny_models.build("llama"), scanned)
+    starts = jnp.array([17 - len(p) for p in prompts])
+    tokens = jnp.array([[0] * (17 - len(p)) + p for p in prompts])
+    logits, _ = jax.jit(lambda base: Decoder(scanned).prefill(base, {}, tokens, starts, 32))(base)
+    expected = [tokens[0] for tokens, _ in llama.continue_tokens(prompts, max_tokens=1, adapted=False)]
+    assert np.argmax(logits, axis=-1).tolist() == expected
+
+
+def test_a_row_ends_at_its_stop_token_and_the_others_go_on(llama: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, reference = random_prompts(), tiny_models.build("llama")
+    free = generated_by_transformers(reference, prompts)
+    eos = next(token for token in free[1].tolist() if token not in free[0] or token not in free[2])
+    expected = generated_by_transformers(reference, prompts, eos)
+    monkeypatch.setattr(llama.prompts, "stops", (eos,))
+    written = llama.continue_tokens(prompts, max_tokens=NUM_NEW, adapted=False)
+    for (tokens, stopped), row in zip(written, expected.tolist(), strict=True):
+        end = row.index(eos) if eos in row else None
+        assert tokens == row[:end] and stopped == (end is not None)
+    assert {stopped for _, stopped in written} == {True, False}
+
+
+def test_writing_ends_when_every_row_has_stopped(llama: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = random_prompts()
+    first = [tokens[0] for tokens, _ in llama.continue_tokens(prompts, max_tokens=1)]
+    monkeypatch.setattr(llama.prompts, "stops", tuple(first))
+    assert llama.continue_tokens(prompts, max_tokens=NUM_NEW) == [([], True)] * 3
+    assert len(list(llama._write(prompts, [0, 1, 2], NUM_NEW, GREEDY, True))) == 1
+
+
+def test_only_another_bucket_is_another_pair_of_compilations(llama: Generator) -> None:
+    prompts = random_prompts()
+    llama.continue_tokens(prompts, max_tokens=4)
+    before = llama.num_compiles
+    llama.continue_tokens(prompts[:2] + prompts[:1], max_tokens=9, sampling=Sampling(0.5, 0.9, seed=3))
+    llama.continue_tokens(prompts, max_tokens=50, adapted=False)
+    assert llama.num_compiles == before
+    llama.continue_tokens(random_prompts((40,) * 3), max_tokens=4)
+    assert llama.num_compiles == before + 2
+
+
+def test_buckets_waste_at_most_a_third() -> None:
+    sizes = {length: bucket_length(length) for length in range(1, 3000)}
+    assert all(size >= length for length, size in sizes.items())
+    assert all(size <= max(32, 1.5 * length) for length, size in sizes.items())
+    assert len(set(sizes.values())) < 16
+
+
+def test_sampling_repeats_for_a_seed_and_does_not_depend_on_the_batch(llama: Generator) -> None:
+    prompts = random_prompts((9, 9, 9))
+    same = [prompts[0]] * 3
+
+    def drawn(prompts: list[list[int]], seed: int) -> list[list[int]]:
+        warm = Sampling(temperature=3.0, seed=seed)
+        return [tokens for tokens, _ in llama.continue_tokens(prompts, max_tokens=NUM_NEW, sampling=warm)]
+
+    assert drawn(prompts, 1) == drawn(prompts, 1)
+    assert drawn(prompts, 1) != drawn(prompts, 2)
+    assert drawn(same, 1)[0] != drawn(same, 1)[1]  # equal prompts in one batch draw apart
+    assert drawn(prompts, 1)[0] == drawn(same, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(1.0), 5),
+        (Sampling(0.5), 5),
+        (Sampling(1.0, top_p=0.75), 3),  # 0.4 + 0.3 is not enough, 0.4 + 0.3 + 0.15 is
+        (Sampling(2.0, top_k=2), 2),
+        (Sampling(1.0, top_p=0.01), 1),
+    ],
+)
+def test_draws_follow_the_distribution(sampling: Sampling, kept: int) -> None:
+    shares = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
+    num_draws = 20_000
+    logits = jnp.broadcast_to(jnp.log(shares), (num_draws, 5))
+    tokens = jax.jit(choose)(logits, token_keys(0, jnp.arange(num_draws), 0), sampling)
+    expected = shares ** (1 / float(sampling.temperature))
+    expected[np.argsort(-expected)[kept:]] = 0
+    expected /= expected.sum()
+    found = np.bincount(np.asarray(tokens), minlength=5) / num_draws
+    assert (found[expected == 0] == 0).all()
+    # Four standard deviations of a share counted over that many independent draws.
+    assert (np.abs(found - expected) <= 4 * np.sqrt(expected * (1 - expected) / num_draws) + 1e-9).all()
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    logits = jax.random.normal(jax.random.key(0), (7, 50))
+    assert (choose(logits, token_keys(0, jnp.arange(7), 0), GREEDY) == jnp.argmax(logits, -1)).all()
+
+
+def test_what_does_not_fit_is_refused_with_what_does(llama: Generator) -> None:
+    assert llama.longest == 128
+    with pytest.raises(TrilloraError, match="120 tokens and 9 new ones") as error:
+        llama.continue_tokens([[5] * 10, [5] * 120], max_tokens=9)
+    assert error.value.where == "prompt 2 of 2"
+    assert "at most 8 new tokens, or shorten the prompt to at most 119 tokens" in error.value.do
+    with pytest.raises(TrilloraError, match="200 tokens"):
+        llama.continue_tokens([[5] * 200], max_tokens=1)
+    small, _ = tiny_generator("llama", longest=20)
+    with pytest.raises(TrilloraError, match="more than the 20 tokens that fit"):
+        small.continue_tokens([[5] * 15], max_tokens=6)
+    with pytest.raises(TrilloraError, match="leaves no room in a cache of 16"):
+        Decoder(CausalLM(tiny_models.configuration("llama"))).prefill({}, {}, jnp.zeros((1, 16)), jnp.zeros(1), 16)
+    for options in ({"max_tokens": 0}, {"sampling": Sampling(-1.0)}, {"sampling": Sampling(1.0, 0.0)}):
+        with pytest.raises(TrilloraError):
+            llama.continue_tokens([[5]], **{"max_tokens": 1, **options})
+    with pytest.raises(TrilloraError, match="empty"):
+        llama.continue_tokens([[]], max_tokens=1)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "recurrent_gemma", "minimax", "rwkv", "bloom"])
+def test_a_model_whose_memory_is_not_understood_is_refused(name: str) -> None:
+    with pytest.raises(TrilloraError, match=r"cache|cannot generate"):
+        Decoder(CausalLM(tiny_models.configuration(name), remat="none"))
+
+
+def test_several_devices_write_what_one_writes(run: Path, trained: Generator) -> None:
+    folder = run.parent / "model"
+    mesh = make_mesh(jax.devices()[:8], MeshShape(data=2, fsdp=2, tensor=2))
+    model = CausalLM(load_config(folder), scan=False, remat="none", mesh=mesh)
+    base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh))
+    assert any(not array.sharding.is_fully_replicated for array in base.values())
+    spread = Generator(model, base, {}, trained.prompts, mesh)
+    ours = spread.generate(QUESTIONS, max_tokens=NUM_NEW)
+    assert ours == trained.generate(QUESTIONS, max_tokens=NUM_NEW, adapted=False)
+
+
+def test_a_run_answers_as_peft_does(run: Path, trained: Generator) -> None:
+    base = AutoModelForCausalLM.from_pretrained(run.parent / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run.parent / "model")
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+    assert [trained.prompts.encode(question) for question in QUESTIONS] == prompts
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert stop in trained.prompts.stops
+    expected = generated_by_transformers(PeftModel.from_pretrained(base, run / "adapter"), prompts, eos=stop)
+    answers = trained.generate(QUESTIONS, max_tokens=NUM_NEW)
+    for answer, row in zip(answers, expected.tolist(), strict=True):
+        assert list(answer.tokens) == (row[: row.index(stop)] if stop in row else row)
+        assert answer.text == tokenizer.decode(answer.tokens, skip_special_tokens=True)
+
+
+def test_streamed_text_is_the_generated_text(trained: Generator) -> None:
+    before = trained.num_compiles
+    pieces = list(trained.stream(QUESTIONS[0], max_tokens=NUM_NEW))
+    (answer,) = trained.generate(QUESTIONS[:1], max_tokens=NUM_NEW)
+    assert "".join(pieces) == answer.text
+    assert len(pieces) >= len(answer.tokens)
+    assert trained.num_compiles <= before + 2
+
+
+def test_characters_of_several_tokens_are_streamed_whole() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokens = tokenizer("A → ț 漢")["input_ids"]
+    pieces = list(Prompts(tokenizer, template=None).decode_stream(tokens))
+    assert "".join(pieces) == "A → ț 漢"
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_streamed_spaces_are_not_tidied_afterwards() -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+    tokenizer.clean_up_tokenization_spaces = True
+    text = "I 'm sure , it is n't ."
+    pieces = Prompts(tokenizer, template=None).decode_stream(tokenizer(text)["input_ids"])
+    assert "".join(pieces) == text
+
+
+def test_the_template_a_run_was_trained_with_is_used(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "resolved.yaml").write_text((run / "resolved.yaml").read_text())
+    (tmp_path / "adapter").mkdir()
+    for file in (run / "adapter").iterdir():
+        (tmp_path / "adapter" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "adapter" / "chat_template.jinja").write_text("Q: {{ messages[0].content }} A:")
+    generator = Generator.open(str(tmp_path))
+    assert generator.prompts.decode(generator.prompts.encode("what?")) == "Q: what? A:"
+
+
+def test_an_unfinished_run_says_so(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "resolved.yaml").write_text((run / "resolved.yaml").read_text())
+    with pytest.raises(TrilloraError, match="no adapter yet") as error:
+        Generator.open(str(tmp_path))
+    assert "--base" in error.value.do
+
+
+def test_the_verb_prints_answers_and_json(run: Path, trained: Generator) -> None:
+    (answer,) = trained.generate(QUESTIONS[:1], max_tokens=4)
+    arguments = ["generate", str(run), "--prompt", QUESTIONS[0], "--max-tokens", "4", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.stdout)
+    assert line["text"] == answer.text and line["prompt"] == QUESTIONS[0]
+    assert line["num_tokens"] == len(answer.tokens) and line["stopped"] == answer.stopped
+
+
+def test_a_conversation_remembers_forgets_and_ends(trained: Generator) -> None:
+    lines = iter(["What is 3 plus 4?", "", "And 4 plus 5?", "/reset", "What is 3 plus 4?", "word " * 300, "/quit"])
+    said: list[str] = []
+    converse(trained, lambda: next(lines), said.append, max_tokens=6, sampling=GREEDY)
+    text = "".join(said)
+    first, second = (trained.prompts.encode(q) for q in ("What is 3 plus 4?", "And 4 plus 5?"))
+    assert text.startswith(GREETING) and text.endswith("Bye.\n") and "Forgotten." in text
+    answer = "".join(trained.stream("What is 3 plus 4?", max_tokens=6))
+    assert text.count(f"\n{answer}\n") == 2  # the same question after /reset has the same answer
+    assert "tokens that fit" in text  # told, and the conversation goes on to /quit
+    assert first != second
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_a_conversation_left_by_a_key_ends_politely(trained: Generator, end: type[BaseException]) -> None:
+    said: list[str] = []
+
+    def leave() -> str:
+        raise end
+
+    converse(trained, leave, said.append, max_tokens=6, sampling=GREEDY)
+    assert said[-1] == "Bye.\n"
+
+
+def test_smollm2_says_what_transformers_says() -> None:
+    generator = Generator.open("smollm2")
+    tokens = generator.prompts.encode("Name three colours.")
+    (answer,) = generator.generate(["Name three colours."], max_tokens=NUM_NEW)
+    reference = AutoModelForCausalLM.from_pretrained(find_model("smollm2"), dtype=torch.float32)
+    expected = generated_by_transformers(reference, [tokens])[0].tolist()
+    assert list(answer.tokens) == expected[: len(answer.tokens)]
+    assert len(answer.tokens) == NUM_NEW or expected[len(answer.tokens)] in generator.prompts.stops

@@ -38,10 +38,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "chat": {"errors", "engine", "generate", "prompts"},
     "quickstart": {"errors", "events", "config", "hardware", "data", "model", "trainer"},
-    "console": {"errors", "events"},
+    "doctor": {"cache"},
+    "console": {"doctor", "errors", "events"},
     "cli": {
         *("", "errors", "events", "config", "console", "hardware", "trainer", "quickstart"),
-        *("data_report", "engine", "generate", "chat"),
+        *("data_report", "doctor", "engine", "generate", "chat"),
     },
     "": {"errors", "events", "config", "console", "data_report", "trainer"},  # the package itself: the Python API
     "__main__": {"cli"},

@@ -208,6 +208,29 @@ def quickstart(
 
 
 @app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON list.")] = False,
+) -> None:
+    """Say what this machine is and whether runs will work here. Exit code 2 if something is broken."""
+    import dataclasses
+    import json
+
+    from trillora.doctor import examine, this_machine
+
+    if not as_json:
+        print("Looking at this machine; starting jax may take a minute on a TPU.", file=sys.stderr)
+    findings = examine(this_machine())
+    if as_json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        from trillora.console import show_findings
+
+        show_findings(findings)
+    if any(finding.state == "broken" for finding in findings):
+        raise typer.Exit(EXIT_MISTAKE)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of a recipe, for editors."""
     import json

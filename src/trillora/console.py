@@ -6,7 +6,7 @@ nobody watches (a pipe, a notebook's log) every event is a plain line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from trillora.doctor import Finding
 from trillora.events import Chosen, Event, Listener, Note, Progress, Step
 
 KEPT_STEPS = 20  # steps of a run that stay on the screen
@@ -33,6 +34,17 @@ def console_listener(console: Console | None = None) -> Iterator[Listener]:
     )
     with bars:
         yield _LiveLines(console, bars)
+
+
+def show_findings(findings: Iterable[Finding], console: Console | None = None) -> None:
+    """The doctor's findings, each with its way out below it."""
+    console = console or Console(highlight=False)
+    looks = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "broken": ("broken ", "bold red")}
+    for finding in findings:
+        word, style = looks[finding.state]
+        console.print(Text.assemble((word, style), f"  {finding.name:<15} {finding.what}"), soft_wrap=True)
+        if finding.do:
+            console.print(Text.assemble(" " * 25, ("do: ", "dim"), finding.do), soft_wrap=True)
 
 
 def step_line(step: Step) -> str:

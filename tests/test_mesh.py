@@ -40,10 +40,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_model(folder / "model")
-    tiny_run.write_chats(folder / "chats.jsonl")
-    return folder
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_model(folder / "model")
-    tiny_run.write_chats(folder / "chats.jsonl")
-    return folder
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
 
 
 def batches_of(folder: Path, sequence_length: int = 64, **data: Any) -> Batches:

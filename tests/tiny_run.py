@@ -46,6 +46,13 @@ def write_chats(path: Path, num_rows: int = 21) -> Path:
     return path
 
 
+def write_both(folder: Path) -> Path:
+    """Model and chats, where `recipe` looks for them."""
+    write_model(folder / "model")
+    write_chats(folder / "chats.jsonl")
+    return folder
+
+
 def recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """A recipe for the model and the chats in `folder`, as a mapping; sections are merged into its own."""
     settings: dict[str, Any] = {

@@ -181,7 +181,7 @@ def _room(machine: Machine) -> Iterator[Finding]:
     ):
         what = f"{free / GIB:.1f} GiB free"
         if free < least:
-            yield Finding(name, "warning", f"{what}; {least // GIB} are little enough.", do)
+            yield Finding(name, "warning", f"{what}; runs want {least // GIB} or more.", do)
         else:
             yield Finding(name, "ok", what)
 

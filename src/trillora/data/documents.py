@@ -16,7 +16,6 @@ from trillora.data.encode import Rendered
 from trillora.data.store import KINDS, TRAINED, Store
 from trillora.errors import TrilloraError
 
-TOO_LONG = ("auto", "refuse", "drop", "split", "truncate-left", "truncate-middle")
 PARTS = ("train", "validation", "test")
 MAX_LOSS = 0.01  # share of the trained tokens that `auto` may drop
 _TEXT = KINDS.index("text")

@@ -24,7 +24,6 @@ from trillora.data.rendering.schema import SchemaCheck
 from trillora.data.rendering.spans import AnswerFinder
 from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 
-TRAIN_ON = ("auto", "assistant", "last", "completion", "everything")
 MAX_CHARACTERS = 64 * 2**20  # of one rendered row
 # Two of Unicode's noncharacters around a number stand for content that spells a special token.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"

@@ -24,7 +24,6 @@ from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 # Two of Unicode's noncharacters, which no text for interchange contains.
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-SHAPES = (("prompt", "completion"), ("user", "assistant"), ("text",))  # what a recipe's template may write
 
 
 class ChatTemplate:

@@ -10,10 +10,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from trillora.config import Recipe
 from trillora.data.batches import Batches
 from trillora.model.layout import unstack
 from trillora.model.lora import initial_adapter
+from trillora.recipe import Recipe
 
 
 def peft_losses(recipe: Recipe, folder: Path, batches: Batches, adapter_layout: Any, num_steps: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from trillora import yaml_text
-from trillora.config import Choice, Recipe, dump_resolved, load_recipe, options, recipe_schema, resolve
+from trillora.config import Choice, choice_in_stage, dump_resolved, load_recipe, options, recipe_schema, resolve
 from trillora.errors import TrilloraError
+from trillora.recipe import Recipe, seconds_of, stages_of
 
 ROOT = Path(__file__).parent.parent
 SMALLEST = {"model": "smollm2", "data": "train.jsonl"}
@@ -53,7 +55,7 @@ train: {sequence_length: 512, batch_size: 8, optimizer: adamw, learning_rate: 2.
 
 def test_every_option_has_a_line_of_effect_and_a_way_to_be_named() -> None:
     known = options()
-    assert len(known) == 61
+    assert len(known) == 116
     for option in known.values():
         assert option.effect.endswith("."), option.path
         assert option.expected, option.path
@@ -330,10 +332,82 @@ def test_schema_has_no_option_the_recipe_lacks_and_none_too_few() -> None:
         for node in definition["properties"].values():
             assert node["description"]
             described += 1
-    assert described + len(schema["properties"]) == len(options())
+    # A stage's data has the options of data, described once.
+    repeated = sum(path.startswith("stages.data.") for path in options())
+    assert described + len(schema["properties"]) == len(options()) - repeated
 
 
 def test_nothing_of_the_environment_enters_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "canary")
     recipe = load_recipe({"model": "$HF_TOKEN", "data": "${HF_TOKEN}.jsonl"})
     assert "canary" not in dump_resolved(recipe, [])
+
+
+STAGED = {
+    "model": "smollm2",
+    "train": {"learning_rate": 1e-3, "schedule": "wsd", "sequence_length": 128},
+    "stages": [
+        {"name": "text", "data": "text.txt", "steps": 10},
+        {"name": "chat", "data": {"path": "chat.jsonl", "pack": False}, "epochs": 2, "learning_rate": 2e-4,
+         "schedule": "cosine", "optimizer_state": "restart"},
+    ],
+}  # fmt: skip
+
+
+def test_stages_are_recipes_of_their_own() -> None:
+    text, chat = stages_of(load_recipe(STAGED))
+    assert (text.name, text.restarts_optimizer, chat.name, chat.restarts_optimizer) == ("text", False, "chat", True)
+    assert (text.recipe.train.steps, text.recipe.train.epochs, text.recipe.train.schedule) == (10, None, "wsd")
+    assert text.recipe.train.decay_fraction == 0.2 and text.recipe.data.path == os.path.abspath("text.txt")
+    train = chat.recipe.train
+    assert (train.steps, train.epochs, train.learning_rate, train.schedule) == (None, 2, 2e-4, "cosine")
+    assert (train.decay_fraction, train.sequence_length, chat.recipe.data.pack) == (None, 128, False)
+    (only,) = stages_of(load_recipe(SMALLEST))
+    assert only.recipe.model_dump() == load_recipe(SMALLEST).model_dump()
+
+
+def test_resolved_stages_read_back_with_what_was_chosen_for_each(tmp_path: Path) -> None:
+    recipe = load_recipe(STAGED)
+    choices = [
+        choice_in_stage(recipe, 1, Choice("train.micro_batch_size", 4, "fits")),
+        choice_in_stage(recipe, 0, Choice("data.today", "2026-01-02", "the template asks")),
+        choice_in_stage(recipe, 0, Choice("engine.remat", "full", "fits")),
+    ]
+    text = dump_resolved(recipe, choices)
+    assert "micro_batch_size: 4  # fits" in text
+    again = load_recipe(recipe_file(tmp_path, text))
+    assert again == resolve(recipe, choices)
+    first, second = stages_of(again)
+    assert (first.recipe.train.micro_batch_size, second.recipe.train.micro_batch_size) == ("auto", 4)
+    assert first.recipe.data.today == "2026-01-02" and second.recipe.engine.remat == "full"
+
+
+def test_overrides_reach_a_stage_by_its_number() -> None:
+    recipe = load_recipe(STAGED, ["stages.1.epochs=3", "stages.0.data=other.txt", "stages.0.epochs=1"])
+    first, second = stages_of(recipe)
+    assert (first.recipe.train.steps, first.recipe.train.epochs, second.recipe.train.epochs) == (None, 1, 3)
+    assert first.recipe.data.path == os.path.abspath("other.txt")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"stages": []}, "stages"),
+        ({"data": "x.jsonl"}, "Both data and stages"),
+        ({"stages": [{"name": "a", "data": "x"}, {"name": "a", "data": "y"}]}, "called a"),
+        ({"stages": [{"name": "../a", "data": "x"}]}, "stages[0].name"),
+        ({"stages": [{"name": "a"}]}, "stages[0].data"),
+        ({"stages": [{"name": "a", "data": "x", "steps": 0}]}, "stages[0].steps"),
+        ({"stages": [{"name": "a", "data": "x", "learning_rat": 1}]}, "learning_rat"),
+        ({"stages": [{"name": "a", "data": "x", "steps": 4, "warmup_steps": 9}]}, "stages[0].warmup_steps is 9"),
+        ({"stages": [{"name": "a", "data": {"path": "x", "pac": True}}]}, "pac"),
+    ],
+)
+def test_stages_that_make_no_sense_are_refused_by_name(change: dict[str, Any], named: str) -> None:
+    assert named in refusal({**STAGED, **change}).what
+
+
+def test_time_limits_are_hours_minutes_seconds() -> None:
+    assert [seconds_of(text) for text in ("8h30m", "45m", "90s", "1m30s", "2h")] == [30600, 2700, 90, 90, 7200]
+    for wrong in ("8", "h", "1h2", "-3m", "30 m"):
+        assert "train.time_limit" in refusal({**SMALLEST, "train": {"time_limit": wrong}}).what

@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from trillora.version import __version__
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trillora.config import Recipe, load_recipe
+    from trillora.config import load_recipe
     from trillora.data_report.report import DataReport
     from trillora.errors import TrilloraError
     from trillora.events import Listener
+    from trillora.recipe import Recipe
     from trillora.trainer import TrainResult
 
-__version__ = "0.1.0"
 __all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load_recipe", "train"]
 
 
@@ -46,24 +48,30 @@ def train(
         return run(loaded, Path(out), listener=shown)
 
 
-def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> DataReport:
-    """Shows what a recipe's data would train, as `trillora data` does, and returns the figures."""
+def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> list[DataReport]:
+    """Shows what a recipe's data would train, as `trillora data` does, and returns the figures of each stage."""
     from rich.console import Console
 
     from trillora.config import load_recipe
     from trillora.data_report.report import inspect
     from trillora.data_report.terminal import show
+    from trillora.recipe import stages_of
 
-    report = inspect(load_recipe(recipe, overrides))
-    show(report, Console(highlight=False))
-    return report
+    reports = [inspect(stage.recipe) for stage in stages_of(load_recipe(recipe, overrides))]
+    for report in reports:
+        show(report, Console(highlight=False))
+    return reports
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Recipe", "load_recipe"):
-        from trillora import config
+    if name == "load_recipe":
+        from trillora.config import load_recipe
 
-        return getattr(config, name)
+        return load_recipe
+    if name == "Recipe":
+        from trillora.recipe import Recipe
+
+        return Recipe
     if name == "TrilloraError":
         from trillora.errors import TrilloraError
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from trillora.config import Recipe
 from trillora.engine.loss import Totals, chunked_loss, chunked_totals, token_losses, totals
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
@@ -22,6 +21,7 @@ from trillora.mesh import batch_sharding, replicated, weight_spec
 from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora import LoraSpec
+from trillora.recipe import StageRecipe
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -31,7 +31,7 @@ BATCH_DTYPES = {
     "positions": jnp.int32,
 }
 # Collective matmul makes the program larger, slower to compile and, where it was measured, slower to run.
-TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+TPU_OPTIONS: dict[str, str | bool] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 COPIED_ADAPTER_BYTES = 2**30  # adapter and optimiser up to this size are copied to every device, not split
 
 
@@ -62,13 +62,22 @@ class Assembly:
         return step.lower(self.state_shapes, self.base_shapes, batch)
 
     def compile(self, sequence_length: int | None = None) -> Any:
+        return self.lower(sequence_length).compile(compiler_options=self._options)
+
+    def compile_evaluation(self, batch_size: int, sequence_length: int) -> Any:
+        """Sums over a batch of this size, wherever the arguments lie."""
+        shape = (batch_size, sequence_length)
+        batch = {name: leaf.update(shape=shape) for name, leaf in self.batch_shapes.items()}
+        step = jax.jit(self.eval_step, out_shardings=replicated(self.mesh))
+        return step.lower(self.state_shapes.adapter, self.base_shapes, batch).compile(compiler_options=self._options)
+
+    @property
+    def _options(self) -> dict[str, str | bool] | None:
         is_tpu = self.mesh.devices.flat[0].platform == "tpu"
-        return self.lower(sequence_length).compile(
-            compiler_options=TPU_OPTIONS if is_tpu and self.mesh.size > 1 else None
-        )
+        return TPU_OPTIONS if is_tpu and self.mesh.size > 1 else None
 
 
-def assemble(recipe: Recipe, config: Any, mesh: Mesh, num_steps: int) -> Assembly:
+def assemble(recipe: StageRecipe, config: Any, mesh: Mesh, num_steps: int) -> Assembly:
     """`recipe` has no `auto` left; `config` is the model's; the mesh may be of devices that are not here."""
     train, engine = recipe.train, recipe.engine
     spec = lora_spec(recipe)
@@ -116,7 +125,7 @@ def assemble(recipe: Recipe, config: Any, mesh: Mesh, num_steps: int) -> Assembl
     )
 
 
-def lora_spec(recipe: Recipe) -> LoraSpec:
+def lora_spec(recipe: StageRecipe) -> LoraSpec:
     lora = recipe.lora
     return LoraSpec(lora.rank, lora.alpha, lora.rslora, lora.dropout, lora.targets)
 

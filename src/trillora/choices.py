@@ -15,10 +15,11 @@ import jax
 import psutil
 
 from trillora.assembly import Assembly, assemble
-from trillora.config import Recipe, resolve
+from trillora.config import resolve
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
 from trillora.mesh import MeshShape, make_mesh
+from trillora.recipe import StageRecipe
 
 GIB = 2**30
 BASE_SHARE = 0.25  # of a device's memory: up to here the base is copied to every device rather than split
@@ -32,14 +33,14 @@ CHUNK_LOGITS = {"cpu": 2**25}
 class Plan:
     """A recipe without `auto`, and the compiled step it led to."""
 
-    recipe: Recipe
+    recipe: StageRecipe
     choices: tuple[Chosen, ...]
     assembly: Assembly
     compiled: Any
     num_compiles: int
 
 
-def choose(recipe: Recipe, config: Any, devices: list[Any], num_steps: int, listener: Listener) -> Plan:
+def choose(recipe: StageRecipe, config: Any, devices: list[Any], num_steps: int, listener: Listener) -> Plan:
     """Decide, compile, and say so."""
     choices = [*by_hardware(recipe, config, devices)]
     for choice in choices:
@@ -69,7 +70,7 @@ def choose(recipe: Recipe, config: Any, devices: list[Any], num_steps: int, list
     )
 
 
-def by_hardware(recipe: Recipe, config: Any, devices: list[Any]) -> Iterator[Chosen]:
+def by_hardware(recipe: StageRecipe, config: Any, devices: list[Any]) -> Iterator[Chosen]:
     """What devices and shapes decide without compiling."""
     platform = devices[0].platform
     num_devices = len(devices)
@@ -138,7 +139,7 @@ def _largest(config: Any, *names: str) -> int:
     return max(value) if isinstance(value, list | tuple) else int(value)
 
 
-def _attempts(recipe: Recipe, row_shards: int) -> Iterator[list[Chosen]]:
+def _attempts(recipe: StageRecipe, row_shards: int) -> Iterator[list[Chosen]]:
     """Ways to fill the remaining `auto`s, fastest first. A micro-batch has a row for every device or is refused."""
     train = recipe.train
     if train.batch_size % row_shards:
@@ -188,7 +189,7 @@ def step_bytes(compiled: Any) -> float:
     )
 
 
-def _describe(attempt: list[Chosen], recipe: Recipe) -> str:
+def _describe(attempt: list[Chosen], recipe: StageRecipe) -> str:
     values = {c.path: c.value for c in attempt}
     rows = values.get("train.micro_batch_size", recipe.train.micro_batch_size)
     return f"{rows} rows at once, remat {values.get('engine.remat', recipe.engine.remat)}"

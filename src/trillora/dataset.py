@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from trillora.cache import cache_root
-from trillora.config import DataSection, Recipe, resolve
+from trillora.config import resolve
 from trillora.data.encode import Encoder, Tokenizer
 from trillora.data.prepare import DataOptions, Dataset, Source, prepare
 from trillora.data.rendering.chat_templates import find_template
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
+from trillora.recipe import DataSection, StageRecipe
 
 
-def settle(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Recipe, list[Chosen]]:
+def settle(recipe: StageRecipe, tokenizer: Tokenizer) -> tuple[StageRecipe, list[Chosen]]:
     """The recipe with what its data section leaves open: the date, where the chat template asks for it."""
     template = chat_template(recipe.data, tokenizer)
     if template is None or "strftime_now" not in template or recipe.data.today is not None:
@@ -26,7 +27,7 @@ def settle(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Recipe, list[Chosen]]:
     return resolve(recipe, chosen), chosen
 
 
-def open_dataset(recipe: Recipe, tokenizer: Tokenizer, listener: Listener, *, lenient: bool = False) -> Dataset:
+def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, *, lenient: bool = False) -> Dataset:
     """The recipe's rows, tokenised. `lenient`: bad rows are noted, whatever the recipe says."""
     dataset = prepare(
         data_options(recipe.data, tokenizer, lenient=lenient),

@@ -117,7 +117,7 @@ def value_problems(error: ValidationError, known: Mapping[str, Option], origins:
             continue  # told by unknown_option, with a suggestion
         path = _option_path(detail["loc"], known)
         if detail["type"] == "conflict":
-            path = f"{path}.{detail['ctx']['key']}"
+            path = f"{path}.{detail['ctx']['key']}".removeprefix(".")
             problem = Problem(path, detail["ctx"]["what"], origins.of(path), detail["ctx"]["do"])
         elif detail["type"] == "missing":
             option = known[_without_numbers(path)]

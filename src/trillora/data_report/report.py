@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from trillora.config import Recipe
 from trillora.data.batches import Batches
 from trillora.data.documents import PARTS, Documents, part_of
 from trillora.data.encode import Tokenizer
@@ -28,6 +27,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, print_nothing
 from trillora.model.limits import check_rows
 from trillora.model.source import find_model, load_config, load_tokenizer
+from trillora.recipe import StageRecipe
 
 NUM_BAD_SHOWN = 5
 
@@ -134,7 +134,7 @@ class DataReport:
         return dataclasses.asdict(self)
 
 
-def inspect(recipe: Recipe, listener: Listener = print_nothing) -> DataReport:
+def inspect(recipe: StageRecipe, listener: Listener = print_nothing) -> DataReport:
     """Reads, renders and tokenises the recipe's data, and counts what training would do with it."""
     model = recipe.model
     folder = find_model(
@@ -168,7 +168,7 @@ def inspect(recipe: Recipe, listener: Listener = print_nothing) -> DataReport:
     )
 
 
-def _batches(recipe: Recipe, fitted: Documents) -> tuple[Batches | None, TrilloraError | None]:
+def _batches(recipe: StageRecipe, fitted: Documents) -> tuple[Batches | None, TrilloraError | None]:
     train, data = recipe.train, recipe.data
     try:
         return Batches(
@@ -183,7 +183,7 @@ def _batches(recipe: Recipe, fitted: Documents) -> tuple[Batches | None, Trillor
         return None, refusal
 
 
-def _bad_row(recipe: Recipe, dataset: Dataset) -> TrilloraError | None:
+def _bad_row(recipe: StageRecipe, dataset: Dataset) -> TrilloraError | None:
     if not dataset.num_problems or recipe.data.on_bad_row != "refuse":
         return None
     first = dataset.problems[0]
@@ -192,7 +192,7 @@ def _bad_row(recipe: Recipe, dataset: Dataset) -> TrilloraError | None:
     return TrilloraError(f"{first.what}{more}", where=first.where, do=f"{first.do}; or set data.on_bad_row to skip")
 
 
-def _not_for_the_model(recipe: Recipe, folder: Path) -> TrilloraError | None:
+def _not_for_the_model(recipe: StageRecipe, folder: Path) -> TrilloraError | None:
     try:
         config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
         check_rows(config, recipe.train.sequence_length, recipe.data.pack)
@@ -250,7 +250,7 @@ def _epoch_facts(batches: Batches | None) -> dict[str, Any]:
     }
 
 
-def _template_facts(recipe: Recipe, dataset: Dataset, tokenizer: Tokenizer) -> ChatTemplateFacts | None:
+def _template_facts(recipe: StageRecipe, dataset: Dataset, tokenizer: Tokenizer) -> ChatTemplateFacts | None:
     text = chat_template(recipe.data, tokenizer)
     if text is None or not (dataset.store.rows["kind"] == KINDS.index("chat")).any():
         return None

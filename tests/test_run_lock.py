@@ -1,0 +1,166 @@
+"""One owner of a run (R20), with real processes: the second is refused at once, a killed owner's lock is recovered."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from trillora.errors import TrilloraError
+from trillora.run_lock import hold
+
+FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
+SOURCE = Path(__file__).parent.parent / "src"
+
+OWNER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from trillora.errors import TrilloraError
+from trillora.run_lock import hold
+if sys.argv[3] == "no locks":
+    import fcntl
+    def flock(*arguments):
+        raise OSError(int(sys.argv[4]), "no locks here")
+    fcntl.flock = flock
+try:
+    with hold(Path(sys.argv[2])):
+        print("owns", flush=True)
+        sys.stdin.readline()
+except TrilloraError as error:
+    print("refused", flush=True)
+    print(error, flush=True)
+"""
+
+
+@contextmanager
+def owner(run: Path, locks: str = "locks", code: int = 95) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", OWNER, str(SOURCE), str(run), locks, str(code)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_second_process_is_refused_at_once_and_told_the_owner(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "first"
+    with owner(run) as process:
+        assert first_line(process) == "owns"
+        start = time.monotonic()
+        with pytest.raises(TrilloraError) as caught, hold(run):
+            pytest.fail("two owners")
+        assert time.monotonic() - start < 1  # R20
+        assert f"process {process.pid} on {socket.gethostname()}" in caught.value.what
+        assert caught.value.where == str(run)
+        with owner(run) as second:
+            assert first_line(second) == "refused"
+        # Being refused changed nothing.
+        with pytest.raises(TrilloraError, match=f"process {process.pid} "), hold(run):
+            pytest.fail("two owners")
+        process.communicate("go\n")
+    with hold(run):
+        pass
+
+
+@pytest.mark.parametrize("locks", ["locks", "no locks"])
+def test_a_killed_owners_lock_is_recovered(tmp_path: Path, locks: str) -> None:
+    for _ in range(20 if FULL_DOSE else 2):
+        with owner(tmp_path, locks) as process:
+            assert first_line(process) == "owns"
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert json.loads((tmp_path / ".lock-owner").read_text())["pid"] == process.pid  # it could not tidy up
+            with owner(tmp_path, locks) as heir:
+                assert first_line(heir) == "owns"
+                heir.communicate("go\n")
+    assert not (tmp_path / ".lock-owner").exists()
+
+
+def test_of_many_at_once_exactly_one_owns(tmp_path: Path) -> None:
+    dead = json.dumps({"pid": 2**22 + 1, "host": socket.gethostname(), "since": 0})
+    for locks in ("locks", "no locks"):
+        (tmp_path / ".lock-owner").write_text(dead)  # all of them want to inherit
+        with ExitStack() as stack:
+            processes = [stack.enter_context(owner(tmp_path, locks)) for _ in range(8 if FULL_DOSE else 4)]
+            assert sorted(first_line(process) for process in processes) == ["owns", *["refused"] * (len(processes) - 1)]
+
+
+def test_the_same_process_owns_a_run_once(tmp_path: Path) -> None:
+    with hold(tmp_path):
+        with pytest.raises(TrilloraError, match=f"process {os.getpid()} "), hold(tmp_path):
+            pytest.fail("two owners")
+        with hold(tmp_path / "other"):
+            pass
+        assert (tmp_path / ".lock-owner").exists()
+    with pytest.raises(ZeroDivisionError), hold(tmp_path):
+        _ = 1 / 0
+    with hold(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("code", [38, 95, 37], ids=["ENOSYS", "EOPNOTSUPP", "ENOLCK"])
+def test_without_locks_the_note_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    note = tmp_path / ".lock-owner"
+    with hold(tmp_path):
+        assert json.loads(note.read_text())["pid"] == os.getpid()
+        with pytest.raises(TrilloraError, match=f"process {os.getpid()} ") as caught, hold(tmp_path):
+            pytest.fail("two owners")
+        assert f"remove {note}" in caught.value.do
+    assert not note.exists()
+
+    def leave(pid: int, host: str, since: float) -> None:
+        note.write_text(json.dumps({"pid": pid, "host": host, "since": since}))
+
+    leave(2**22 + 1, "elsewhere", time.time())  # no process here, but there: who knows
+    with pytest.raises(TrilloraError, match="on elsewhere"), hold(tmp_path):
+        pytest.fail("two owners")
+    leave(os.getpid(), socket.gethostname(), time.time() - 10**6)  # our number, but a process long before us
+    with hold(tmp_path):
+        pass
+    leave(2**22 + 1, socket.gethostname(), time.time())  # beyond the largest number a process can have
+    with hold(tmp_path):
+        pass
+    assert not note.exists()
+
+
+def test_a_note_that_is_not_one_harms_nobody(tmp_path: Path) -> None:
+    draw = random.Random(20)
+    notes = [b"", b"{", b"[]", b'{"pid": "x"}', b'{"pid": 1e999}', b"\xff" * 10, b"[" * 100_000, draw.randbytes(100)]
+    notes.append(json.dumps({"pid": -1, "host": socket.gethostname(), "since": 1e300}).encode())
+    for data in notes:
+        (tmp_path / ".lock-owner").write_bytes(data)
+        with hold(tmp_path):
+            assert json.loads((tmp_path / ".lock-owner").read_text())["pid"] == os.getpid()
+    for data in notes[-1], notes[0]:
+        with hold(tmp_path):
+            (tmp_path / ".lock-owner").write_bytes(data)
+            with pytest.raises(TrilloraError, match="in use by another process"), hold(tmp_path):
+                pytest.fail("two owners")
+
+
+def test_a_folder_that_cannot_be_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(TrilloraError, match="cannot be written") as caught, hold(tmp_path / "file" / "run"):
+        pytest.fail("no such folder")
+    assert caught.value.where == str(tmp_path / "file" / "run")

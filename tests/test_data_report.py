@@ -346,7 +346,7 @@ def test_every_recipe_that_ships_is_ready_to_train_on_its_sample(name: str) -> N
 
 def test_python_shows_and_returns_the_same_report(folder: Path, look: Look, capsys: pytest.CaptureFixture[str]) -> None:
     expected = look(CHATS)
-    assert trillora.inspect_data(folder / "recipe.yaml") == expected
+    assert trillora.inspect_data(folder / "recipe.yaml") == [expected]
     assert "Tokens of an epoch" in capsys.readouterr().out
 
 

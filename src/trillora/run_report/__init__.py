@@ -1,0 +1,25 @@
+"""The report of a run, made from its folder alone: while it goes, after it ended, and also after it was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trillora.durable import write_file
+from trillora.errors import TrilloraError
+from trillora.run_report.page import page
+from trillora.run_report.read import read_run
+
+FILE = "report.html"
+
+
+def write_report(run: Path) -> Path:
+    """Writes RUN/report.html, whole or not at all, and says where it lies."""
+    file = run / FILE
+    content = page(read_run(run))
+    try:
+        write_file(file, content)
+    except OSError as error:
+        raise TrilloraError(
+            f"The report cannot be written: {error.strerror}.", where=str(file), do="make the run's folder writable"
+        ) from None
+    return file

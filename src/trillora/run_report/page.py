@@ -1,0 +1,281 @@
+"""The report of a run as one HTML file: no script, no outside request, light or dark as the reader's system is."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from trillora.data_report.example import shortened
+from trillora.data_report.page_style import card, coloured, document, text, tiles
+from trillora.run_report import charts, results
+from trillora.run_report.curves import curves
+from trillora.run_report.phrases import (
+    Verdict,
+    before_and_after,
+    quoted,
+    say_moment,
+    say_number,
+    say_rate,
+    say_share,
+    say_short,
+    say_time,
+    seen_from_here,
+    total_seconds,
+    verdict,
+)
+from trillora.run_report.read import Run, Stage, whole, words
+
+MAX_LISTED = 50  # rows of any table that a long run makes long
+MAX_RECIPE = 60_000  # characters
+MOMENT_OF_MANY = "%d %b, %H:%M"  # the page's head has the year
+
+STYLE = """
+.verdict.stopped, .verdict.running { border-left-color: var(--edge); }
+.verdict.diverged { border-left-color: var(--bad); }
+.verdict pre { font-weight: 400; } pre.code { white-space: pre; overflow-x: auto; }
+.tiles { grid-template-columns: repeat(auto-fit, minmax(9.4rem, 1fr)); }
+.tile small { font-size: .95rem; font-weight: 400; color: var(--faint); }
+.tile b { white-space: nowrap; }
+.parts > section { min-width: 0; }
+h3 { font-size: .95rem; margin: 1.2rem 0 .4rem; overflow-wrap: anywhere; }
+h1 { overflow-wrap: anywhere; line-height: 1.25; }
+details { margin-top: .9rem; } details > .sample { margin-top: .9rem; }
+summary { cursor: pointer; color: var(--faint); }
+summary h2 { display: inline; color: var(--text); }
+details.card { margin-top: 1rem; }
+.facts th { overflow-wrap: anywhere; padding-right: 1rem; }
+td code { white-space: nowrap; } td.name code { white-space: normal; }
+td.moment { white-space: nowrap; }
+footer { margin-top: 1.5rem; font-size: .85rem; }
+@media (max-width: 32rem) { .facts th { width: 6.5rem; } td.name { min-width: 6.5rem; }
+  .scores td.number { min-width: 3.6rem; } .scores th.number { white-space: normal; } td, th { padding-right: .6rem; }
+  .card, .verdict { padding: .85rem .85rem; } .tiles { gap: .5rem; } .tile b { font-size: 1.2rem; } }
+@media print { .prompt, .says pre { max-height: none; } body { background: none; } }
+"""
+
+
+def page(run: Run) -> str:
+    title = f"{_model_name(run)} on {_data_name(run)}" if _data_name(run) else _model_name(run)
+    facts = [say_moment(run.started), _machine(run)]
+    body = "\n".join(
+        (
+            f'<h1>{text(title)}</h1>\n<div class="faint">{text(" · ".join(fact for fact in facts if fact))}</div>',
+            _verdict(verdict(run)),
+            tiles(_tiles(run)),
+            card("Curves", curves(run)),
+            card("Answers, before and after", results.samples(run)),
+            card("Test set", results.test_set(run)),
+            card("Data", "".join(_stage(stage, len(run.stages) > 1) for stage in run.stages)),
+            card("Skipped steps", _skips(run)),
+            card("Use the result", _use(run)),
+            card("What happened", _history(run)),
+            _folded("Environment", _facts(run.environment)),
+            _folded("What was used", _facts({**_model_facts(run), **run.identity})),
+            _folded("Recipe, with everything resolved", _recipe(run)),
+            _footer(run),
+        )
+    )
+    return document(title, body, charts.STYLE + results.STYLE + STYLE)
+
+
+def _model_name(run: Run) -> str:
+    name = words(run.model, "name") or run.folder.resolve().name
+    return name.rstrip("/").rpartition("/")[2] or name
+
+
+def _data_name(run: Run) -> str:
+    names = list(dict.fromkeys(Path(file.name).name for stage in run.stages for file in stage.files))
+    shown = ", ".join(names[:2])
+    return f"{shown} and {len(names) - 2:,} more" if len(names) > 2 else shown
+
+
+def _machine(run: Run) -> str:
+    device, count = words(run.environment, "device"), whole(run.environment, "num_devices")
+    device = device or words(run.environment, "backend")
+    return f"{count} x {device}" if device and count and count > 1 else device
+
+
+def _verdict(found: Verdict) -> str:
+    more = "".join(f"<p>{text(line)}</p>" for line in found.more)
+    command = f"<pre>{text(found.command)}</pre>" if found.command else ""
+    return f'<div class="verdict {found.kind}">{text(found.what)}{more}{command}</div>'
+
+
+def _tiles(run: Run) -> list[tuple[str, str, bool]]:
+    facts: list[tuple[str, str, bool]] = []
+    pair = before_and_after(run)
+    losses = [line.loss for line in run.steps if line.loss is not None]
+    if pair is not None:
+        before, after = pair
+        facts.append((_change(say_number(before.loss), say_number(after.loss)), "evaluation loss", False))
+        facts.append((_change(say_number(before.perplexity), say_number(after.perplexity)), "perplexity", False))
+        if before.accuracy is not None and after.accuracy is not None:
+            shares = (say_share(round(share, 2)) for share in (before.accuracy, after.accuracy))
+            facts.append((_change(*shares), "token accuracy", False))
+    elif losses:
+        facts.append((_change(say_number(losses[0]), say_number(losses[-1])), "training loss", False))
+    tokens, seconds = sum(line.num_tokens for line in run.steps), total_seconds(run.steps)
+    if tokens:
+        facts.append((say_short(tokens), "tokens trained on", False))
+    if seconds:
+        facts.append((say_time(seconds), "training time", False))
+    speeds = [line.tokens_per_second for line in run.steps if line.tokens_per_second]
+    if speeds:
+        facts.append((say_short(statistics.median(speeds)), "tokens per second", False))
+    peaks = [line.peak_fraction for line in run.steps if line.peak_fraction]
+    if peaks:
+        facts.append((say_share(statistics.median(peaks)), "of the chip's peak", False))
+    memory = [line.memory_gib for line in run.steps if line.memory_gib]
+    if memory:
+        facts.append((f"{say_number(max(memory))} <small>GiB</small>", "memory", False))
+    skipped = max(sum(line.skipped for line in run.steps), len(run.skips))
+    if run.steps:
+        facts.append((f"{skipped:,}", "skipped steps", skipped > 0))
+    return facts
+
+
+def _change(before: str, after: str) -> str:
+    return f"<small>{text(before)} →</small> {text(after)}"
+
+
+def _stage(stage: Stage, is_one_of_many: bool) -> str:
+    title = f"<h3>{text(stage.name)}</h3>" if is_one_of_many else ""
+    plan = [
+        f"{stage.num_steps:,} steps" if stage.num_steps else "",
+        f"of {stage.batch_size:,} sequences" if stage.batch_size else "",
+        f"of {stage.sequence_length:,} tokens" if stage.sequence_length else "",
+        f"learning rate {say_rate(stage.learning_rate)}" if stage.learning_rate is not None else "",
+    ]
+    counts = [(name, stage.counts[name]) for name in ("documents", "rows", "tokens") if name in stage.counts]
+    held = [f"{int(count):,} {'sequences' if name == 'rows' else name}" for name, count in counts]
+    held += [f"{stage.num_evaluated:,} documents to evaluate on"] if stage.num_evaluated else []
+    words_of_plan = " ".join(part for part in plan[:3] if part) + (f", {plan[3]}" if plan[3] else "")
+    lines = "".join(f'<div class="faint">{text(line)}</div>' for line in (words_of_plan, ", ".join(held)) if line)
+    example = f"<h3>One training row</h3>{coloured(shortened(stage.example))}" if stage.example else ""
+    return f"{title}{lines}{_token_bar(stage.counts)}{_files(stage)}{example}"
+
+
+def _token_bar(counts: dict[str, float]) -> str:
+    tokens, trained = counts.get("tokens", 0), counts.get("supervised", 0)
+    padding = min(counts.get("padding_fraction", 0), 0.999)
+    if not tokens:
+        return ""
+    parts = {"trained": trained, "masked": max(tokens - trained, 0), "padded": tokens * padding / (1 - padding)}
+    total = sum(parts.values())
+    names = {"trained": "trained", "masked": "context", "padded": "padding"}
+    bars = "".join(f'<div class="{n}-fill" style="width:{count / total:.3%}"></div>' for n, count in parts.items())
+    key = "".join(
+        f'<span><i class="{n}-fill"></i>{names[n]} {say_short(c)} ({c / total:.1%})</span>' for n, c in parts.items()
+    )
+    return f'<div class="stack" style="margin-top:.7rem">{bars}</div><div class="key">{key}</div>'
+
+
+def _files(stage: Stage) -> str:
+    if not stage.files:
+        return ""
+    head = '<tr><th>file</th><th>format</th><th class="number">rows</th><th>sha256</th></tr>'
+    lines = "".join(
+        f'<tr><td class="name">{text(file.name)}</td><td>{text(file.format)}</td>'
+        f'<td class="number">{"" if file.num_rows is None else f"{file.num_rows:,}"}</td>'
+        f"<td><code>{text(file.sha256[:12])}</code></td></tr>"
+        for file in stage.files[:MAX_LISTED]
+    )
+    return f'<div class="scroll" style="margin-top:.7rem"><table>{head}{lines}</table></div>{_rest(len(stage.files))}'
+
+
+def _skips(run: Run) -> str:
+    if not run.skips:
+        return ""
+    head = '<tr><th class="number">step</th><th>stage</th><th>reason</th><th>rows</th></tr>'
+    lines = "".join(
+        f'<tr><td class="number">{skip.step:,}</td><td>{text(skip.stage)}</td><td class="name">{text(skip.reason)}</td>'
+        f'<td class="name"><code>{text(", ".join(skip.rows[:20]))}{_and_more(len(skip.rows) - 20)}</code></td></tr>'
+        for skip in run.skips[:MAX_LISTED]
+    )
+    why = '<div class="faint">These batches changed nothing: weights and optimiser stayed as they were.</div>'
+    return f'{why}<div class="scroll"><table>{head}{lines}</table></div>{_rest(len(run.skips))}'
+
+
+def _use(run: Run) -> str:
+    if run.adapter is None:
+        return ""
+    folder = run.folder / run.adapter
+    newest = "" if run.adapter == "adapter" else " This is the newest checkpoint; the run is not finished."
+    base, adapter = (json.dumps(name, ensure_ascii=False) for name in (run.base, seen_from_here(folder)))
+    code = f"""from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained({base})
+model = PeftModel.from_pretrained(base, {adapter})"""
+    return (
+        f"<div>Talk to it:</div><pre>trillora chat {text(quoted(run.folder))}</pre>"
+        f"<p>Load it anywhere; the adapter is in PEFT's format.{newest}</p>"
+        f'<pre class="code">{text(code)}</pre>'
+    )
+
+
+def _history(run: Run) -> str:
+    lines = "".join(
+        f'<tr><td class="moment">{text(say_moment(happening.time, MOMENT_OF_MANY))}</td>'
+        f"<td>{text(happening.event)}</td>"
+        f'<td class="number">{"" if happening.step is None else f"{happening.step:,}"}</td>'
+        f'<td class="name">{text(happening.reason)}</td><td>{text(happening.machine)}</td></tr>'
+        for happening in run.history[-MAX_LISTED:]
+    )
+    head = '<tr><th>time</th><th></th><th class="number">step</th><th>reason</th><th>machine</th></tr>'
+    table = f'<div class="scroll"><table>{head}{lines}</table></div>{_rest(len(run.history))}' if lines else ""
+    broken = f'<p class="faint">{run.num_unreadable:,} lines of the logs cannot be read.</p>'
+    return table + (broken if run.num_unreadable else "")
+
+
+def _model_facts(run: Run) -> dict[str, Any]:
+    facts: dict[str, Any] = {"base model": words(run.model, "name")} if words(run.model, "name") else {}
+    total, trained = whole(run.model, "num_parameters"), whole(run.model, "num_trained")
+    if total:
+        facts["parameters"] = f"{total:,}"
+    if trained:
+        facts["trained parameters"] = f"{trained:,}" + (f" ({trained / total:.2%})" if total else "")
+    return facts
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    lines = "".join(
+        f'<tr><th>{text(str(name))}</th><td class="name">{text(_plain(value))}</td></tr>'
+        for name, value in list(facts.items())[: 2 * MAX_LISTED]
+        if value not in (None, "")
+    )
+    return f'<div class="scroll"><table class="facts">{lines}</table></div>' if lines else ""
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
+    return ", ".join(_plain(inner) for inner in value) if isinstance(value, list) else str(value)
+
+
+def _recipe(run: Run) -> str:
+    if not run.recipe.strip():
+        return ""
+    rest = len(run.recipe) - MAX_RECIPE
+    cut = f'\n<span class="gap">[… {rest:,} more characters in resolved.yaml …]</span>' if rest > 0 else ""
+    return f'<pre class="code">{text(run.recipe[:MAX_RECIPE].rstrip())}{cut}</pre>'
+
+
+def _folded(title: str, content: str) -> str:
+    return f'<details class="card"><summary><h2>{text(title)}</h2></summary>{content}</details>' if content else ""
+
+
+def _rest(count: int) -> str:
+    return f'<p class="faint">{_and_more(count - MAX_LISTED)}</p>' if count > MAX_LISTED else ""
+
+
+def _and_more(count: int) -> str:
+    return f" … and {count:,} more" if count > 0 else ""
+
+
+def _footer(run: Run) -> str:
+    version = f"Trillora {run.version}" if run.version else "Trillora"
+    return f'<footer class="faint">{text(version)} · {text(seen_from_here(run.folder))}</footer>'

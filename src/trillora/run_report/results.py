@@ -1,0 +1,164 @@
+"""What the model says: answers before and after, and the test set that `trillora eval` measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from trillora.data_report.page_style import text
+from trillora.run_report.phrases import say_number, say_share
+from trillora.run_report.read import Answer, Run, finite, mappings, number, whole, words
+
+MAX_SAMPLES = 12
+MAX_CHARACTERS = 3000  # of one text; the middle of a longer one is left out
+MAX_FIELDS = 60
+
+STYLE = """
+.sample { border-top: 1px solid var(--line); padding-top: .9rem; margin-top: 1.1rem; }
+.sample:first-of-type { border-top: 0; padding-top: 0; margin-top: 0; }
+.prompt { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto; margin-top: .15rem; }
+.says { display: grid; grid-template-columns: repeat(auto-fit, minmax(14.5rem, 1fr)); gap: .75rem; margin-top: .7rem; }
+.says > div { min-width: 0; }
+.says pre { margin-top: .25rem; max-height: 20rem; overflow-y: auto; border: 1px solid var(--line); line-height: 1.5; }
+.says .after pre { border-color: var(--trained); }
+.label { font-size: .8rem; color: var(--faint); }
+.badge { display: inline-block; border-radius: 99px; padding: 0 .5rem; margin-left: .4rem; font-size: .75rem;
+  background: var(--trained-back); color: var(--trained); }
+.badge.no { background: none; color: var(--faint); border: 1px solid var(--line); }
+.scores td, .scores th { padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--line); }
+.scores tr:last-child td { border-bottom: 0; }
+.scores .group td { color: var(--faint); font-size: .85rem; padding-top: .9rem; }
+.scores td.number { width: 22%; min-width: 4.6rem; }
+.meter { height: 5px; border-radius: 3px; background: var(--line); margin-top: .3rem; overflow: hidden; }
+.meter i { display: block; height: 100%; border-radius: 3px; background: var(--masked); }
+.adapted .meter i { background: var(--trained); } .guess .meter i { background: var(--padded); }
+td.adapted { font-weight: 600; }
+"""
+
+
+def samples(run: Run) -> str:
+    """For each prompt the first answer and the last one."""
+    told: dict[str, list[Answer]] = {}
+    for answer in run.answers:
+        told.setdefault(answer.prompt, []).append(answer)
+    latest_first = sorted(told.values(), key=lambda answers: -answers[-1].step)
+    shown = "".join(_sample(answers[0], answers[-1]) for answers in latest_first[:MAX_SAMPLES])
+    if len(told) > MAX_SAMPLES:
+        shown += f'<p class="faint">{len(told) - MAX_SAMPLES:,} more prompts are in metrics.jsonl.</p>'
+    return shown
+
+
+def _sample(first: Answer, last: Answer) -> str:
+    sides = [] if first is last else [_says("before", f"Before{_when(first)}", first.answer, last.expected)]
+    side = "after" if last.step else "before"
+    sides.append(_says(side, f"{side.capitalize()}{_when(last)}", last.answer, last.expected))
+    if last.expected is not None:
+        sides.append(_says("expected", "Expected", last.expected, None))
+    return _conversation(last.prompt, sides)
+
+
+def _when(answer: Answer) -> str:
+    return f", step {answer.step:,}" if answer.step else ", the base model"
+
+
+def _conversation(prompt: str, sides: Iterable[str]) -> str:
+    asked = f'<div class="label">Prompt</div><div class="prompt">{text(shorter(prompt))}</div>'
+    return f'<div class="sample">{asked}<div class="says">{"".join(sides)}</div></div>'
+
+
+def _says(side: str, label: str, answer: str, expected: str | None) -> str:
+    badge = ""
+    if expected is not None:
+        right = same_answer(answer, expected)
+        badge = '<span class="badge">as expected</span>' if right else '<span class="badge no">not as expected</span>'
+    body = text(shorter(answer)) if answer else '<span class="gap">nothing</span>'
+    return f'<div class="{side}"><span class="label">{text(label)}</span>{badge}<pre>{body}</pre></div>'
+
+
+def same_answer(answer: str, expected: str) -> bool:
+    """Equal as text, or equal as JSON however it is spaced."""
+    if answer.strip() == expected.strip():
+        return True
+    try:
+        return bool(json.loads(answer) == json.loads(expected))
+    except (ValueError, RecursionError):
+        return False
+
+
+def shorter(long: str) -> str:
+    if len(long) <= MAX_CHARACTERS:
+        return long
+    half = MAX_CHARACTERS // 2
+    return f"{long[:half]}\n[… {len(long) - 2 * half:,} characters …]\n{long[-half:]}"
+
+
+def test_set(run: Run) -> str:
+    found = run.evaluated
+    base, adapter, guess = (_part(found, name) for name in ("base", "adapter", "majority"))
+    if not base and not adapter:
+        return ""
+    rows = whole(found, "num_rows")
+    what = f"{text(words(found, 'data') or 'test set')}" + (f", {rows:,} rows" if rows is not None else "")
+    head = '<tr><th></th><th class="number">base</th><th class="number">adapter</th><th class="number">{}</th></tr>'
+    lines = [head.format("majority guess" if guess else "")]
+    for name, label in (("loss", "loss"), ("perplexity", "perplexity")):
+        values = [number(part, name) for part in (base, adapter)]
+        if any(value is not None for value in values):
+            cells = "".join(
+                f'<td class="number{kind}">{say_number(value)}</td>'
+                for kind, value in zip(("", " adapted"), values, strict=True)
+            )
+            lines.append(f"<tr><td>{label}</td>{cells}<td></td></tr>")
+    shares = (
+        ("accuracy", "likeliest token right"),
+        ("exact_match", "answer exactly right"),
+        ("valid_json", "valid JSON"),
+        ("right_fields", "JSON with the right fields"),
+    )
+    lines += [_share_line(label, base, adapter, {}, name) for name, label in shares]
+    fields = {part_name: _part(part, "fields") for part_name, part in (("base", base), ("adapter", adapter))}
+    names = list(dict.fromkeys([*fields["adapter"], *fields["base"], *guess]))
+    if names:
+        lines.append('<tr class="group"><td colspan="4">right values, by field</td></tr>')
+        lines += [_share_line(n, fields["base"], fields["adapter"], guess, n) for n in names[:MAX_FIELDS]]
+    table = f'<div class="scroll"><table class="scores">{"".join(lines)}</table></div>'
+    return f'<div class="faint">{what}</div>{table}{_examples(found)}'
+
+
+def _part(values: dict[str, Any], name: str) -> dict[str, Any]:
+    part = values.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _share_line(label: str, base: dict[str, Any], adapter: dict[str, Any], guess: dict[str, Any], name: str) -> str:
+    columns = [("", finite(base, name)), (" adapted", finite(adapter, name)), (" guess", finite(guess, name))]
+    if all(value is None for _, value in columns):
+        return ""
+    cells = "".join(f'<td class="number{kind}">{_meter(value)}</td>' for kind, value in columns)
+    return f'<tr><td class="name">{text(label)}</td>{cells}</tr>'
+
+
+def _meter(share: float | None) -> str:
+    if share is None or not math.isfinite(share):
+        return ""
+    return f'{say_share(share)}<div class="meter"><i style="width:{min(max(share, 0), 1):.1%}"></i></div>'
+
+
+def _examples(found: dict[str, Any]) -> str:
+    shown = []
+    for example in mappings(found, "examples")[:MAX_SAMPLES]:
+        expected = example.get("expected")
+        known = None if expected is None else str(expected)
+        sides = [
+            _says(kind, label, words(example, name), known)
+            for kind, label, name in (("before", "Base", "base"), ("after", "Adapter", "adapter"))
+            if example.get(name) is not None
+        ]
+        if known is not None:
+            sides.append(_says("expected", "Expected", known, None))
+        shown.append(_conversation(words(example, "prompt"), sides))
+    if not shown:
+        return ""
+    return f"<details><summary>Examples of the test set: {len(shown)}</summary>{''.join(shown)}</details>"

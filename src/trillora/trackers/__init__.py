@@ -1,0 +1,95 @@
+"""Where a run's numbers go beside its own files: TensorBoard always, services when asked for.
+
+Trackers listen like everybody else. Whatever goes wrong in one of them is said once and never stops the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trillora.events import Alarm, Evaluated, Event, Listener, Step
+from trillora.masking import mask_secrets, secrets_of_environment
+from trillora.trackers.services import ServiceAway, Tracker, open_tracker
+from trillora.trackers.tensorboard import EventFile
+
+PROJECT = "trillora"
+
+
+@contextmanager
+def tracking_listener(
+    run: Path, first_step: int, services: tuple[str, ...], config: dict[str, Any], inner: Listener
+) -> Iterator[Listener]:
+    """A listener that hands every event on to `inner` and writes down the numbers of steps and evaluations.
+
+    `first_step` is the first that will be trained now; what trackers hold of it and later ones is replaced.
+    """
+    trackers: dict[str, Tracker] = {}
+
+    def open_event_file() -> None:
+        trackers["TensorBoard"] = _EventFileTracker(run / "tensorboard", first_step)
+
+    def listen(event: Event) -> None:
+        inner(event)
+        if isinstance(event, Step | Evaluated):
+            values = numbers_of(event)
+            for name, tracker in list(trackers.items()):
+                if not _try(name, inner, partial(tracker.log, event.step, values)):
+                    del trackers[name]
+                    with suppress(Exception):  # said already
+                        tracker.finish()
+
+    try:
+        _try("TensorBoard", inner, open_event_file)
+        for service in services:
+            project = os.environ.get(f"{service.upper()}_PROJECT") or PROJECT
+            try:
+                trackers[service] = open_tracker(service, project, run.resolve().name, config, run / "trackers")
+            except ServiceAway as error:
+                inner(Alarm(f"{service} cannot be reached; the run goes on without it. {error}"))
+        yield listen
+    finally:
+        for name, tracker in trackers.items():
+            _try(name, inner, tracker.finish)
+
+
+def numbers_of(event: Step | Evaluated) -> dict[str, float]:
+    """What trackers are told, by the name they show it under."""
+    if isinstance(event, Evaluated):
+        return {"eval/loss": event.loss, "eval/perplexity": event.perplexity, "eval/accuracy": event.accuracy}
+    return {
+        "train/loss": event.loss,
+        "train/learning_rate": event.learning_rate,
+        "train/grad_norm": event.grad_norm,
+        "train/tokens_per_second": event.tokens_per_second,
+    }
+
+
+class _EventFileTracker:
+    """An event file as one of the trackers."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self._file = EventFile(folder, first_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for tag, value in values.items():
+            self._file.scalar(tag, step, value)
+        if "eval/loss" in values:
+            self._file.flush()
+
+    def finish(self) -> None:
+        self._file.close()
+
+
+def _try(name: str, listener: Listener, work: Callable[[], object]) -> bool:
+    try:
+        work()
+    except Exception as error:  # full disks, broken services, whatever a library raises: none is worth the run
+        what = mask_secrets(f"{type(error).__name__}: {error}", secrets_of_environment())
+        listener(Alarm(f"{name} failed and is left out from here on; the run goes on. {what}"))
+        return False
+    return True

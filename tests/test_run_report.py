@@ -1,0 +1,554 @@
+"""The report of a run: what it says, that any folder gives one, that nothing in it acts, and how a browser sees it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_runs import EVALUATED, facts, write_lines, write_run
+
+from trillora.errors import TrilloraError
+from trillora.masking import MASK, mask_secrets, mask_settings, mask_values, secrets_of_environment
+from trillora.run_report import write_report
+from trillora.run_report.charts import calmed, nice_ticks, smoothed, thinned
+from trillora.run_report.phrases import total_seconds
+from trillora.run_report.read import read_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+FILES = ("run.json", "metrics.jsonl", "history.jsonl", "resolved.yaml", "eval.json")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def report(run: Path) -> str:
+    return write_report(run).read_text("utf-8")
+
+
+class Page(HTMLParser):
+    """The elements, attributes and text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names |= {tag, *(f"{tag}.{name}" for name, _ in attrs)}
+        if tag not in ("meta", "path", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names |= {tag, *(f"{tag}.{name}" for name, _ in attrs)}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data
+
+
+# What it says
+
+
+def test_a_finished_run_is_told_in_the_order_people_want(run: Path) -> None:
+    text = Page(report(run)).text
+    told = [
+        *("SmolLM2-135M-Instruct on ro-wiki.txt.zst, findings.jsonl", "14 November 2026", "8 x TPU v5e"),
+        *(
+            "Finished: 300 steps in 20 min.",
+            "Evaluation loss fell by",
+            "evaluation loss",
+            "perplexity",
+            "token accuracy",
+        ),
+        *("tokens trained on", "training time", "tokens per second", "memory", "skipped steps"),
+        *("Curves", "evaluation", "best", "romanian", "Learning rate", "Tokens per second", "Memory, GiB"),
+        *("Answers, before and after", "AwsEc2Snapshot", "the base model", "Sure! Here", "step 300", "Expected"),
+        *("Test set", "findings-test.jsonl, 200 rows", "valid JSON", "100", "severity", "47", "Data"),
+        *("120 steps of 8 sequences of 512 tokens", "4,120 documents", "One training row", "Munții Apuseni"),
+        *("Skipped steps", "210", "the loss was not finite", "findings.jsonl:812", "Use the result", "trillora chat"),
+        *("PeftModel", "What happened", "SIGTERM", "resumed", "finished", "Environment", "0.10.2"),
+        *("What was used", "134,515,008", "c1c1", "Recipe", "micro_batch_size: 4", "Trillora 0.5.0"),
+    ]
+    place = 0
+    for words in told:
+        assert words in text[place:], words
+        place = text.index(words, place)
+
+
+def test_the_row_is_coloured_by_what_is_trained(run: Path) -> None:
+    assert re.search(r"<mark>\{&quot;provider&quot;[^<]*</mark><mark><span class=\"special\">&lt;\|im_end", report(run))
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        ("stopped", "Stopped at step 180 of 300: time limit of 30m reached."),
+        ("diverged", "Diverged at step 180 of 300: 5 steps in a row were not finite."),
+        ("running", "Under way: step 180 of 300"),
+    ],
+)
+def test_a_run_that_is_not_finished_says_so_and_how_to_go_on(tmp_path: Path, ended: str, words: str) -> None:
+    run = write_run(tmp_path / "a run", ended=ended)
+    text = Page(report(run)).text
+    assert words in text
+    assert ("newest checkpoint is of step 150" in text) == (ended != "running")
+    assert (f"trillora train '{run}/resolved.yaml' --out '{run}'" in text) == (ended != "diverged")
+    assert "checkpoints/step-00000150" in text  # what to load meanwhile
+
+
+def test_code_to_load_the_result_is_python_and_names_the_adapter(run: Path) -> None:
+    code = Page(report(run)).text
+    code = code[code.index("from peft") : code.index("What happened")]
+    compile(code, "report", "exec")
+    assert json.dumps(str(run / "adapter")) in code and '"HuggingFaceTB/SmolLM2-135M-Instruct"' in code
+
+
+def test_answers_equal_as_json_count_as_expected(run: Path) -> None:
+    assert report(run).count(">as expected<") == 2 + 1  # two of the three prompts; the test set's, spaced otherwise
+
+
+def test_lines_written_again_by_a_resumed_run_replace_the_first(run: Path) -> None:
+    again = [{"kind": "step", "step": step, "stage": "chat", "loss": 7.0} for step in (299, 300)]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in again)
+    read = read_run(run)
+    assert len(read.steps) == 300 and [line.loss for line in read.steps[-3:]][1:] == [7.0, 7.0]
+
+
+def test_time_is_that_of_all_processes(run: Path) -> None:
+    assert total_seconds(read_run(run).steps) == pytest.approx(4.1 * 300)  # the second one's clock began at 121
+
+
+def test_a_page_is_written_anew_whole_and_alone(run: Path) -> None:
+    (run / "report.html").write_text("old")
+    before = {path.name for path in run.iterdir()}
+    assert write_report(run) == run / "report.html"
+    assert {path.name for path in run.iterdir()} == before
+    assert (run / "report.html").read_text("utf-8").endswith("</html>\n")
+
+
+# Any folder
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_any_file_may_be_missing(run: Path, missing: str) -> None:
+    (run / missing).unlink()
+    Page(report(run))
+
+
+@pytest.mark.parametrize("only", FILES[:4])
+def test_one_file_makes_a_run(tmp_path: Path, run: Path, only: str) -> None:
+    (tmp_path / "other").mkdir()
+    shutil.copy(run / only, tmp_path / "other" / only)
+    Page(report(tmp_path / "other"))
+
+
+def test_no_run_at_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrilloraError, match="no run here"):
+        write_report(tmp_path)
+    with pytest.raises(TrilloraError, match="does not exist"):
+        write_report(tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_file_may_end_anywhere(tmp_path: Path) -> None:
+    whole, cut = write_run(tmp_path / "whole", num_steps=8), tmp_path / "cut"
+    tried = 0
+    for name in FILES:
+        content = (whole / name).read_bytes()
+        for end in range(0, len(content), max(len(content) // 13, 1)):
+            shutil.copytree(whole, cut)
+            (cut / name).write_bytes(content[:end])
+            Page(report(cut))
+            shutil.rmtree(cut)
+            tried += 1
+    assert tried >= 5 * 13
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -1,
+        0,
+        1e308,
+        10**400,
+        "nan",
+        "-inf",
+        "words",
+        [],
+        {},
+        [None],
+        {"a": {"b": 1}},
+        [[]],
+        "\ud800\x00\x1b[2J",
+    ],
+    ids=lambda value: type(value).__name__ + str(value)[:8].encode("ascii", "replace").decode(),
+)
+def test_every_value_may_be_anything(tmp_path: Path, value: Any) -> None:
+    """Each field of each file replaced, one file at a time."""
+    run = write_run(tmp_path / "run", num_steps=12)
+
+    def spoilt(inside: Any, depth: int = 0) -> Any:
+        if isinstance(inside, dict) and depth < 4:
+            return {key: inner if key == "kind" else spoilt(inner, depth + 1) for key, inner in inside.items()}
+        return [spoilt(inner, depth + 1) for inner in inside] if isinstance(inside, list) else value
+
+    for name, content in (("run.json", facts(12, 4)), ("eval.json", EVALUATED)):
+        for key in content:
+            (run / name).write_text(json.dumps({**content, key: value}))
+            Page(report(run))
+        (run / name).write_text(json.dumps(spoilt(content)))
+        Page(report(run))
+        (run / name).write_text(json.dumps(value))
+        Page(report(run))
+    for name in ("metrics.jsonl", "history.jsonl"):
+        lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        write_lines(run / name, [{**spoilt(line), "step": line["step"]} for line in lines])
+        Page(report(run))
+        write_lines(run / name, [spoilt(line) for line in lines])
+        Page(report(run))
+
+
+def test_unreadable_lines_are_counted_but_not_a_last_one_cut_short(run: Path) -> None:
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe not json\n[1, 2]\n{"kind": "st')
+    assert read_run(run).num_unreadable == 2
+    assert "2 lines of the logs cannot be read" in report(run)
+
+
+def test_a_long_run_is_a_small_page_and_keeps_its_spikes(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=12_000)
+    page = report(run)
+    assert len(page.encode()) < 1_000_000
+    assert "beyond the chart, up to 11.5" in page
+    points = [(float(step), 1.0) for step in range(100_000)]
+    points[77_777], points[31_415] = (77_777.0, 9.0), (31_415.0, -9.0)
+    kept = thinned(points)
+    assert len(kept) <= 1600 and {points[77_777], points[31_415], points[0], points[-1]} <= set(kept)
+    assert kept == sorted(kept)
+
+
+def test_a_thousand_stages_files_and_prompts_stay_a_small_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=20)
+    told = facts(20, 8)
+    told["stages"][1]["files"] *= 1000
+    (run / "run.json").write_text(json.dumps(told))
+    samples = [{"prompt": f"{number} " * 3000, "answer": "x" * 20_000, "expected": None} for number in range(60)]
+    skips = [{"kind": "skipped", "step": n, "stage": "chat", "reason": "?", "rows": ["f:1"] * 99} for n in range(999)]
+    write_lines(run / "metrics.jsonl", [{"kind": "samples", "step": 1, "stage": "chat", "samples": samples}, *skips])
+    page = report(run)
+    assert len(page.encode()) < 1_000_000 and "and 950 more" in page
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (0.4, 3.7), (0, 6e-4), (1, 2), (99_000, 100_000), (-3, 5), (0, 1e-11)]
+)
+def test_ticks_are_few_and_span_the_values(low: float, high: float) -> None:
+    ticks = nice_ticks(low, high, 5)
+    slack = (high - low) * 1e-6
+    assert ticks[0] <= low + slack and ticks[-1] >= high - slack and 2 <= len(ticks) <= 8
+
+
+def test_a_lone_spike_does_not_move_the_smooth_line_and_a_constant_stays() -> None:
+    points = [(float(step), 2.0) for step in range(100)]
+    points[50] = (50.0, 100.0)
+    assert smoothed(calmed(points), 5) == [(float(step), pytest.approx(2.0)) for step in range(100)]
+
+
+def test_a_report_needs_no_jax_and_no_torch(run: Path) -> None:
+    code = (
+        f"import sys; from pathlib import Path; from trillora.run_report import write_report; "
+        f"write_report(Path({str(run)!r})); assert not {{'jax', 'torch', 'transformers', 'numpy'}} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Nothing acts, nothing leaks
+
+HOSTILE = (
+    '</style></title></pre><script>console.log("OWNED")</script>'
+    '<img src=http://127.0.0.1:9/ onerror=console.log("OWNED")>\n'
+    """"><svg onload='console.log("OWNED")'>' onmouseover='x <!-- ]]> &lt;b&gt; """
+    "\u202e\x1b[31m\x00 {{7*7}} javascript:alert(1)"
+)
+
+
+def hostile_run(folder: Path) -> Path:
+    run = write_run(folder / "ru<b>n", num_steps=40)
+
+    def planted(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {(key if key in KEPT else key + HOSTILE): planted(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [planted(inner) for inner in value]
+        return value + HOSTILE if isinstance(value, str) else value
+
+    for name in ("run.json", "eval.json"):
+        (run / name).write_text(json.dumps(planted(json.loads((run / name).read_text()))), "utf-8")
+    for name in ("metrics.jsonl", "history.jsonl"):
+        lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        kept = [{key: line[key] for key in ("kind", "event") if key in line} for line in lines]
+        write_lines(run / name, [{**planted(line), **keep} for line, keep in zip(lines, kept, strict=True)])
+    (run / "resolved.yaml").write_text(f"model: {HOSTILE}\n", "utf-8")
+    config = {"base_model_name_or_path": HOSTILE}
+    (run / "adapter" / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+    return run
+
+
+KEPT = {
+    *(
+        "kind",
+        "step",
+        "stage",
+        "loss",
+        "samples",
+        "prompt",
+        "answer",
+        "expected",
+        "reason",
+        "rows",
+        "name",
+        "files",
+        "data",
+    ),
+    *(
+        "model",
+        "environment",
+        "identity",
+        "stages",
+        "example",
+        "text",
+        "trained",
+        "special",
+        "sha256",
+        "format",
+        "device",
+    ),
+    *(
+        "base",
+        "adapter",
+        "majority",
+        "examples",
+        "fields",
+        "time",
+        "event",
+        "machine",
+        "started",
+        "trillora",
+        "first_step",
+    ),
+}
+
+
+def test_markup_in_every_field_is_only_text(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    page = report(run)
+    plain = Page(report(write_run(tmp_path / "plain", num_steps=40)))
+    assert Page(page).names <= plain.names
+    assert "script" not in plain.names and not any(".on" in name or name.endswith(".src") for name in plain.names)
+    assert page.count("&lt;script&gt;") > 100
+    for character in "\x00\x1b\u202e\x07":
+        assert character not in page
+    assert r"\x1b[31m" in page and r"\u202e" in page  # made visible
+
+
+CANARIES = {
+    "hub": "hf_" + "CanaryHub" * 3,
+    "hub in words": "use hf_" + "CanaryHub" * 3 + ", please",
+    "model service": "sk-proj-" + "CanaryModel" * 3,
+    "git": "ghp_" + "CanaryGit" * 4,
+    "cloud": "AKIA" + "CANARYCANARYCANA",
+    "browser": "AIza" + "CanaryBrowser" * 3,
+    "web token": "eyJhbGciOiJI.eyJzdWIiOiIx.CanaryWebToken",
+    "header": "Authorization: Bearer CanaryHeader123456",
+    "old wandb": "ca0a12" * 6 + "ca0a",
+    "new wandb": "wandb_v1_" + "CanaryBand" * 4,
+    "address": "https://me:CanaryPass@example.org/rows.jsonl",
+    "signed address": "https://example.org/rows.jsonl?a=1&X-Amz-Signature=CanarySigned&b=2",
+    "private key": "-----BEGIN PRIVATE KEY-----\nCanaryKey\n-----END PRIVATE KEY-----",
+}
+
+
+@pytest.mark.parametrize("name", CANARIES)
+def test_what_looks_like_a_secret_is_masked(name: str) -> None:
+    masked = mask_secrets(f"before {CANARIES[name]} after")
+    assert "canary" not in masked.lower() and "ca0a12" not in masked and MASK in masked
+    assert masked.startswith("before ") and masked.endswith(" after")
+
+
+@pytest.mark.parametrize(
+    "text", ["?key", "eyJ-", "eyJ", "://a", "bearer ", "hf_", "a: ", "token: ", "-----BEGIN PRIVATE KEY-----"]
+)
+def test_long_hostile_texts_are_masked_in_linear_time(text: str) -> None:
+    long = text * (100_000 // len(text))  # minutes, were it quadratic
+    assert mask_settings(long) and mask_secrets(long)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "revision: " + "ab" * 20,
+        "org/model@" + "ab" * 20,
+        "models--org--name/snapshots/" + "ab" * 20 + "/config.json",
+        "sha256: " + "ab" * 32,
+        "eos_token: <|im_end|>\nnum_tokens: 12345678\nmax_new_tokens: 10000000\ntokenizer: org/some-tokenizer",
+        "mail someone@example.org, see https://example.org/a?b=c&page=3",
+        "a task-force risk-assessment of half_precision hf_hub",
+        "secret: null\npassword:\ntoken: ~",
+        "The password policy is weak: secrets are not rotated.",
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert mask_settings(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "password: canary",
+        "  api_key: 'canary, canary'   # mine",
+        'tracking: {wandb_key: canary, hf_token: "canary }", rank: 8}',
+        "HF_TOKEN=canary canary",
+        '{"client_secret": "canary"}',
+        "aws_secret_access_key: canary/canary+canary==",
+        "token: canary",
+    ],
+)
+def test_a_setting_named_like_a_secret_is_masked(text: str) -> None:
+    masked = mask_settings(text)
+    assert "canary" not in masked and MASK in masked
+    assert ("rank: 8}" in masked) == ("rank: 8}" in text) and ("# mine" in masked) == ("# mine" in text)
+
+
+def test_values_named_like_secrets_are_masked_at_any_depth() -> None:
+    values = {"a": [{"password": "canary", "rank": 8}], "identity": {"model": "ab" * 20}, "pin": {"token": 1234}}
+    masked = mask_values(values)
+    assert masked == {"a": [{"password": MASK, "rank": 8}], "identity": {"model": "ab" * 20}, "pin": {"token": MASK}}
+
+
+def test_secrets_of_the_environment_are_those_named_so() -> None:
+    environment = {"HF_TOKEN": "canary-1", "MY_API_KEY": "canary-22", "PATH": "/usr/bin-1", "TOKEN_FILE": "/run/a-1"}
+    assert secrets_of_environment({**environment, "USE_TOKEN": "yes", "KEY_SECRET": "12345678"}) == (
+        "canary-22",
+        "canary-1",
+    )
+
+
+def test_no_secret_reaches_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_SERVICE_TOKEN", "canary-of-the-environment-0")
+    everything = " ".join([*CANARIES.values(), "canary-of-the-environment-0"])
+    told = facts(300, 120)
+    told["model"]["name"] = told["stages"][0]["name"] = told["identity"]["data"] = everything
+    told["stages"][0]["files"][0]["name"] = told["stages"][1]["example"][1]["text"] = everything
+    told["environment"][everything] = everything
+    (run / "run.json").write_text(json.dumps(told))
+    (run / "resolved.yaml").write_text(f"data: {json.dumps(everything)}\ntracking: {{api_key: canary}}\n")
+    (run / "eval.json").write_text(json.dumps({**EVALUATED, "data": everything, "majority": {everything: 0.5}}))
+    sample = {"prompt": everything, "answer": everything, "expected": everything}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "samples", "step": 300, "stage": everything, "samples": [sample]}) + "\n")
+        file.write(json.dumps({"kind": "step", "step": 301, "stage": everything, "loss": 1}) + "\n")
+        file.write(
+            json.dumps({"kind": "skipped", "step": 3, "stage": everything, "reason": everything, "rows": [everything]})
+        )
+    with (run / "history.jsonl").open("a") as file:
+        file.write(json.dumps({"time": everything, "event": "stopped", "step": 301, "reason": everything}) + "\n")
+    page = report(run)
+    assert page.count(MASK) > 100
+    assert "canary" not in page.lower() and "ca0a12" not in page
+
+
+# In a browser
+
+
+def browse(page: Path, folder: Path, *options: str, width: int = 1200) -> tuple[list[str], list[str], str]:
+    """Lines of the console, addresses asked for, and what was printed."""
+    log = folder / "net.json"
+    switches = [
+        *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-sync"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-default-apps"),
+        *("--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"),
+        *(f"--window-size={width},1600", "--virtual-time-budget=2000", *options),
+    ]
+    command = [str(CHROMIUM), *switches, page.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    console = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+    # The browser asks things on its own behalf, too; what a page asks for has an origin.
+    asked = re.findall(r'"initiator":"(?!not an origin)[^"]*".*?"url":"([^"]+)"', log.read_text("utf-8", "replace"))
+    return console, asked, result.stdout
+
+
+def first_pixel(image: Path) -> tuple[int, ...]:
+    """The pixel of a PNG's corner: no filter changes the first bytes of the first line."""
+    data, place, packed = image.read_bytes(), 8, b""
+    while place < len(data):
+        length, kind = int.from_bytes(data[place : place + 4], "big"), data[place + 4 : place + 8]
+        packed += data[place + 8 : place + 8 + length] if kind == b"IDAT" else b""
+        place += 12 + length
+    return tuple(zlib.decompress(packed)[1:4])
+
+
+@needs_chromium
+def test_a_browser_shows_it_in_light_and_dark_without_error_or_request(run: Path, tmp_path: Path) -> None:
+    page, images = write_report(run), []
+    for name, option in (("light", "preferredColorScheme=1"), ("dark", "preferredColorScheme=0")):
+        images.append(tmp_path / f"{name}.png")
+        console, asked, _ = browse(page, tmp_path, f"--screenshot={images[-1]}", f"--blink-settings={option}")
+        assert console == [] and asked == []
+    assert [first_pixel(image) for image in images] == [(0xF4, 0xF5, 0xF3), (0x12, 0x16, 0x14)]
+    assert all(image.stat().st_size > 30_000 for image in images)  # an empty page is a few kB
+
+
+@needs_chromium
+def test_a_hostile_run_does_nothing_in_a_browser(tmp_path: Path) -> None:
+    page = write_report(hostile_run(tmp_path))
+    console, asked, _ = browse(page, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
+    assert console == [] and asked == []
+
+
+@needs_chromium
+def test_the_watch_over_the_browser_sees_scripts_and_requests(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(f"<!DOCTYPE html><body>{HOSTILE}".replace("\x00", ""), "utf-8")
+    console, asked, _ = browse(page, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
+    assert any("OWNED" in line for line in console) and "http://127.0.0.1:9/" in asked
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [360, 1200])
+def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
+    run = hostile_run(tmp_path)  # long words in every place
+    measure = "<script>document.title = 'measured ' + document.documentElement.scrollWidth</script></body>"
+    page = report(run).replace("</body>", measure).replace("<details", "<details open")
+    inside = tmp_path / "inside.html"
+    inside.write_text(re.sub(r"<meta http-equiv[^>]*>", "", page), "utf-8")
+    frame = tmp_path / "frame.html"  # windows have a least width; frames have none
+    frame.write_text(
+        f'<!DOCTYPE html><iframe src="inside.html" width="{width}" height="900" style="border:0"></iframe>'
+        "<script>onload = () => { document.title = document.querySelector('iframe')"
+        ".contentDocument.documentElement.scrollWidth }</script>",
+        "utf-8",
+    )
+    _, _, dom = browse(frame, tmp_path, "--dump-dom", "--allow-file-access-from-files", width=1300)
+    found = re.search(r"<title>(\d+)</title>", dom)
+    assert found is not None and math.isclose(int(found[1]), width)

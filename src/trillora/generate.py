@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from trillora.assembly import shard_adapter, weight_shardings
 from trillora.choices import memory_limit
-from trillora.config import Recipe, load_recipe
+from trillora.config import load_recipe
 from trillora.engine.sampling import GREEDY, Sampling, Writing, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress, print_nothing
@@ -34,6 +34,7 @@ from trillora.model.lora import LoraSpec
 from trillora.model.source import find_model, load_config, load_tokenizer
 from trillora.model.weights import load_weights
 from trillora.prompts import Prompt, Prompts, configured_stops
+from trillora.recipe import Recipe, stages_of
 
 SHORTEST_BUCKET = 32  # prompt slots
 ANSWER_STEP = 64  # cache slots for answers come in multiples of this, so that a few tokens more are no new program
@@ -118,6 +119,18 @@ class Generator:
         shardings = shard_adapter(model.adapter_layout, mesh)
         adapter = {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
         return cls(model, base, adapter, prompts, mesh, longest=longest, batch_size=batch_size)
+
+    @property
+    def model(self) -> CausalLM:
+        return self._decoder.model
+
+    @property
+    def base(self) -> Tree:
+        return self._base
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._mesh
 
     @property
     def num_compiles(self) -> int:
@@ -318,7 +331,7 @@ def _prompts(folder: Path, config: Any, recipe: Recipe | None, run: Path) -> Pro
     own = run / "adapter" / "chat_template.jinja"
     if recipe is not None and own.is_file():
         template = own.read_text("utf-8")
-    today = recipe.data.today if recipe is not None else None
+    today = stages_of(recipe)[-1].recipe.data.today if recipe is not None else None
     return Prompts(tokenizer, template=template, today=today, stops=configured_stops(folder, config))
 
 

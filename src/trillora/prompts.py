@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.encode import Encoder
+from trillora.data.questions import last_question
 from trillora.data.rendering.render import Renderer, RenderSettings, Script
 from trillora.data.rendering.sandbox import ChatTemplate
 from trillora.data.rows import BadRow, Text
@@ -20,6 +21,7 @@ from trillora.errors import TrilloraError
 
 Message = dict[str, Any]
 Prompt = str | Sequence[Message]
+_QUESTION = "QUESTION"  # stands for a question, to see what the template writes around it
 _ANSWER = "ANSWER"  # stands for an answer, to see what the template writes behind it
 _INCOMPLETE = "\ufffd"  # what a tokenizer writes for the first bytes of a character
 
@@ -78,6 +80,20 @@ class Prompts:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of an answer, as the model wrote it: tidied spaces would also move what was already streamed."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def shown_question(self, tokens: Sequence[int]) -> str:
+        """A prompt as people should see it: what was said last, without what the chat template writes around it."""
+
+        def with_words(tokens: Sequence[int]) -> str:
+            ids = list(tokens)
+            return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+        found = None
+        if self._chat is not None:
+            head, _, request = with_words(self.encode(_QUESTION)).partition(_QUESTION)
+            words = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+            found = last_question(with_words(tokens), head, request, words)
+        return found if found is not None else self.decode(tokens)
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
         """The text piece by piece; a character spread over several tokens waits for the last of them."""

@@ -146,7 +146,8 @@ def test_errors_of_any_verb_become_text_and_an_exit_code() -> None:
 
 
 def step(number: int, num_steps: int = 100, loss: float = 2.5) -> Step:
-    return Step(number, num_steps, loss, 2e-4, 1.0, 1234.0, number * 2.0)
+    left = (num_steps - number) * 2.0
+    return Step(number, num_steps, "all", loss, 2e-4, 1.0, False, 1234.0, number * 2.0, left, 0.0)
 
 
 EVENTS: list[Event] = [

@@ -1,12 +1,18 @@
 """Lion with its momentum in one byte a number.
 
-The momentum is kept block by block: 256 numbers as int8 beside one float32, the largest magnitude among them. A step
-reads it back, does what Lion does in float32, and rounds to the nearest of 255 equal steps. Blocks lie within one
-matrix, so layers stacked for a scan keep the very numbers they would have alone.
+The momentum is kept block by block, as in 8-bit optimisers by Dettmers et al. (2022): 256 numbers as int8 beside one
+float32, the largest magnitude among them. A step reads it back, does what Lion does in float32, and rounds. Blocks lie
+within one matrix, so layers stacked for a scan keep the very numbers they would have alone.
 
-A change below half a step is lost, and noise in the gradients is what carries small ones across. On parabolas with as
-much noise as slope 2 % of the signs differ from Lion's and the final loss by 0.5 %; without noise it learns far less
-than Lion does (`tests/test_optim.py` has the figures). Not yet measured on a language model.
+The code is a square root: c stands for c²/127² of its block's largest, with its sign. A step of it is 1.6 % of the
+largest at the top and 0.006 % next to zero, where Lion's signs are decided. Rounding goes up or down by dice, with the
+chance that keeps the mean: what is read back is less than one step of the code from what was written, and right on
+average. Rounding to nearest would be half as far off, but always the same way: a momentum moves by a hundredth of its
+gradient, and a change below half a step would be forgotten each time anew. The dice are a hash of the number of updates
+and the place in the matrix, so a run is the same bit for bit when it is repeated or resumed, and on any mesh.
+
+Its distance from Lion in float32: `tests/test_optim.py` has the table. On parabolas the final loss is 2 % above Lion's
+without noise in the gradients and 0.3 % with as much noise as slope; on a tiny language model 0.6 % of signs differ.
 
 Shapes: [..., N, K], the dims before the last two of the parameter kept, N blocks of K numbers, the last one padded.
 """
@@ -23,12 +29,14 @@ import optax
 Tree = Any
 BLOCK_SIZE = 256
 LARGEST = 127  # of int8; -128 stays unused, so that the code is symmetric
-SMALLEST_SCALE = 1e-36  # 127 over less is past float32: such a block counts as all zeros
+SQUARE = LARGEST**2
+SMALLEST_SCALE = 1e-33  # far below it a step of the code is no float32: such a block counts as all zeros
 
 
 class Lion8bitState(NamedTuple):
-    """Two trees like the parameters'."""
+    """Two trees like the parameters', and what the dice need to fall otherwise each time."""
 
+    num_updates: jax.Array  # int32
     codes: Tree  # int8 [..., N, K]
     scales: Tree  # float32 [..., N]: largest magnitude of each block
 
@@ -43,14 +51,15 @@ def scale_by_lion_8bit(b1: float = 0.9, b2: float = 0.99) -> optax.GradientTrans
         def scales(param: jax.Array) -> jax.Array:
             return jnp.zeros(blocked_shape(param.shape)[:-1], jnp.float32)
 
-        return Lion8bitState(jax.tree.map(codes, params), jax.tree.map(scales, params))
+        return Lion8bitState(jnp.int32(0), jax.tree.map(codes, params), jax.tree.map(scales, params))
 
     def update(gradients: Tree, state: Lion8bitState, params: Tree = None) -> tuple[Tree, Lion8bitState]:
         momentum = jax.tree.map(dequantise, state.codes, state.scales, gradients)
         direction = jax.tree.map(lambda g, m: jnp.sign((1 - b1) * g + b1 * m), gradients, momentum)
         momentum = jax.tree.map(lambda g, m: (1 - b2) * g + b2 * m, gradients, momentum)
         scales = jax.tree.map(block_scales, momentum)
-        return direction, Lion8bitState(jax.tree.map(quantise, momentum, scales), scales)
+        codes = jax.tree.map(lambda m, s: quantise(m, s, state.num_updates), momentum, scales)
+        return direction, Lion8bitState(state.num_updates + 1, codes, scales)
 
     return optax.GradientTransformation(init, update)
 
@@ -67,16 +76,36 @@ def block_scales(array: jax.Array) -> jax.Array:
     return jnp.where(largest < SMALLEST_SCALE, 0.0, largest)
 
 
-def quantise(array: jax.Array, scales: jax.Array) -> jax.Array:
-    per_unit = LARGEST / jnp.where(scales == 0, jnp.inf, scales)
-    return jnp.round(_in_blocks(array) * per_unit[..., None]).astype(jnp.int8)
+def quantise(array: jax.Array, scales: jax.Array, count: jax.Array) -> jax.Array:
+    """Codes of the array's blocks; `count` makes the dice of one update differ from those of another."""
+    blocks = _in_blocks(array)
+    squares = jnp.abs(blocks) * (SQUARE / jnp.where(scales == 0, jnp.inf, scales))[..., None]  # 0 to 127²
+    # Where a chip's root or quotient is not exact, `share` leaves 0 to 1 by as little and the nearer code is taken.
+    below = jnp.minimum(jnp.floor(jnp.sqrt(squares)), LARGEST - 1)
+    share = (squares - below * below) / (2 * below + 1)  # of the way to the next code's square
+    return (jnp.sign(blocks) * (below + (dice(blocks.shape, count) < share))).astype(jnp.int8)
 
 
 def dequantise(codes: jax.Array, scales: jax.Array, like: jax.Array) -> jax.Array:
     """float32 in the shape of `like`."""
-    values = codes.astype(jnp.float32) * (scales * (1 / LARGEST))[..., None]
+    numbers = codes.astype(jnp.float32)
+    values = numbers * jnp.abs(numbers) * (scales * (1 / SQUARE))[..., None]
     size = math.prod(like.shape[-2:])
     return values.reshape(*like.shape[:-2], -1)[..., :size].reshape(like.shape)
+
+
+def dice(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
+    """Even in [0, 1), for blocks [..., N, K]: a function of `count` and of the place in N x K alone. Matrices share
+    them, each update has its own."""
+    place = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2) * jnp.uint32(shape[-1])
+    place += jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+    bits = place ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+    # Two rounds of multiply and shift, with the constants of C. Wellons' search for the least biased (2018).
+    for factor in (0x7FEB352D, 0x846CA68B):
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
+        bits ^= bits >> 15
+    bits ^= bits >> 16
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def _in_blocks(array: jax.Array) -> jax.Array:

@@ -32,7 +32,8 @@ def main() -> int:
     from trillora.config import load_recipe
     from trillora.model.bridge import CausalLM
     from trillora.model.source import find_model, load_config, load_tokenizer
-    from trillora.trainer import read_data, train
+    from trillora.stage_data import read_data
+    from trillora.trainer import train
 
     with tempfile.TemporaryDirectory() as work:
         data = Path(work) / "findings.jsonl"

@@ -19,7 +19,8 @@ from trillora.mesh import replicated
 from trillora.model.bridge import CausalLM
 from trillora.model.source import find_model, load_config, load_tokenizer
 from trillora.model.weights import load_weights
-from trillora.trainer import read_data, train
+from trillora.stage_data import read_data
+from trillora.trainer import train
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_adapter_loads_in_peft_with_our_loss(folder: Path, tmp_path: Path) -> No
 
 def _batches(settings: dict[str, Any]) -> Any:
     from trillora.model.source import load_tokenizer
-    from trillora.trainer import read_data
+    from trillora.stage_data import read_data
 
     return read_data(load_recipe(settings), load_tokenizer(Path(settings["model"]["name"])))
 
@@ -104,7 +104,7 @@ def test_one_program_serves_the_whole_run(folder: Path, tmp_path: Path) -> None:
     assert _batches(settings).num_rows % 4, "the last batch is to be filled up"
     result = train(load_recipe(settings), tmp_path / "run", listener=listener)
     assert result.num_compiles == 1
-    # What writes the adapter at the end may compile a copy; the loop itself compiles nothing.
+    # What closes a stage is a program of its own; the loop itself compiles nothing.
     assert len(compiled) <= 1
 
 

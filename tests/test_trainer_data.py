@@ -18,11 +18,13 @@ from trillora.data.batches import Batches
 from trillora.engine.loss import token_losses
 from trillora.errors import TrilloraError
 from trillora.events import Note
+from trillora.loop import NUM_AHEAD, placed_batches
 from trillora.mesh import MeshShape, local_rows, make_mesh, put_batch, replicated
 from trillora.model.bridge import CausalLM
 from trillora.model.source import load_config, load_tokenizer
 from trillora.model.weights import load_weights
-from trillora.trainer import NUM_AHEAD, placed_batches, read_data, train
+from trillora.stage_data import read_data
+from trillora.trainer import train
 
 pytestmark = pytest.mark.core
 

@@ -64,7 +64,7 @@ def recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
         "engine": {},
     }
     for name, values in sections.items():
-        settings[name] = {**settings[name], **values}
+        settings[name] = {**settings.get(name, {}), **values}
     return settings
 
 

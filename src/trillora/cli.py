@@ -1,7 +1,8 @@
 """The command line: verbs, and how their errors reach a person.
 
 A verb reads its arguments and calls the library; what it needs is imported inside it, so that `--help` is instant.
-Exit codes: 0 done, 2 a mistake a person can mend (told without a traceback), 130 interrupted.
+Exit codes: 0 done, 2 a mistake a person can mend (told without a traceback), 75 a run was saved before its end and
+goes on with the same command, 76 a run diverged, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typer.core import TyperGroup
 import trillora
 from trillora.errors import TrilloraError
 from trillora.events import Event, Listener, Progress, to_json
+from trillora.stopping import EXIT_STOPPED
 
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
@@ -31,10 +33,10 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except TrilloraError as error:
-            print(error, file=sys.stderr)
-            raise typer.Exit(EXIT_MISTAKE) from None
+            _complain(str(error))
+            raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            _complain("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
@@ -73,16 +75,21 @@ def train(
     ] = None,
     *,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="RUN", help="Folder for everything the run writes.")],
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on with a run although its recipe, model or data has changed.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train an adapter by a recipe."""
+    """Train an adapter by a recipe, or go on with a run that was interrupted. Exit code 75: saved, to be continued."""
     from trillora.config import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
     with _reporting(as_json) as listener:
         from trillora import trainer
 
-        trainer.train(loaded, out, listener=listener)
+        result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
+    if result.stopped is not None:
+        raise typer.Exit(EXIT_STOPPED)
 
 
 @app.command()
@@ -94,6 +101,9 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page as well.")
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option("--stage", metavar="NAME", help="Only this stage of a recipe that has several.")
     ] = None,
 ) -> None:
     """Show what a recipe's data would train: rows, tokens, lengths, an example. Exit code 2 if it would be refused."""
@@ -108,23 +118,34 @@ def data(
     # Progress goes to stderr: stdout is the report's.
     with console_listener(Console(stderr=True, highlight=False)) as listener:
         from trillora.data_report.report import inspect
+        from trillora.recipe import stages_of
 
-        report = inspect(loaded, _only_progress(listener))
-    if as_json:
-        import json
+        stages = [s for s in stages_of(loaded) if stage in (None, s.name)]
+        if not stages:
+            names = " ".join(s.name for s in stages_of(loaded))
+            raise TrilloraError(f"No stage is called {stage}.", where="--stage", do=f"one of: {names}")
+        reports = {s.name: inspect(s.recipe, _only_progress(listener)) for s in stages}
+    for name, report in reports.items():
+        if as_json:
+            import json
 
-        print(json.dumps(report.to_dict(), allow_nan=False))
-    else:
-        from trillora.data_report.terminal import show
+            print(json.dumps(report.to_dict(), allow_nan=False))
+        else:
+            from trillora.data_report.terminal import show
 
-        show(report, Console(highlight=False))
+            if len(reports) > 1:
+                print(f"Stage {name}")
+            show(report, Console(highlight=False))
     if html is not None:
         from trillora.data_report.page import write_page
 
-        write_page(report, html)
-        print(f"Page written to {html}", file=sys.stderr)
-    if (refusal := report.verdict.refusal()) is not None:
-        raise refusal
+        for name, report in reports.items():
+            file = html if len(reports) == 1 else html.with_stem(f"{html.stem}-{name}")
+            write_page(report, file)
+            print(f"Page written to {file}", file=sys.stderr)
+    for report in reports.values():
+        if (refusal := report.verdict.refusal()) is not None:
+            raise refusal
 
 
 RunOrModel = Annotated[
@@ -193,6 +214,42 @@ def chat(
     )
 
 
+@app.command("eval")
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
+    *,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="FILE", help="Rows to test on; else those the run kept for a test.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", metavar="N", help="So many rows, spread evenly; all when not given.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", metavar="N", help="Longest answer, in tokens; else the longest expected decides."),
+    ] = None,
+    no_base: Annotated[bool, typer.Option("--no-base", help="Test the adapter alone, in half the time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Test a trained run on rows it has not seen, beside its base model."""
+    import json
+
+    with _progress_on_stderr() as listener:
+        from trillora import evaluate as tests
+
+        result = tests.evaluate(
+            run, data, max_rows=rows, max_tokens=max_tokens, with_base=not no_base, listener=listener
+        )
+    if as_json:
+        print(json.dumps(result.to_dict(), allow_nan=False))
+        return
+    from rich.console import Console
+
+    from trillora.eval_table import show
+
+    show(result, Console(highlight=False))
+
+
 @app.command()
 def quickstart(
     out: Annotated[
@@ -228,6 +285,14 @@ def doctor(
         show_findings(findings)
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(EXIT_MISTAKE)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, finished or not.")]) -> None:
+    """Write a run's report.html anew, and say where it is."""
+    from trillora.run_report import write_report
+
+    print(write_report(run))
 
 
 @app.command()
@@ -270,6 +335,12 @@ def _progress_on_stderr() -> Iterator[Listener]:
         yield listener
 
 
+def _complain(text: str) -> None:
+    from trillora.console import surviving
+
+    print(text, file=surviving(sys.stderr))
+
+
 def _only_progress(listener: Listener) -> Listener:
     """What is no progress stands in the report anyway."""
 
@@ -281,9 +352,16 @@ def _only_progress(listener: Listener) -> Listener:
 
 
 def _print_json(event: Event) -> None:
-    print(to_json(event), flush=True)
+    from trillora.console import surviving
+
+    print(to_json(event), file=surviving(sys.stdout), flush=True)
 
 
 def main() -> None:
     """Entry point of the `trillora` script."""
-    app(prog_name="trillora")
+    try:
+        app(prog_name="trillora")
+    finally:
+        from trillora.console import let_go_of_closed_output
+
+        let_go_of_closed_output()

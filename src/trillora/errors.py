@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 
 class TrilloraError(Exception):
-    """A mistake or obstacle a person can act on. The command line prints it without a traceback, exit code 2."""
+    """A mistake or obstacle a person can act on. The command line prints it without a traceback."""
+
+    exit_code = 2  # of the command line
 
     def __init__(self, what: str, *, where: str | None = None, do: str) -> None:
         super().__init__(what)

@@ -28,6 +28,30 @@ CHIPS = {
 }
 
 
+# What jax calls the devices, and how fast they multiply in bfloat16.
+DEVICE_KINDS = {
+    "TPU v2": "v2",
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "7x",
+}
+GPU_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "T4": 65, "V100": 125}  # dense
+
+
+def peak_tflops(device_kind: str) -> float | None:
+    """Of one device, where it is known."""
+    if device_kind in DEVICE_KINDS:
+        return CHIPS[DEVICE_KINDS[device_kind]].bf16_tflops
+    words = device_kind.replace("-", " ").split()
+    return next((speed for name, speed in GPU_TFLOPS.items() if name in words), None)
+
+
 @dataclass(frozen=True)
 class Slice:
     """Chips that are rented together, as `jax.experimental.topologies` wants them named."""

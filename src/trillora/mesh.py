@@ -10,10 +10,12 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trillora.errors import TrilloraError
@@ -22,6 +24,7 @@ from trillora.hardware import has_accelerator
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 AXES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
+PROGRAM_CACHE_BYTES = 4 * 2**30
 SMALL = 2**16  # elements; below this a weight costs less copied than gathered
 
 
@@ -147,6 +150,21 @@ def gather(tree: Any, mesh: Mesh) -> Any:
     """The whole arrays on the host, in every process."""
     everywhere = jax.jit(lambda t: t, out_shardings=replicated(mesh))(tree)
     return jax.tree.map(np.asarray, everywhere)
+
+
+def remember_programs(folder: Path) -> None:
+    """Keep compiled programs on disk, so that a run that goes on does not compile again. One that the environment
+    names (JAX_COMPILATION_CACHE_DIR) stays."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", PROGRAM_CACHE_BYTES)
+
+
+def agreed(*wishes: bool) -> tuple[bool, ...]:
+    """What any process of the run wants, all do: together, or their programs would wait for each other for ever."""
+    if jax.process_count() == 1:
+        return wishes
+    return tuple(bool(wish) for wish in multihost_utils.process_allgather(np.array(wishes)).any(axis=0))
 
 
 def join_cluster() -> None:

@@ -7,16 +7,16 @@ used here. What is written is read back and compared before it counts as written
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, load_file, save
 from transformers.pytorch_utils import Conv1D
 
+from trillora.durable import write_file
 from trillora.errors import TrilloraError
 from trillora.model.layout import Layout
 from trillora.model.lora import LoraSpec, linear_layers
@@ -46,16 +46,11 @@ _UNSUPPORTED: dict[str, Any] = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def save_adapter(
-    folder: Path, adapter: dict[str, np.ndarray], module: Any, targets: list[str], spec: LoraSpec, base_name: str
-) -> None:
-    """Write an adapter given by parameter name (`….q_proj.lora_a`); PEFT will look for the base at `base_name`."""
-    if not any(array.any() for name, array in adapter.items() if name.endswith(".lora_b")):
-        raise TrilloraError(
-            "The adapter changes nothing: every B matrix is zero.",
-            where=str(folder),
-            do="train for at least one step with a learning rate above zero and rows that have supervised tokens",
-        )
+def adapter_files(
+    adapter: dict[str, np.ndarray], module: Any, targets: list[str], spec: LoraSpec, base_name: str
+) -> dict[str, bytes]:
+    """PEFT's two files of an adapter given by parameter name (`….q_proj.lora_a`); PEFT will look for the base at
+    `base_name`. Equal adapters give equal bytes."""
     tensors = {_to_peft(name): np.ascontiguousarray(array) for name, array in adapter.items()}
     config = {
         "peft_type": "LORA",
@@ -70,16 +65,44 @@ def save_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    _write(folder / CONFIG_FILE, lambda path: path.write_text(json.dumps(config, indent=2) + "\n", "utf-8"))
-    read_back = load_file(folder / WEIGHTS_FILE)
-    if read_back.keys() != tensors.keys() or any((read_back[key] != tensors[key]).any() for key in tensors):
+    text = json.dumps(config, indent=2) + "\n"
+    return {WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}), CONFIG_FILE: text.encode()}
+
+
+def read_adapter(weights: bytes) -> dict[str, np.ndarray]:
+    """The matrices of `WEIGHTS_FILE`'s bytes, by parameter name."""
+    return {_from_peft(name, Path(WEIGHTS_FILE)): array for name, array in load(weights).items()}
+
+
+def check_changes_something(adapter: dict[str, np.ndarray], where: str) -> None:
+    if not any(array.any() for name, array in adapter.items() if name.endswith(".lora_b")):
         raise TrilloraError(
-            "The adapter read back from disk differs from the one written.",
-            where=str(folder / WEIGHTS_FILE),
-            do="check the disk, and write the adapter to another one",
+            "The adapter changes nothing: every B matrix is zero.",
+            where=where,
+            do="train for at least one step with a learning rate above zero and rows that have supervised tokens",
         )
+
+
+def save_adapter(
+    folder: Path, adapter: dict[str, np.ndarray], module: Any, targets: list[str], spec: LoraSpec, base_name: str
+) -> None:
+    """Write an adapter; what is read back is compared before it counts as written."""
+    check_changes_something(adapter, str(folder))
+    files = adapter_files(adapter, module, targets, spec, base_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        write_file(folder / name, data)
+    check_written(folder, files)
+
+
+def check_written(folder: Path, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        if (folder / name).read_bytes() != data:
+            raise TrilloraError(
+                "The adapter read back from disk differs from the one written.",
+                where=str(folder / name),
+                do="check the disk, and write the adapter to another one",
+            )
 
 
 def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, np.ndarray]]:
@@ -180,12 +203,3 @@ def _unsupported(path: Path, key: str, value: Any) -> TrilloraError:
         where=str(path),
         do="use an adapter made with LoRA alone, or merge this one into its base with PEFT first",
     )
-
-
-def _write(path: Path, write: Any) -> None:
-    """Whole or not at all: under another name first, flushed to disk, then renamed."""
-    temporary = path.with_name(f".{path.name}.partial")
-    write(temporary)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

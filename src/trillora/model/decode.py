@@ -20,7 +20,7 @@ from trillora.mesh import split_rows
 from trillora.model.bridge import CausalLM
 from trillora.model.cache import DO, Arrays, Remembered, check_cache
 from trillora.model.layout import Tree, unstack
-from trillora.model.limits import CANNOT_DECODE
+from trillora.model.limits import why_not_decode
 from trillora.model.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import Slots, Trace
 
@@ -32,7 +32,7 @@ class Decoder:
     def __init__(self, model: CausalLM) -> None:
         self.model = model
         self.config = model.module.config
-        reason = CANNOT_DECODE.get(self.config.get_text_config().model_type)
+        reason = why_not_decode(self.config)
         if reason is not None:
             raise TrilloraError(f"{model.name} cannot generate text here: {reason}.", do=DO)
         if model.attention_style == "mask":

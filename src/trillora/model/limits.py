@@ -25,6 +25,11 @@ CANNOT_DECODE = {
 }
 
 
+def why_not_decode(config: Any) -> str | None:
+    """Why the model cannot answer prompts here, if it cannot."""
+    return CANNOT_DECODE.get(config.get_text_config().model_type)
+
+
 def check_rows(config: Any, sequence_length: int, pack: bool) -> None:
     """Refuse rows the model cannot take: longer than its positions, or shared by documents it would mix."""
     text = config.get_text_config()

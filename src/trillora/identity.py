@@ -1,0 +1,101 @@
+"""What a run is made of, as digests: model, tokenizer, chat template, data, recipe. A run goes on only as itself.
+
+What cannot change the numbers may change between two starts of a run: where it runs, how memory is spent, what is
+measured, how often it saves. Files may move: their content counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from trillora.errors import TrilloraError
+from trillora.recipe import Recipe
+
+# Options that may change while a run goes on; a dotted name stands for itself and all below it.
+FREE = (
+    *("hardware", "evaluate", "track"),
+    *("engine.remat", "engine.attention", "engine.loss_chunk"),
+    *("train.micro_batch_size", "train.max_bad_steps", "train.checkpoint_every", "train.keep_checkpoints"),
+    *("train.checkpoint_to", "train.time_limit", "stages.micro_batch_size"),
+    # Known by their content.
+    *("model.name", "model.revision", "data.path", "data.validation", "stages.data.path", "stages.data.validation"),
+)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CHUNK = 2**22
+
+
+def fixed_options(recipe: Recipe) -> dict[str, Any]:
+    """The options that make the run what it is, by dotted path. The date is chosen anew at a first start only."""
+    flat: dict[str, Any] = {}
+
+    def visit(path: str, value: Any) -> None:
+        general = re.sub(r"\.\d+\b", "", path)
+        if any(general == name or general.startswith(f"{name}.") for name in FREE):
+            return
+        if isinstance(value, Mapping) and value:
+            for key, inner in value.items():
+                visit(f"{path}.{key}" if path else key, inner)
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            for number, inner in enumerate(value):
+                visit(f"{path}.{number}", inner)
+        else:
+            flat[path] = value
+
+    visit("", recipe.model_dump(mode="json"))
+    return flat
+
+
+def weights_digest(folder: Path, files: Iterable[Path]) -> str:
+    """One digest of a model's weights and configuration. A file that the hub stored under its own digest is known by
+    that name."""
+    described = sorted([*files, *folder.glob("config.json")])
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(_file_digest, described))
+    text = json.dumps([[file.name, digest] for file, digest in zip(described, digests, strict=True)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _file_digest(file: Path) -> str:
+    stored = file.resolve().name
+    if file.is_symlink() and _SHA256.fullmatch(stored):
+        return stored
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def text_digest(text: str | None) -> str:
+    return hashlib.sha256((text or "").encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is not as it was, one phrase each: options with both values, digests by name."""
+    changed = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if old == new:
+            continue
+        is_digest = isinstance(old or new, str) and _SHA256.fullmatch(str(old or new))
+        changed.append(f"{key} has changed" if is_digest else f"{key} was {_shown(old)} and is {_shown(new)}")
+    return changed
+
+
+def refuse(changed: list[str], run: Path, step: int) -> TrilloraError:
+    more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
+    return TrilloraError(
+        f"This run was started with something else: {'; '.join(changed[:6])}{more}.",
+        where=f"{run}, step {step}",
+        do="give it back what it had, choose another --out, or go on all the same with --accept-changes",
+    )
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else json.dumps(value)

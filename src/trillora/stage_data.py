@@ -1,0 +1,157 @@
+"""A stage's rows made ready: batches to train on, a fixed set to evaluate on, and facts for the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from trillora.data.batches import Batches
+from trillora.data.documents import Documents
+from trillora.data.prepare import Dataset
+from trillora.data_report.example import pieces_of
+from trillora.dataset import chat_template, open_dataset, settle
+from trillora.errors import TrilloraError
+from trillora.events import Chosen, Listener, Note, print_nothing
+from trillora.identity import text_digest
+from trillora.measure import fixed_documents
+from trillora.recipe import Stage, StageRecipe
+
+EXAMPLE_TOKENS = 600  # of a row shown in the report
+
+
+@dataclass(frozen=True)
+class StageData:
+    """What a stage trains and is measured on."""
+
+    name: str
+    recipe: StageRecipe  # with what its data section left open
+    restarts_optimizer: bool
+    dataset: Dataset
+    batches: Batches
+    evaluation: Documents | None
+    num_steps: int
+    settled: tuple[Chosen, ...]
+    template: str | None  # the recipe's own chat template, if it names one
+
+    def identity(self) -> dict[str, str]:
+        """Digests of the tokenised rows, which their files, tokenizer, template and options decide."""
+        return {
+            f"{self.name} data": text_digest(self.dataset.store.folder.name),
+            f"{self.name} chat template": text_digest(self.template),
+        }
+
+    def places_of(self, step: int) -> list[str]:
+        """Where the rows of a step came from."""
+        rows = self.batches.documents.rows_N[self.batches.documents_of(step)]
+        return sorted({self.dataset.store.place(int(row)) for row in rows})
+
+    def padding_of(self, step: int) -> float:
+        """Share of a batch's slots that hold nothing."""
+        num_tokens = int(self.batches.documents.lengths_N[self.batches.documents_of(step)].sum())
+        return 1 - num_tokens / (self.batches.batch_size * self.batches.length_of(step))
+
+    def facts(self, tokenizer: Any, first_step: int) -> dict[str, Any]:
+        """For `run.json`."""
+        train, document = self.recipe.train, self.batches.documents[0]
+        trained = [False, *document.supervised[1:EXAMPLE_TOKENS].tolist()]
+        pieces = pieces_of(tokenizer, document.tokens[:EXAMPLE_TOKENS].tolist(), trained)
+        files = [{key: file[key] for key in ("name", "sha256", "format", "num_rows")} for file in self.dataset.files]
+        return {
+            "name": self.name,
+            "first_step": first_step,
+            "num_steps": self.num_steps,
+            "sequence_length": train.sequence_length,
+            "batch_size": train.batch_size,
+            "learning_rate": train.learning_rate,
+            "files": files,
+            "data": self.batches.summary(),
+            "num_evaluated": 0 if self.evaluation is None else len(self.evaluation),
+            "example": [dataclasses.asdict(piece) for piece in pieces],
+        }
+
+
+def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
+    """A stage without rows is refused by its name."""
+    recipe, settled = settle(stage.recipe, tokenizer)
+    try:
+        dataset = open_dataset(recipe, tokenizer, listener)
+        batches = training_batches(dataset, recipe)
+        evaluation = _evaluation(dataset, recipe, tokenizer, listener)
+    except TrilloraError as error:
+        error.where = error.where or f"stage {stage.name}"
+        raise
+    listener(Note(f"Data {describe(batches)}"))
+    train = recipe.train
+    return StageData(
+        name=stage.name,
+        recipe=recipe,
+        restarts_optimizer=stage.restarts_optimizer,
+        dataset=dataset,
+        batches=batches,
+        evaluation=evaluation,
+        num_steps=train.steps or math.ceil((train.epochs or 1) * batches.steps_per_epoch),
+        settled=tuple(settled),
+        template=None if recipe.data.chat_template is None else chat_template(recipe.data, tokenizer),
+    )
+
+
+def read_data(recipe: StageRecipe, tokenizer: Any, listener: Listener = print_nothing) -> Batches:
+    """The batches of the training part."""
+    return training_batches(open_dataset(recipe, tokenizer, listener), recipe)
+
+
+def training_batches(dataset: Dataset, recipe: StageRecipe) -> Batches:
+    return dataset.batches(
+        sequence_length=recipe.train.sequence_length,
+        batch_size=recipe.train.batch_size,
+        seed=recipe.train.seed,
+        pack=recipe.data.pack,
+        num_buckets=recipe.data.buckets,
+    )
+
+
+def evaluation_batches(stage: StageData, num_rows: int) -> Batches | None:
+    """The evaluation set in batches of so many rows."""
+    if stage.evaluation is None:
+        return None
+    return Batches(
+        stage.evaluation,
+        batch_size=num_rows,
+        sequence_length=stage.recipe.train.sequence_length,
+        seed=0,
+        pack=stage.recipe.data.pack,
+        pad_id=stage.dataset.pad_id,
+    )
+
+
+def _evaluation(dataset: Dataset, recipe: StageRecipe, tokenizer: Any, listener: Listener) -> Documents | None:
+    data, length = recipe.data, recipe.train.sequence_length
+    if data.validation is not None:
+        held_out = recipe.model_copy(
+            update={"data": data.model_copy(update={"path": data.validation, "validation": None, "split": None})}
+        )
+        dataset, part = open_dataset(held_out, tokenizer, listener), "train"
+    elif data.split is not None and data.split.validation:
+        part = "validation"
+    else:
+        return None
+    documents, _ = dataset.fitted(part, length)
+    if not len(documents):
+        where = "data.validation" if data.validation else "data.split.validation"
+        raise TrilloraError("There is no row to evaluate on.", where=where, do="give it more rows, or leave it out")
+    return fixed_documents(documents, dataset.store.rows["digest"], recipe.evaluate.max_documents)
+
+
+def describe(batches: Batches) -> str:
+    counts, lost = batches.summary(), batches.lost
+    text = (
+        f"{counts['documents']:,} documents in {counts['rows']:,} rows, {counts['supervised']:,} of "
+        f"{counts['tokens']:,} tokens trained, {counts['padding_fraction']:.1%} padding"
+    )
+    if lost.num_split:
+        text += f"; {lost.num_split:,} long texts split"
+    if lost.num_rows:
+        text += f"; {lost.num_rows:,} rows too long left out, with {lost.num_trained:,} trained tokens"
+    return text

@@ -1,0 +1,204 @@
+"""What a run does when things go wrong: numbers that are none, steps that lead nowhere, disks that are full, time
+that is short. Promises R5, R8 and R9 on whole runs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_run
+from safetensors.numpy import load, load_file, save_file
+
+from trillora.checkpoint import Checkpoints
+from trillora.config import load_recipe
+from trillora.errors import TrilloraError
+from trillora.events import Alarm, Evaluated, Step
+from trillora.health import Health
+from trillora.loop import Diverged
+from trillora.storage import LocalStorage, open_storage
+from trillora.trainer import train
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
+
+
+def checkpoints_of(run: Path) -> Checkpoints:
+    return Checkpoints(open_storage(run / "checkpoints"))
+
+
+def lines(run: Path, kind: str) -> list[dict[str, Any]]:
+    found = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if line["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def poisoned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and the chats, with one token whose embedding is infinite and one row that has it."""
+    from transformers import AutoTokenizer
+
+    place = tmp_path_factory.mktemp("poisoned")
+    tiny_run.write_both(place)
+    token = AutoTokenizer.from_pretrained(place / "model")("€", add_special_tokens=False)["input_ids"][-1]
+    weights = load_file(place / "model" / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
+    weights["model.embed_tokens.weight"][token, 0] = np.inf
+    save_file(weights, place / "model" / "model.safetensors", metadata={"format": "pt"})
+    chats = (place / "chats.jsonl").read_text().splitlines()
+    chats[4] = chats[4].replace("What is", "What € is")
+    (place / "chats.jsonl").write_text("\n".join(chats) + "\n", "utf-8")
+    return place
+
+
+def test_batch_without_a_number_changes_nothing_and_names_its_rows(poisoned: Path, tmp_path: Path) -> None:
+    """R8. The embedding is tied to the head, so its infinite entry would spoil every logit of that token: the loss is
+    not finite wherever the token is seen or scored, and no step may pass."""
+    settings = tiny_run.recipe(
+        poisoned, train={"steps": 20, "checkpoint_every": 1, "max_bad_steps": 3, "batch_size": 2}
+    )
+    alarms: list[str] = []
+    with pytest.raises(Diverged) as caught:
+        train(
+            load_recipe(settings),
+            tmp_path / "run",
+            listener=lambda e: alarms.append(e.text) if isinstance(e, Alarm) else None,
+        )
+    skipped = lines(tmp_path / "run", "skipped")
+    assert len(skipped) == 3 and all("chats.jsonl:" in row for line in skipped for row in line["rows"])
+    assert len(alarms) == 3 and "3 steps in a row" in caught.value.what
+    for step in checkpoints_of(tmp_path / "run").steps():
+        files = checkpoints_of(tmp_path / "run").read(step)
+        for name in ("adapter_model.safetensors", "state.safetensors"):
+            assert all(np.isfinite(a).all() for a in load(files[name]).values() if a.dtype.kind == "f")
+
+
+def test_learning_rate_of_a_million_stops_with_the_last_good_state(folder: Path, tmp_path: Path) -> None:
+    """Ten good steps, then a rate that no run survives: what was good stays, what came after is gone."""
+    run = tmp_path / "run"
+    good = tiny_run.recipe(folder, train={"steps": 10, "checkpoint_every": 5})
+    settings = {**good, "stages": [{"name": "good", "data": good["data"], "steps": 10}]}
+    settings["stages"].append({"name": "mad", "data": good["data"], "steps": 60, "learning_rate": 1e6})
+    del settings["data"]
+    settings["train"] = {**settings["train"], "steps": None, "checkpoint_every": 1, "max_bad_steps": 5}
+    with pytest.raises(Diverged) as caught:
+        train(load_recipe(settings), run)
+    assert caught.value.exit_code == 76 and "1e+06" in caught.value.do
+    steps = checkpoints_of(run).steps()
+    assert steps == [10] or steps == [9, 10]
+    assert "step-00000010" in caught.value.what
+    assert len(lines(run, "step")) < 20, "it stopped soon"
+    assert not (run / "adapter").exists() and (run / "report.html").exists()
+    assert json.loads((run / "history.jsonl").read_text().splitlines()[-1])["event"] == "diverged"
+    losses = [line["loss"] for line in lines(run, "step")][:10]
+    assert losses[-1] < losses[0]
+
+
+def test_mad_learning_rate_from_the_start_leaves_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    settings = tiny_run.recipe(
+        folder, train={"steps": 60, "learning_rate": 1e6, "checkpoint_every": 1, "max_bad_steps": 4}
+    )
+    with pytest.raises(Diverged) as caught:
+        train(load_recipe(settings), tmp_path / "run")
+    assert "no good state" in caught.value.what and checkpoints_of(tmp_path / "run").steps() == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_health_raises_no_alarm_over_clean_losses_and_sees_a_lost_run(seed: int) -> None:
+    """R9's other half, on the rule itself: noisy losses that fall, with single wild steps, are healthy."""
+    dice = np.random.default_rng(seed)
+    health = Health(math.log(50_000))
+    for step in range(1, 2001):
+        loss = 1.5 + 2.5 * math.exp(-step / 300) + dice.normal(0, 0.4) + (4 if dice.random() < 0.01 else 0)
+        health.see(step, loss, 0.5, skipped=bool(dice.random() < 0.005))
+        assert health.num_bad < 4
+    again = Health.from_dict(json.loads(json.dumps(health.to_dict())))
+    assert again == health
+    for step in range(2001, 2011):
+        health.see(step, 9.0 + dice.normal(0, 0.5), 0.5, skipped=False)
+    assert health.num_bad >= 10 and health.first_bad is not None and health.first_bad >= 1999
+
+
+def test_full_disk_does_not_stop_the_training(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R5: the second of four checkpoints finds no room; the run goes on and ends with what the others hold."""
+    write = LocalStorage.write
+
+    def fails_once(self: LocalStorage, name: str, files: Any) -> None:
+        if name == "step-00000004":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        write(self, name, files)
+
+    monkeypatch.setattr(LocalStorage, "write", fails_once)
+    alarms: list[str] = []
+    settings = tiny_run.recipe(folder, train={"steps": 8, "checkpoint_every": 2, "keep_checkpoints": 9})
+    result = train(
+        load_recipe(settings),
+        tmp_path / "run",
+        listener=lambda e: alarms.append(e.text) if isinstance(e, Alarm) else None,
+    )
+    assert result.adapter is not None and checkpoints_of(tmp_path / "run").steps() == [2, 6, 8]
+    assert len(alarms) == 1 and "No space left" in alarms[0] and "step 2" in alarms[0]
+
+
+def test_run_does_not_end_well_without_its_last_state(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: LocalStorage, name: str, files: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    monkeypatch.setattr(LocalStorage, "write", full)
+    with pytest.raises(TrilloraError) as caught:
+        train(load_recipe(tiny_run.recipe(folder, train={"steps": 2})), tmp_path / "run")
+    assert "could not be saved" in caught.value.what and "same command" in caught.value.do
+
+
+def test_time_limit_shorter_than_a_step_makes_one_step_at_a_time(folder: Path, tmp_path: Path) -> None:
+    settings = tiny_run.recipe(folder, train={"steps": 3, "time_limit": "0s"})
+    seen = []
+    for _ in range(3):
+        result = train(load_recipe(settings), tmp_path / "run")
+        seen.append((len(result.losses), result.stopped))
+    assert seen == [(1, "the time limit"), (2, "the time limit"), (3, None)]
+    plain = train(load_recipe(tiny_run.recipe(folder, train={"steps": 3})), tmp_path / "plain")
+    assert result.losses == plain.losses
+
+
+def test_stage_without_rows_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    settings = tiny_run.recipe(folder)
+    data = settings.pop("data")
+    settings["stages"] = [{"name": "full", "data": data}, {"name": "hollow", "data": str(tmp_path / "empty.jsonl")}]
+    with pytest.raises(TrilloraError) as caught:
+        train(load_recipe(settings), tmp_path / "run")
+    assert "hollow" in str(caught.value) or "empty.jsonl" in str(caught.value)
+
+
+def test_best_evaluation_is_kept_and_patience_ends_a_stage(folder: Path, tmp_path: Path) -> None:
+    """Four rows learnt by heart: the loss of others falls, then rises."""
+    few, others = tmp_path / "few.jsonl", tmp_path / "others.jsonl"
+    rows = (folder / "chats.jsonl").read_text().splitlines()
+    few.write_text("\n".join(rows[:4]) + "\n")
+    others.write_text("\n".join(rows[4:]) + "\n")
+    settings = tiny_run.recipe(
+        folder,
+        data={"path": str(few), "validation": str(others)},
+        train={"steps": 200, "batch_size": 4, "learning_rate": 3e-2},
+        evaluate={"every": 5, "samples": 0, "patience": 3},
+    )
+    events: list[Any] = []
+    train(load_recipe(settings), tmp_path / "run", listener=events.append)
+    evaluated = [e for e in events if isinstance(e, Evaluated)]
+    best = min(evaluated[1:], key=lambda e: e.loss)
+    assert evaluated[-1].step == best.step + 15 < 200, "three evaluations without a better loss"
+    assert [e.is_best for e in evaluated[1:]].count(True) >= 2 and not evaluated[0].is_best
+    assert max(e.step for e in events if isinstance(e, Step)) == evaluated[-1].step
+    kept = (tmp_path / "run/adapter/adapter_model.safetensors").read_bytes()
+    assert kept == checkpoints_of(tmp_path / "run").read(best.step)["adapter_model.safetensors"]

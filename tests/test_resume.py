@@ -1,0 +1,251 @@
+"""A run that is interrupted goes on where it was, to the bit; one that is not itself any more is refused.
+
+Promises R2, R3, R11, S9 on whole runs of a tiny model with dropout, packing, micro-batches, evaluation and two stages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_run
+from safetensors.numpy import load
+
+from trillora.checkpoint import Checkpoints
+from trillora.config import load_recipe
+from trillora.errors import TrilloraError
+from trillora.events import Alarm, Note
+from trillora.storage import open_storage
+from trillora.trainer import TrainResult, train
+
+pytestmark = pytest.mark.core
+
+TIMES = {"seconds", "tokens_per_second", "memory_gib", "peak_fraction"}  # what a clock or the machine decides
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
+
+
+def two_stages(folder: Path) -> dict[str, Any]:
+    """11 steps in halves with dropout and evaluation, then three epochs of 6 with an optimiser started afresh."""
+    settings = tiny_run.recipe(
+        folder,
+        lora={"dropout": 0.1},
+        train={"checkpoint_every": 4, "keep_checkpoints": 100, "schedule": "cosine"},
+        evaluate={"every": 5, "samples": 1, "max_tokens": 4},
+    )
+    del settings["train"]["steps"]
+    data = settings.pop("data")
+    first = {"name": "first", "data": {**data, "split": {"validation": 0.2, "test": 0.1}}, "steps": 11}
+    second = {"name": "second", "data": data, "epochs": 3, "batch_size": 4, "optimizer_state": "restart"}
+    return {**settings, "stages": [{**first, "micro_batch_size": 4}, second]}
+
+
+def checkpoints_of(run: Path) -> Checkpoints:
+    return Checkpoints(open_storage(run / "checkpoints"))
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    """Adapter, last checkpoint and every figure, bit for bit."""
+    assert metrics(run) == metrics(whole)
+    name = "adapter/adapter_model.safetensors"
+    assert (run / name).read_bytes() == (whole / name).read_bytes()
+    last = checkpoints_of(whole).steps()[-1]
+    files, expected = (checkpoints_of(r).read(last) for r in (run, whole))
+    for file in ("state.safetensors", "adapter_model.safetensors"):
+        assert files[file] == expected[file]
+    assert json.loads(files["state.json"])["position"] == json.loads(expected["state.json"])["position"]
+
+
+def interrupted_at(whole: Path, step: int, run: Path) -> Path:
+    """A run as it lay there when it was killed some steps after this checkpoint."""
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "adapter")
+    checkpoints_of(run).remove_after(step)
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Never interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    result = train(load_recipe(two_stages(folder)), run)
+    assert result.num_compiles == 2 and result.stopped is None
+    return run
+
+
+def test_run_has_its_stages_evaluations_and_checkpoints(whole: Path) -> None:
+    lines = metrics(whole)
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == list(range(1, 30))
+    assert [line["stage"] for line in steps] == ["first"] * 11 + ["second"] * 18
+    assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [0, 5, 10, 11]
+    assert [line["step"] for line in lines if line["kind"] == "samples"] == [0, 5, 10, 11]
+    assert checkpoints_of(whole).steps() == [4, 5, 8, 10, 11, 12, 16, 20, 24, 28, 29]
+    first, second = steps[:11], steps[11:]
+    # Each stage has a schedule of its own, and the adapter goes from one to the other.
+    assert first[0]["learning_rate"] == second[0]["learning_rate"] == pytest.approx(1e-2)
+    assert second[0]["loss"] < 0.8 * first[0]["loss"]
+    events = [json.loads(line)["event"] for line in (whole / "history.jsonl").read_text().splitlines()]
+    assert events == ["started", "finished"]
+    assert (whole / "report.html").exists() and list((whole / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("step", [4, 5, 8, 10, 11, 12, 16, 20, 24, 28, 29])
+def test_continued_from_any_checkpoint_it_ends_the_same(folder: Path, whole: Path, tmp_path: Path, step: int) -> None:
+    """In the middle of an epoch, at its edge (12 steps into stage two: 23), at an evaluation, between stages, at the
+    end. The small dose takes four of them."""
+    if step not in (8, 10, 11, 20) and os.environ.get("TRILLORA_DOSE") != "full":
+        pytest.skip("full dose only")
+    run = interrupted_at(whole, step, tmp_path / "run")
+    notes: list[Any] = []
+    result = train(load_recipe(two_stages(folder)), run, listener=notes.append)
+    assert_same(run, whole)
+    assert len(result.losses) == 29
+    if step < 29:
+        assert any(isinstance(n, Note) and f"from step {step} of 29" in n.text for n in notes)
+
+
+def test_damaged_checkpoint_is_named_and_the_one_before_used(folder: Path, whole: Path, tmp_path: Path) -> None:
+    run = interrupted_at(whole, 28, tmp_path / "run")
+    file = run / "checkpoints" / "step-00000028" / "state.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    alarms: list[str] = []
+    train(
+        load_recipe(two_stages(folder)), run, listener=lambda e: alarms.append(e.text) if isinstance(e, Alarm) else None
+    )
+    assert len(alarms) == 1 and "step-00000028" in alarms[0] and "state.safetensors" in alarms[0]
+    assert_same(run, whole)
+
+
+def test_optimiser_restarts_or_carries_over_as_the_recipe_says(folder: Path, whole: Path, tmp_path: Path) -> None:
+    def moments(run: Path, step: int) -> list[np.ndarray]:
+        tensors = load(checkpoints_of(run).read(step)["state.safetensors"])
+        return [array for name, array in tensors.items() if "/mu/" in name]
+
+    assert len(moments(whole, 10)) > 0 and all(array.any() for array in moments(whole, 10))
+    assert not any(array.any() for array in moments(whole, 11))
+    settings = two_stages(folder)
+    settings["stages"][1] |= {"optimizer_state": "carry", "steps": 1, "epochs": None}
+    run = interrupted_at(whole, 10, tmp_path / "run")
+    train(load_recipe(settings), run, accept_changes=True)
+    assert all(array.any() for array in moments(run, 11))
+
+
+def refused(settings: dict[str, Any], run: Path) -> str:
+    with pytest.raises(TrilloraError) as caught:
+        train(load_recipe(settings), run)
+    assert "--accept-changes" in caught.value.do
+    return caught.value.what
+
+
+def test_what_has_changed_is_refused_by_name(folder: Path, whole: Path, tmp_path: Path) -> None:
+    run = interrupted_at(whole, 24, tmp_path / "run")
+    settings = two_stages(folder)
+    settings["train"]["learning_rate"] = 5e-3
+    assert "train.learning_rate was 0.01 and is 0.005" in refused(settings, run)
+    settings = two_stages(folder)
+    settings["stages"][1]["epochs"] = 4
+    assert "stages.1.epochs was 3.0 and is 4.0" in refused(settings, run)
+
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(folder, elsewhere)
+    same_content = two_stages(elsewhere)
+    chats = elsewhere / "chats.jsonl"
+    chats.write_text(chats.read_text().replace("What is 3", "What was 3"))
+    assert "first data has changed" in refused(same_content, run)
+    shutil.copy(folder / "chats.jsonl", chats)
+    weights = elsewhere / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert "model has changed" in refused(same_content, run)
+    shutil.copy(folder / "model" / "model.safetensors", weights)
+    tokenizer = elsewhere / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"special": true', '"special": false', 1))
+    what = refused(same_content, run)
+    assert "tokenizer has changed" in what and "model" not in what
+    shutil.copy(folder / "model" / "tokenizer.json", tokenizer)
+    assert checkpoints_of(run).steps()[-1] == 24, "nothing was trained"
+
+    # Moved files are the same files, and what does not touch the numbers may change.
+    same_content["train"] |= {"checkpoint_every": 3, "keep_checkpoints": 50, "time_limit": "1h"}
+    same_content["evaluate"]["every"] = 7
+    train(load_recipe(same_content), run)
+    name = "adapter/adapter_model.safetensors"
+    assert (run / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_changes_are_accepted_when_told(folder: Path, whole: Path, tmp_path: Path) -> None:
+    run = interrupted_at(whole, 28, tmp_path / "run")
+    settings = two_stages(folder)
+    settings["stages"][1]["learning_rate"] = 1e-3
+    alarms: list[str] = []
+    train(
+        load_recipe(settings),
+        run,
+        accept_changes=True,
+        listener=lambda e: alarms.append(e.text) if isinstance(e, Alarm) else None,
+    )
+    assert any("stages.1.learning_rate" in text for text in alarms)
+
+
+def test_devices_may_change_on_the_way(folder: Path, tmp_path: Path) -> None:
+    """One device, then eight, then one: the same adapter up to the order in which floats are added."""
+
+    def settings(devices: int, **train_options: Any) -> dict[str, Any]:
+        options = {"steps": 9, "checkpoint_every": 3, "keep_checkpoints": 9, **train_options}
+        return tiny_run.recipe(folder, train=options, hardware={"devices": devices})
+
+    plain, moved = tmp_path / "plain", tmp_path / "moved"
+    train(load_recipe(settings(1)), plain)
+    for devices, step in ((1, 3), (8, 6), (1, 9)):
+        result = train(load_recipe(settings(devices)), moved)
+        if step < 9:
+            shutil.rmtree(moved / "adapter")
+            checkpoints_of(moved).remove_after(step)
+        assert result.num_compiles == 1
+    first, same = (checkpoints_of(run).read(3)["state.safetensors"] for run in (plain, moved))
+    assert first == same, "up to there nothing differed"
+    last, other = (load(checkpoints_of(run).read(9)["adapter_model.safetensors"]) for run in (plain, moved))
+    assert not all((last[key] == other[key]).all() for key in last), "eight devices add in another order"
+    for key in last:
+        # 6 Adam steps of 1e-2 from gradients whose last bits differ.
+        np.testing.assert_allclose(last[key], other[key], atol=2e-5)
+
+
+def test_checkpoints_at_an_address_outlive_the_machine(folder: Path, tmp_path: Path) -> None:
+    """The run's folder is lost; the same command on another machine goes on from the address."""
+    settings = tiny_run.recipe(
+        folder, train={"steps": 6, "checkpoint_every": 2, "checkpoint_to": "memory://bucket/run"}
+    )
+    plain = tmp_path / "plain"
+    train(load_recipe(tiny_run.recipe(folder, train={"steps": 6})), plain)
+    train(load_recipe(settings), tmp_path / "here")
+    Checkpoints(open_storage("memory://bucket/run")).remove_after(4)
+    assert not (tmp_path / "here" / "checkpoints").exists()
+    train(load_recipe(settings), tmp_path / "there")
+    assert metrics(tmp_path / "there") == metrics(plain)
+    name = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "there" / name).read_bytes() == (plain / name).read_bytes()
+
+
+def test_finished_state_without_an_adapter_only_writes_it(folder: Path, whole: Path, tmp_path: Path) -> None:
+    run = interrupted_at(whole, 29, tmp_path / "run")
+    result: TrainResult = train(load_recipe(two_stages(folder)), run)
+    assert result.adapter == run / "adapter" and result.num_compiles == 0
+    assert_same(run, whole)

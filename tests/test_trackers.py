@@ -100,7 +100,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 @needs_tensorboard
 @pytest.mark.parametrize("values", [(math.nan,), (math.inf,)])
 def test_tensorboard_sees_that_a_loss_was_not_finite(tmp_path: Path, values: tuple[float]) -> None:
-    with tracking_listener(tmp_path, 1, (), {}, print_nothing) as listener:
+    with tracking_listener(tmp_path, 1, (), "trillora", {}, print_nothing) as listener:
         listener(step(1, values[0]))
     assert str(scalars(tmp_path / "tensorboard")["train/loss"][0][1]) == str(values[0])
 
@@ -108,7 +108,7 @@ def test_tensorboard_sees_that_a_loss_was_not_finite(tmp_path: Path, values: tup
 @needs_tensorboard
 def test_a_resumed_run_replaces_what_was_trained_again(tmp_path: Path) -> None:
     for first, last in ((1, 8), (6, 10), (4, 9)):  # killed at 8 with a checkpoint at 5; then resumed from 3
-        with tracking_listener(tmp_path, first, (), {}, print_nothing) as listener:
+        with tracking_listener(tmp_path, first, (), "trillora", {}, print_nothing) as listener:
             if first == 1:
                 listener(evaluated(0))
             for number in range(first, last + 1):
@@ -121,7 +121,7 @@ def test_a_resumed_run_replaces_what_was_trained_again(tmp_path: Path) -> None:
 @needs_tensorboard
 def test_a_run_begun_anew_replaces_its_base_measurement(tmp_path: Path) -> None:
     for loss in (2.0, 3.0):
-        with tracking_listener(tmp_path, 1, (), {}, print_nothing) as listener:
+        with tracking_listener(tmp_path, 1, (), "trillora", {}, print_nothing) as listener:
             listener(evaluated(0, loss))
     assert scalars(tmp_path / "tensorboard")["eval/loss"] == [(0, 3.0)]
 
@@ -139,7 +139,7 @@ def test_files_of_later_processes_come_later_by_name_though_the_clock_was_put_ba
 def test_a_listener_passes_everything_on_and_writes_numbers(tmp_path: Path) -> None:
     events: list[Event] = [Note("hello"), evaluated(0, 3.0), step(1), step(2), evaluated(2, 1.5)]
     heard: list[Event] = []
-    with tracking_listener(tmp_path, 1, (), {}, heard.append) as listener:
+    with tracking_listener(tmp_path, 1, (), "trillora", {}, heard.append) as listener:
         for event in events:
             listener(event)
     assert heard == events
@@ -155,7 +155,7 @@ def test_a_listener_passes_everything_on_and_writes_numbers(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_written_is_one_alarm_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     heard: list[Event] = []
-    with tracking_listener(tmp_path, 1, (), {}, heard.append) as listener:
+    with tracking_listener(tmp_path, 1, (), "trillora", {}, heard.append) as listener:
         for number in range(1, 5):
             listener(step(number))
     assert [type(event) for event in heard] == [Alarm, Step, Step, Step, Step]
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_one_alarm_and_the_run_goes_on(tmp_pa
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_one_alarm_and_the_run_goes_on(tmp_path: Path) -> None:
     heard: list[Event] = []
-    with tracking_listener(tmp_path, 1, (), {}, heard.append) as listener:
+    with tracking_listener(tmp_path, 1, (), "trillora", {}, heard.append) as listener:
         (written,) = (tmp_path / "tensorboard").iterdir()
         full = os.open("/dev/full", os.O_WRONLY)
         for descriptor in os.listdir("/proc/self/fd"):  # the event file's own handle now leads to the full device
@@ -182,7 +182,7 @@ def test_an_unknown_service_is_refused_with_the_nearest_name(tmp_path: Path) -> 
     with pytest.raises(TrilloraError, match="Unknown tracker 'wandbb'") as error:
         open_tracker("wandbb", "p", "r", {}, tmp_path)
     assert "did you mean 'wandb'" in error.value.do
-    with pytest.raises(TrilloraError), tracking_listener(tmp_path, 1, ("wandbb",), {}, print_nothing):
+    with pytest.raises(TrilloraError), tracking_listener(tmp_path, 1, ("wandbb",), "trillora", {}, print_nothing):
         raise AssertionError("never opened")
 
 
@@ -193,7 +193,7 @@ import sys
 sys.modules[{name!r}] = None  # what Python itself does to forbid an import
 from pathlib import Path
 from trillora.trackers import tracking_listener
-with tracking_listener(Path({str(tmp_path)!r}), 1, ({name!r},), {{}}, print): pass
+with tracking_listener(Path({str(tmp_path)!r}), 1, ({name!r},), "trillora", {{}}, print): pass
 """
     result = run_python(code, {})
     assert result.returncode == 1 and f"pip install {name}" in result.stderr
@@ -204,7 +204,7 @@ def test_trackers_need_no_jax_and_no_service_unless_asked(tmp_path: Path) -> Non
 import sys
 from pathlib import Path
 from trillora.trackers import tracking_listener
-with tracking_listener(Path({str(tmp_path)!r}), 1, (), {{}}, print): pass
+with tracking_listener(Path({str(tmp_path)!r}), 1, (), "trillora", {{}}, print): pass
 assert not {{"jax", "torch", "transformers", "wandb", "trackio", "tensorboard"}} & sys.modules.keys()
 """
     result = run_python(code, {})
@@ -233,7 +233,7 @@ from trillora.trackers import tracking_listener
 run, service, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 config = {"train": {"learning_rate": 1e-3}, "api_key": "canary-of-config", "name": "hf_" + "canary" * 4}
 heard = []
-with tracking_listener(run, first, (service,), config, heard.append) as listener:
+with tracking_listener(run, first, (service,), "trillora", config, heard.append) as listener:
     for n in range(first, first + 4):
         listener(Step(n, 10, "chat", 4.0 / n, 1e-3, 0.5, False, 1234.0, 1.0, 9.0, 0.1))
     listener(Evaluated(n, "chat", 0.5, 1.65, 0.25, 100, True))

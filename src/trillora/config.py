@@ -23,6 +23,7 @@ from trillora.recipe_errors import Option, Origins, problems_as_error, unknown_o
 
 R = TypeVar("R", bound=Recipe)
 Choice = Chosen  # one fact, met in the recipe and among the events
+OPEN = (None, "auto", "all-linear")  # values that leave an option to the machine
 
 
 def load_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
@@ -41,21 +42,32 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     return _validated(tree, origins, Recipe)
 
 
+def still_open(recipe: Recipe, choices: Iterable[Choice]) -> list[Choice]:
+    """Those of earlier choices that the recipe still leaves to the machine."""
+    tree = recipe.model_dump(mode="json")
+    return [choice for choice in choices if _section_of(tree, choice)[choice.path.split(".")[-1]] in OPEN]
+
+
 def resolve(recipe: R, choices: Iterable[Choice]) -> R:
     """The recipe with what the machine chose in place of `auto`. What the user wrote is never replaced."""
     tree = recipe.model_dump(mode="json")
     for choice in choices:
-        *parents, key = choice.path.split(".")
-        section: Any = tree
-        for parent in parents:
-            section = section[int(parent) if isinstance(section, list) else parent]
+        section, key = _section_of(tree, choice), choice.path.split(".")[-1]
         value = list(choice.value) if isinstance(choice.value, tuple) else choice.value
-        if section[key] not in (None, "auto", "all-linear", value):
+        if section[key] not in (*OPEN, value):
             raise ValueError(f"{choice.path} is {section[key]!r}, given by the user: {value!r} may not replace it")
         changed = merged(section, {key: value})
         section.clear()
         section.update(changed)
     return _validated(tree, Origins("the resolved recipe"), type(recipe))
+
+
+def _section_of(tree: dict[str, Any], choice: Choice) -> dict[str, Any]:
+    """Where in a recipe's tree a choice belongs."""
+    section: Any = tree
+    for parent in choice.path.split(".")[:-1]:
+        section = section[int(parent) if isinstance(section, list) else parent]
+    return section
 
 
 def dump_resolved(recipe: Recipe, choices: Sequence[Choice]) -> str:

@@ -167,6 +167,11 @@ def agreed(*wishes: bool) -> tuple[bool, ...]:
     return tuple(bool(wish) for wish in multihost_utils.process_allgather(np.array(wishes)).any(axis=0))
 
 
+def same_everywhere(number: int) -> bool:
+    """Whether all processes of the run have the same number."""
+    return jax.process_count() == 1 or len(set(multihost_utils.process_allgather(np.array(number)).tolist())) == 1
+
+
 def join_cluster() -> None:
     """Connect to the other processes of a multi-host run, where the environment names them: JAX_COORDINATOR_ADDRESS
     with JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the worker list of a Cloud TPU slice."""

@@ -27,9 +27,10 @@ from trillora.assembly import Assembly
 from trillora.cache import cache_root
 from trillora.checkpoint import Checkpoints, Saver, sealed
 from trillora.choices import Plan, choose
-from trillora.config import choice_in_stage, dump_resolved, resolve
+from trillora.config import choice_in_stage, dump_resolved, resolve, still_open
 from trillora.data.batches import Batches
 from trillora.data.questions import Question
+from trillora.durable import remove_unfinished
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Chosen, Listener, Note, Progress, print_nothing
@@ -39,7 +40,7 @@ from trillora.identity import differences, fixed_options, refuse, text_digest, w
 from trillora.loop import Diverged, Position, Run, StageLoop
 from trillora.masking import mask_settings, mask_values
 from trillora.measure import Evaluator, Sampler, can_sample, sample_questions
-from trillora.mesh import find_devices, join_cluster, remember_programs
+from trillora.mesh import find_devices, join_cluster, remember_programs, same_everywhere
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
 from trillora.model.limits import check_rows, why_not_decode
@@ -103,6 +104,7 @@ def train(
         try:
             return _Training(recipe, folder, stop, listener, accept_changes).run()
         except Interrupted as signal:
+            listener(Note(f"Stopped by {signal} before the first step of this start; nothing was lost"))
             return TrainResult(out, None, tuple(losses(folder.metrics_file)), 0, stopped=str(signal))
 
 
@@ -139,14 +141,14 @@ class _Training:
             if facts
             else Position(Health(math.log(config.get_text_config().vocab_size)))
         )
-        kept = _kept_choices(facts, devices)
+        kept = still_open(recipe, _kept_choices(facts, devices))
         plans, choices = self._plan(stages, config, devices, kept, first=position.stage)
         stages = [dataclasses.replace(stage, recipe=plan.recipe) for stage, plan in zip(stages, plans, strict=True)]
         resolved = resolve(recipe, choices)
         self._write_facts(resolved, choices, stages, plans[-1].assembly, identity, opened)
         checkpointed = {
             "identity": identity,
-            "options": mask_values(fixed_options(recipe)),
+            "options": mask_values(fixed_options(resolved)),
             "choices": [[c.path, c.value, c.reason] for c in choices],
             "devices": _describe_devices(devices),
             "libraries": _libraries(),
@@ -155,10 +157,8 @@ class _Training:
         base = read_base(opened.folder, plans[-1].assembly, listener)
         self._folder.start_metrics(saved[1][METRICS_FILE] if saved else b"")
         config_for_trackers = mask_values(resolved.model_dump(mode="json"))
-        services = recipe.track.services
-        first_step = position.global_step + 1
         with (
-            self._tracking(first_step, services, config_for_trackers) as told,
+            self._tracking(position.global_step + 1, config_for_trackers) as told,
             Saver(self._checkpoints, told) as saver,
         ):
             run = Run(
@@ -232,16 +232,30 @@ class _Training:
         return TrainResult(self._folder.path, adapter, done, num_compiles)
 
     def _newest(self) -> tuple[int, dict[str, bytes]] | None:
-        """The newest valid checkpoint. What half-written ones left behind is removed."""
+        """The newest valid checkpoint. What was half-written is removed first."""
         if jax.process_index() == 0:
             self._checkpoints.clean()
-        return self._checkpoints.newest_valid(self._listener)
+            remove_unfinished(self._folder.path)
+        found = self._checkpoints.newest_valid(self._listener)
+        if found is None and (steps := self._checkpoints.steps()):
+            raise TrilloraError(
+                f"Every checkpoint of this run is damaged ({len(steps)}), and it will not start over by itself.",
+                where=self._checkpoints.where(steps[-1]),
+                do="bring one back from a copy; or, to start anew, remove the folder or choose another --out",
+            )
+        if not same_everywhere(found[0] if found else -1):
+            raise TrilloraError(
+                "The processes of this run do not see the same checkpoints.",
+                where="train.checkpoint_to",
+                do="give a folder or an address that all of them can read, as gs://bucket/run",
+            )
+        return found
 
     def _read_stages(self, opened: OpenModel, facts: dict[str, Any] | None) -> list[StageData]:
         recipe = self._recipe
         if facts:  # the date a template writes was chosen at the first start
-            dates = [Chosen(p, v, r) for p, v, r in facts["choices"] if p.endswith("data.today")]
-            recipe = resolve(recipe, dates)
+            dates = [Chosen(*choice) for choice in facts["choices"] if choice[0].endswith("data.today")]
+            recipe = resolve(recipe, still_open(recipe, dates))
         stages = []
         for stage in stages_of(recipe):
             check_rows(opened.config, stage.recipe.train.sequence_length, stage.recipe.data.pack)
@@ -249,7 +263,9 @@ class _Training:
         return stages
 
     def _check_unchanged(self, facts: dict[str, Any], identity: dict[str, str], step: int) -> None:
-        now = {**identity, **mask_values(fixed_options(self._recipe))}
+        chosen = [Chosen(*choice) for choice in facts["choices"]]
+        recipe = resolve(self._recipe, still_open(self._recipe, chosen))
+        now = {**identity, **mask_values(fixed_options(recipe))}
         before = {**facts["identity"], **facts["options"]}
         if (changed := differences(before, now)) and not self._accept_changes:
             raise refuse(changed, self._folder.path, step)
@@ -326,11 +342,12 @@ class _Training:
         self._folder.write("run.json", json.dumps(mask_values(facts), indent=1) + "\n")
 
     @contextlib.contextmanager
-    def _tracking(self, first_step: int, services: tuple[str, ...], config: dict[str, Any]) -> Iterator[Listener]:
+    def _tracking(self, first_step: int, config: dict[str, Any]) -> Iterator[Listener]:
         if jax.process_index() != 0:
             yield self._listener
             return
-        with tracking_listener(self._folder.path, first_step, services, config, self._listener) as listener:
+        track, folder = self._recipe.track, self._folder.path
+        with tracking_listener(folder, first_step, track.services, track.project, config, self._listener) as listener:
             yield listener
 
     def _measures(
@@ -437,7 +454,7 @@ def _kept_choices(facts: dict[str, Any] | None, devices: list[Any]) -> list[Chos
     what the stored state depends on."""
     if facts is None:
         return []
-    choices = [Chosen(path, value, reason) for path, value, reason in facts["choices"]]
+    choices = [Chosen(*choice) for choice in facts["choices"]]
     if facts["devices"] == _describe_devices(devices):
         return choices
     return [c for c in choices if c.path == "engine.layers" or c.path.endswith("data.today")]

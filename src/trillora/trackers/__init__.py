@@ -5,7 +5,6 @@ Trackers listen like everybody else. Whatever goes wrong in one of them is said 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,12 +16,10 @@ from trillora.masking import mask_secrets, secrets_of_environment
 from trillora.trackers.services import ServiceAway, Tracker, open_tracker
 from trillora.trackers.tensorboard import EventFile
 
-PROJECT = "trillora"
-
 
 @contextmanager
 def tracking_listener(
-    run: Path, first_step: int, services: tuple[str, ...], config: dict[str, Any], inner: Listener
+    run: Path, first_step: int, services: tuple[str, ...], project: str, config: dict[str, Any], inner: Listener
 ) -> Iterator[Listener]:
     """A listener that hands every event on to `inner` and writes down the numbers of steps and evaluations.
 
@@ -46,7 +43,6 @@ def tracking_listener(
     try:
         _try("TensorBoard", inner, open_event_file)
         for service in services:
-            project = os.environ.get(f"{service.upper()}_PROJECT") or PROJECT
             try:
                 trackers[service] = open_tracker(service, project, run.resolve().name, config, run / "trackers")
             except ServiceAway as error:

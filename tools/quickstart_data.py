@@ -142,10 +142,16 @@ def split(checks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
         members = by_family[family]
         name = next(name for name, rows in files.items() if len(rows) + len(members) <= sizes[name])
         files[name] += members
-    return {
-        name: sorted(rows, key=lambda check: digest(check["CheckID"] + check["Provider"]))
-        for name, rows in files.items()
-    }
+    return {name: in_turns(rows) for name, rows in files.items()}
+
+
+def in_turns(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By hash, but one of every provider's service before the second of any: the first few hundred show them all."""
+    by_service = defaultdict(list)
+    for check in sorted(checks, key=lambda check: digest(check["CheckID"] + check["Provider"])):
+        by_service[check["Provider"], check["ServiceName"]].append(check)
+    turns = [(turn, members[turn]) for members in by_service.values() for turn in range(len(members))]
+    return [check for _, check in sorted(turns, key=lambda pair: (pair[0], digest(str(pair[1]["CheckTitle"]))))]
 
 
 def families(checks: list[dict[str, Any]]) -> list[str]:

@@ -261,7 +261,20 @@ def quickstart(
     with _reporting(as_json) as listener:
         from trillora import quickstart as lesson
 
-        lesson.run(out, listener)
+        result, evaluation = lesson.run(out, listener)
+    if evaluation is None:
+        raise typer.Exit(EXIT_STOPPED)
+    if as_json:
+        import json
+
+        print(json.dumps(evaluation.to_dict()))
+    else:
+        from rich.console import Console
+
+        from trillora.eval_table import show
+
+        show(evaluation, Console(highlight=False))
+        print(lesson.next_steps(result.run))
 
 
 @app.command()

@@ -21,12 +21,11 @@ from jax.sharding import Mesh
 from trillora.assembly import Assembly
 from trillora.checkpoint import Checkpoints, Saver
 from trillora.data.batches import Batches
-from trillora.data.questions import Question
 from trillora.engine.step import StepMetrics, TrainState
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Listener, Note, Sampled, Step
 from trillora.health import Health
-from trillora.measure import Evaluator, Figures, Sampler, peak_memory_gib
+from trillora.measure import Figures, Measures, peak_memory_gib
 from trillora.mesh import agreed, local_rows, put_batch
 from trillora.model.layout import Tree
 from trillora.run_folder import RunFolder
@@ -129,13 +128,10 @@ class StageLoop:
         programs: dict[int, Any],
         base: Tree,
         position: Position,
-        evaluator: Evaluator | None,
-        sampler: Sampler | None,
-        questions: list[Question],
+        measures: Measures,
     ) -> None:
         self._run, self._stage, self._assembly, self._programs = run, stage, assembly, programs
-        self._base, self._position = base, position
-        self._evaluator, self._sampler, self._questions = evaluator, sampler, questions
+        self._base, self._position, self._measures = base, position, measures
         self._options = stage.recipe.train
         self._pending: tuple[int, StepMetrics] | None = None
         self._started = self._last_report = self._last_save = time.perf_counter()
@@ -241,18 +237,18 @@ class StageLoop:
 
     def _measuring_is_due(self) -> bool:
         position = self._position
-        if position.measured_at == position.step or (self._evaluator is None and not self._questions):
+        if position.measured_at == position.step or not self._measures:
             return False
         is_last = position.step == self._stage.num_steps
         return position.step == 0 or is_last or position.global_step % self._evaluate_every == 0
 
     def _measure(self, adapter: Tree) -> bool:
         """Evaluate and sample; whether this is the best so far. Given up for a signal: a continued run measures."""
-        evaluator, sampler = self._evaluator, self._sampler
+        evaluator, sampler = self._measures.evaluator, self._measures.sampler
         try:
             figures = evaluator.measure(adapter, self._base, self._ask) if evaluator is not None else None
             self._ask()
-            samples = sampler.answer(self._questions, adapter) if sampler is not None and self._questions else ()
+            samples = sampler.answer(self._measures.questions, adapter) if sampler is not None else ()
         except _GivenUp:
             return False
         improved = figures is not None and self._judge(figures)

@@ -20,11 +20,14 @@ from trillora.data.documents import Documents
 from trillora.data.questions import Question, question_of
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
-from trillora.events import Sample
+from trillora.events import Listener, Note, Sample
 from trillora.generate import Generator
 from trillora.mesh import local_rows, put_batch
 from trillora.model.layout import Tree
-from trillora.prompts import Prompts
+from trillora.model.limits import why_not_decode
+from trillora.model.source import OpenModel
+from trillora.prompts import Prompts, configured_stops
+from trillora.stage_data import StageData, evaluation_batches
 
 TEXT_PROMPT = 24  # tokens of a text to go on from
 TEXT_ANSWER = 48  # tokens of the text shown beside what the model wrote
@@ -62,10 +65,16 @@ class Evaluator:
         return put_batch(self.batches.batch(number, rows), self._mesh, self.batches.batch_size)
 
 
-def fixed_documents(documents: Documents, digests: np.ndarray, most: int) -> Documents:
-    """The same rows for every start of a run, and for every order of the files: those of the smallest digests."""
-    order = np.argsort(digests[documents.rows_N], kind="stable")
-    return documents.take(order[:most])
+@dataclass(frozen=True)
+class Measures:
+    """What is measured in a stage; any of it may be nothing."""
+
+    evaluator: Evaluator | None = None
+    sampler: Sampler | None = None
+    questions: tuple[Question, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.evaluator is not None or self.sampler is not None
 
 
 class Sampler:
@@ -102,6 +111,35 @@ class Sampler:
         )
 
 
+def make_measures(stage: StageData, assembly: Assembly, base: Tree, opened: OpenModel, listener: Listener) -> Measures:
+    """What the stage's recipe asks for, as far as it can be had."""
+    options, rows = stage.recipe.evaluate, stage.recipe.train.micro_batch_size
+    assert rows != "auto"
+    evaluator = None
+    if (batches := evaluation_batches(stage, rows)) is not None:
+        listener(Note(f"Compiling the evaluation of {len(batches.documents):,} documents kept out of training"))
+        evaluator = Evaluator(assembly, batches)
+    if not (options.prompts or (options.samples and stage.evaluation is not None)):
+        return Measures(evaluator)
+    why_not = why_not_decode(opened.config)
+    if jax.process_count() > 1:
+        why_not = "a run of several processes answers no prompts"
+    if why_not:
+        listener(Note(f"No samples: {why_not}"))
+        return Measures(evaluator)
+    tokenizer = opened.tokenizer
+    template = stage.template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
+    stops = configured_stops(opened.folder, opened.config)
+    prompts = Prompts(tokenizer, template=template, today=stage.recipe.data.today, stops=stops)
+    if options.prompts:
+        questions = [Question(tuple(prompts.encode(prompt)), ()) for prompt in options.prompts]
+    else:
+        assert stage.evaluation is not None
+        questions = sample_questions(stage.evaluation, options.samples)
+    listener(Note(f"{len(questions)} prompts are answered at every evaluation"))
+    return Measures(evaluator, Sampler(assembly, base, prompts, options.max_tokens), tuple(questions))
+
+
 def sample_questions(documents: Documents, count: int) -> list[Question]:
     """The first of the evaluation set: an answer to give, or a text to go on with."""
     found: list[Question] = []
@@ -125,8 +163,3 @@ def peak_memory_gib(mesh: Mesh, process_bytes: Callable[[], int]) -> float | Non
         return process_bytes() / 2**30
     stats = device.memory_stats()
     return stats["peak_bytes_in_use"] / 2**30 if stats and "peak_bytes_in_use" in stats else None
-
-
-def can_sample() -> bool:
-    """Prompts are put to one process's devices."""
-    return jax.process_count() == 1

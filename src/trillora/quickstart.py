@@ -1,68 +1,79 @@
-"""The first thing a newcomer runs: the embedded chat model learns to answer in JSON, on any CPU, in minutes.
+"""The first thing a newcomer runs: the embedded chat model learns to judge security findings, on any CPU, in minutes.
 
-It writes a small data file and a recipe, then trains with them exactly as `trillora train` would. Both stay in the
-run's folder as a start for one's own.
+It writes data and a recipe into the run's folder, trains with them exactly as `trillora train` would, and puts held-out
+findings to the model before and after. What was interrupted goes on when it is started again.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
+from importlib import resources
 from pathlib import Path
 
 from trillora.config import load_recipe
+from trillora.durable import write_file
+from trillora.evaluate import Evaluation, evaluate
 from trillora.events import Listener, Note
+from trillora.run_report import write_report
 from trillora.trainer import TrainResult, train
 
-# Our own sentences: what a scanner might say, with the area it belongs to and how bad it is.
-FINDINGS = (
-    ("SSH accepts passwords for root", "access", "high"),
-    ("A disk is not encrypted", "storage", "medium"),
-    ("The audit log keeps one day only", "logging", "low"),
-    ("Port 23 answers to the whole internet", "network", "high"),
-    ("A service key is two years old", "access", "medium"),
-    ("Backups are readable by every account", "storage", "high"),
-    ("No alarm watches failed logins", "logging", "medium"),
-    ("TLS 1.0 is still offered", "network", "medium"),
-)
-PLACES = ("web-1", "db-2", "the build host", "a laptop", "the mail relay", "cluster node 7")
-QUESTION = "Finding on {place}: {finding}. Answer with one JSON object."
+NUM_TRAINED = 300  # of 1,285 findings: what fits into five minutes on two cores; services take turns, so all are shown
+NUM_TESTED = 64  # of 128
 
 RECIPE = """\
-# What `trillora quickstart` trained. Change `data`, and `trillora train recipe.yaml --out my-run` trains yours.
+# What `trillora quickstart` trained: findings of a cloud scanner in, one JSON verdict out. Change `data`, and
+# `trillora train recipe.yaml --out my-run` trains yours.
 model: smollm2
-data: findings.jsonl
-lora: {rank: 8, alpha: 16}
-train: {sequence_length: 96, batch_size: 4, steps: 12, learning_rate: 1.0e-3}
+data: train.jsonl
+lora: {rank: 16, alpha: 32}
+train: {sequence_length: 184, batch_size: 1, epochs: 1, learning_rate: 1.0e-3, warmup_steps: 5}
 hardware: {devices: 1}
 """
 
 
-def run(out: Path, listener: Listener) -> TrainResult:
-    """Write data and recipe, train, and say what came out."""
-    out = _unused(out)
-    out.mkdir(parents=True)
-    (out / "findings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()), "utf-8")
-    (out / "recipe.yaml").write_text(RECIPE, "utf-8")
-    listener(Note(f"Quickstart: SmolLM2-135M learns to answer findings in JSON. Everything is in {out}"))
+def run(out: Path, listener: Listener) -> tuple[TrainResult, Evaluation | None]:
+    """Write data and recipe, train, and test; no test where the training was stopped."""
+    out = _open_or_unused(out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, most in (("train.jsonl", NUM_TRAINED), ("test.jsonl", NUM_TESTED)):
+        write_file(out / name, "".join(_findings(name)[:most]))
+    write_file(out / "recipe.yaml", RECIPE)
+    listener(
+        Note(
+            f"Quickstart: SmolLM2-135M learns to judge {NUM_TRAINED} findings of the cloud scanner prowler "
+            f"(Apache-2.0), about eight minutes on two cores. Everything is in {out}"
+        )
+    )
     result = train(load_recipe(out / "recipe.yaml"), out, listener=listener)
-    listener(Note(f"Loss {result.losses[0]:.3f} before the first step, {result.losses[-1]:.3f} before the last."))
-    listener(Note(f"Next, with your own chats:  trillora train {out / 'recipe.yaml'} data=FILE --out my-run"))
-    return result
+    if result.stopped is not None:
+        return result, None
+    listener(Note(f"Putting {NUM_TESTED} findings it has never seen to the model, before and after training"))
+    evaluation = evaluate(out, out / "test.jsonl", listener=listener)
+    write_report(out)
+    return result, evaluation
 
 
-def rows() -> list[dict[str, list[dict[str, str]]]]:
-    """One chat for every finding in every place."""
-    chats = []
-    for place, (finding, area, severity) in itertools.product(PLACES, FINDINGS):
-        answer = json.dumps({"place": place, "area": area, "severity": severity})
-        question = QUESTION.format(place=place, finding=finding)
-        chats.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
-    return chats
+def next_steps(run: Path) -> str:
+    """What a person may want to do now."""
+    return f"""\
+Adapter  {run / "adapter"}   (PEFT loads it)
+Report   {run / "report.html"}
+
+Ask it:              trillora chat {run}
+Train your own file: trillora train {run / "recipe.yaml"} data=FILE --out my-run"""
 
 
-def _unused(folder: Path) -> Path:
-    """The folder, or the first of folder-2, folder-3, … that is not there yet."""
-    if not folder.exists():
-        return folder
-    return next(other for n in itertools.count(2) if not (other := folder.with_name(f"{folder.name}-{n}")).exists())
+def _findings(name: str) -> list[str]:
+    text = (resources.files("trillora") / "quickstart_data" / name).read_text("utf-8")
+    return text.splitlines(keepends=True)
+
+
+def _open_or_unused(folder: Path) -> Path:
+    """The first of folder, folder-2, … that is not there yet or not finished."""
+    names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2)))
+    return next(name for name in names if not name.exists() or _can_go_on(name))
+
+
+def _can_go_on(run: Path) -> bool:
+    recipe = run / "recipe.yaml"
+    return recipe.is_file() and recipe.read_text("utf-8") == RECIPE and not (run / "adapter").exists()

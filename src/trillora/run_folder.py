@@ -46,13 +46,23 @@ class RunFolder:
         return (self.path / "adapter").exists()
 
     def write(self, name: str, text: str) -> None:
-        if self._writes:
-            write_file(self.path / name, text)
+        self._replace(self.path / name, text.encode())
 
     def start_metrics(self, content: bytes = b"") -> None:
         """The metrics as they were at a checkpoint: what came after it will come again."""
-        if self._writes:
-            write_file(self.metrics_file, content)
+        self._replace(self.metrics_file, content)
+
+    def _replace(self, file: Path, content: bytes) -> None:
+        if not self._writes:
+            return
+        try:
+            write_file(file, content)
+        except OSError as error:
+            raise TrilloraError(
+                f"The run's folder cannot be written to: {error.strerror}.",
+                where=str(file),
+                do="make room there and give the same command again, or choose another --out",
+            ) from error
 
     def add_metrics(self, kind: str, **values: Any) -> None:
         self._append(self.metrics_file, {"kind": kind, **values})

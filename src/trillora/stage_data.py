@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.prepare import Dataset
@@ -15,7 +17,6 @@ from trillora.dataset import chat_template, open_dataset, settle
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, print_nothing
 from trillora.identity import text_digest
-from trillora.measure import fixed_documents
 from trillora.recipe import Stage, StageRecipe
 
 EXAMPLE_TOKENS = 600  # of a row shown in the report
@@ -142,6 +143,12 @@ def _evaluation(dataset: Dataset, recipe: StageRecipe, tokenizer: Any, listener:
         where = "data.validation" if data.validation else "data.split.validation"
         raise TrilloraError("There is no row to evaluate on.", where=where, do="give it more rows, or leave it out")
     return fixed_documents(documents, dataset.store.rows["digest"], recipe.evaluate.max_documents)
+
+
+def fixed_documents(documents: Documents, digests: np.ndarray, most: int) -> Documents:
+    """The same rows for every start of a run, and for every order of the files: those of the smallest digests."""
+    order = np.argsort(digests[documents.rows_N], kind="stable")
+    return documents.take(order[:most])
 
 
 def describe(batches: Batches) -> str:

@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import json
 import math
-import platform
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from trillora import run_facts
 from trillora.assembly import Assembly
 from trillora.cache import cache_root
 from trillora.checkpoint import Checkpoints, Saver, sealed
 from trillora.choices import Plan, choose
 from trillora.config import choice_in_stage, dump_resolved, resolve, still_open
 from trillora.data.batches import Batches
-from trillora.data.questions import Question
 from trillora.durable import remove_unfinished
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
@@ -39,26 +36,22 @@ from trillora.health import Health
 from trillora.identity import differences, fixed_options, refuse, text_digest, weights_digest
 from trillora.loop import Diverged, Position, Run, StageLoop
 from trillora.masking import mask_settings, mask_values
-from trillora.measure import Evaluator, Sampler, can_sample, sample_questions
+from trillora.measure import make_measures
 from trillora.mesh import find_devices, join_cluster, remember_programs, same_everywhere
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
-from trillora.model.limits import check_rows, why_not_decode
+from trillora.model.limits import check_rows
 from trillora.model.lora import initial_adapter
-from trillora.model.source import find_model, load_config, load_tokenizer, weight_files
+from trillora.model.source import OpenModel, weight_files
 from trillora.model.weights import load_weights
-from trillora.prompts import Prompts, configured_stops
-from trillora.recipe import ModelSection, Recipe, seconds_of, stages_of
+from trillora.recipe import Recipe, seconds_of, stages_of
 from trillora.run_folder import RunFolder, losses
 from trillora.run_lock import hold
 from trillora.snapshot import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
-from trillora.stage_data import StageData, evaluation_batches, read_stage
+from trillora.stage_data import StageData, read_stage
 from trillora.stopping import Interrupted, Stop
 from trillora.storage import LocalStorage, open_storage
 from trillora.trackers import tracking_listener
-from trillora.version import __version__
-
-LIBRARIES = ("jax", "torch", "transformers", "torchax")
 
 
 @dataclass(frozen=True)
@@ -70,21 +63,6 @@ class TrainResult:
     losses: tuple[float, ...]  # of every step since the beginning, also by earlier processes
     num_compiles: int  # of the training step, by this process
     stopped: str | None = None  # why it ended early; the same call goes on
-
-
-@dataclass(frozen=True)
-class OpenModel:
-    """A model's files, read as far as no weights are needed."""
-
-    folder: Path
-    config: Any
-    tokenizer: Any
-
-    @classmethod
-    def open(cls, model: ModelSection) -> OpenModel:
-        trusted = model.trust_remote_code
-        folder = find_model(model.name, revision=model.revision, trust_remote_code=trusted)
-        return cls(folder, load_config(folder, trust_remote_code=trusted), load_tokenizer(folder))
 
 
 def train(
@@ -119,48 +97,36 @@ class _Training:
     def run(self) -> TrainResult:
         recipe, listener = self._recipe, self._listener
         remember_programs(cache_root() / "programs")
-        hardware, model = recipe.hardware, recipe.model
-        devices = find_devices(hardware.backend, None if hardware.devices == "auto" else hardware.devices)
-        listener(Note(f"Model {model.name}"))
-        opened = OpenModel.open(model)
-        config = opened.config
-        with ThreadPoolExecutor(1) as beside:
-            weights: Future[str] = beside.submit(weights_digest, opened.folder, weight_files(opened.folder))
-            saved = self._newest()
-            facts = read_facts(saved[1]) if saved else None
-            stages = self._read_stages(opened, facts)
-            identity = {"model": weights.result(), "tokenizer": _tokenizer_digest(opened.tokenizer)}
-        for stage in stages:
-            identity |= stage.identity()
-        if saved and facts:
-            self._check_unchanged(facts, identity, saved[0])
+        wanted = recipe.hardware.devices
+        devices = find_devices(recipe.hardware.backend, None if wanted == "auto" else wanted)
+        listener(Note(f"Model {recipe.model.name}"))
+        named = recipe.model
+        opened = OpenModel.open(named.name, revision=named.revision, trust_remote_code=named.trust_remote_code)
+        saved = self._newest()
+        facts = read_facts(saved[1]) if saved else None
+        stages, identity = self._read_stages(opened, facts)
+        position = Position(Health(math.log(opened.config.get_text_config().vocab_size)))
+        if facts:
+            position = Position.from_dict(facts["position"])
+            self._check_unchanged(facts, identity, position.global_step)
 
-        num_steps = sum(stage.num_steps for stage in stages)
-        position = (
-            Position.from_dict(facts["position"])
-            if facts
-            else Position(Health(math.log(config.get_text_config().vocab_size)))
-        )
         kept = still_open(recipe, _kept_choices(facts, devices))
-        plans, choices = self._plan(stages, config, devices, kept, first=position.stage)
+        plans, choices = self._plan(stages, opened.config, devices, kept, first=position.stage)
         stages = [dataclasses.replace(stage, recipe=plan.recipe) for stage, plan in zip(stages, plans, strict=True)]
-        resolved = resolve(recipe, choices)
-        self._write_facts(resolved, choices, stages, plans[-1].assembly, identity, opened)
-        checkpointed = {
-            "identity": identity,
-            "options": mask_values(fixed_options(resolved)),
-            "choices": [[c.path, c.value, c.reason] for c in choices],
-            "devices": _describe_devices(devices),
-            "libraries": _libraries(),
-            "num_steps": num_steps,
-        }
-        base = read_base(opened.folder, plans[-1].assembly, listener)
+        resolved, assembly = resolve(recipe, choices), plans[min(position.stage, len(plans) - 1)].assembly
+        self._folder.write("resolved.yaml", mask_settings(dump_resolved(resolved, choices)))
+        of_run = run_facts.of_run(resolved, stages, assembly, identity, opened.tokenizer)
+        self._folder.write("run.json", json.dumps(of_run, indent=1) + "\n")
+
+        base = read_base(opened.folder, assembly, listener)
+        if saved:
+            state = from_files(saved[1], assembly, where=self._checkpoints.where(saved[0]))
+        else:
+            state = place_state(assembly, recipe.train.seed)
         self._folder.start_metrics(saved[1][METRICS_FILE] if saved else b"")
-        config_for_trackers = mask_values(resolved.model_dump(mode="json"))
-        with (
-            self._tracking(position.global_step + 1, config_for_trackers) as told,
-            Saver(self._checkpoints, told) as saver,
-        ):
+        self._folder.add_history("resumed" if saved else "started", position.global_step)
+        del saved  # as large as the state
+        with self._tracking(position.global_step + 1, resolved) as told, Saver(self._checkpoints, told) as saver:
             run = Run(
                 folder=self._folder,
                 listener=told,
@@ -168,14 +134,28 @@ class _Training:
                 checkpoints=self._checkpoints,
                 saver=saver,
                 keep_checkpoints=recipe.train.keep_checkpoints,
-                assembly=plans[-1].assembly,
-                copy=make_copier(plans[-1].assembly),
-                facts=checkpointed,
-                base_name=model.name,
-                num_steps=num_steps,
+                assembly=assembly,
+                copy=make_copier(assembly),
+                facts=run_facts.of_checkpoint(resolved, choices, identity, devices),
+                base_name=recipe.model.name,
+                num_steps=sum(stage.num_steps for stage in stages),
                 flops_per_token=_flops_share(base, devices),
             )
-            return self._run_stages(run, stages, plans, base, position, saved, opened)
+            if position.global_step:
+                told(Note(f"Going on from step {position.global_step} of {run.num_steps}"))
+            try:
+                num_compiles, stopped = self._run_stages(run, stages, plans, base, state, position, opened)
+                run.saver.wait()
+                self._check_saved(saver)
+                adapter = None if stopped else self._write_adapter(run, position, stages[-1])
+            except Diverged as error:
+                self._end(run, "diverged", position, error.what)
+                raise
+            if stopped:
+                told(Note(f"Stopped at step {position.global_step} of {run.num_steps} by {stopped}; saved"))
+            self._end(run, "stopped" if stopped else "finished", position, stopped or "")
+        done = tuple(losses(self._folder.metrics_file))
+        return TrainResult(self._folder.path, adapter, done, num_compiles, stopped)
 
     def _run_stages(
         self,
@@ -183,53 +163,33 @@ class _Training:
         stages: list[StageData],
         plans: list[Plan],
         base: Tree,
+        state: TrainState,
         position: Position,
-        saved: tuple[int, dict[str, bytes]] | None,
         opened: OpenModel,
-    ) -> TrainResult:
-        """What is left of the run, stage after stage, each from where the one before ended."""
-        seed = self._recipe.train.seed
-        num_compiles, stopped, state = 0, None, None
-        self._folder.add_history("resumed" if saved else "started", position.global_step)
-        try:
-            for number in range(position.stage, len(stages)):
-                stage, plan = stages[number], plans[number]
-                assembly = plan.assembly
-                if state is None and saved:
-                    state = from_files(saved[1], assembly, where=self._checkpoints.where(saved[0]))
-                    run.listener(Note(f"Going on from step {position.global_step} of {run.num_steps}"))
-                elif state is None:
-                    state = place_state(assembly, seed)
-                programs = compile_lengths(plan, stage.batches, run.listener)
-                num_compiles += plan.num_compiles + len(programs) - 1
-                measures = self._measures(run, stage, assembly, base, opened)
-                state, stopped = StageLoop(run, stage, assembly, programs, base, position, *measures).train(state)
-                if stopped is None:
-                    follows = stages[number + 1] if number + 1 < len(stages) else None
-                    position.next_stage(is_end=follows is None)
-                    state = place_next(
-                        state, assembly, seed, number + 1, restart=bool(follows and follows.restarts_optimizer)
-                    )
-                    run.save(state, position)
-                    stopped = self._stop.reason() if follows else None
-                if stopped is not None:
-                    break
-        except Diverged as error:
-            self._folder.add_history("diverged", position.global_step, error.what)
-            run.update_report()
-            raise
-        run.saver.wait()
-        done = tuple(losses(self._folder.metrics_file))
-        if stopped is not None:
-            self._folder.add_history("stopped", position.global_step, stopped)
-            run.update_report()
-            self._check_saved(run.saver)
-            run.listener(Note(f"Stopped at step {position.global_step} of {run.num_steps} by {stopped}; saved"))
-            return TrainResult(self._folder.path, None, done, num_compiles, stopped)
-        adapter = self._write_adapter(run, position, stages[-1])
-        self._folder.add_history("finished", position.global_step)
+    ) -> tuple[int, str | None]:
+        """What is left of the run, stage after stage, each from where the one before ended; how many steps were
+        compiled, and what stopped it, if something did."""
+        seed, num_compiles = self._recipe.train.seed, 0
+        for number in range(position.stage, len(stages)):
+            stage, plan = stages[number], plans[number]
+            programs = compile_lengths(plan, stage.batches, run.listener)
+            num_compiles += plan.num_compiles + len(programs) - 1
+            measures = make_measures(stage, plan.assembly, base, opened, run.listener)
+            state, stopped = StageLoop(run, stage, plan.assembly, programs, base, position, measures).train(state)
+            if stopped:
+                return num_compiles, stopped
+            follows = stages[number + 1] if number + 1 < len(stages) else None
+            restarts = follows is not None and follows.restarts_optimizer
+            state = place_next(state, plan.assembly, seed, number + 1, restart=restarts)
+            position.next_stage(is_end=follows is None)
+            run.save(state, position)
+            if follows and (reason := self._stop.reason()):
+                return num_compiles, reason
+        return num_compiles, None
+
+    def _end(self, run: Run, event: str, position: Position, reason: str) -> None:
+        self._folder.add_history(event, position.global_step, reason)
         run.update_report()
-        return TrainResult(self._folder.path, adapter, done, num_compiles)
 
     def _newest(self) -> tuple[int, dict[str, bytes]] | None:
         """The newest valid checkpoint. What was half-written is removed first."""
@@ -251,16 +211,22 @@ class _Training:
             )
         return found
 
-    def _read_stages(self, opened: OpenModel, facts: dict[str, Any] | None) -> list[StageData]:
+    def _read_stages(self, opened: OpenModel, facts: dict[str, Any] | None) -> tuple[list[StageData], dict[str, str]]:
+        """Every stage's rows, and digests of all that the run is made of."""
         recipe = self._recipe
         if facts:  # the date a template writes was chosen at the first start
             dates = [Chosen(*choice) for choice in facts["choices"] if choice[0].endswith("data.today")]
             recipe = resolve(recipe, still_open(recipe, dates))
-        stages = []
-        for stage in stages_of(recipe):
-            check_rows(opened.config, stage.recipe.train.sequence_length, stage.recipe.data.pack)
-            stages.append(read_stage(stage, opened.tokenizer, self._listener))
-        return stages
+        with ThreadPoolExecutor(1) as beside:
+            weights = beside.submit(weights_digest, opened.folder, weight_files(opened.folder))
+            stages = []
+            for stage in stages_of(recipe):
+                check_rows(opened.config, stage.recipe.train.sequence_length, stage.recipe.data.pack)
+                stages.append(read_stage(stage, opened.tokenizer, self._listener))
+            identity = {"model": weights.result(), "tokenizer": _tokenizer_digest(opened.tokenizer)}
+        for data in stages:
+            identity |= data.identity()
+        return stages, identity
 
     def _check_unchanged(self, facts: dict[str, Any], identity: dict[str, str], step: int) -> None:
         chosen = [Chosen(*choice) for choice in facts["choices"]]
@@ -271,7 +237,7 @@ class _Training:
             raise refuse(changed, self._folder.path, step)
         for change in changed:
             self._listener(Alarm(f"Going on although {change}"))
-        for change in differences(facts["libraries"], _libraries()):
+        for change in differences(facts["libraries"], run_facts.libraries()):
             self._listener(Note(f"Since the checkpoint {change}: results may differ in the last digits"))
 
     def _plan(
@@ -303,81 +269,15 @@ class _Training:
             decide(number, plans[number].choices)
         return [plans.get(number, plans[max(plans)]) for number in range(len(stages))], choices
 
-    def _write_facts(
-        self,
-        resolved: Recipe,
-        choices: list[Chosen],
-        stages: list[StageData],
-        assembly: Assembly,
-        identity: dict[str, str],
-        opened: OpenModel,
-    ) -> None:
-        """`resolved.yaml` and `run.json`: what this run is made of."""
-        model, mesh = assembly.model, assembly.mesh
-        first_steps = [1 + sum(stage.num_steps for stage in stages[:number]) for number in range(len(stages))]
-        facts = {
-            "format": 1,
-            "trillora": __version__,
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "model": {
-                "name": resolved.model.name,
-                "num_parameters": sum(math.prod(leaf.shape) for leaf in model.layout.values()),
-                "num_trained": sum(math.prod(leaf.shape) for leaf in model.adapter_layout.values()),
-                "folder": opened.folder.name,
-            },
-            "environment": {
-                "python": platform.python_version(),
-                "system": f"{platform.system()} {platform.machine()}",
-                **_libraries(),
-                "backend": mesh.devices.flat[0].platform,
-                "device": mesh.devices.flat[0].device_kind,
-                "num_devices": mesh.size,
-                "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
-            },
-            "identity": identity,
-            "num_steps": sum(stage.num_steps for stage in stages),
-            "stages": [stage.facts(opened.tokenizer, first) for stage, first in zip(stages, first_steps, strict=True)],
-        }
-        self._folder.write("resolved.yaml", mask_settings(dump_resolved(resolved, choices)))
-        self._folder.write("run.json", json.dumps(mask_values(facts), indent=1) + "\n")
-
     @contextlib.contextmanager
-    def _tracking(self, first_step: int, config: dict[str, Any]) -> Iterator[Listener]:
+    def _tracking(self, first_step: int, resolved: Recipe) -> Iterator[Listener]:
         if jax.process_index() != 0:
             yield self._listener
             return
-        track, folder = self._recipe.track, self._folder.path
+        track, folder = resolved.track, self._folder.path
+        config = mask_values(resolved.model_dump(mode="json"))
         with tracking_listener(folder, first_step, track.services, track.project, config, self._listener) as listener:
             yield listener
-
-    def _measures(
-        self, run: Run, stage: StageData, assembly: Assembly, base: Tree, opened: OpenModel
-    ) -> tuple[Evaluator | None, Sampler | None, list[Question]]:
-        """What the stage's recipe asks to be measured, as far as it can be."""
-        options, tokenizer = stage.recipe.evaluate, opened.tokenizer
-        rows = stage.recipe.train.micro_batch_size
-        assert rows != "auto"
-        batches = evaluation_batches(stage, rows)
-        evaluator = None
-        if batches is not None:
-            run.listener(Note(f"Compiling the evaluation: {len(batches.documents)} rows kept out of training"))
-            evaluator = Evaluator(assembly, batches)
-        wanted = options.prompts or (options.samples and stage.evaluation is not None)
-        if not wanted:
-            return evaluator, None, []
-        if (reason := why_not_decode(opened.config)) or not can_sample():
-            run.listener(Note(f"No samples: {reason or 'a run of several processes writes none'}"))
-            return evaluator, None, []
-        template = stage.template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
-        stops = configured_stops(opened.folder, opened.config)
-        prompts = Prompts(tokenizer, template=template, today=stage.recipe.data.today, stops=stops)
-        if options.prompts:
-            questions = [Question(tuple(prompts.encode(prompt)), ()) for prompt in options.prompts]
-        else:
-            assert stage.evaluation is not None
-            questions = sample_questions(stage.evaluation, options.samples)
-        run.listener(Note(f"Samples: {len(questions)} prompts are answered at every evaluation"))
-        return evaluator, Sampler(assembly, base, prompts, options.max_tokens), questions
 
     def _write_adapter(self, run: Run, position: Position, stage: StageData) -> Path | None:
         """The adapter of the best evaluation, or of the last step, in PEFT's format: written whole and read back."""
@@ -455,17 +355,9 @@ def _kept_choices(facts: dict[str, Any] | None, devices: list[Any]) -> list[Chos
     if facts is None:
         return []
     choices = [Chosen(*choice) for choice in facts["choices"]]
-    if facts["devices"] == _describe_devices(devices):
+    if facts["devices"] == run_facts.describe_devices(devices):
         return choices
     return [c for c in choices if c.path == "engine.layers" or c.path.endswith("data.today")]
-
-
-def _describe_devices(devices: list[Any]) -> str:
-    return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
-
-
-def _libraries() -> dict[str, str]:
-    return {name: metadata.version(name) for name in LIBRARIES}
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

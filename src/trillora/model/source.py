@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,20 @@ TOKENIZER_FILES = ("*.model", "*.tiktoken", "*.txt")  # besides json: sentencepi
 DESCRIPTION_FILES = ("*.json", "*.jinja", *TOKENIZER_FILES)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model's files, read as far as no weights are needed."""
+
+    folder: Path
+    config: Any
+    tokenizer: Any
+
+    @classmethod
+    def open(cls, name: str, *, revision: str | None, trust_remote_code: bool) -> OpenModel:
+        folder = find_model(name, revision=revision, trust_remote_code=trust_remote_code)
+        return cls(folder, load_config(folder, trust_remote_code=trust_remote_code), load_tokenizer(folder))
 
 
 def find_model(

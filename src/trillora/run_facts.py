@@ -1,0 +1,72 @@
+"""What a run is made of, written down: `run.json` for people and the report, and the part every checkpoint carries."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from trillora.assembly import Assembly
+from trillora.identity import fixed_options
+from trillora.masking import mask_values
+from trillora.recipe import Recipe
+from trillora.stage_data import StageData
+from trillora.version import __version__
+
+LIBRARIES = ("jax", "torch", "transformers", "torchax")
+
+
+def libraries() -> dict[str, str]:
+    return {name: metadata.version(name) for name in LIBRARIES}
+
+
+def describe_devices(devices: Sequence[Any]) -> str:
+    return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
+
+
+def of_run(
+    recipe: Recipe, stages: Sequence[StageData], assembly: Assembly, identity: dict[str, str], tokenizer: Any
+) -> dict[str, Any]:
+    """`run.json`."""
+    model, mesh = assembly.model, assembly.mesh
+    first_steps = [1 + sum(stage.num_steps for stage in stages[:number]) for number in range(len(stages))]
+    return mask_values(
+        {
+            "format": 1,
+            "trillora": __version__,
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "model": {
+                "name": recipe.model.name,
+                "num_parameters": sum(math.prod(leaf.shape) for leaf in model.layout.values()),
+                "num_trained": sum(math.prod(leaf.shape) for leaf in model.adapter_layout.values()),
+            },
+            "environment": {
+                "python": platform.python_version(),
+                "system": f"{platform.system()} {platform.machine()}",
+                **libraries(),
+                "backend": mesh.devices.flat[0].platform,
+                "device": mesh.devices.flat[0].device_kind,
+                "num_devices": mesh.size,
+                "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
+            },
+            "identity": identity,
+            "num_steps": sum(stage.num_steps for stage in stages),
+            "stages": [stage.facts(tokenizer, first) for stage, first in zip(stages, first_steps, strict=True)],
+        }
+    )
+
+
+def of_checkpoint(
+    recipe: Recipe, choices: Sequence[Any], identity: dict[str, str], devices: Sequence[Any]
+) -> dict[str, Any]:
+    """What a later start compares itself with, and the choices it keeps."""
+    return {
+        "identity": identity,
+        "options": mask_values(fixed_options(recipe)),
+        "choices": [[choice.path, choice.value, choice.reason] for choice in choices],
+        "devices": describe_devices(devices),
+        "libraries": libraries(),
+    }

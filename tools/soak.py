@@ -1,0 +1,457 @@
+"""The promises about runs at full dose: `make soak` writes dev/SOAK.md.
+
+    python tools/soak.py                        everything: hours on two cores
+    python tools/soak.py --part kills           one part; the other rows of the table stay as they are
+    python tools/soak.py --scale 0.05           a trial: a share of the dose, and no table but on the screen
+
+A row is a promise and the tests that keep it. They are those of `make test` with TRILLORA_DOSE=full; what they count
+(`record_property`) is what the row shows. Only goodput is measured here: it is a figure, not a property.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "dev" / "SOAK.md"
+LIBRARIES = ("jax", "torch", "torchax", "transformers")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A row of the table."""
+
+    name: str
+    part: str
+    dose: str
+    tests: tuple[str, ...]  # node ids below tests/, cut off anywhere after the file's name
+    alone: bool = False  # in a process of its own, with nothing beside it
+
+
+PROMISES = (
+    Promise(
+        "R1 kill -9 loses nothing saved",
+        "kills",
+        "200 kills of whole runs at random instants, each run then compared to the bit with one never killed; "
+        "250 kills of a process that only writes checkpoints",
+        ("test_interruptions.py::test_killed_at_random", "test_checkpoint.py::test_a_kill_at_any_instant"),
+    ),
+    Promise(
+        "R2 resume is exact",
+        "resume",
+        "from every checkpoint of a 100-step run and of a 29-step run: two stages, dropout, packing, micro-batches",
+        ("test_resume.py::test_continued_from", "test_resume.py::test_optimiser_restarts_or_carries"),
+    ),
+    Promise(
+        "R3 rot is noticed",
+        "rot",
+        "1,000 bit flips, every bit of the checksums, truncations, deleted, added and swapped files",
+        (
+            "test_checkpoint.py::test_every_flipped_bit",
+            "test_checkpoint.py::test_every_bit_of_the_checksums",
+            "test_checkpoint.py::test_every_truncation",
+            "test_checkpoint.py::test_deleted_added_and_swapped",
+            "test_checkpoint.py::test_whole_checkpoints_under",
+            "test_checkpoint.py::test_hostile_checksums",
+            "test_resume.py::test_damaged_checkpoint",
+        ),
+    ),
+    Promise(
+        "R4 power loss",
+        "rot",
+        "recorded operations replayed with a crash after each, unsynced data dropped",
+        ("test_storage.py::test_power_loss",),
+    ),
+    Promise(
+        "R5 full or failing disk",
+        "disk",
+        "ENOSPC, EIO and read-only at every call; a whole run whose checkpoint finds no room",
+        (
+            "test_storage.py::test_a_disk_that_fails",
+            "test_storage.py::test_a_file_that_cannot_be_written",
+            "test_storage.py::test_a_remote_write_or_removal",
+            "test_checkpoint.py::test_a_failed_save",
+            "test_faults.py::test_full_disk",
+            "test_faults.py::test_run_does_not_end_well",
+        ),
+    ),
+    Promise(
+        "R6 signals",
+        "signals",
+        "while training and compiling; 40 during evaluation and save, half of them twice; within 10 s",
+        ("test_interruptions.py::test_told_to_stop", "test_interruptions.py::test_signals_during"),
+    ),
+    Promise(
+        "R7 closed terminal",
+        "signals",
+        "standard output closed while a run goes on; SIGHUP is among the signals above",
+        ("test_interruptions.py::test_run_goes_on_when_nobody", "test_checkpoint.py::test_a_listener_whose_terminal"),
+    ),
+    Promise(
+        "R8 NaN and Inf",
+        "numbers",
+        "in loss and gradient, for each optimiser; a whole run on an infinite weight",
+        (
+            "test_step.py::test_a_loss_that_is_not_finite",
+            "test_step.py::test_a_gradient_that_is_not_finite",
+            "test_faults.py::test_batch_without_a_number",
+        ),
+    ),
+    Promise(
+        "R9 a poisonous batch",
+        "numbers",
+        "a batch of garbage among clean ones; 10 clean seeds, 10 simulated ones of 2,000 steps",
+        (
+            "test_promises.py::test_a_poisonous_batch",
+            "test_promises.py::test_clean_runs",
+            "test_faults.py::test_health",
+        ),
+    ),
+    Promise("R11 device counts change", "devices", "1, 8, 1 devices", ("test_resume.py::test_devices_may_change",)),
+    Promise(
+        "R16 the adapter is the adapter",
+        "adapter",
+        "loaded by PEFT, on every architecture of the tests; in a process without us",
+        (
+            "test_adapters.py::test_what_we_save_peft_loads",
+            "test_trainer.py::test_adapter_loads_in_peft",
+            "test_evaluate.py::test_the_adapter_is_the_adapter",
+        ),
+    ),
+    Promise(
+        "R17 long runs",
+        "long",
+        "10,000 steps, 100 checkpoints in one process",
+        ("test_promises.py::test_a_long_run",),
+        alone=True,
+    ),
+    Promise(
+        "R20 one owner",
+        "owner",
+        "a second process refused, a dead owner's lock recovered, many at once",
+        ("test_run_lock.py::", "test_interruptions.py::test_second_process"),
+    ),
+    Promise(
+        "S1 no pickle",
+        "safety",
+        "every unpickling of train, eval, generate, data, report and doctor; pickled models",
+        (
+            "test_promises.py::test_no_file_is_unpickled",
+            "test_promises.py::test_the_watch_sees",
+            "test_promises.py::test_pickled_weights",
+            "test_source.py::test_folder_without_usable_weights",
+        ),
+    ),
+    Promise(
+        "S2 no remote code",
+        "safety",
+        "hostile model and tokenizer folders with auto_map",
+        ("test_source.py::test_code_in_a", "test_source.py::test_model_that_transformers_knows"),
+    ),
+    Promise(
+        "S6 secrets",
+        "safety",
+        "canaries in the environment, the recipe and the command line",
+        (
+            "test_promises.py::test_no_secret_is_told",
+            "test_promises.py::test_no_complaint_repeats",
+            "test_run_report.py::test_no_secret_reaches",
+            "test_storage.py::test_secrets_of_an_address",
+        ),
+    ),
+    Promise(
+        "S7 pages",
+        "safety",
+        "markup in every field, in a real browser where there is one; no page is served yet",
+        (
+            "test_run_report.py::test_markup_in_every_field",
+            "test_run_report.py::test_a_browser_shows",
+            "test_run_report.py::test_a_hostile_run",
+            "test_data_report.py::test_data_on_the_page",
+        ),
+    ),
+    Promise(
+        "S8 names",
+        "safety",
+        "hostile names of run, data and 10,000 stages; every write of a run watched",
+        (
+            "test_promises.py::test_strange_names",
+            "test_promises.py::test_no_stage_is_named",
+            "test_storage.py::test_no_name_leads_out",
+            "test_storage.py::test_a_link_in_place",
+        ),
+    ),
+    Promise(
+        "S9 what was used",
+        "resume",
+        "recipe, data, model, tokenizer changed between two starts",
+        ("test_resume.py::test_what_has_changed", "test_resume.py::test_changes_are_accepted"),
+    ),
+)
+GOODPUT = "R19 goodput"
+GOODPUT_DOSE = "pieces of a preemption with a warm compile cache; one every 60 s for 5 minutes"
+PARTS = (*dict.fromkeys(promise.part for promise in PROMISES), "goodput")
+
+
+@dataclass(frozen=True)
+class Row:
+    promise: str
+    dose: str
+    seen: str
+    result: str
+    seconds: float
+
+    def __str__(self) -> str:
+        cells = (self.promise, self.dose, self.seen, self.result, f"{self.seconds:.0f}")
+        return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this; may be repeated")
+    parser.add_argument("--workers", type=int, default=2, help="processes at a time")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the dose, for a trial; writes no table")
+    parser.add_argument("--commit", help="what to write into the table where git is not here to be asked")
+    parser.add_argument("--model", default="smollm2", help="what goodput is measured on: smollm2 or tiny")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for part in args.part or PARTS:
+        say(f"part {part}")
+        if part == "goodput":
+            new = [measured_goodput(args.model, args.scale)]
+        else:
+            new = run_part([promise for promise in PROMISES if promise.part == part], args.workers, args.scale)
+        for row in new:
+            say(str(row))
+        rows += new
+        if args.scale == 1.0:
+            write_table(rows, args.commit or commit())  # after each part: what was seen is kept whatever comes
+    if args.scale != 1.0:
+        print("\n".join(["", *HEAD.splitlines(), *map(str, rows)]))
+    failed = [row.promise for row in rows if row.result != "kept"]
+    say(f"not kept: {', '.join(failed)}" if failed else f"all {len(rows)} kept")
+    return 1 if failed else 0
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+# Tests as rows
+
+
+def run_part(promises: list[Promise], workers: int, scale: float) -> list[Row]:
+    """One pytest for the whole part, so that its tests share what they make."""
+    wanted = [test for promise in promises for test in promise.tests]
+    nodes = [node for node in collect(sorted({test.partition("::")[0] for test in wanted})) if _is_of(node, wanted)]
+    alone = any(promise.alone for promise in promises)
+    with tempfile.TemporaryDirectory() as place:
+        results = run_tests(nodes, 0 if alone else workers, scale, Path(place))
+    return [row_of(promise, results) for promise in promises]
+
+
+def collect(files: list[str]) -> list[str]:
+    """Every test of the files, by its node id."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *(f"tests/{file}" for file in files)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(1.0), capture_output=True, text=True)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def _is_of(node: str, tests: list[str]) -> bool:
+    return any(node.removeprefix("tests/").startswith(test) for test in tests)
+
+
+@dataclass(frozen=True)
+class Result:
+    node: str  # file and function
+    outcome: str  # passed, failed, skipped
+    seconds: float
+    seen: tuple[tuple[str, str], ...]
+
+
+def run_tests(nodes: list[str], workers: int, scale: float, place: Path) -> list[Result]:
+    functions = list(dict.fromkeys(node.partition("[")[0] for node in nodes))
+    report, log = place / "report.xml", place / "log"
+    log.touch()
+    # The newer family of reports has no properties.
+    options = ["-v", f"--junitxml={report}", "-o", "junit_family=xunit1", "-n", str(workers)]
+    command = [sys.executable, "-m", "pytest", *options, *functions]
+    done = threading.Event()
+    follower = threading.Thread(target=_follow, args=(log, done))
+    follower.start()
+    environ = {**environment(scale), "TRILLORA_DOSE_LOG": str(log)}
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        tail = []
+        for line in process.stdout:
+            tail = [*tail[-200:], line.rstrip()]
+            if re.search(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", line):
+                say(line.strip())
+    done.set()
+    follower.join()
+    if process.returncode not in (0, 1):
+        say(f"pytest ended with {process.returncode}")
+    if process.returncode != 0:
+        print("\n".join(tail), flush=True)
+    return read_report(report) if report.exists() else []
+
+
+def _follow(log: Path, done: threading.Event) -> None:
+    """Print what tests tell while they run."""
+    with open(log, encoding="utf-8") as stream:
+        is_last = False
+        while True:
+            for line in stream:
+                say(f"  {line.rstrip()}")
+            if is_last:
+                return
+            is_last = done.wait(1.0)
+
+
+def read_report(report: Path) -> list[Result]:
+    """pytest's own report; it is ours, so its XML is no stranger's."""
+    results = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        module = case.get("classname", "").rpartition(".")[2]
+        tags = {child.tag for child in case}
+        outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+        seen = tuple((p.get("name", ""), p.get("value", "")) for p in case.iter("property"))
+        node = f"{module}.py::{case.get('name', '')}"
+        results.append(Result(node, outcome, float(case.get("time", 0)), seen))
+    return results
+
+
+def row_of(promise: Promise, results: list[Result]) -> Row:
+    """Kept if every test of the promise was found, none failed and not all were skipped."""
+    own = [result for result in results if _is_of(result.node, list(promise.tests))]
+    missing = [test for test in promise.tests if not any(result.node.startswith(test) for result in own)]
+    num_passed = sum(result.outcome == "passed" for result in own)
+    failed = [result.node for result in own if result.outcome == "failed"]
+    skipped = [result.node for result in own if result.outcome == "skipped"]
+    seen = [*told([pair for result in own for pair in result.seen]), f"{num_passed} tests passed"]
+    seen += [f"failed: {', '.join(failed)}"] if failed else []
+    seen += [f"not found: {', '.join(missing)}"] if missing else []
+    seen += [f"skipped: {', '.join(node.partition('::')[2] for node in skipped)}"] if skipped else []
+    kept = not failed and not missing and num_passed > 0
+    seconds = sum(result.seconds for result in own)
+    return Row(promise.name, promise.dose, "; ".join(seen), "kept" if kept else "NOT KEPT", seconds)
+
+
+def told(pairs: list[tuple[str, str]]) -> list[str]:
+    """Counts added up, other numbers at their largest, words as they are."""
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        before = found.get(name)
+        if before is None:
+            found[name] = value
+        elif re.fullmatch(r"\d+", value) and re.fullmatch(r"\d+", before):
+            found[name] = str(int(before) + int(value))
+        elif re.fullmatch(r"-?[\d.]+", value) and re.fullmatch(r"-?[\d.]+", before):
+            found[name] = str(max(float(before), float(value)))
+        elif value not in before:
+            found[name] = f"{before}, {value}"
+    return [f"{name}: {value}" for name, value in found.items()]
+
+
+def environment(scale: float) -> dict[str, str]:
+    source = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"TRILLORA_DOSE": "full", "TRILLORA_DOSE_SCALE": str(scale), "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    return {**os.environ, **own}
+
+
+# Goodput
+
+
+def measured_goodput(model: str, scale: float) -> Row:
+    sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests"), str(ROOT / "src")]
+    import soak_goodput
+
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        figures = soak_goodput.measure(Path(place), model, 60 * scale, 300 * scale, say)
+    seconds = time.monotonic() - started
+    return Row(GOODPUT, GOODPUT_DOSE, figures.text(), "kept" if figures.kept else "NOT KEPT", seconds)
+
+
+# The table
+
+HEAD = "| promise | dose | seen | result | seconds |\n|---|---|---|---|---|"
+
+
+def write_table(rows: list[Row], state: str) -> None:
+    """Rows of promises that were not tried now stay, with the note under which they were made."""
+    notes = dict(re.findall(r"^- (\S+): (.*)$", TABLE.read_text("utf-8"), re.MULTILINE)) if TABLE.exists() else {}
+    lines = {}
+    if TABLE.exists():
+        for line in TABLE.read_text("utf-8").splitlines():
+            if re.match(r"\| [RS]\d+ ", line):
+                lines[line.split(" ", 2)[1]] = line
+    for row in rows:
+        number = row.promise.partition(" ")[0]
+        lines[number], notes[number] = str(row), f"{time.strftime('%Y-%m-%d')}, {state}, {machine()}"
+    order = sorted(lines, key=lambda number: (number[0], int(number[1:])))
+    text = PAGE.format(
+        head=HEAD,
+        rows="\n".join(lines[number] for number in order),
+        notes="\n".join(f"- {number}: {notes.get(number, 'not known')}" for number in order),
+    )
+    TABLE.parent.mkdir(exist_ok=True)
+    waiting = TABLE.with_suffix(".new")
+    waiting.write_text(text, "utf-8")
+    os.replace(waiting, TABLE)
+
+
+def commit() -> str:
+    """Which state of the code this was, as far as git is here to say."""
+    try:
+        changes = " with changes" if _git("status", "--short") else ""
+        return f"commit {_git('rev-parse', '--short', 'HEAD')}{changes}"
+    except (OSError, subprocess.CalledProcessError):
+        return "commit not known"
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def machine() -> str:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
+    return f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+PAGE = """# The promises at full dose
+
+Made by `make soak`, whole or in parts (`make soak PART=kills`). Seconds are those of the tests, which run several at a
+time.
+
+{head}
+{rows}
+
+Where and when each row was seen:
+
+{notes}
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,7 +6,7 @@ COMPAT := .venv-compat/bin
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test lint compat architectures real-data clean
+.PHONY: help setup quickstart test lint compat architectures real-data soak clean
 
 help:
 	@echo "make quickstart     train a small real model, offline"
@@ -15,6 +15,7 @@ help:
 	@echo "make compat         the core tests on the oldest supported libraries"
 	@echo "make architectures  try every model architecture; writes docs/ARCHITECTURES.md"
 	@echo "make real-data      fetch public data sets and look at each with trillora data"
+	@echo "make soak           the promises about runs at full dose, hours; PART=kills for one; writes dev/SOAK.md"
 	@echo "make clean          remove environments and caches"
 
 setup:
@@ -40,6 +41,9 @@ architectures: setup
 
 real-data: setup
 	$(BIN)/python tools/real_data.py
+
+soak: setup
+	$(BIN)/python tools/soak.py --workers $(WORKERS) $(addprefix --part ,$(PART))
 
 clean:
 	rm -rf .venv .venv-compat .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info

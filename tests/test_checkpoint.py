@@ -368,7 +368,10 @@ def test_any_other_error_reaches_the_trainer_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="first"), saver:
         saver.submit(4, failing_with(RuntimeError("second")))
         raise ValueError("first")
-    with pytest.raises(TrilloraError, match="cannot be the name"), saver:
+    with (
+        pytest.raises(TrilloraError, match="cannot be the name"),
+        Saver(Checkpoints(LocalStorage(tmp_path)), print_nothing) as saver,
+    ):
         saver.submit(5, lambda: {"../state.json": b""})
     assert not list(tmp_path.rglob("*state.json"))
 

@@ -6,15 +6,17 @@ Promises R2, R3, R11, S9 on whole runs of a tiny model with dropout, packing, mi
 from __future__ import annotations
 
 import json
-import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny_run
+from dose import FULL, dose, tell
 from safetensors.numpy import load
+from tiny_run import assert_same, checkpoints_of, metrics
 
 from trillora.checkpoint import Checkpoints
 from trillora.config import load_recipe
@@ -25,15 +27,13 @@ from trillora.trainer import TrainResult, train
 
 pytestmark = pytest.mark.core
 
-TIMES = {"seconds", "tokens_per_second", "memory_gib", "peak_fraction"}  # what a clock or the machine decides
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
 
 
-def two_stages(folder: Path) -> dict[str, Any]:
+def two_stages(folder: Path, num_first: int = 11, num_epochs: int = 3) -> dict[str, Any]:
     """11 steps in halves with dropout and evaluation, then three epochs of 6 with an optimiser started afresh."""
     settings = tiny_run.recipe(
         folder,
@@ -43,30 +43,9 @@ def two_stages(folder: Path) -> dict[str, Any]:
     )
     del settings["train"]["steps"]
     data = settings.pop("data")
-    first = {"name": "first", "data": {**data, "split": {"validation": 0.2, "test": 0.1}}, "steps": 11}
-    second = {"name": "second", "data": data, "epochs": 3, "batch_size": 4, "optimizer_state": "restart"}
+    first = {"name": "first", "data": {**data, "split": {"validation": 0.2, "test": 0.1}}, "steps": num_first}
+    second = {"name": "second", "data": data, "epochs": num_epochs, "batch_size": 4, "optimizer_state": "restart"}
     return {**settings, "stages": [{**first, "micro_batch_size": 4}, second]}
-
-
-def checkpoints_of(run: Path) -> Checkpoints:
-    return Checkpoints(open_storage(run / "checkpoints"))
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-
-
-def assert_same(run: Path, whole: Path) -> None:
-    """Adapter, last checkpoint and every figure, bit for bit."""
-    assert metrics(run) == metrics(whole)
-    name = "adapter/adapter_model.safetensors"
-    assert (run / name).read_bytes() == (whole / name).read_bytes()
-    last = checkpoints_of(whole).steps()[-1]
-    files, expected = (checkpoints_of(r).read(last) for r in (run, whole))
-    for file in ("state.safetensors", "adapter_model.safetensors"):
-        assert files[file] == expected[file]
-    assert json.loads(files["state.json"])["position"] == json.loads(expected["state.json"])["position"]
 
 
 def interrupted_at(whole: Path, step: int, run: Path) -> Path:
@@ -107,7 +86,7 @@ def test_run_has_its_stages_evaluations_and_checkpoints(whole: Path) -> None:
 def test_continued_from_any_checkpoint_it_ends_the_same(folder: Path, whole: Path, tmp_path: Path, step: int) -> None:
     """In the middle of an epoch, at its edge (12 steps into stage two: 23), at an evaluation, between stages, at the
     end. The small dose takes four of them."""
-    if step not in (8, 10, 11, 20) and os.environ.get("TRILLORA_DOSE") != "full":
+    if step not in (8, 10, 11, 20) and not FULL:
         pytest.skip("full dose only")
     run = interrupted_at(whole, step, tmp_path / "run")
     notes: list[Any] = []
@@ -116,6 +95,27 @@ def test_continued_from_any_checkpoint_it_ends_the_same(folder: Path, whole: Pat
     assert len(result.losses) == 29
     if step < 29:
         assert any(isinstance(n, Note) and f"from step {step} of 29" in n.text for n in notes)
+
+
+@pytest.mark.skipif(not FULL, reason="full dose only")
+@pytest.mark.parametrize("part", range(4))
+def test_continued_from_every_checkpoint_of_a_hundred_steps_it_ends_the_same(
+    tmp_path: Path, part: int, record_property: Callable[[str, object], None]
+) -> None:
+    """R2: a quarter of the checkpoints in each part, so that several processes share the work."""
+    settings = two_stages(tiny_run.write_small(tmp_path), num_first=40, num_epochs=10)
+    whole = tmp_path / "whole"
+    assert len(train(load_recipe(settings), whole).losses) == 100
+    steps = checkpoints_of(whole).steps()
+    assert len(steps) >= 25
+    wanted = steps[part::4][: dose(0, 100)]
+    for step in wanted:
+        run = interrupted_at(whole, step, tmp_path / f"run-{step}")
+        train(load_recipe(settings), run)
+        assert_same(run, whole)
+        shutil.rmtree(run)
+        tell(f"resumed from step {step} of 100: the same to the bit")
+    record_property("resumed from checkpoints", len(wanted))
 
 
 def test_damaged_checkpoint_is_named_and_the_one_before_used(folder: Path, whole: Path, tmp_path: Path) -> None:

@@ -10,6 +10,10 @@ import torch
 from chat_tokenizers import chat_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from trillora.checkpoint import Checkpoints
+from trillora.storage import open_storage
+
+TIMES = {"seconds", "tokens_per_second", "memory_gib", "peak_fraction"}  # what a clock or the machine decides
 # Wide enough that weights are really split over a mesh (`mesh.SMALL`).
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -29,6 +33,23 @@ def write_model(folder: Path, config: Any | None = None) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_small(folder: Path, num_layers: int = 2, width: int = 64, num_rows: int = 21) -> Path:
+    """Model and chats where only the number of steps matters: a few milliseconds each."""
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=num_layers,
+        vocab_size=len(chat_tokenizer("chatml")),
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    write_model(folder / "model", config)
+    write_chats(folder / "chats.jsonl", num_rows)
     return folder
 
 
@@ -70,3 +91,26 @@ def recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
 
 def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoints_of(run: Path) -> Checkpoints:
+    return Checkpoints(open_storage(run / "checkpoints"))
+
+
+def metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """What a run measured, without what a clock decides."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    wanted = [line for line in lines if kind in (None, line["kind"])]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in wanted]
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    """Adapter, last checkpoint and every figure, bit for bit."""
+    assert metrics(run) == metrics(whole)
+    name = "adapter/adapter_model.safetensors"
+    assert (run / name).read_bytes() == (whole / name).read_bytes()
+    last = checkpoints_of(whole).steps()[-1]
+    files, expected = (checkpoints_of(r).read(last) for r in (run, whole))
+    for file in ("state.safetensors", "adapter_model.safetensors"):
+        assert files[file] == expected[file]
+    assert json.loads(files["state.json"])["position"] == json.loads(expected["state.json"])["position"]

@@ -15,6 +15,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -226,6 +227,7 @@ def main() -> int:
     parser.add_argument("--commit", help="what to write into the table where git is not here to be asked")
     parser.add_argument("--model", default="smollm2", help="what goodput is measured on: smollm2 or tiny")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     rows: list[Row] = []
     for part in args.part or PARTS:
         say(f"part {part}")
@@ -295,10 +297,15 @@ def run_tests(nodes: list[str], workers: int, scale: float, place: Path) -> list
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         tail = []
-        for line in process.stdout:
-            tail = [*tail[-200:], line.rstrip()]
-            if re.search(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", line):
-                say(line.strip())
+        try:
+            for line in process.stdout:
+                tail = [*tail[-200:], line.rstrip()]
+                if re.search(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", line):
+                    say(line.strip())
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # told to end: so are its workers
+            done.set()
+            raise
     done.set()
     follower.join()
     if process.returncode not in (0, 1):

@@ -92,7 +92,7 @@ def write_recipe(place: Path, model: str) -> Path:
     else:
         tiny_run.write_chats(place / "chats.jsonl", 90)
         settings = {**tiny_run.recipe(place), "model": model, "hardware": {}}
-    settings["train"] |= {"steps": 100_000, "batch_size": 2, "sequence_length": 128, "learning_rate": 1e-4}
+    settings["train"] |= {"steps": 100_000, "batch_size": 1, "sequence_length": 96, "learning_rate": 1e-4}
     file = place / "recipe.yaml"
     file.write_text(json.dumps(settings), "utf-8")
     return file
@@ -105,16 +105,19 @@ def live(recipe: Path, run: Path, interval: float, say: Callable[[str], None]) -
     steps: list[tuple[int, float]] = []
     first = None
     told = False
-    for event in run_process.events_of(process):
-        now = time.monotonic()
-        if event["event"] != "step":
-            continue
-        first = now - event["seconds"] if first is None else first
-        steps.append((event["step"], now))
-        if not told and len(steps) >= 2 and now - began >= interval:
-            process.send_signal(signal.SIGTERM)
-            told = True
-    process.wait()
+    try:
+        for event in run_process.events_of(process):
+            now = time.monotonic()
+            if event["event"] != "step":
+                continue
+            first = now - event["seconds"] if first is None else first
+            steps.append((event["step"], now))
+            if not told and len(steps) >= 2 and now - began >= interval:
+                process.send_signal(signal.SIGTERM)
+                told = True
+        process.wait()
+    finally:
+        process.kill()  # nothing is left behind, however this ends
     ended = time.monotonic()
     if process.returncode != 75 or first is None:
         raise RuntimeError(f"the run ended with {process.returncode}")

@@ -10,9 +10,9 @@ import errno
 import hashlib
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
@@ -116,33 +116,29 @@ class Saver:
     def __init__(self, checkpoints: Checkpoints, listener: Listener) -> None:
         self._checkpoints = checkpoints
         self._listener = listener
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        # One thread for all saves: each thread has a heap of its own, and a new one every time makes memory grow.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trillora-saver")
+        self._saving: Future[None] | None = None
         self.seconds: float | None = None  # the last save that succeeded took
         self.last_saved: int | None = None  # step, by this saver
         self.failure: OSError | None = None  # of the last save, None after one that succeeded
 
     @property
     def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._saving is not None and not self._saving.done()
 
     def submit(
         self, step: int, make_files: Callable[[], Mapping[str, bytes]], after: Callable[[], None] | None = None
     ) -> None:
         """Starts a save, after the one under way. `after` runs when it succeeded: pruning, say."""
         self.wait()
-        # No daemon: a program that ends by itself ends after its checkpoint.
-        self._thread = threading.Thread(target=self._run, args=(step, make_files, after), name="trillora-saver")
-        self._thread.start()
+        self._saving = self._thread.submit(self._run, step, make_files, after)
 
     def wait(self) -> None:
         """Until nothing is being saved. Raises what went wrong there other than the disk."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if (error := self._error) is not None:
-            self._error = None
-            raise error
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def __enter__(self) -> Self:
         return self
@@ -156,13 +152,12 @@ class Saver:
             if error is None:
                 raise
             error.add_note(f"While saving a checkpoint: {own!r}")
+        finally:
+            self._thread.shutdown()
 
     def _run(self, step: int, make_files: Callable[[], Mapping[str, bytes]], after: Callable[[], None] | None) -> None:
-        try:
-            if self._save(step, make_files) and after is not None:
-                self._follow(step, after)
-        except BaseException as error:
-            self._error = error
+        if self._save(step, make_files) and after is not None:
+            self._follow(step, after)
 
     def _save(self, step: int, make_files: Callable[[], Mapping[str, bytes]]) -> bool:
         start = time.monotonic()

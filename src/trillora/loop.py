@@ -160,8 +160,10 @@ class StageLoop:
             if not (stopped or save or self._measuring_is_due()):
                 continue
             self._report()  # waits for the step
-            improved = self._measuring_is_due() and not self._run.stop.signalled and self._measure(state.adapter)
-            if position.stage_is_over or position.step == stage.num_steps:
+            improved = self._measuring_is_due() and self._measure(state.adapter)
+            if self._measuring_is_due():
+                stopped = True  # given up for a signal; the run goes on with the measuring
+            elif position.stage_is_over or position.step == stage.num_steps:
                 break  # saved as the beginning of what comes next
             if stopped or ((save or improved) and not position.health.num_bad):
                 self._save(state)  # what is not known to be good replaces nothing
@@ -279,7 +281,8 @@ class StageLoop:
         return improved
 
     def _ask(self) -> None:
-        if self._run.stop.signalled and self._num_done:
+        # Processes of one run measure together or not at all.
+        if self._run.stop.signalled and self._num_done and jax.process_count() == 1:
             raise _GivenUp
 
     def _stop_is_due(self) -> bool:

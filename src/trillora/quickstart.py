@@ -26,7 +26,7 @@ RECIPE = """\
 model: smollm2
 data: train.jsonl
 lora: {rank: 16, alpha: 32}
-train: {sequence_length: 184, batch_size: 1, epochs: 1, learning_rate: 1.0e-3, warmup_steps: 5}
+train: {sequence_length: 184, batch_size: 1, epochs: 1, learning_rate: 2.0e-3, warmup_steps: 5}
 hardware: {devices: 1}
 """
 

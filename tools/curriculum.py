@@ -1,7 +1,7 @@
 """A two-stage curriculum on real text: the embedded model reads Romanian, then learns to answer questions in it.
 
     python tools/curriculum.py                 # fetch, train on this machine's CPU, print what was learnt
-    python tools/curriculum.py --prepare-only  # write the two data files, for recipes/curriculum.yaml
+    python tools/curriculum.py --prepare-only  # write the two data files, for recipes/real/curriculum.yaml
 
 The text is Debian's package of Romanian manual pages (GPL-3+), fetched when wanted: nothing of it lies in this
 repository. Stage one reads the pages as raw text; stage two answers what an option of a command does, as a chat. Needs
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "recipes" / "curriculum.yaml"
+RECIPE = ROOT / "recipes" / "real" / "curriculum.yaml"
 PACKAGE = "manpages-ro"
 NUM_QUESTIONS = 32  # held-out ones, put to base and adapter
 SAME_EVERYWHERE = ("COPYRIGHT", "DREPTURI", "RAPORTAREA", "TRADUCERE", "CONSULTAȚI")  # would be held out and read

@@ -146,6 +146,8 @@ class StageLoop:
         position, stage = self._position, self._stage
         if self._measuring_is_due():
             self._measure(state.adapter)
+        if self._measuring_is_due():  # given up for a signal: nothing has changed since the last checkpoint
+            return state, self._run.stop.reason()
         self._run.stop.begin_training()
         self._started = self._last_report = time.perf_counter()
         steps = range(position.step, 0 if position.stage_is_over else stage.num_steps)
@@ -282,7 +284,7 @@ class StageLoop:
 
     def _ask(self) -> None:
         # Processes of one run measure together or not at all.
-        if self._run.stop.signalled and self._num_done and jax.process_count() == 1:
+        if self._run.stop.signalled and jax.process_count() == 1:
             raise _GivenUp
 
     def _stop_is_due(self) -> bool:

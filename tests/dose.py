@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 FULL = os.environ.get("TRILLORA_DOSE") == "full"
+full_dose_only = pytest.mark.skipif(not FULL, reason="full dose only: minutes of process starts (TRILLORA_DOSE=full)")
 
 
 def dose(small: int, full: int) -> int:

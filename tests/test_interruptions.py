@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import tiny_run
-from dose import dose, tell
+from dose import dose, full_dose_only, tell
 from run_process import WAIT, check_all_readable, events_of, finish, interrupt_often, leftovers, start
 from tiny_run import assert_same, checkpoints_of, metrics
 
@@ -149,6 +149,7 @@ def test_told_to_stop_it_saves_and_says_so_by_its_exit_code(folder: Path, whole:
     assert events[1]["reason"] == "SIGTERM"
 
 
+@full_dose_only
 def test_signals_during_evaluation_and_save_lose_nothing(
     folder: Path, whole: Path, tmp_path: Path, record_property: Record
 ) -> None:
@@ -193,6 +194,7 @@ def test_signals_during_evaluation_and_save_lose_nothing(
     record_property("slowest end, s", round(slowest, 2))
 
 
+@full_dose_only
 def test_run_goes_on_when_nobody_reads_it_any_more(folder: Path, whole: Path, tmp_path: Path) -> None:
     """R7: the terminal or notebook that showed it is gone."""
     process = start(recipe_file(folder, "unread"), tmp_path / "run", stderr=subprocess.DEVNULL)
@@ -205,6 +207,7 @@ def test_run_goes_on_when_nobody_reads_it_any_more(folder: Path, whole: Path, tm
     assert_same(tmp_path / "run", whole)
 
 
+@full_dose_only
 def test_second_process_is_refused_at_once_and_a_dead_owner_is_no_owner(folder: Path, tmp_path: Path) -> None:
     """R20 on whole runs. The lock is asked for before anything is read."""
     recipe, run = recipe_file(folder, "owned", steps=5000), tmp_path / "run"

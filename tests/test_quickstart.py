@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dose import full_dose_only
 
 from trillora import quickstart
 from trillora.config import load_recipe
 
 
+@full_dose_only
 def test_quickstart_trains_tests_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quickstart, "NUM_TRAINED", 2)
     monkeypatch.setattr(quickstart, "NUM_TESTED", 2)

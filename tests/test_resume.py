@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_run
-from dose import FULL, dose, tell
+from dose import FULL, dose, full_dose_only, tell
 from safetensors.numpy import load
 from tiny_run import assert_same, checkpoints_of, metrics
 
@@ -87,7 +87,7 @@ def test_continued_from_any_checkpoint_it_ends_the_same(folder: Path, whole: Pat
     """In the middle of an epoch, at its edge (12 steps into stage two: 23), at an evaluation, between stages, at the
     end. The small dose takes two of them."""
     if step not in (10, 20) and not FULL:
-        pytest.skip("full dose only")
+        pytest.skip("full dose only: a whole run each (TRILLORA_DOSE=full)")
     run = interrupted_at(whole, step, tmp_path / "run")
     notes: list[Any] = []
     result = train(load_recipe(two_stages(folder)), run, listener=notes.append)
@@ -97,7 +97,7 @@ def test_continued_from_any_checkpoint_it_ends_the_same(folder: Path, whole: Pat
         assert any(isinstance(n, Note) and f"from step {step} of 29" in n.text for n in notes)
 
 
-@pytest.mark.skipif(not FULL, reason="full dose only")
+@full_dose_only
 @pytest.mark.parametrize("part", range(4))
 def test_continued_from_every_checkpoint_of_a_hundred_steps_it_ends_the_same(
     tmp_path: Path, part: int, record_property: Callable[[str, object], None]

@@ -101,7 +101,7 @@ def compile_apart(name: str, chip: str) -> dict[str, Any]:
 def test_step_compiles_for_a_tpu_that_is_not_here(name: str, chip: str) -> None:
     """Gemma's compile takes five minutes: in the full dose only."""
     if name == "gemma-3-270m" and os.environ.get("TRILLORA_DOSE") != "full":
-        pytest.skip("full dose only")
+        pytest.skip("full dose only: five minutes of compiling (TRILLORA_DOSE=full)")
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip(f"libtpu has no build for {platform.machine()} {platform.system()}; this runs on x86-64 Linux")
     from trillora.hardware import CHIPS

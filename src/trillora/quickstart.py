@@ -17,7 +17,7 @@ from trillora.events import Listener, Note
 from trillora.run_report import write_report
 from trillora.trainer import TrainResult, train
 
-NUM_TRAINED = 240  # of 1,285 findings: what fits into five minutes on two cores; services take turns, so all are shown
+NUM_TRAINED = 240  # of 1,285 findings, for a CPU's sake; services take turns, so all are shown
 NUM_TESTED = 48  # of 128
 
 RECIPE = """\
@@ -41,7 +41,7 @@ def run(out: Path, listener: Listener) -> tuple[TrainResult, Evaluation | None]:
     listener(
         Note(
             f"Quickstart: SmolLM2-135M learns to judge {NUM_TRAINED} findings of the cloud scanner prowler "
-            f"(Apache-2.0), about eight minutes on two cores. Everything is in {out}"
+            f"(Apache-2.0), some minutes on two cores. Everything is in {out}"
         )
     )
     result = train(load_recipe(out / "recipe.yaml"), out, listener=listener)

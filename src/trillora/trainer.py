@@ -141,19 +141,32 @@ class _Training:
                 num_steps=sum(stage.num_steps for stage in stages),
                 flops_per_token=_flops_share(base, devices),
             )
-            if position.global_step:
-                told(Note(f"Going on from step {position.global_step} of {run.num_steps}"))
-            try:
-                num_compiles, stopped = self._run_stages(run, stages, plans, base, state, position, opened)
-                run.saver.wait()
-                self._check_saved(saver)
-                adapter = None if stopped else self._write_adapter(run, position, stages[-1])
-            except Diverged as error:
-                self._end(run, "diverged", position, error.what)
-                raise
-            if stopped:
-                told(Note(f"Stopped at step {position.global_step} of {run.num_steps} by {stopped}; saved"))
-            self._end(run, "stopped" if stopped else "finished", position, stopped or "")
+            return self._to_the_end(run, stages, plans, base, state, position, opened)
+
+    def _to_the_end(
+        self,
+        run: Run,
+        stages: list[StageData],
+        plans: list[Plan],
+        base: Tree,
+        state: TrainState,
+        position: Position,
+        opened: OpenModel,
+    ) -> TrainResult:
+        """Train what is left, and leave an adapter, or a checkpoint to go on from."""
+        if position.global_step:
+            run.listener(Note(f"Going on from step {position.global_step} of {run.num_steps}"))
+        try:
+            num_compiles, stopped = self._run_stages(run, stages, plans, base, state, position, opened)
+            run.saver.wait()
+            self._check_saved(run.saver)
+            adapter = None if stopped else self._write_adapter(run, position, stages[-1])
+        except Diverged as error:
+            self._end(run, "diverged", position, error.what)
+            raise
+        if stopped:
+            run.listener(Note(f"Stopped at step {position.global_step} of {run.num_steps} by {stopped}; saved"))
+        self._end(run, "stopped" if stopped else "finished", position, stopped or "")
         done = tuple(losses(self._folder.metrics_file))
         return TrainResult(self._folder.path, adapter, done, num_compiles, stopped)
 

@@ -23,7 +23,7 @@ Evaluation = Callable[[Tree, Tree, Batch], Totals]
 
 
 # A gradient is out of line if it is this many times longer than gradients were, and would be clipped to half or less.
-# In 10,000 tiny steps on clean data none is; what clipping can absorb is left to it.
+# What clipping can absorb is left to it.
 SPIKE = 20.0
 SETTLED = 20  # steps before anything is called out of line
 MEMORY = 0.05  # weight of the newest step in what is typical

@@ -141,7 +141,7 @@ def failing(at: int, code: int, *, for_good: bool, thread: str) -> Iterator[list
         real = getattr(os, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            if threading.current_thread().name != thread:
+            if not threading.current_thread().name.startswith(thread):
                 return real(*arguments, **options)
             calls.append(name)
             is_change = name in CHANGING and not (name == "open" and not arguments[1] & os.O_CREAT)
@@ -175,10 +175,9 @@ def test_a_disk_that_fails_at_any_call_costs_no_good_checkpoint(
         root = tmp_path / "run"
         shutil.copytree(template, root)
         checkpoints, events = Checkpoints(LocalStorage(root)), list[Event]()
-        saver = Saver(checkpoints, events.append)
-        with failing(at, code, for_good=for_good, thread="trillora-saver") as calls:
+        watched = failing(at, code, for_good=for_good, thread="trillora-saver")
+        with watched as calls, Saver(checkpoints, events.append) as saver:
             saver.submit(step, lambda: files_of("new"), after=lambda: checkpoints.prune(2, [10]))
-            saver.wait()
         alarms = [event.text for event in events if isinstance(event, Alarm)]
         is_saved = any(isinstance(event, Saved) for event in events)
         assert is_saved == (saver.last_saved == step) == (saver.failure is None)

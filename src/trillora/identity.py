@@ -30,13 +30,18 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 2**22
 
 
+def is_free(path: str) -> bool:
+    """Whether the option may change while a run goes on."""
+    general = re.sub(r"\.\d+\b", "", path)
+    return any(general == name or general.startswith(f"{name}.") for name in FREE)
+
+
 def fixed_options(recipe: Recipe) -> dict[str, Any]:
     """The options that make the run what it is, by dotted path. The date is chosen anew at a first start only."""
     flat: dict[str, Any] = {}
 
     def visit(path: str, value: Any) -> None:
-        general = re.sub(r"\.\d+\b", "", path)
-        if any(general == name or general.startswith(f"{name}.") for name in FREE):
+        if is_free(path):
             return
         if isinstance(value, Mapping) and value:
             for key, inner in value.items():

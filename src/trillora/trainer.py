@@ -33,7 +33,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Chosen, Listener, Note, Progress, print_nothing
 from trillora.hardware import peak_tflops
 from trillora.health import Health
-from trillora.identity import differences, fixed_options, refuse, text_digest, weights_digest
+from trillora.identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
 from trillora.loop import Diverged, Position, Run, StageLoop
 from trillora.masking import mask_settings, mask_values
 from trillora.measure import make_measures
@@ -242,8 +242,8 @@ class _Training:
         return stages, identity
 
     def _check_unchanged(self, facts: dict[str, Any], identity: dict[str, str], step: int) -> None:
-        chosen = [Chosen(*choice) for choice in facts["choices"]]
-        recipe = resolve(self._recipe, still_open(self._recipe, chosen))
+        fixed = [Chosen(*choice) for choice in facts["choices"] if not is_free(choice[0])]
+        recipe = resolve(self._recipe, still_open(self._recipe, fixed))
         now = {**identity, **mask_values(fixed_options(recipe))}
         before = {**facts["identity"], **facts["options"]}
         if (changed := differences(before, now)) and not self._accept_changes:

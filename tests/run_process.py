@@ -25,7 +25,7 @@ def start(recipe: Path, out: Path, **pipes: Any) -> subprocess.Popen[str]:
     return trillora("train", str(recipe), "--out", str(out), "--json", **pipes)
 
 
-def events_of(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+def events_of(process: Any) -> Iterator[dict[str, Any]]:
     """What a run started by `start` tells, while it tells it."""
     assert process.stdout is not None
     for line in process.stdout:
@@ -41,7 +41,11 @@ def finish(recipe: Path, out: Path) -> Path:
 
 
 def interrupt_often(
-    recipe: Path, place: Path, num_wanted: int, interrupt: Callable[[subprocess.Popen[str], Path], bool]
+    recipe: Path,
+    place: Path,
+    num_wanted: int,
+    interrupt: Callable[[Any, Path], bool],
+    begin: Callable[[Path, Path], Any] = start,
 ) -> list[Path]:
     """Starts a run and hands its process to `interrupt`, so often that it was interrupted `num_wanted` times. A run
     that reaches its end is followed by another; the last is let to its end. Every run, finished."""
@@ -50,7 +54,7 @@ def interrupt_often(
     while num_done < num_wanted:
         if not runs or (runs[-1] / "adapter").exists():
             runs.append(place / f"run-{len(runs)}")
-        num_done += interrupt(start(recipe, runs[-1]), runs[-1])
+        num_done += interrupt(begin(recipe, runs[-1]), runs[-1])
     if not (runs[-1] / "adapter").exists():
         finish(recipe, runs[-1])
     return runs

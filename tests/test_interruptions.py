@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 import tiny_run
-from dose import dose, full_dose_only, tell
+from dose import FULL, dose, full_dose_only, tell
 from run_process import WAIT, check_all_readable, events_of, finish, interrupt_often, leftovers, start
 from tiny_run import assert_same, checkpoints_of, metrics
+from warm_process import WarmRun
 
 NUM_STEPS = 80
 NUM_RUNS = dose(1, 8)  # each with its share of the kills, so that several processes can work at them
@@ -81,7 +82,7 @@ def test_killed_at_random_instants_it_ends_as_if_it_never_was(
     dice = random.Random(seed)
     fell: Counter[str] = Counter()
 
-    def kill(process: subprocess.Popen[str], run: Path) -> bool:
+    def kill(process: subprocess.Popen[str] | WarmRun, run: Path) -> bool:
         seen = _wait_at_random(process, dice)
         process.kill()
         process.communicate()
@@ -93,7 +94,8 @@ def test_killed_at_random_instants_it_ends_as_if_it_never_was(
         tell(f"run {seed}: kill {fell.total()} of {NUM_KILLS} {place}")
         return True
 
-    runs = interrupt_often(recipe, tmp_path, NUM_KILLS, kill)
+    # Two hundred times ten seconds of imports are half an hour; the few of `make test` are whole processes.
+    runs = interrupt_often(recipe, tmp_path, NUM_KILLS, kill, begin=WarmRun if FULL else start)
     for run in runs:
         assert_same(run, whole)
         assert not leftovers(run)
@@ -106,7 +108,7 @@ def test_killed_at_random_instants_it_ends_as_if_it_never_was(
     record_property("runs compared", len(runs))
 
 
-def _wait_at_random(process: subprocess.Popen[str], dice: random.Random) -> bool:
+def _wait_at_random(process: subprocess.Popen[str] | WarmRun, dice: random.Random) -> bool:
     """Some time from the start, or a moment after some step or save; whether a step was seen."""
     wait = dice.choice(["start", "step", "saved", "step"])
     if wait == "start":

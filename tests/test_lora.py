@@ -18,6 +18,7 @@ from torchax import interop
 from transformers.pytorch_utils import Conv1D
 
 from trillora.errors import TrilloraError
+from trillora.model import lora
 from trillora.model.bridge import CausalLM, build_module
 from trillora.model.layout import Tree, stack, unstack
 from trillora.model.lora import LoraSpec, add_lora, initial_adapter, linear_layers, select_targets
@@ -239,7 +240,7 @@ def test_dropout_draws_anew_for_every_projection_and_layer() -> None:
     """Masks of all layers and projections of equal width, seen by which inputs reach each adapter."""
     model = Tiny(scan=True, dropout=0.5)
     seen: list[bytes] = []
-    original = jax.random.bernoulli
+    original = lora.keep_mask
 
     def recording(key: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         mask = original(key, *args, **kwargs)
@@ -248,7 +249,7 @@ def test_dropout_draws_anew_for_every_projection_and_layer() -> None:
         return mask
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.random, "bernoulli", recording)
+        patch.setattr(lora, "keep_mask", recording)
         model.hidden(jax.random.key(0))
     jax.effects_barrier()
     assert len(set(seen)) == 6 * 4  # q, k, v, o, gate and up of four layers; down has another width

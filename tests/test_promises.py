@@ -145,7 +145,7 @@ class Watch:
             return
         self.is_training = event.step < event.num_steps
         self.times.append(time.perf_counter())
-        if event.step % 10 == 0:
+        if event.step % max(1, event.num_steps // 1000) == 0:
             process = psutil.Process()
             self.steps.append(event.step)
             self.memory.append(process.memory_info().rss)

@@ -6,6 +6,7 @@ know beforehand whether a run fits compiles the very same step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,9 @@ class Assembly:
             batch = {name: leaf.update(shape=(leaf.shape[0], sequence_length)) for name, leaf in batch.items()}
         return step.lower(self.state_shapes, self.base_shapes, batch)
 
-    def compile(self, sequence_length: int | None = None) -> Any:
-        return self.lower(sequence_length).compile(compiler_options=self._options)
+    def compile(self, sequence_length: int | None = None, **options: str | bool) -> Any:
+        """`options`: further ones of the compiler, by their names in XLA."""
+        return self.lower(sequence_length).compile(compiler_options={**(self._options or {}), **options} or None)
 
     def compile_evaluation(self, batch_size: int, sequence_length: int) -> Any:
         """Sums over a batch of this size, wherever the arguments lie."""
@@ -70,6 +72,14 @@ class Assembly:
         batch = {name: leaf.update(shape=shape) for name, leaf in self.batch_shapes.items()}
         step = jax.jit(self.eval_step, out_shardings=replicated(self.mesh))
         return step.lower(self.state_shapes.adapter, self.base_shapes, batch).compile(compiler_options=self._options)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the state on one device; a checkpoint takes as much again while it is saved."""
+        leaves = [
+            leaf for leaf in jax.tree.leaves(self.state_shapes) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        ]
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def _options(self) -> dict[str, str | bool] | None:

@@ -7,7 +7,7 @@ tried on the compiler itself: the first that fits the memory wins, in the order 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from trillora.assembly import Assembly, assemble
 from trillora.config import resolve
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
+from trillora.hardware import chip_of
 from trillora.mesh import MeshShape, make_mesh
 from trillora.recipe import StageRecipe
 
@@ -25,8 +26,21 @@ GIB = 2**30
 BASE_SHARE = 0.25  # of a device's memory: up to here the base is copied to every device rather than split
 REMAT_ORDER = ("none", "linear", "full")  # fastest first
 USABLE = 0.97  # of the device's limit; the rest is for fragments
+HOPELESS = 1.4  # times the limit, by a guess whose error is far smaller
 # Logits of one chunk of the loss: 2**27 numbers are half a GiB in float32; a CPU's caches want less.
 CHUNK_LOGITS = {"cpu": 2**25}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One way to run the step, and what the compiler said of it."""
+
+    what: str
+    needed: float  # bytes a device; infinite where the compiler gave up before it knew
+    fits: bool
+
+    def __str__(self) -> str:
+        return f"{self.what}: {_gib(self.needed)}"
 
 
 @dataclass(frozen=True)
@@ -37,37 +51,93 @@ class Plan:
     choices: tuple[Chosen, ...]
     assembly: Assembly
     compiled: Any
-    num_compiles: int
+    tried: tuple[Tried, ...]
+
+    @property
+    def num_compiles(self) -> int:
+        return len(self.tried)
 
 
-def choose(recipe: StageRecipe, config: Any, devices: list[Any], num_steps: int, listener: Listener) -> Plan:
-    """Decide, compile, and say so."""
+class DoesNotFit(TrilloraError):
+    """No way to run the step that the recipe leaves open fits the devices."""
+
+    tried: tuple[Tried, ...] = ()
+
+
+Compiler = Callable[[Assembly], tuple[Any, float]]
+
+
+def compile_step(assembly: Assembly) -> tuple[Any, float]:
+    """The compiled step and the bytes it needs on a device; nothing where the compiler itself says it cannot fit."""
+    try:
+        compiled = assembly.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if says_out_of_memory(error):
+            return None, math.inf
+        raise
+    return compiled, step_bytes(compiled)
+
+
+def choose(
+    recipe: StageRecipe,
+    config: Any,
+    devices: list[Any],
+    num_steps: int,
+    listener: Listener,
+    compiler: Compiler = compile_step,
+    mesh_devices: list[Any] | None = None,
+    guess: Callable[[Assembly], float] | None = None,
+) -> Plan:
+    """Decide, compile, and say so.
+
+    The devices may be of a slice that is not here: whoever asks beforehand gives them, and a compiler that goes as far
+    as it needs; where there is none for such devices, also others to stand in their places on the mesh. With `guess`,
+    bytes without compiling, rows are not tried at all that are hopeless even when everything is recomputed.
+    """
     choices = [*by_hardware(recipe, config, devices)]
     for choice in choices:
         listener(choice)
     recipe = resolve(recipe, choices)
     shape = recipe.hardware.mesh
     assert shape != "auto"
-    mesh = make_mesh(devices, MeshShape(shape.data, shape.fsdp, shape.tensor))
+    mesh = make_mesh(mesh_devices or devices, MeshShape(shape.data, shape.fsdp, shape.tensor))
     limit = memory_limit(devices)
-    tried: list[str] = []
-    for attempt in _attempts(recipe, mesh.shape["data"] * mesh.shape["fsdp"]):
-        listener(Note(f"Compiling the training step ({_describe(attempt, recipe)})"))
-        candidate = resolve(recipe, attempt)
-        assembly = assemble(candidate, config, mesh, num_steps)
-        compiled, needed = _compile(assembly)
-        if compiled is not None and (limit is None or needed <= limit * USABLE):
-            chosen = [Chosen(c.path, c.value, _why(c, needed, limit, tried)) for c in attempt]
-            for choice in chosen:
-                listener(choice)
-            return Plan(candidate, (*choices, *chosen), assembly, compiled, len(tried) + 1)
-        tried.append(f"{_describe(attempt, recipe)}: {_gib(needed)}")
-    raise TrilloraError(
-        f"The run does not fit: {_gib(limit)} of memory a device. Tried {'; '.join(tried)}.",
+    tried: list[Tried] = []
+    for size in _micro_batches(recipe, mesh.shape["data"] * mesh.shape["fsdp"]):
+        if guess is not None and limit is not None and recipe.engine.remat == "auto":
+            smallest = _attempt(size, REMAT_ORDER[-1])
+            needed = guess(assemble(resolve(recipe, smallest), config, mesh, num_steps))
+            if needed > HOPELESS * limit:
+                tried.append(Tried(_describe(smallest, recipe), needed, False))
+                continue
+        for remat in REMAT_ORDER if recipe.engine.remat == "auto" else (None,):
+            attempt = _attempt(size, remat)
+            what = _describe(attempt, recipe)
+            listener(Note(f"Compiling the training step ({what})"))
+            candidate = resolve(recipe, attempt)
+            assembly = assemble(candidate, config, mesh, num_steps)
+            compiled, needed = compiler(assembly)
+            # A checkpoint's copy of the state lies beside the step.
+            fits = compiled is not None and (limit is None or needed + assembly.state_bytes <= limit * USABLE)
+            before = tuple(tried)
+            tried.append(Tried(what, needed, fits))
+            if fits:
+                chosen = [Chosen(c.path, c.value, _why(c, needed, limit, before)) for c in attempt]
+                for choice in chosen:
+                    listener(choice)
+                return Plan(candidate, (*choices, *chosen), assembly, compiled, tuple(tried))
+    error = DoesNotFit(
+        f"The run does not fit: {_gib(limit)} of memory a device. Tried {'; '.join(map(str, tried))}.",
         where="train",
         do="use a shorter train.sequence_length, a smaller lora.rank, more devices, or leave engine.remat and "
         "train.micro_batch_size on auto",
     )
+    error.tried = tuple(tried)
+    raise error
+
+
+def says_out_of_memory(error: Exception) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error) or "Ran out of memory" in str(error)
 
 
 def by_hardware(recipe: StageRecipe, config: Any, devices: list[Any]) -> Iterator[Chosen]:
@@ -116,12 +186,19 @@ def choose_mesh(num_devices: int, batch_size: int, base_bytes: int, limit: float
 
 
 def memory_limit(devices: list[Any]) -> float | None:
-    """Bytes a device may use; virtual CPU devices share what the machine has free."""
+    """Bytes a device may use; virtual CPU devices share what the machine has free. A device that is not here is known
+    by its kind."""
     if devices[0].platform == "cpu":
         local = [d for d in devices if d.process_index == jax.process_index()]
         return psutil.virtual_memory().available / max(len(local), 1)
-    stats = devices[0].memory_stats()
-    return stats.get("bytes_limit") if stats else None
+    try:
+        stats = devices[0].memory_stats()
+    except jax.errors.JaxRuntimeError:  # compile-only: no memory to ask
+        stats = None
+    if stats:
+        return stats.get("bytes_limit")
+    chip = chip_of(devices[0].device_kind)
+    return chip.hbm_gib * GIB if chip else None
 
 
 def _base_bytes(config: Any, dtype: str) -> int:
@@ -139,8 +216,8 @@ def _largest(config: Any, *names: str) -> int:
     return max(value) if isinstance(value, list | tuple) else int(value)
 
 
-def _attempts(recipe: StageRecipe, row_shards: int) -> Iterator[list[Chosen]]:
-    """Ways to fill the remaining `auto`s, fastest first. A micro-batch has a row for every device or is refused."""
+def _micro_batches(recipe: StageRecipe, row_shards: int) -> list[int | None]:
+    """Rows to take at once, most first; None where the recipe says. A row for every device or it is refused."""
     train = recipe.train
     if train.batch_size % row_shards:
         raise TrilloraError(
@@ -150,30 +227,20 @@ def _attempts(recipe: StageRecipe, row_shards: int) -> Iterator[list[Chosen]]:
         )
     if train.micro_batch_size == "auto":
         halvings = [train.batch_size // 2**k for k in range(20) if train.batch_size % 2**k == 0]
-        sizes: list[int | None] = [size for size in halvings if size % row_shards == 0]
-    elif train.micro_batch_size % row_shards:
+        return [size for size in halvings if size % row_shards == 0]
+    if train.micro_batch_size % row_shards:
         raise TrilloraError(
             f"A micro-batch of {train.micro_batch_size} rows cannot be spread evenly over {row_shards} devices.",
             where="train.micro_batch_size",
             do=f"use a multiple of {row_shards}, or auto",
         )
-    else:
-        sizes = [None]
-    for size in sizes:
-        for remat in REMAT_ORDER if recipe.engine.remat == "auto" else (None,):
-            attempt = [] if size is None else [Chosen("train.micro_batch_size", size, "")]
-            yield attempt if remat is None else [*attempt, Chosen("engine.remat", remat, "")]
+    return [None]
 
 
-def _compile(assembly: Assembly) -> tuple[Any, float]:
-    """The compiled step and the bytes it needs on a device; nothing where the compiler itself says it cannot fit."""
-    try:
-        compiled = assembly.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error) or "Ran out of memory" in str(error):
-            return None, math.inf
-        raise
-    return compiled, step_bytes(compiled)
+def _attempt(size: int | None, remat: str | None) -> list[Chosen]:
+    """What is left `auto`, filled."""
+    rows = [] if size is None else [Chosen("train.micro_batch_size", size, "")]
+    return rows if remat is None else [*rows, Chosen("engine.remat", remat, "")]
 
 
 def step_bytes(compiled: Any) -> float:
@@ -195,9 +262,9 @@ def _describe(attempt: list[Chosen], recipe: StageRecipe) -> str:
     return f"{rows} rows at once, remat {values.get('engine.remat', recipe.engine.remat)}"
 
 
-def _why(choice: Chosen, needed: float, limit: float | None, tried: list[str]) -> str:
+def _why(choice: Chosen, needed: float, limit: float | None, tried: Sequence[Tried]) -> str:
     fits = f"needs {_gib(needed)} of {_gib(limit)} a device"
-    return f"{fits}; too large: {'; '.join(tried)}" if tried else f"fastest, and {fits}"
+    return f"{fits}; too large: {'; '.join(map(str, tried))}" if tried else f"fastest, and {fits}"
 
 
 def _gib(size: float | None) -> str:

@@ -1,8 +1,8 @@
 """The command line: verbs, and how their errors reach a person.
 
 A verb reads its arguments and calls the library; what it needs is imported inside it, so that `--help` is instant.
-Exit codes: 0 done, 2 a mistake a person can mend (told without a traceback), 75 a run was saved before its end and
-goes on with the same command, 76 a run diverged, 130 interrupted.
+Exit codes: 0 done, 1 preflight says NO-GO, 2 a mistake a person can mend (told without a traceback), 75 a run was saved
+before its end and goes on with the same command, 76 a run diverged, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Event, Listener, Progress, to_json
 from trillora.stopping import EXIT_STOPPED
 
+EXIT_NO_GO = 1
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 
@@ -90,6 +91,62 @@ def train(
         result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
     if result.stopped is not None:
         raise typer.Exit(EXIT_STOPPED)
+
+
+@app.command()
+def preflight(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The YAML file that describes the run.")],
+    others: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SLICE | KEY=VALUE]…", help="More slices to compare; options, as in train.batch_size=8."
+        ),
+    ] = None,
+    *,
+    on: Annotated[
+        list[str], typer.Option("--on", metavar="SLICE", help="What to rent: v5e-8, v6e-1, v4-8, colab, kaggle, …")
+    ],
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Do not ask the TPU compiler: estimate, in seconds, on any machine.")
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Compile to the end, machine code included: minutes instead of seconds.")
+    ] = False,
+    price: Annotated[
+        float | None, typer.Option("--price", metavar="X", help="Of one chip and hour, for the cost of the run.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ask again although the answer is known.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
+) -> None:
+    """Ask the TPU compiler whether a run fits and how long it takes, before a TPU is rented. Exit code 1: NO-GO."""
+    from rich.console import Console
+
+    from trillora.config import load_recipe
+    from trillora.console import console_listener
+    from trillora.preflight.verdict import preflight as ask
+
+    slices = [*on, *(word for word in others or () if "=" not in word)]
+    loaded = load_recipe(recipe, [word for word in others or () if "=" in word])
+    with console_listener(Console(stderr=True, highlight=False)) as listener:
+        answers = ask(
+            loaded,
+            slices,
+            estimate=estimate,
+            whole=whole,
+            price_per_hour=price,
+            use_cache=not fresh,
+            listener=listener,
+        )
+    if as_json:
+        import json
+
+        print(json.dumps(answers[0] if len(answers) == 1 else answers, allow_nan=False))
+    else:
+        from trillora.preflight.show import show
+
+        show(answers, Console(highlight=False))
+    if all(answer["verdict"] == "NO-GO" for answer in answers):
+        raise typer.Exit(EXIT_NO_GO)
 
 
 @app.command()

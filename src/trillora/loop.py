@@ -8,6 +8,7 @@ part of `Position`, so that a run continued from any checkpoint does as one that
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,12 +21,13 @@ from jax.sharding import Mesh
 
 from trillora.assembly import Assembly
 from trillora.checkpoint import Checkpoints, Saver
+from trillora.compile_plan import CompileWatch, Programs, shape_text
 from trillora.data.batches import Batches
 from trillora.engine.step import StepMetrics, TrainState
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Evaluated, Listener, Note, Sampled, Step
+from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, Step
 from trillora.health import Health
-from trillora.measure import Figures, Measures, peak_memory_gib
+from trillora.measure import Figures, Measures, Sampler, peak_memory_gib
 from trillora.mesh import agreed, local_rows, put_batch
 from trillora.model.layout import Tree
 from trillora.run_folder import RunFolder
@@ -94,6 +96,7 @@ class Run:
     facts: dict[str, Any]  # of the run, for every checkpoint
     base_name: str
     num_steps: int  # of all stages
+    watch: CompileWatch
     flops_per_token: float  # as a share of a second of all the chips' arithmetic; 0 where that is not known
 
     def save(self, state: TrainState, position: Position) -> None:
@@ -125,7 +128,7 @@ class StageLoop:
         run: Run,
         stage: StageData,
         assembly: Assembly,
-        programs: dict[int, Any],
+        programs: Programs,
         base: Tree,
         position: Position,
         measures: Measures,
@@ -152,7 +155,9 @@ class StageLoop:
         self._started = self._last_report = time.perf_counter()
         steps = range(position.step, 0 if position.stage_is_over else stage.num_steps)
         for batch in placed_batches(stage.batches, steps, self._assembly.mesh):
-            state, metrics = self._programs[batch["tokens"].shape[1]](state, self._base, batch)
+            shape = shape_text(batch["tokens"].shape)
+            self._run.watch.doing = f"step {position.global_step + 1} of stage {stage.name}, a batch of {shape}"
+            state, metrics = self._programs(state, self._base, batch)
             self._report()
             self._pending = (position.step, metrics)
             position.step += 1
@@ -249,10 +254,11 @@ class StageLoop:
     def _measure(self, adapter: Tree) -> bool:
         """Evaluate and sample; whether this is the best so far. Given up for a signal: a continued run measures."""
         evaluator, sampler = self._measures.evaluator, self._measures.sampler
+        self._run.watch.doing = f"the evaluation after step {self._position.global_step}"
         try:
             figures = evaluator.measure(adapter, self._base, self._ask) if evaluator is not None else None
             self._ask()
-            samples = sampler.answer(self._measures.questions, adapter) if sampler is not None else ()
+            samples = self._answers(sampler, adapter) if sampler is not None else ()
         except _GivenUp:
             return False
         improved = figures is not None and self._judge(figures)
@@ -264,6 +270,11 @@ class StageLoop:
         self._run.update_report()
         self._last_report = time.perf_counter()  # the next step's time is its own
         return improved
+
+    def _answers(self, sampler: Sampler, adapter: Tree) -> tuple[Sample, ...]:
+        # The plan has their programs; they are compiled when first needed, which a continued run may not come to.
+        with contextlib.nullcontext() if sampler.has_answered else self._run.watch.allowing():
+            return sampler.answer(self._measures.questions, adapter)
 
     def _judge(self, figures: Figures) -> bool:
         """Tell the figures, and whether they are the best; end a stage that gets no better."""

@@ -6,7 +6,7 @@ Both are functions of the adapter alone: measured again after an interruption, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.assembly import Assembly
+from trillora.compile_plan import Planned, Programs, shape_text
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.questions import Question, question_of
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Sample
-from trillora.generate import Generator
+from trillora.generate import Generator, bucket_length
 from trillora.mesh import local_rows, put_batch
 from trillora.model.layout import Tree
 from trillora.model.limits import why_not_decode
@@ -31,6 +32,7 @@ from trillora.stage_data import StageData, evaluation_batches
 
 TEXT_PROMPT = 24  # tokens of a text to go on from
 TEXT_ANSWER = 48  # tokens of the text shown beside what the model wrote
+PROMPTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,10 @@ class Figures:
 class Evaluator:
     """The loss of fixed rows, in batches of one shape, by one program."""
 
-    def __init__(self, assembly: Assembly, batches: Batches) -> None:
+    def __init__(self, assembly: Assembly, batches: Batches, stage: str) -> None:
         self._mesh, self.batches = assembly.mesh, batches
-        self._program = assembly.compile_evaluation(batches.batch_size, batches.sequence_length)
+        shape = (batches.batch_size, batches.sequence_length)
+        self._program = Programs(f"The evaluation of stage {stage}", {shape: assembly.compile_evaluation(*shape)})
 
     def measure(self, adapter: Tree, base: Tree, ask: Callable[[], None]) -> Figures:
         """`ask` is called between batches; it may raise to give up."""
@@ -82,8 +85,11 @@ class Sampler:
 
     def __init__(self, assembly: Assembly, base: Tree, prompts: Prompts, max_tokens: int) -> None:
         self._generator: Generator | None = None
-        self._make = lambda adapter: Generator(assembly.model, base, adapter, prompts, assembly.mesh)
+        self._make = lambda adapter: Generator(
+            assembly.model, base, adapter, prompts, assembly.mesh, batch_size=PROMPTS_AT_ONCE
+        )
         self._prompts, self._max_tokens = prompts, max_tokens
+        self.has_answered = False  # its programs are compiled by the first answers
 
     def answer(self, questions: Sequence[Question], adapter: Tree) -> tuple[Sample, ...]:
         if self._generator is None:
@@ -100,6 +106,7 @@ class Sampler:
         written = self._generator.continue_tokens([q.prompt for q in questions], max_tokens=room)
         # An adapter is given up to the next step: nothing here may hold on to it.
         self._generator.adapter = {}
+        self.has_answered = True
         decode = self._prompts.decode
         return tuple(
             Sample(
@@ -111,22 +118,41 @@ class Sampler:
         )
 
 
-def make_measures(stage: StageData, assembly: Assembly, base: Tree, opened: OpenModel, listener: Listener) -> Measures:
+@dataclass(frozen=True)
+class Wanted:
+    """What a stage's recipe asks to be measured, before anything is compiled for it."""
+
+    stage: str
+    batches: Batches | None = None  # of the evaluation
+    prompts: Prompts | None = None
+    questions: tuple[Question, ...] = ()
+    max_tokens: int = 0  # of an answer
+
+    def programs(self) -> Iterator[Planned]:
+        if self.batches is not None:
+            shape = shape_text((self.batches.batch_size, self.batches.sequence_length))
+            yield Planned(f"the evaluation of stage {self.stage}", shapes=shape)
+        if self.questions:
+            lengths = sorted(len(question.prompt) for question in self.questions)
+            groups = [lengths[first : first + PROMPTS_AT_ONCE] for first in range(0, len(lengths), PROMPTS_AT_ONCE)]
+            slots = dict.fromkeys(bucket_length(group[-1]) for group in groups)
+            shapes = f"prompts of up to {', '.join(map(str, slots))} tokens, read and answered"
+            yield Planned(f"the answers of stage {self.stage}", 2 * len(slots), shapes)
+
+
+def wanted_measures(stage: StageData, opened: OpenModel, listener: Listener) -> Wanted:
     """What the stage's recipe asks for, as far as it can be had."""
     options, rows = stage.recipe.evaluate, stage.recipe.train.micro_batch_size
     assert rows != "auto"
-    evaluator = None
-    if (batches := evaluation_batches(stage, rows)) is not None:
-        listener(Note(f"Compiling the evaluation of {len(batches.documents):,} documents kept out of training"))
-        evaluator = Evaluator(assembly, batches)
+    batches = evaluation_batches(stage, rows)
     if not (options.prompts or (options.samples and stage.evaluation is not None)):
-        return Measures(evaluator)
+        return Wanted(stage.name, batches)
     why_not = why_not_decode(opened.config)
     if jax.process_count() > 1:
         why_not = "a run of several processes answers no prompts"
     if why_not:
         listener(Note(f"No samples: {why_not}"))
-        return Measures(evaluator)
+        return Wanted(stage.name, batches)
     tokenizer = opened.tokenizer
     template = stage.template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
     stops = configured_stops(opened.folder, opened.config)
@@ -137,7 +163,18 @@ def make_measures(stage: StageData, assembly: Assembly, base: Tree, opened: Open
         assert stage.evaluation is not None
         questions = sample_questions(stage.evaluation, options.samples)
     listener(Note(f"{len(questions)} prompts are answered at every evaluation"))
-    return Measures(evaluator, Sampler(assembly, base, prompts, options.max_tokens), tuple(questions))
+    return Wanted(stage.name, batches, prompts, tuple(questions), options.max_tokens)
+
+
+def make_measures(wanted: Wanted, assembly: Assembly, base: Tree, listener: Listener) -> Measures:
+    evaluator = sampler = None
+    if wanted.batches is not None:
+        num_documents = len(wanted.batches.documents)
+        listener(Note(f"Compiling the evaluation of {num_documents:,} documents kept out of training"))
+        evaluator = Evaluator(assembly, wanted.batches, wanted.stage)
+    if wanted.prompts is not None and wanted.questions:
+        sampler = Sampler(assembly, base, wanted.prompts, wanted.max_tokens)
+    return Measures(evaluator, sampler, wanted.questions)
 
 
 def sample_questions(documents: Documents, count: int) -> list[Question]:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from trillora.assembly import Assembly
 from trillora.cache import cache_root
 from trillora.checkpoint import Checkpoints, Saver, sealed
 from trillora.choices import Plan, choose
+from trillora.compile_plan import CompileWatch, Planned, Programs, Shape, describe, shape_text
 from trillora.config import choice_in_stage, dump_resolved, resolve, still_open
 from trillora.data.batches import Batches
 from trillora.durable import remove_unfinished
@@ -36,8 +37,8 @@ from trillora.health import Health
 from trillora.identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
 from trillora.loop import Diverged, Position, Run, StageLoop
 from trillora.masking import mask_settings, mask_values
-from trillora.measure import make_measures
-from trillora.mesh import find_devices, join_cluster, remember_programs, same_everywhere
+from trillora.measure import Measures, Wanted, make_measures, wanted_measures
+from trillora.mesh import agreed, find_devices, join_cluster, remember_programs, same_everywhere
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
 from trillora.model.limits import check_rows
@@ -86,11 +87,25 @@ def train(
             return TrainResult(out, None, tuple(losses(folder.metrics_file)), 0, stopped=str(signal))
 
 
+@dataclass(frozen=True)
+class StageWork:
+    """A stage with all that is compiled for it."""
+
+    stage: StageData
+    assembly: Assembly
+    programs: Programs
+    measures: Measures
+    close: Callable[[TrainState], TrainState]  # its last state -> the first of what follows
+    num_compiles: int  # of the step, with those that did not fit
+
+
 class _Training:
     """One process's part of a run."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, stop: Stop, listener: Listener, accept_changes: bool) -> None:
-        self._recipe, self._folder, self._stop, self._listener = recipe, folder, stop, listener
+        self._recipe, self._folder, self._stop = recipe, folder, stop
+        self._watch = CompileWatch()
+        self._listener = self._watch.aside(listener)
         self._accept_changes = accept_changes
         self._checkpoints = Checkpoints(open_storage(recipe.train.checkpoint_to or folder.path / "checkpoints"))
 
@@ -117,6 +132,11 @@ class _Training:
         self._folder.write("resolved.yaml", mask_settings(dump_resolved(resolved, choices)))
         of_run = run_facts.of_run(resolved, stages, assembly, identity, opened.tokenizer)
         self._folder.write("run.json", json.dumps(of_run, indent=1) + "\n")
+        left = range(position.stage, len(stages))
+        to_measure = [wanted_measures(stages[number], opened, listener) for number in left]
+        if left:
+            planned = planned_programs([stages[number] for number in left], to_measure, is_new=saved is None)
+            listener(Note(describe(planned)))
 
         base = read_base(opened.folder, assembly, listener)
         if saved:
@@ -139,28 +159,51 @@ class _Training:
                 facts=run_facts.of_checkpoint(resolved, choices, identity, devices),
                 base_name=recipe.model.name,
                 num_steps=sum(stage.num_steps for stage in stages),
+                watch=self._watch,
                 flops_per_token=_flops_share(base, devices),
             )
-            return self._to_the_end(run, stages, plans, base, state, position, opened)
+            works = [
+                self._compile_stage(stages, number, plans[number], measures, base, told)
+                for number, measures in zip(left, to_measure, strict=True)
+            ]
+            agreed(False, False)  # what processes of one run ask each other by is a program too
+            return self._to_the_end(run, works, base, state, position, stages[-1])
+
+    def _compile_stage(
+        self, stages: list[StageData], number: int, plan: Plan, wanted: Wanted, base: Tree, listener: Listener
+    ) -> StageWork:
+        """All programs of a stage; those that answer prompts are compiled by the first answers."""
+        stage = stages[number]
+        follows = stages[number + 1] if number + 1 < len(stages) else None
+        restarts = follows is not None and follows.restarts_optimizer
+        steps = compile_lengths(plan, stage.batches, listener)
+        return StageWork(
+            stage=stage,
+            assembly=plan.assembly,
+            programs=Programs(f"The step of stage {stage.name}", steps),
+            measures=make_measures(wanted, plan.assembly, base, listener),
+            close=compile_next(plan.assembly, self._recipe.train.seed, number + 1, restart=restarts),
+            num_compiles=plan.num_compiles + len(steps) - 1,
+        )
 
     def _to_the_end(
         self,
         run: Run,
-        stages: list[StageData],
-        plans: list[Plan],
+        works: list[StageWork],
         base: Tree,
         state: TrainState,
         position: Position,
-        opened: OpenModel,
+        last: StageData,
     ) -> TrainResult:
         """Train what is left, and leave an adapter, or a checkpoint to go on from."""
         if position.global_step:
             run.listener(Note(f"Going on from step {position.global_step} of {run.num_steps}"))
         try:
-            num_compiles, stopped = self._run_stages(run, stages, plans, base, state, position, opened)
+            with self._watch.watching():
+                stopped = self._run_stages(run, works, base, state, position)
             run.saver.wait()
             self._check_saved(run.saver)
-            adapter = None if stopped else self._write_adapter(run, position, stages[-1])
+            adapter = None if stopped else self._write_adapter(run, position, last)
         except Diverged as error:
             self._end(run, "diverged", position, error.what)
             raise
@@ -168,37 +211,26 @@ class _Training:
             run.listener(Note(f"Stopped at step {position.global_step} of {run.num_steps} by {stopped}; saved"))
         self._end(run, "stopped" if stopped else "finished", position, stopped or "")
         done = tuple(losses(self._folder.metrics_file))
-        return TrainResult(self._folder.path, adapter, done, num_compiles, stopped)
+        return TrainResult(self._folder.path, adapter, done, sum(work.num_compiles for work in works), stopped)
 
     def _run_stages(
-        self,
-        run: Run,
-        stages: list[StageData],
-        plans: list[Plan],
-        base: Tree,
-        state: TrainState,
-        position: Position,
-        opened: OpenModel,
-    ) -> tuple[int, str | None]:
-        """What is left of the run, stage after stage, each from where the one before ended; how many steps were
-        compiled, and what stopped it, if something did."""
-        seed, num_compiles = self._recipe.train.seed, 0
-        for number in range(position.stage, len(stages)):
-            stage, plan = stages[number], plans[number]
-            programs = compile_lengths(plan, stage.batches, run.listener)
-            num_compiles += plan.num_compiles + len(programs) - 1
-            measures = make_measures(stage, plan.assembly, base, opened, run.listener)
-            state, stopped = StageLoop(run, stage, plan.assembly, programs, base, position, measures).train(state)
+        self, run: Run, works: list[StageWork], base: Tree, state: TrainState, position: Position
+    ) -> str | None:
+        """What is left of the run, stage after stage, each from where the one before ended; what stopped it, if
+        something did."""
+        for number, work in enumerate(works, 1):
+            loop = StageLoop(run, work.stage, work.assembly, work.programs, base, position, work.measures)
+            state, stopped = loop.train(state)
             if stopped:
-                return num_compiles, stopped
-            follows = stages[number + 1] if number + 1 < len(stages) else None
-            restarts = follows is not None and follows.restarts_optimizer
-            state = place_next(state, plan.assembly, seed, number + 1, restart=restarts)
-            position.next_stage(is_end=follows is None)
+                return stopped
+            self._watch.doing = f"the end of stage {work.stage.name}"
+            is_end = number == len(works)
+            state = work.close(state)
+            position.next_stage(is_end=is_end)
             run.save(state, position)
-            if follows and (reason := self._stop.reason()):
-                return num_compiles, reason
-        return num_compiles, None
+            if not is_end and (reason := self._stop.reason()):
+                return reason
+        return None
 
     def _end(self, run: Run, event: str, position: Position, reason: str) -> None:
         self._folder.add_history(event, position.global_step, reason)
@@ -333,29 +365,53 @@ def read_base(folder: Path, assembly: Assembly, listener: Listener) -> Tree:
 
 def place_state(assembly: Assembly, seed: int) -> TrainState:
     """The state before the first step, on the devices."""
+
+    def first_state(adapter: Tree) -> TrainState:
+        return initial_state(adapter, assembly.optimizer, seed)
+
     adapter = initial_adapter(assembly.model.adapter_layout, seed)
-    make = jax.jit(lambda a: initial_state(a, assembly.optimizer, seed), out_shardings=_shardings(assembly))
-    return make(adapter)
+    return jax.jit(first_state, out_shardings=_shardings(assembly))(adapter)
 
 
-def place_next(state: TrainState, assembly: Assembly, seed: int, stage: int, *, restart: bool) -> TrainState:
-    """The state before the first step of a later stage."""
+def compile_next(assembly: Assembly, seed: int, stage: int, *, restart: bool) -> Callable[[TrainState], TrainState]:
+    """A program that makes a stage's last state the one before the first step of the next."""
 
-    def make(state: TrainState) -> TrainState:
+    def next_state(state: TrainState) -> TrainState:
         optimizer = assembly.optimizer.init(state.adapter) if restart else state.optimizer
         return next_stage(state.adapter, optimizer, seed, stage)
 
-    return jax.jit(make, out_shardings=_shardings(assembly), donate_argnums=0)(state)
+    jitted = jax.jit(next_state, out_shardings=_shardings(assembly), donate_argnums=0)
+    return jitted.lower(assembly.state_shapes).compile()
 
 
-def compile_lengths(plan: Plan, batches: Batches, listener: Listener) -> dict[int, Any]:
+def planned_programs(stages: Sequence[StageData], wanted: Sequence[Wanted], *, is_new: bool) -> Iterator[Planned]:
+    """What these stages compile, the steps that are compiled already included. Not counted is what moves single arrays
+    while weights are loaded."""
+    if is_new:
+        yield Planned("the state before the first step")
+    for stage, measures in zip(stages, wanted, strict=True):
+        shapes = [(stage.batches.batch_size, length) for length in step_lengths(stage.batches)]
+        yield Planned(f"the step of stage {stage.name}", len(shapes), ", ".join(map(shape_text, shapes)))
+        yield from measures.programs()
+        yield Planned(f"the state at the end of stage {stage.name}")
+    yield Planned("the copy of the state for a checkpoint")
+
+
+def step_lengths(batches: Batches) -> list[int]:
+    """Row lengths that a step is compiled for. The longest always is: it is what the choices were tried with."""
+    return sorted({*batches.lengths, batches.sequence_length})
+
+
+def compile_lengths(plan: Plan, batches: Batches, listener: Listener) -> dict[Shape, Any]:
     """A compiled step for every row length of the batches; the plan brings the longest."""
     longest = batches.sequence_length
     if batches.lengths != [longest]:
         names = ", ".join(map(str, batches.lengths))
         listener(Note(f"{len(batches.lengths)} programs in all, for rows of {names} tokens"))
-    others = {length: plan.assembly.compile(length) for length in batches.lengths if length != longest}
-    return {longest: plan.compiled, **others}
+    return {
+        (batches.batch_size, length): plan.compiled if length == longest else plan.assembly.compile(length)
+        for length in step_lengths(batches)
+    }
 
 
 def _shardings(assembly: Assembly) -> Any:

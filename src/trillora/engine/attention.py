@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,6 +42,14 @@ class MaskRule:
 
 
 @dataclass(frozen=True)
+class RuleChoice:
+    """One of several rules, told apart while the program runs: layers that differ in nothing else share a body."""
+
+    rules: tuple[MaskRule, ...]
+    index: jax.Array  # a scalar
+
+
+@dataclass(frozen=True)
 class Scores:
     """How raw scores become logits."""
 
@@ -52,7 +61,7 @@ def attend(
     query_BTHD: jax.Array,
     key_BSKD: jax.Array,
     value_BSKE: jax.Array,
-    rule: MaskRule,
+    rule: MaskRule | RuleChoice,
     scores: Scores,
     *,
     sinks_H: jax.Array | None = None,
@@ -66,6 +75,26 @@ def attend(
 
     `interpret` runs the TPU kernel's program step by step on any backend, for tests.
     """
+    if isinstance(rule, RuleChoice):
+        if implementation == "xla":  # two small masks instead of two attentions
+            return _reference(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, bias_BHTS)
+
+        def by(one: MaskRule) -> Callable[..., jax.Array]:
+            return lambda query, key, value: attend(
+                query,
+                key,
+                value,
+                one,
+                scores,
+                sinks_H=sinks_H,
+                segments_BT=segments_BT,
+                positions_BT=positions_BT,
+                bias_BHTS=bias_BHTS,
+                implementation=implementation,
+                interpret=interpret,
+            )
+
+        return jax.lax.switch(rule.index, [by(one) for one in rule.rules], query_BTHD, key_BSKD, value_BSKE)
     if rule.chunk is not None:
         segments_BT = refine_by_chunk(segments_BT, positions_BT, rule.chunk, query_BTHD.shape[:2])
     if unsupported(implementation, query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, bias_BHTS):
@@ -119,8 +148,10 @@ def unsupported(
     return None
 
 
-def visible(rule: MaskRule, num_queries: int, num_keys: int, segments_BT: jax.Array | None) -> jax.Array:
+def visible(rule: MaskRule | RuleChoice, num_queries: int, num_keys: int, segments_BT: jax.Array | None) -> jax.Array:
     """The rule as a boolean array [1 or B, T, S]."""
+    if isinstance(rule, RuleChoice):
+        return jax.lax.select_n(rule.index, *(visible(one, num_queries, num_keys, segments_BT) for one in rule.rules))
     query_index = jnp.arange(num_queries)[:, None]
     key_index = jnp.arange(num_keys)[None, :]
     mask = jnp.ones((num_queries, num_keys), bool)
@@ -137,7 +168,7 @@ def _reference(
     query_BTHD: jax.Array,
     key_BSKD: jax.Array,
     value_BSKE: jax.Array,
-    rule: MaskRule,
+    rule: MaskRule | RuleChoice,
     scores: Scores,
     sinks_H: jax.Array | None,
     segments_BT: jax.Array | None,

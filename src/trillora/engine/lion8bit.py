@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from trillora.engine.dice import places, scramble, share
+
 Tree = Any
 BLOCK_SIZE = 256
 LARGEST = 127  # of int8; -128 stays unused, so that the code is symmetric
@@ -80,10 +82,10 @@ def quantise(array: jax.Array, scales: jax.Array, count: jax.Array) -> jax.Array
     """Codes of the array's blocks; `count` makes the dice of one update differ from those of another."""
     blocks = _in_blocks(array)
     squares = jnp.abs(blocks) * (SQUARE / jnp.where(scales == 0, jnp.inf, scales))[..., None]  # 0 to 127²
-    # Where a chip's root or quotient is not exact, `share` leaves 0 to 1 by as little and the nearer code is taken.
+    # Where a chip's root or quotient is not exact, `part` leaves 0 to 1 by as little and the nearer code is taken.
     below = jnp.minimum(jnp.floor(jnp.sqrt(squares)), LARGEST - 1)
-    share = (squares - below * below) / (2 * below + 1)  # of the way to the next code's square
-    return (jnp.sign(blocks) * (below + (dice(blocks.shape, count) < share))).astype(jnp.int8)
+    part = (squares - below * below) / (2 * below + 1)  # of the way to the next code's square
+    return (jnp.sign(blocks) * (below + (dice(blocks.shape, count) < part))).astype(jnp.int8)
 
 
 def dequantise(codes: jax.Array, scales: jax.Array, like: jax.Array) -> jax.Array:
@@ -97,15 +99,7 @@ def dequantise(codes: jax.Array, scales: jax.Array, like: jax.Array) -> jax.Arra
 def dice(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
     """Even in [0, 1), for blocks [..., N, K]: a function of `count` and of the place in N x K alone. Matrices share
     them, each update has its own."""
-    place = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2) * jnp.uint32(shape[-1])
-    place += jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-    bits = place ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
-    # Two rounds of multiply and shift, with the constants of C. Wellons' search for the least biased (2018).
-    for factor in (0x7FEB352D, 0x846CA68B):
-        bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
-        bits ^= bits >> 15
-    bits ^= bits >> 16
-    return (bits >> 8).astype(jnp.float32) * 2.0**-24
+    return share(scramble(places(shape, 2) ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))))
 
 
 def _in_blocks(array: jax.Array) -> jax.Array:

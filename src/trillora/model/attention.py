@@ -6,6 +6,7 @@ kernel needs from the rule and from the segment ids of the trace.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trillora.engine.attention import SAVED_NAME, MaskRule, Scores, attend, visible
+from trillora.engine.attention import SAVED_NAME, MaskRule, RuleChoice, Scores, attend, visible
 from trillora.errors import TrilloraError
 from trillora.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
 from trillora.model.cache import visible_in_cache
@@ -108,10 +109,12 @@ def _attention(
     trace.num_attention_calls += 1
     _refuse_unknown(module, kwargs)
     # The rule is right where it and the keyword disagree: a few models pass a window to layers that do not use it.
-    rule, bias = MaskRule(window=sliding_window), None
-    if isinstance(attention_mask, MaskRule):
+    rule: MaskRule | RuleChoice = MaskRule(window=sliding_window)
+    bias: jax.Array | None = None
+    if isinstance(attention_mask, MaskRule | RuleChoice):
         rule = attention_mask
         if trace.slots is not None:
+            assert isinstance(rule, MaskRule), "layers that write run one by one"
             rule, bias = MaskRule(causal=False), visible_in_cache(rule, trace.slots, key.shape[2])
         elif query.shape[2] != key.shape[2]:
             raise TrilloraError(
@@ -151,7 +154,7 @@ def _attend_per_shard(
     query_BTHD: jax.Array,
     key_BSKD: jax.Array,
     value_BSKE: jax.Array,
-    rule: MaskRule,
+    rule: MaskRule | RuleChoice,
     scores: Scores,
     sinks_H: jax.Array | None,
     bias_BHTS: jax.Array | None,
@@ -165,12 +168,13 @@ def _attend_per_shard(
         sinks: jax.Array | None,
         segments: jax.Array | None,
         positions: jax.Array | None,
+        index: jax.Array | None,
     ) -> jax.Array:
         return attend(
             query,
             key,
             value,
-            rule,
+            rule if index is None or isinstance(rule, MaskRule) else dataclasses.replace(rule, index=index),
             scores,
             sinks_H=sinks,
             segments_BT=segments,
@@ -180,11 +184,13 @@ def _attend_per_shard(
             interpret=trace.interpret,
         )
 
-    args = (query_BTHD, key_BSKD, value_BSKE, sinks_H, trace.segments_BT, trace.positions_BT)
+    index = rule.index if isinstance(rule, RuleChoice) else None
+    args = (query_BTHD, key_BSKD, value_BSKE, sinks_H, trace.segments_BT, trace.positions_BT, index)
     if trace.mesh is None or trace.attention == "xla" or bias_BHTS is not None:
         return local(*args)
     split_heads = key_BSKD.shape[2] % trace.mesh.shape[TENSOR_AXIS] == 0
     heads = TENSOR_AXIS if split_heads else None
     rows = PartitionSpec(BATCH_AXES, None, heads, None)
     tokens = PartitionSpec(BATCH_AXES, None)
-    return per_shard(local, trace.mesh, (rows, rows, rows, PartitionSpec(heads), tokens, tokens), rows)(*args)
+    in_specs = (rows, rows, rows, PartitionSpec(heads), tokens, tokens, PartitionSpec())
+    return per_shard(local, trace.mesh, in_specs, rows)(*args)

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from torchax import interop
 from transformers.pytorch_utils import Conv1D
 
+from trillora.engine.dice import keep_mask
 from trillora.errors import TrilloraError, nearest
 from trillora.model.layout import Layout, Tree
 from trillora.model.torchax_fixes import TORCHAX_TENSORS
@@ -75,8 +76,8 @@ class _LinearOutput:
         trace = current()
         if self.lora_dropout and trace is not None and trace.dropout_key is not None:
             key = jax.random.fold_in(trace.dropout_key, self.lora_stream)
-            keep = jax.random.bernoulli(key, 1 - self.lora_dropout, x.shape)
-            x = jnp.where(keep, x / (1 - self.lora_dropout), 0).astype(x.dtype)
+            kept = keep_mask(key, 1 - self.lora_dropout, x.shape)
+            x = jnp.where(kept, x / (1 - self.lora_dropout), 0).astype(x.dtype)
         return (x @ a_RD.astype(x.dtype).T) @ b_ER.astype(x.dtype).T * self.lora_scale
 
 

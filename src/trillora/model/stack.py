@@ -9,7 +9,10 @@ write to is made functional. No layer is known by name: two layers share a body 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +24,7 @@ import torch.utils._pytree as torch_tree
 from torchax import interop
 
 from trillora.engine.attention import SAVED_NAME as ATTENTION_OUTPUT
+from trillora.engine.attention import MaskRule, RuleChoice
 from trillora.errors import TrilloraError
 from trillora.mesh import split_rows
 from trillora.model.lora import SAVED_NAME as LINEAR_OUTPUT
@@ -37,6 +41,11 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 
 # Attributes that number a layer without changing what it computes.
 _INDEX_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "training"})
+# Attributes that say how far a layer looks back. Its mask says it too: layers that do no more with them than hand them
+# to attention share a body, and the mask is chosen while it runs.
+_WINDOW_ATTRIBUTES = frozenset({"is_sliding", "sliding_window", "layer_type", "attention_type", "attention_chunk_size"})
+_HANDED_ON = "sliding_window=self.sliding_window"
+_ADDRESS = re.compile(r"0x[0-9a-f]+")  # of functions, in a program's text
 _MAX_PERIOD = 16
 
 
@@ -51,6 +60,31 @@ class Segment:
 
 class CannotScan(Exception):
     """These layers have to run one by one; the text says why."""
+
+
+@dataclass(frozen=True)
+class _Varying:
+    """A recorded argument that is not the same in every repetition."""
+
+    slot: int  # the layer's place in the period
+    at: int  # the argument's place among the leaves of a call
+    values: list[Any]  # arrays or mask rules, each once
+    which: list[int]  # of them, by repetition
+
+    @property
+    def _is_scanned(self) -> bool:
+        return len(self.values) == len(self.which) and isinstance(self.values[0], jax.Array)
+
+    def per_repetition(self) -> jax.Array:
+        """What the scan hands to each repetition: the array itself, or the number of a value that recurs."""
+        return jnp.stack(self.values) if self._is_scanned else jnp.asarray(self.which, jnp.int32)
+
+    def pick(self, scanned: jax.Array) -> Any:
+        if self._is_scanned:
+            return interop.torch_view(scanned)
+        if isinstance(self.values[0], MaskRule):
+            return RuleChoice(tuple(self.values), scanned)
+        return interop.torch_view(jax.lax.select_n(scanned, *self.values))
 
 
 def find_segments(signatures: Sequence[Any]) -> list[Segment]:
@@ -75,23 +109,65 @@ def find_segments(signatures: Sequence[Any]) -> list[Segment]:
 
 
 def layer_signature(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """What has to be equal for two layers to compute the same function of their weights."""
+    """What has to be equal for two layers to compute the same function of their weights, inputs and masks."""
+
+    def counts(module: torch.nn.Module, key: str, value: Any) -> bool:
+        if key.startswith("_") or key in _INDEX_ATTRIBUTES or not _is_plain(value):
+            return False
+        return key not in _WINDOW_ATTRIBUTES or _decides_by_itself(type(module), key)
+
     modules = [
         (
             name,
             type(module).__qualname__,
-            tuple(
-                sorted(
-                    (key, repr(value))
-                    for key, value in module.__dict__.items()
-                    if not key.startswith("_") and key not in _INDEX_ATTRIBUTES and _is_plain(value)
-                )
-            ),
+            tuple(sorted((key, repr(value)) for key, value in module.__dict__.items() if counts(module, key, value))),
         )
         for name, module in layer.named_modules()
     ]
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
     return (*modules, *((name, tuple(t.shape), str(t.dtype)) for name, t in tensors))
+
+
+def _window_attributes(layer: torch.nn.Module) -> tuple[Any, ...]:
+    return tuple(
+        (name, key, repr(value))
+        for name, module in layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if key in _WINDOW_ATTRIBUTES
+    )
+
+
+def _within(rule: MaskRule, num_tokens: int) -> MaskRule:
+    """The rule for rows of this length: a window as long as the row is none."""
+    if rule.window is None or rule.window < num_tokens:
+        return rule
+    return dataclasses.replace(rule, window=None)
+
+
+def _distinct(values: list[Any], same: Callable[[Any, Any], bool]) -> tuple[list[Any], list[int]]:
+    """Each value once, and which of them stands where."""
+    distinct: list[Any] = []
+    which = []
+    for value in values:
+        number = next((n for n, other in enumerate(distinct) if same(value, other)), len(distinct))
+        if number == len(distinct):
+            distinct.append(value)
+        which.append(number)
+    return distinct, which
+
+
+def _decides_by_itself(cls: type, attribute: str) -> bool:
+    """Whether the class's code does anything with the attribute but hand it to attention."""
+    functions = [
+        function
+        for ancestor in cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
+        for name, function in vars(ancestor).items()
+        if name != "__init__" and inspect.isfunction(function)
+    ]
+    try:
+        return any(f"self.{attribute}" in inspect.getsource(f).replace(_HANDED_ON, "") for f in functions)
+    except OSError:
+        return True
 
 
 def _is_plain(value: Any) -> bool:
@@ -143,12 +219,8 @@ class LayerStack:
             layer.__dict__["forward"] = functools.partial(self._record, i, layer.forward)
 
     def _segments(self, model: Any) -> list[Segment]:
-        kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
         return find_segments(
-            [
-                (layer_signature(layer), kinds[i] if i < len(kinds) else None, tuple(sorted(self.shared[i].items())))
-                for i, layer in enumerate(self.layers)
-            ]
+            [(layer_signature(layer), tuple(sorted(self.shared[i].items()))) for i, layer in enumerate(self.layers)]
         )
 
     def slots(self) -> list[tuple[Segment, int, str]]:
@@ -239,22 +311,26 @@ class LayerStack:
     def _scan(
         self, trace: Trace, hidden: jax.Array, segment: Segment, weights: list[dict[str, jax.Array]]
     ) -> jax.Array:
-        places, stacked = self._varying_arguments(trace, segment)
+        varying = self._varying_arguments(trace, segment, hidden.shape[-2])
         indices = list(range(segment.start, segment.start + segment.period))
         written: list[tuple[Any, list[Any]]] = []
 
-        def body(hidden: jax.Array, xs: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, None]:
-            weights, arguments, repetition = xs
-            varying = dict(zip(places, arguments, strict=True))
-            numbers = [i + repetition * segment.period for i in indices]
-            hidden, _ = self._body(trace, hidden, indices, weights, written, varying, numbers)
+        def run(indices: list[int], hidden: jax.Array, xs: tuple[Any, Any, jax.Array]) -> jax.Array:
+            weights, scanned, repetition = xs
+            picked = {(v.slot, v.at): v.pick(x) for v, x in zip(varying, scanned, strict=True)}
+            numbers = [i + repetition * segment.period for i in range(segment.start, segment.start + segment.period)]
+            hidden, _ = self._body(trace, hidden, indices, weights, written, picked, numbers)
             if written:
                 raise CannotScan("a layer writes to a dictionary shared by all layers")
-            return hidden, None
+            return hidden
+
+        def body(hidden: jax.Array, xs: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, None]:
+            return run(indices, hidden, xs), None
 
         repetitions = jnp.arange(segment.repetitions)
         unroll = min(self.unroll, segment.repetitions)
-        xs = (weights, stacked, repetitions)
+        xs = (weights, [v.per_repetition() for v in varying], repetitions)
+        self._check_same_program(segment, lambda numbers: jax.make_jaxpr(functools.partial(run, numbers)), hidden, xs)
         return jax.lax.scan(self._checkpointed(body, looped=True), hidden, xs, unroll=unroll)[0]
 
     def _body(
@@ -264,7 +340,7 @@ class LayerStack:
         indices: list[int],
         weights: list[dict[str, jax.Array]],
         written: list[tuple[Any, list[Any]]],
-        varying: dict[tuple[int, int], jax.Array] | None = None,
+        varying: dict[tuple[int, int], Any] | None = None,
         numbers: Sequence[Any] | None = None,
     ) -> tuple[jax.Array, list[Any]]:
         """Run these layers once. What they wrote to shared dictionaries is named in `written`, its values returned."""
@@ -291,13 +367,13 @@ class LayerStack:
         i: int,
         weights: dict[str, jax.Array],
         hidden: torch.Tensor,
-        arguments: dict[int, jax.Array] | None = None,
+        arguments: dict[int, Any] | None = None,
     ) -> tuple[Any, list[tuple[Any, dict[Any, Any]]]]:
         """transformers' own layer with the recorded arguments; dictionaries are copied, additions handed back."""
         positional, args, kwargs = trace.layer_calls[i]
         leaves, structure = torch_tree.tree_flatten((args, kwargs))
-        for at, array in (arguments or {}).items():
-            leaves[at] = interop.torch_view(array)
+        for at, value in (arguments or {}).items():
+            leaves[at] = value
         copies = []
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, collections.UserDict):
@@ -316,10 +392,23 @@ class LayerStack:
         ]
         return out, [(original, added) for original, added in additions if added]
 
-    def _varying_arguments(self, trace: Trace, segment: Segment) -> tuple[list[tuple[int, int]], list[jax.Array]]:
-        """Tensor arguments that differ between repetitions, stacked, each with its (slot, place)."""
-        places: list[tuple[int, int]] = []
-        stacked: list[jax.Array] = []
+    def _check_same_program(
+        self, segment: Segment, tracer: Callable[[list[int]], Callable[..., Any]], hidden: jax.Array, xs: Any
+    ) -> None:
+        """Repetitions whose layers differ in attributes that ought not to matter: traced, they must be the same."""
+        periods = [
+            [segment.start + r * segment.period + j for j in range(segment.period)] for r in range(segment.repetitions)
+        ]
+        kinds = {tuple(_window_attributes(self.layers[i]) for i in period): period for period in reversed(periods)}
+        if len(kinds) == 1:
+            return
+        first = jax.tree.map(lambda array: array[0], xs)
+        programs = {_ADDRESS.sub("", str(tracer(period)(hidden, first))) for period in kinds.values()}
+        if len(programs) > 1:
+            raise CannotScan("layers that differ in their window differ in more")
+
+    def _varying_arguments(self, trace: Trace, segment: Segment, num_tokens: int) -> list[_Varying]:
+        found: list[_Varying] = []
         for j in range(segment.period):
             calls = [
                 torch_tree.tree_flatten(trace.layer_calls[segment.start + j + r * segment.period][1:])
@@ -331,13 +420,18 @@ class LayerStack:
             for at, leaf in enumerate(leaves):
                 values = [other[at] for other, _ in calls]
                 if isinstance(leaf, TORCHAX_TENSORS):
-                    arrays = [v.jax() for v in values]
-                    if any(a is not arrays[0] for a in arrays):
-                        stacked.append(jnp.stack(arrays))
-                        places.append((j, at))
-                elif any(v is not leaf and v != leaf for v in values):
-                    raise CannotScan("repetitions are called with different values")
-        return places, stacked
+                    distinct, which = _distinct([v.jax() for v in values], lambda a, b: a is b)
+                elif isinstance(leaf, MaskRule):
+                    distinct, which = _distinct([_within(v, num_tokens) for v in values], lambda a, b: a == b)
+                    if len(distinct) > 1 and any(rule.chunk is not None for rule in distinct):
+                        raise CannotScan("some layers see chunks and some do not")
+                else:
+                    distinct, which = _distinct(values, lambda a, b: a is b or a == b)
+                    if len(distinct) > 1:
+                        raise CannotScan("repetitions are called with different values")
+                if len(distinct) > 1:
+                    found.append(_Varying(j, at, distinct, which))
+        return found
 
     def _checkpointed(self, body: Callable[..., Any], *, looped: bool) -> Callable[..., Any]:
         """A loop already keeps the compiler from merging the recomputation with the original."""

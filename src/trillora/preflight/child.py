@@ -1,0 +1,294 @@
+"""One question put to the TPU compiler, in a process of its own: libtpu reads its settings before jax is imported, may
+abort on its own errors, and cannot be told to stop.
+
+A question is a line of JSON on stdin; events and one result are lines of JSON on stdout. The step is chosen by
+`choices.choose` and assembled by `assembly.assemble`, as in training; only the devices are not there.
+
+The compiler is left as soon as memory is laid out (`laid_out`); with `whole` it runs to the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from trillora.assembly import Assembly
+from trillora.choices import HOPELESS, DoesNotFit, Plan, Tried, choose
+from trillora.errors import TrilloraError
+from trillora.events import Event, to_json
+from trillora.hardware import CHIPS, DEVICE_KINDS, Chip, Slice, find_slice
+from trillora.model.source import load_config
+from trillora.preflight.estimate import argument_bytes, estimate, kind_shares
+from trillora.preflight.laid_out import Laid, lay_out
+from trillora.preflight.memory import (
+    GIB,
+    StepShapes,
+    largest,
+    logits_bytes,
+    out_of_memory,
+)
+from trillora.preflight.simulate import simulate
+from trillora.recipe import StageRecipe
+
+# Seconds of compiling on a TPU's host for each instruction of the scheduled program: 20 s on 16 cores for Mistral-7B,
+# which has 1,900.
+SECONDS_PER_INSTRUCTION = 0.01
+
+
+class TpuCompiler:
+    """Compiles a step as far as is needed; one that is hopeless by the estimate not at all."""
+
+    def __init__(self, folder: Path, chip: Chip, *, whole: bool) -> None:
+        self._folder, self._chip, self._whole = folder, chip, whole
+        self._number = 0
+        self.assembly: Assembly | None = None  # the last one
+
+    def __call__(self, assembly: Assembly) -> tuple[Laid | None, float]:
+        guess = self.guess(assembly)
+        if guess > HOPELESS * self._chip.hbm_gib * GIB:
+            return None, guess
+        laid = self.lay_out(assembly)
+        return (None if laid.program is None else laid), laid.needed
+
+    def guess(self, assembly: Assembly) -> float:
+        self.assembly = assembly
+        return estimate(assembly, self._chip).peak_bytes
+
+    def lay_out(self, assembly: Assembly) -> Laid:
+        self._number += 1
+        return lay_out(assembly.compile, self._folder / str(self._number), whole=self._whole)
+
+
+def _used(devices: list[Any], stage: StageRecipe) -> list[Any]:
+    """As many of the slice's devices as the recipe wants."""
+    wanted = stage.hardware.devices
+    if wanted == "auto":
+        return devices
+    if wanted > len(devices):
+        raise TrilloraError(
+            f"{wanted} devices asked for, the slice has {len(devices)}.",
+            where="hardware.devices",
+            do=f"set hardware.devices to {len(devices)} or auto",
+        )
+    return devices[:wanted]
+
+
+@dataclass(frozen=True)
+class AbsentDevice:
+    """A device of a slice that is not here, for what is decided by its kind alone."""
+
+    device_kind: str
+    platform: str = "tpu"
+    process_index: int = 0
+
+    def memory_stats(self) -> None:
+        return None
+
+
+def answer(question: dict[str, Any], listener: Any) -> dict[str, Any]:
+    """`question`: slice, method, whole, model (folder), trust_remote_code, stage (a StageRecipe), num_steps."""
+    place = find_slice(question["slice"])
+    stage = StageRecipe.model_validate(question["stage"])
+    config = load_config(Path(question["model"]), trust_remote_code=question["trust_remote_code"])
+    ask = by_estimate if question["method"] == "estimate" else by_compiler
+    return ask(stage, config, place, question["num_steps"], bool(question.get("whole")), listener)
+
+
+def by_compiler(
+    stage: StageRecipe, config: Any, place: Slice, num_steps: int, whole: bool, listener: Any
+) -> dict[str, Any]:
+    limit = CHIPS[place.chip].hbm_gib
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=place.topology, **place.options)
+    with tempfile.TemporaryDirectory(prefix="trillora-preflight-", ignore_cleanup_errors=True) as folder:
+        compiler = TpuCompiler(Path(folder), CHIPS[place.chip], whole=whole)
+        try:
+            devices = _used(list(topology.devices), stage)
+            plan = choose(stage, config, devices, num_steps, listener, compiler, guess=compiler.guess)
+        except DoesNotFit as error:
+            assert compiler.assembly is not None
+            shapes, report = step_shapes(compiler.assembly, config, stage), compiler.lay_out(compiler.assembly).report
+            return {
+                **_refused(error.tried, compiler.assembly),
+                "hbm_limit_gib": limit,
+                "problem": out_of_memory(report, shapes, limit, error.tried[-1].what),
+                "logits_gib": logits_bytes(report, shapes) / GIB if report else None,
+                "largest_buffers": largest(report, shapes) if report else [],
+            }
+        laid: Laid = plan.compiled
+        assert laid.program is not None
+        shapes = step_shapes(plan.assembly, config, plan.recipe)
+        times = simulate(laid.program, CHIPS[place.chip], place.num_devices, kind_shares(config))
+        held = argument_bytes(plan.assembly)
+        needed = plan.tried[-1].needed
+        logits = logits_bytes(laid.report, shapes) if laid.report else 0.0
+        rest = max(needed - sum(held.values()) - logits, 0.0)
+        instructions = laid.program.count(" fusion(") + laid.program.count(" custom-call(")
+        return {
+            **_accepted(plan, held | {"activations": rest, "logits": logits}),
+            "hbm_limit_gib": limit,
+            "largest_buffers": largest(laid.report, shapes) if laid.report else [],
+            "flops_per_step": times.flops * place.num_devices,
+            "step_seconds": times.seconds,
+            "step_seconds_roofline": times.roofline_seconds,
+            "time": {
+                "compute": times.compute_seconds,
+                "hbm": times.hbm_seconds,
+                "interconnect": times.interconnect_seconds,
+                "exposed_interconnect": times.exposed_interconnect_seconds,
+                "kernels": times.kernel_seconds,
+            },
+            "compile_seconds": laid.seconds if laid.is_whole else 5 + SECONDS_PER_INSTRUCTION * instructions,
+            "notes": list(times.warnings),
+        }
+
+
+def by_estimate(
+    stage: StageRecipe, config: Any, place: Slice, num_steps: int, whole: bool, listener: Any
+) -> dict[str, Any]:
+    """The same choices on as many virtual devices of this machine's CPU; nothing is compiled."""
+    chip = CHIPS[place.chip]
+    kind = next(kind for kind, name in DEVICE_KINDS.items() if name == place.chip)
+    absent = _used([AbsentDevice(kind)] * place.num_devices, stage)
+    virtual = jax.devices("cpu")[: len(absent)]
+
+    def guess(assembly: Assembly) -> tuple[Any, float]:
+        found = estimate(assembly, chip)
+        return found, found.peak_bytes
+
+    try:
+        plan = choose(stage, config, absent, num_steps, listener, guess, mesh_devices=virtual)
+    except DoesNotFit as error:
+        return {**_refused(error.tried), "hbm_limit_gib": chip.hbm_gib, "problem": error.what}
+    found = plan.compiled
+    roofline = found.flops / (chip.bf16_tflops * 1e12)
+    return {
+        **_accepted(
+            plan,
+            found.arguments
+            | {"gathered": found.gathered_bytes, "activations": found.activations_bytes, "logits": found.logits_bytes},
+        ),
+        "hbm_limit_gib": chip.hbm_gib,
+        "flops_per_step": found.flops * place.num_devices,
+        "step_seconds": found.step_seconds,
+        "step_seconds_roofline": roofline,
+        "compile_seconds": 25.0,
+        "notes": [],
+    }
+
+
+def _accepted(plan: Plan, parts: dict[str, float]) -> dict[str, Any]:
+    recipe, mesh = plan.recipe, plan.assembly.mesh
+    return {
+        "fits": True,
+        "hbm_peak_gib": round(plan.tried[-1].needed / GIB, 3),
+        "memory": {name: round(num_bytes / GIB, 3) for name, num_bytes in parts.items()},
+        "settings": {
+            "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
+            "micro_batch_size": recipe.train.micro_batch_size,
+            "remat": recipe.engine.remat,
+            "loss_chunk": recipe.engine.loss_chunk,
+            "attention": recipe.engine.attention,
+            "layers": recipe.engine.layers,
+        },
+        "choices": [dataclasses.asdict(choice) for choice in plan.choices],
+        "tried": list(map(_tried, plan.tried)),
+        **_weights(plan.assembly),
+    }
+
+
+def _refused(tried: tuple[Tried, ...], assembly: Assembly | None = None) -> dict[str, Any]:
+    known = [attempt.needed for attempt in tried if math.isfinite(attempt.needed)]
+    return {
+        "fits": False,
+        "hbm_peak_gib": round(min(known) / GIB, 3) if known else None,
+        "tried": list(map(_tried, tried)),
+        **(_weights(assembly) if assembly is not None else {}),
+    }
+
+
+def _tried(attempt: Tried) -> dict[str, Any]:
+    needed = round(attempt.needed / GIB, 2) if math.isfinite(attempt.needed) else None
+    return {"what": attempt.what, "peak_gib": needed, "fits": attempt.fits}
+
+
+def _weights(assembly: Assembly) -> dict[str, int]:
+    """Of the files: their sum, and the largest array that is loaded at once."""
+    sizes = [leaf.num_bytes for leaf in assembly.model.layout.values()]
+    parts = [leaf.num_bytes // max(len(leaf.names), 1) for leaf in assembly.model.layout.values()]
+    return {"weights_bytes": sum(sizes), "largest_tensor_bytes": max(parts)}
+
+
+def step_shapes(assembly: Assembly, config: Any, stage: StageRecipe) -> StepShapes:
+    text, mesh = config.get_text_config(), assembly.mesh
+    rows = stage.train.micro_batch_size
+    rows = stage.train.batch_size if rows == "auto" else rows
+    weights: dict[tuple[int, ...], str] = {}
+    for leaf in assembly.model.layout.values():
+        name = leaf.names[0]
+        for shape in (leaf.part_shape, leaf.part_shape[::-1]):
+            weights.setdefault(tuple(d for d in shape if d > 1), f"weight {_without_number(name)}")
+    return StepShapes(
+        num_layers=text.num_hidden_layers,
+        num_rows=max(1, rows // (mesh.shape["data"] * mesh.shape["fsdp"])),
+        num_tokens=stage.train.sequence_length,
+        width=text.hidden_size,
+        vocabulary=text.vocab_size,
+        weights={shape: name for shape, name in weights.items() if len(shape) > 1},
+    )
+
+
+def _without_number(name: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` -> `mlp.up_proj`."""
+    words = name.removesuffix(".weight").split(".")
+    numbered = [place for place, word in enumerate(words) if word.isdigit()]
+    return ".".join(words[numbered[-1] + 1 :] if numbered else words)
+
+
+@contextlib.contextmanager
+def stdout_for_answers() -> Iterator[Any]:
+    """Libraries print where they like: from here on that is stderr, and stdout carries answers only."""
+    kept = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with kept:
+        yield kept
+
+
+def _end_with_the_asker() -> None:
+    """stdin stays open as long as whoever asks is alive."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def main() -> None:
+    question = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_asker, daemon=True).start()
+    with stdout_for_answers() as answers:
+
+        def tell(event: Event) -> None:
+            print(to_json(event), file=answers)
+
+        try:
+            print(json.dumps({"result": answer(question, tell)}), file=answers)
+        except TrilloraError as error:
+            told = {"what": error.what, "where": error.where, "do": error.do}
+            print(json.dumps({"refused": told}), file=answers)
+        answers.flush()
+        # The compiler may still be at work on what is no longer needed; nothing else would stop it.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

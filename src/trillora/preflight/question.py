@@ -1,0 +1,168 @@
+"""What preflight asks: the stages of a recipe with their real data, and a model known by its configuration alone.
+
+No weights are fetched. Where the hub cannot be reached, the shapes of a few well-known models are in
+`known_models.json`; where a tokenizer cannot be had, the embedded one counts the tokens, and the answer says so.
+No jax.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trillora.cache import cache_root
+from trillora.durable import write_file
+from trillora.errors import TrilloraError
+from trillora.events import Listener
+from trillora.model.source import EMBEDDED, find_model, load_config, load_tokenizer
+from trillora.preflight.compiler import versions
+from trillora.recipe import Recipe, StageRecipe, stages_of
+from trillora.stage_data import read_stage
+
+KNOWN_MODELS = Path(__file__).parent / "known_models.json"
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class AskedStage:
+    """A stage of the recipe, with what its data decides."""
+
+    name: str
+    recipe: StageRecipe
+    num_steps: int
+    steps_by_length: dict[int, int]  # tokens of a row -> steps with such rows
+    num_tokens: int  # real ones, over all steps
+    padding: float  # share of slots that hold nothing
+    num_evaluated: int  # documents of the fixed evaluation set
+
+    @property
+    def longest(self) -> int:
+        return max(self.steps_by_length)
+
+    @property
+    def longest_steps(self) -> float:
+        """All steps, shorter rows counted by their length."""
+        return sum(steps * length for length, steps in self.steps_by_length.items()) / self.longest
+
+
+@dataclass(frozen=True)
+class Asked:
+    model: Path  # a folder with at least config.json
+    stages: tuple[AskedStage, ...]
+    notes: tuple[str, ...]
+
+
+def read_asked(recipe: Recipe, listener: Listener) -> Asked:
+    folder, notes = describe_model(recipe)
+    config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
+    tokenizer, borrowed = _tokenizer(folder, recipe.model.name)
+    stages = []
+    for stage in stages_of(recipe):
+        data = read_stage(stage, tokenizer, listener)
+        batches, steps = data.batches, data.num_steps
+        counts = batches.summary()
+        by_length = Counter({batches.lengths[0]: steps})
+        if len(batches.lengths) > 1:
+            by_length = Counter(batches.length_of(step) for step in range(steps))
+        stages.append(
+            AskedStage(
+                name=stage.name,
+                recipe=data.recipe,
+                num_steps=steps,
+                steps_by_length=dict(by_length),
+                num_tokens=round(counts["tokens"] * steps / batches.steps_per_epoch),
+                padding=counts["padding_fraction"],
+                num_evaluated=0 if data.evaluation is None else len(data.evaluation),
+            )
+        )
+    return Asked(folder, tuple(stages), (*notes, *borrowed, *_too_long(stages, config)))
+
+
+def describe_model(recipe: Recipe) -> tuple[Path, list[str]]:
+    """The folder of the model's description, and what a person should know of it."""
+    named = recipe.model
+    try:
+        return find_model(
+            named.name, revision=named.revision, trust_remote_code=named.trust_remote_code, with_weights=False
+        ), []
+    except TrilloraError:
+        config = json.loads(KNOWN_MODELS.read_text()).get(named.name)
+        if config is None or named.revision is not None:
+            raise
+        folder = cache_root() / "known-models" / named.name
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / "config.json", json.dumps(config, indent=1))
+        return folder, [f"{named.name} could not be fetched: its shapes are those this package knows."]
+
+
+def _tokenizer(folder: Path, name: str) -> tuple[Any, list[str]]:
+    try:
+        return load_tokenizer(folder), []
+    except TrilloraError:
+        borrowed = load_tokenizer(find_model(EMBEDDED))
+        return borrowed, [f"Tokens were counted with the embedded model's tokenizer: that of {name} is not here."]
+
+
+def _too_long(stages: list[AskedStage], config: Any) -> Iterator[str]:
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    for stage in stages:
+        if most and stage.longest > most:
+            yield f"Stage {stage.name} has rows of {stage.longest} tokens; the model was made for {most}."
+
+
+def fingerprint(recipe: Recipe, **asked: Any) -> str:
+    """A digest of all that decides an answer, fast to take: files count by size and time of change, the model by its
+    files or the commit in the hub's cache."""
+    parts = {
+        "recipe": recipe.model_dump(mode="json"),
+        "model": _model_state(recipe.model.name, recipe.model.revision),
+        "data": sorted(_file_states(_paths(recipe.model_dump(mode="json")))),
+        "code": sorted((str(f.relative_to(PACKAGE)), _digest(f)) for f in PACKAGE.rglob("*.py")),
+        "versions": versions(),
+        **asked,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _paths(tree: Any) -> Iterator[Path]:
+    """Every text of a recipe that names something on this disk."""
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from _paths(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _paths(value)
+    elif isinstance(tree, str) and len(tree) < 1000 and "\n" not in tree and "/" in tree:
+        path = Path(tree).expanduser()
+        if path.exists():
+            yield path
+
+
+def _file_states(paths: Iterator[Path]) -> Iterator[tuple[str, int, int]]:
+    for path in paths:
+        for file in [path] if path.is_file() else path.rglob("*"):
+            if file.is_file():
+                state = file.stat()
+                yield str(file), state.st_size, state.st_mtime_ns
+
+
+def _model_state(name: str, revision: str | None) -> Any:
+    folder = Path(name).expanduser()
+    if name == EMBEDDED or folder.is_dir():
+        return sorted(_file_states(iter([folder]))) if folder.is_dir() else name
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # not a hub id; refused later, by name
+        return name
+    return str(found) if isinstance(found, str) else "not here"
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,326 @@
+"""How long a compiled step takes: its scheduled program walked once, instruction by instruction. No jax.
+
+Three units work at the same time: the compute units, the device's memory, the links to other devices. An instruction
+waits for what it needs; copies and collectives that were started earlier run beside it, and only the wait for their
+end is lost. Loops are walked once and multiplied.
+
+A TPU program that was compiled to the end carries the compiler's own count of cycles. One that was left when its
+instructions were in order, and any GPU program, does not: there products are flops by the peak, and on a TPU what is
+fused to them goes through the vector unit. How much of its public figures a chip gives stands in `Efficiency`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from trillora.hardware import Chip
+from trillora.preflight.hlo import HOST, Computation, Instruction, Program, parse, trip_count
+from trillora.preflight.kernels import head_width, is_kernel, kernel_flops
+from trillora.preflight.work import Transfer, Work, target
+
+HOP_SECONDS = 1e-6  # a collective's wait for each neighbour, at most MOST_HOPS of them
+MOST_HOPS = 16
+LARGE_GROUP = 64  # devices: from here on a 3D torus is used in all dims at once
+
+# They cost nothing: names for what is there already, and marks for the compiler.
+_FREE = frozenset(
+    {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
+    | {"add-dependency", "opt-barrier", "domain"}
+)
+_FREE_TARGETS = frozenset(
+    {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "PrepareAsyncCallStart"}
+    | {"PrepareAsyncCallDone", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What programs reach of a chip's public figures."""
+
+    hbm: float
+    links: float
+    product: float  # of the peak, for a product whose cycles the compiler does not tell
+    kernel: float  # of the peak, for an attention kernel whose heads fill the matrix unit
+    launch_seconds: float = 0.0  # of every instruction
+
+
+# Products and kernels are set with the published rates of docs/preflight.md in view (tools/tpu_anchors.py shows how far
+# off each is): one share for chips with a matrix unit of 128, one for those of 256. Memory and links are what large
+# copies and collectives are known to reach.
+TPU = Efficiency(hbm=0.85, links=0.80, product=0.92, kernel=0.50)
+TPU_LARGE_UNIT = Efficiency(hbm=0.85, links=0.80, product=0.83, kernel=0.56)
+# Products: one H200 in steps of 1.2B and 7.2B, 690 to 777 of 989 TFLOP/s. The rest is assumed.
+GPU = Efficiency(hbm=0.85, links=0.80, product=0.75, kernel=0.40, launch_seconds=2e-6)
+
+# Of the cycles the compiler counts for work without products. It takes everything for as slow as its memory and that
+# for 0.4 of the public figure, also where the operands lie on the chip.
+VECTOR_CYCLES = 0.25
+# A TPU's vector unit: 8 x 128 lanes with four arithmetic units each, half of which find work.
+VECTOR_OPERATIONS_PER_CYCLE = 8 * 128 * 2
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Of one step, on one device. The units' own times overlap and do not add up to the step's."""
+
+    seconds: float
+    roofline_seconds: float  # the largest of the three below at the public figures: no program is faster
+    compute_seconds: float  # matrix and vector units, kernels apart
+    hbm_seconds: float
+    interconnect_seconds: float
+    exposed_interconnect_seconds: float  # waited for
+    kernel_seconds: float  # Pallas, cuDNN
+    flops: float
+    hbm_bytes: float
+    interconnect_bytes: float
+    warnings: tuple[str, ...]  # what could not be read
+
+
+def simulate(hlo_text: str, chip: Chip, num_devices: int, branch_shares: Sequence[float] = ()) -> StepTime:
+    """The time of a program's step from its text: `compiled.as_text()`, or the compiler's dump after optimisation.
+
+    `branch_shares`: how often each branch of a conditional with that many is taken, where it is known; layers of
+    several kinds that share a body choose their mask so.
+    """
+    program = parse(hlo_text)
+    on_gpu = chip.torus_dims == 0
+    work = Work(program, num_devices, matrix_unit=chip.matrix_unit, on_gpu=on_gpu)
+    walk = _Walk(program, work, chip, "estimated_cycles" in hlo_text, branch_shares)
+    total = walk.run(program.entry)
+    roofline = max(
+        total.flops / (chip.bf16_tflops * 1e12),
+        total.hbm_bytes / (chip.hbm_gb_per_second * 1e9),
+        total.link_peak_seconds,
+    )
+    return StepTime(
+        seconds=total.seconds,
+        roofline_seconds=roofline,
+        compute_seconds=total.compute_seconds,
+        hbm_seconds=total.hbm_seconds,
+        interconnect_seconds=total.link_seconds,
+        exposed_interconnect_seconds=total.exposed_link_seconds,
+        kernel_seconds=total.kernel_seconds,
+        flops=total.flops,
+        hbm_bytes=total.hbm_bytes,
+        interconnect_bytes=total.link_bytes,
+        warnings=tuple(dict.fromkeys(walk.warnings)),
+    )
+
+
+@dataclass
+class _Total:
+    """What one run through a computation adds up to."""
+
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    hbm_seconds: float = 0.0
+    link_seconds: float = 0.0
+    link_peak_seconds: float = 0.0
+    exposed_link_seconds: float = 0.0
+    kernel_seconds: float = 0.0
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    link_bytes: float = 0.0
+
+    def add(self, other: _Total, times: float) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + times * getattr(other, each.name))
+
+
+@dataclass
+class _Timeline:
+    """Where each unit stands while a computation is walked. The instructions' own clock is `total.seconds`."""
+
+    total: _Total = field(default_factory=_Total)
+    hbm_free: float = 0.0
+    links_free: list[float] = field(default_factory=lambda: [0.0, 0.0])  # in each direction of the ring
+    ends: dict[str, float] = field(default_factory=dict)  # of what is under way, by all names it goes under
+    on_links: set[str] = field(default_factory=set)  # which of those are collectives
+
+    def use_hbm(self, seconds: float) -> float:
+        """Memory is busy from when it is free; when it will be done."""
+        if seconds:
+            self.hbm_free = max(self.hbm_free, self.total.seconds) + seconds
+            self.total.hbm_seconds += seconds
+        return self.hbm_free if seconds else self.total.seconds
+
+    def use_links(self, seconds: float, *, one_way: bool) -> float:
+        """Both directions, or the one that is free first."""
+        end = max(self.total.seconds, min(self.links_free) if one_way else max(self.links_free)) + seconds
+        if one_way:
+            self.links_free[self.links_free.index(min(self.links_free))] = end
+        else:
+            self.links_free = [end, end]
+        self.total.link_seconds += seconds / 2 if one_way else seconds
+        return end
+
+    def wait_for(self, end: float, *, for_links: bool) -> None:
+        waited = max(0.0, end - self.total.seconds)
+        self.total.seconds += waited
+        self.total.exposed_link_seconds += waited if for_links else 0.0
+
+    def hand_on(self, instruction: Instruction) -> None:
+        """Who reads the state of something under way stands for it from now on."""
+        under_way = [name for name in instruction.operands if name in self.ends]
+        if under_way:
+            self.ends[instruction.name] = max(self.ends[name] for name in under_way)
+            if any(name in self.on_links for name in under_way):
+                self.on_links.add(instruction.name)
+
+
+@dataclass
+class _Walk:
+    program: Program
+    work: Work
+    chip: Chip
+    has_cycles: bool
+    branch_shares: Sequence[float] = ()
+    warnings: list[str] = field(default_factory=list)
+    _totals: dict[str, _Total] = field(default_factory=dict)
+
+    @property
+    def efficiency(self) -> Efficiency:
+        if self.work.on_gpu:
+            return GPU
+        return TPU_LARGE_UNIT if self.chip.matrix_unit > 128 else TPU
+
+    def run(self, computation: Computation) -> _Total:
+        if computation.name not in self._totals:
+            time = _Timeline()
+            for instruction in computation.instructions:
+                self._step(computation, instruction, time)
+            self._totals[computation.name] = time.total
+        return self._totals[computation.name]
+
+    def _step(self, computation: Computation, instruction: Instruction, time: _Timeline) -> None:
+        opcode = instruction.opcode
+        if opcode in _FREE or (opcode == "custom-call" and target(instruction) in _FREE_TARGETS):
+            time.hand_on(instruction)
+        elif opcode in ("while", "call", "conditional"):
+            self._run_inner(computation, instruction, time)
+        elif opcode.endswith("-done") or self._holds_target(instruction, "AsyncCollectiveDone"):
+            for name in instruction.operands:
+                if name in time.ends:
+                    time.wait_for(time.ends[name], for_links=name in time.on_links)
+        elif opcode.endswith("-update"):
+            time.hand_on(instruction)
+        elif opcode.endswith("-start") or self._holds_target(instruction, "AsyncCollectiveStart"):
+            self._start(computation, instruction, time)
+        elif is_kernel(instruction):
+            self._kernel(computation, instruction, time)
+        else:
+            self._compute(computation, instruction, time)
+
+    def _run_inner(self, computation: Computation, instruction: Instruction, time: _Timeline) -> None:
+        """A loop as often as it turns, a call once; of branches each by its share, or the longest."""
+        times: int | None = 1
+        if instruction.opcode == "while":
+            times = trip_count(self.program, computation, instruction)
+            if times is None:
+                self.warnings.append(f"how often the loop {instruction.name} turns could not be read: counted once")
+        inner = [self.run(self.program.computations[name]) for name in self._inner_names(instruction)]
+        if instruction.opcode == "conditional" and len(inner) == len(self.branch_shares):
+            for total, share in zip(inner, self.branch_shares, strict=True):
+                time.total.add(total, share)
+        elif inner:
+            time.total.add(max(inner, key=lambda total: total.seconds), times or 1)
+
+    def _inner_names(self, instruction: Instruction) -> list[str]:
+        if instruction.opcode == "conditional":
+            listed = re.findall(r"[\w.\-]+", instruction.braced("branch_computations") or "")
+            names = listed or [instruction.attribute(f"{side}_computation") for side in ("true", "false")]
+        else:
+            names = [instruction.attribute("body" if instruction.opcode == "while" else "to_apply")]
+        return [name for name in names if name in self.program.computations]
+
+    def _holds_target(self, instruction: Instruction, name: str) -> bool:
+        """A fusion that is nothing but the start or the end of a collective."""
+        if instruction.opcode != "fusion" or not instruction.name.startswith("async-collective"):
+            return False
+        inner = self.program.called(instruction)
+        return inner is not None and any(i.opcode == "custom-call" and target(i) == name for i in inner.instructions)
+
+    def _start(self, computation: Computation, start: Instruction, time: _Timeline) -> None:
+        transfer = self.work.transfer(computation, start)
+        if transfer is not None:
+            time.ends[start.name] = self._transfer(start, transfer, time)
+            time.on_links.add(start.name)
+        elif any(shape.memory_space == HOST for shape in start.shapes):
+            self.warnings.append("copies between the device and its host are not timed")
+        elif start.opcode.removesuffix("-start") in ("copy", "slice", "dynamic-slice", "dynamic-update-slice"):
+            time.ends[start.name] = time.use_hbm(self._hbm_seconds(self.work.copied_bytes(start), time))
+        elif (inner := self.program.called(start, "calls", "to_apply")) is not None:
+            time.total.add(self.run(inner), 1)  # another stream of the same units: nothing is gained by it
+
+    def _transfer(self, instruction: Instruction, transfer: Transfer, time: _Timeline) -> float:
+        """Put a collective on the links; when it will be done."""
+        time.use_hbm(self._hbm_seconds(sum(self.work.in_hbm(shape) for shape in instruction.shapes), time))
+        if transfer.num_devices <= 1:
+            return time.total.seconds
+        if not self.chip.link_gb_per_second:
+            self.warnings.append("the devices exchange data, but the speed of their links is not known")
+            return time.total.seconds
+        peak = transfer.link_bytes / (self._lanes(transfer) * self.chip.link_gb_per_second * 1e9)
+        time.total.link_bytes += transfer.link_bytes
+        time.total.link_peak_seconds += peak / 2 if transfer.one_way else peak
+        seconds = peak / self.efficiency.links + HOP_SECONDS * min(transfer.num_devices, MOST_HOPS)
+        return time.use_links(seconds, one_way=transfer.one_way)
+
+    def _lanes(self, transfer: Transfer) -> int:
+        """Links a device sends over at once: both directions of each torus dim in use."""
+        if self.work.on_gpu or transfer.one_way:
+            return 1
+        large = transfer.num_devices >= LARGE_GROUP and self.chip.torus_dims == 3
+        return 2 * (transfer.torus_dims or (3 if large else 1))
+
+    def _hbm_seconds(self, num_bytes: float, time: _Timeline) -> float:
+        time.total.hbm_bytes += num_bytes
+        return num_bytes / (self.chip.hbm_gb_per_second * 1e9 * self.efficiency.hbm)
+
+    def _kernel(self, computation: Computation, kernel: Instruction, time: _Timeline) -> None:
+        flops = kernel_flops(self.program, computation, kernel)
+        if flops is None:
+            self.warnings.append(f"how much the kernel {kernel.name} multiplies is not known: timed by its memory")
+        width = None if self.work.on_gpu else head_width(computation, kernel)
+        fill = min(1.0, width / self.chip.matrix_unit) if width else 1.0
+        seconds = (flops or 0.0) / (self.chip.bf16_tflops * 1e12 * self.efficiency.kernel * fill)
+        begun = time.total.seconds
+        memory_end = time.use_hbm(self._hbm_seconds(self.work.hbm_bytes(computation, kernel), time))
+        time.total.flops += flops or 0.0
+        time.total.seconds = max(begun + seconds, memory_end) + self.efficiency.launch_seconds
+        time.total.kernel_seconds += time.total.seconds - begun
+
+    def _compute(self, computation: Computation, instruction: Instruction, time: _Timeline) -> None:
+        transfer = self.work.transfer(computation, instruction)
+        flops = self.work.flops(computation, instruction)
+        if transfer is not None and not transfer.is_piece:
+            time.wait_for(self._transfer(instruction, transfer, time), for_links=True)
+            if not flops:
+                return
+        seconds = self._compute_seconds(computation, instruction, flops)
+        memory_end = time.use_hbm(self._hbm_seconds(self.work.hbm_bytes(computation, instruction), time))
+        time.total.flops += flops
+        time.total.compute_seconds += seconds
+        time.total.seconds = max(time.total.seconds + seconds, memory_end) + self.efficiency.launch_seconds
+        if transfer is not None:
+            time.hand_on(instruction)
+
+    def _compute_seconds(self, computation: Computation, instruction: Instruction, flops: float) -> float:
+        clock = self.chip.clock_ghz * 1e9
+        if self.has_cycles:
+            return (instruction.config_number("estimated_cycles") or 0) / clock * (1.0 if flops else VECTOR_CYCLES)
+        peak = self.chip.bf16_tflops * 1e12 * self.efficiency.product
+        product = self.work.filled_flops(computation, instruction) / peak
+        if self.work.on_gpu:  # its vector units keep up with its memory
+            return product * self._product_bits(computation, instruction) / 16
+        # An instruction of the chip holds one for each unit: what follows a product is worked at beside it.
+        return max(product, self.work.vector_operations(computation, instruction) / VECTOR_OPERATIONS_PER_CYCLE / clock)
+
+    def _product_bits(self, computation: Computation, instruction: Instruction) -> int:
+        """Of what is multiplied: a GPU is twice as fast with half the bits."""
+        inner = self.program.called(instruction) or computation
+        products = [i for i in inner.instructions if i.opcode == "dot"] if inner is not computation else [instruction]
+        operands = [inner.operand(product, 0) for product in products]
+        return max((operand.shapes[0].bits for operand in operands if operand is not None), default=16) or 16

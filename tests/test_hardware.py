@@ -1,0 +1,164 @@
+"""The tables of chips, slices and platforms: names as people use them, figures that agree with each other, and
+topologies as the TPU compiler itself counts them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from trillora.errors import TrilloraError
+from trillora.hardware import (
+    CHIPS,
+    COMPILE_ONLY_ENVIRONMENT,
+    GPUS,
+    LENT,
+    SLICES,
+    chip_of,
+    find_slice,
+    larger_slices,
+    peak_tflops,
+)
+
+
+def test_every_slice_of_the_issue_is_known() -> None:
+    names = [f"{chip}-{number}" for chip in ("v5e", "v6e") for number in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    names += [f"{chip}-{number}" for chip in ("v4", "v5p", "7x") for number in (8, 16, 32, 64, 128)]
+    names += ["v2-8", "v3-8", "v3-32", "7x-2"]
+    assert sorted(SLICES) == sorted(names)
+    assert all(find_slice(name).name == name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "num_chips", "num_hosts"),
+    [
+        ("v5e-1", 1, 1, 1),
+        ("v5e-8", 8, 8, 1),
+        ("v5e-16", 16, 16, 4),
+        ("v6e-256", 256, 256, 64),
+        ("v2-8", 8, 4, 1),
+        ("v3-32", 32, 16, 4),
+        ("v4-8", 4, 4, 1),  # two cores are one device
+        ("v4-128", 64, 64, 16),
+        ("v5p-16", 8, 8, 2),
+        ("7x-2", 2, 1, 1),  # two cores are two devices
+        ("7x-128", 128, 64, 16),
+    ],
+)
+def test_a_slice_counts_devices_chips_and_hosts(name: str, num_devices: int, num_chips: int, num_hosts: int) -> None:
+    found = find_slice(name)
+    assert (found.num_devices, found.num_chips, found.num_hosts) == (num_devices, num_chips, num_hosts)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("v5litepod-8", "v5e-8"),
+        ("v5litepod-256", "v5e-256"),
+        ("tpu7x-8", "7x-8"),
+        ("v7x-16", "7x-16"),
+        ("V6E-8", "v6e-8"),
+        (" v4-8 ", "v4-8"),
+        ("TpuV5E8", "kaggle"),
+        ("Kaggle", "kaggle"),
+        ("Colab", "colab"),
+        ("colab-V6e", "colab-v6e"),
+    ],
+)
+def test_a_slice_is_found_by_other_peoples_names(name: str, ours: str) -> None:
+    assert find_slice(name).name == ours
+
+
+def test_a_platform_lends_the_same_chips_on_its_own_terms() -> None:
+    for name, same in (("colab", "v5e-1"), ("colab-v6e", "v6e-1"), ("kaggle", "v5e-8")):
+        lent, rented = find_slice(name), find_slice(same)
+        assert (lent.chip, lent.topology, lent.options) == (rented.chip, rented.topology, rented.options)
+        assert lent.platform is not None
+        assert (lent.host_ram_gib, lent.disk_gib) == (lent.platform.host_ram_gib, lent.platform.disk_gib)
+        assert lent.host_ram_gib <= rented.host_ram_gib
+    assert all(rented.platform is None for rented in SLICES.values())
+    kaggle = LENT["kaggle"].platform
+    assert kaggle is not None
+    assert (kaggle.session_hours, kaggle.weekly_hours) == (9, 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"), [("v5e-7", "v5e-"), ("v6-8", "v6e-8"), ("kagle", "kaggle"), ("v5litepod-3", "v5e-")]
+)
+def test_an_unknown_slice_names_the_nearest_and_all(name: str, guess: str) -> None:
+    with pytest.raises(TrilloraError, match=f"No slice is called {name}") as raised:
+        find_slice(name)
+    assert f"did you mean {guess}" in raised.value.do
+    assert all(known in raised.value.do for known in (*SLICES, *LENT))
+    assert raised.value.where == "--on"
+
+
+def test_a_name_like_nothing_gets_the_list_without_a_guess() -> None:
+    with pytest.raises(TrilloraError) as raised:
+        find_slice("")
+    assert raised.value.do.startswith("Known: ")
+
+
+def test_larger_slices_are_of_the_same_chip_and_ascend() -> None:
+    assert [slice.name for slice in larger_slices(find_slice("v5e-8"))] == [f"v5e-{n}" for n in (16, 32, 64, 128, 256)]
+    assert [slice.name for slice in larger_slices(find_slice("v5e-1"))][:2] == ["v5e-4", "v5e-8"]  # -2 is not rented
+    assert larger_slices(find_slice("kaggle")) == larger_slices(find_slice("v5e-8"))
+    assert larger_slices(find_slice("v6e-256")) == []
+
+
+def test_every_slice_has_a_chip_with_plausible_figures() -> None:
+    assert {slice.chip for slice in SLICES.values()} == set(CHIPS)
+    for chip in CHIPS.values():
+        # What a chip can compute for each byte it reads: 65 on v2 to 560 on v6e. A figure of the wrong unit is far off.
+        assert 60 < 1e12 * chip.bf16_tflops / (1e9 * chip.hbm_gb_per_second) < 600
+        assert 10 < chip.hbm_gb_per_second / chip.link_gb_per_second < 50
+        assert chip.torus_dims in (2, 3)
+        # Multiply and add in whole systolic arrays, every cycle.
+        arrays = 1e12 * chip.bf16_tflops / (2 * chip.matrix_unit**2 * 1e9 * chip.clock_ghz)
+        assert arrays == pytest.approx(round(arrays), rel=0.02)
+    for slice in SLICES.values():
+        assert len(slice.topology.partition(":")[2].split("x")) == CHIPS[slice.chip].torus_dims
+
+
+def test_a_gpu_is_known_by_what_jax_calls_it() -> None:
+    assert chip_of("NVIDIA H200") is GPUS["H200"]
+    assert chip_of("NVIDIA H100 80GB HBM3") is GPUS["H100"]
+    assert chip_of("NVIDIA H100 PCIe") is GPUS["H100 PCIe"]
+    assert chip_of("NVIDIA A100-SXM4-40GB") is GPUS["A100 40GB"]
+    assert chip_of("NVIDIA A100-SXM4-80GB") is GPUS["A100"]
+    assert chip_of("Tesla T4") is GPUS["T4"]
+    assert chip_of("TPU v5 lite") is CHIPS["v5e"]
+    assert chip_of("cpu") is None
+    assert peak_tflops("NVIDIA L4") == 121
+    assert peak_tflops("NVIDIA GeForce") is None
+
+
+COUNT_DEVICES = """
+import json
+from jax.experimental import topologies
+from trillora.hardware import DEVICE_KINDS, SLICES
+
+counted = {}
+for name, place in SLICES.items():
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=place.topology, **place.options).devices
+    counted[name] = [DEVICE_KINDS[devices[0].device_kind], len(devices), len({d.process_index for d in devices})]
+print(json.dumps(counted))
+"""
+
+
+@pytest.mark.tpu_compiler
+def test_the_tpu_compiler_counts_the_same_devices_and_hosts() -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip(f"libtpu has no build for {platform.machine()} {platform.system()}; this runs on x86-64 Linux")
+    environment = {**os.environ, **COMPILE_ONLY_ENVIRONMENT, "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_DEVICES], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    counted = json.loads(done.stdout.splitlines()[-1])
+    assert counted == {name: [s.chip, s.num_devices, s.num_hosts] for name, s in SLICES.items()}

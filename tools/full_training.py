@@ -1,0 +1,110 @@
+"""A step that trains every weight of a model, compiled for a slice that is not here.
+
+Trillora trains adapters; the world publishes rates of full training. Here the whole base takes the adapter's place:
+model, loss and step are the product's own. Weights and moments are split over all devices (fsdp).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import transformers
+from jax.experimental import topologies
+from jax.sharding import Mesh
+from tpu_published_rates import MODELS, Published
+
+from trillora.assembly import BATCH_DTYPES, TPU_OPTIONS, loss_chunk_positions, weight_shardings
+from trillora.engine.loss import chunked_loss
+from trillora.engine.optim import make_optimizer, make_schedule
+from trillora.engine.step import Batch, Loss, TrainState, initial_state, make_train_step
+from trillora.hardware import find_slice
+from trillora.mesh import MeshShape, batch_sharding, make_mesh, replicated
+from trillora.model.bridge import CausalLM
+from trillora.model.layout import Tree
+
+LOSS_CHUNK = 4096  # tokens of a device whose logits exist at once
+
+
+def lower_step(case: Published) -> tuple[Any, dict[str, str | bool], int]:
+    """The step, ready to be compiled with these options, and how many weights it trains."""
+    place = find_slice(case.slice_name)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=place.topology, **place.options)
+    mesh = make_mesh(list(topology.devices), MeshShape(fsdp=len(topology.devices)))
+    kind, sizes = MODELS[case.model]
+    config = getattr(transformers, kind)(**sizes)
+    model = CausalLM(config, dtype="bfloat16", remat=case.remat, attention=case.attention, mesh=mesh)
+    optimizer = make_optimizer(case.optimizer, weight_decay=0.1)
+    schedule = make_schedule("constant", 1e-4, warmup_steps=0, num_steps=1000)
+    loss = full_loss(model, loss_chunk_positions(LOSS_CHUNK, case.rows, case.tokens))
+    step = keeping_dtypes(make_train_step(loss, optimizer, schedule, max_grad_norm=1.0))
+
+    weights, buffers = weight_shapes(model, mesh, jnp.dtype(case.weights))
+    state = state_shapes(weights, jax.eval_shape(lambda tree: initial_state(tree, optimizer, 0), weights), mesh)
+    batch = {
+        name: jax.ShapeDtypeStruct((case.rows * mesh.size, case.tokens), dtype, sharding=batch_sharding(mesh))
+        for name, dtype in BATCH_DTYPES.items()
+    }
+    out_shardings = (jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh))
+    lowered = jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(state, buffers, batch)
+    num_weights = sum(math.prod(leaf.shape) for leaf in weights.values())
+    return lowered, TPU_OPTIONS if mesh.size > 1 else {}, num_weights
+
+
+def full_loss(model: CausalLM, chunk: int) -> Loss:
+    """Summed loss, differentiable in all weights; arithmetic in the model's own format."""
+    head_weight = _head_weight(model)
+
+    def loss(weights: Tree, buffers: Tree, batch: Batch, key: jax.Array) -> jax.Array:
+        weights = {name: array.astype(model.layout[name].dtype) for name, array in weights.items()}
+        inputs = {"tokens": batch["tokens"], "positions": batch["positions"]}
+        hidden = model.hidden({**buffers, **weights}, {}, inputs)
+        # The chunked loss has a gradient for the head's adapter only: so that is what the head's weight is here.
+        head = {head_weight: weights[head_weight]}
+        return chunked_loss(model.head, {}, head, hidden, batch["targets"], batch["weights"], chunk)
+
+    return loss
+
+
+def keeping_dtypes(train_step: Any) -> Any:
+    """The step's arithmetic gives float32, as adapters are; weights and moments held in bfloat16 stay that."""
+
+    def step(state: TrainState, buffers: Tree, batch: Batch) -> tuple[TrainState, Any]:
+        new, metrics = train_step(state, buffers, batch)
+        before = (state.adapter, state.optimizer)
+        weights, optimizer = jax.tree.map(lambda a, b: a.astype(b.dtype), (new.adapter, new.optimizer), before)
+        return new._replace(adapter=weights, optimizer=optimizer), metrics
+
+    return step
+
+
+def weight_shapes(model: CausalLM, mesh: Mesh, dtype: Any) -> tuple[Tree, Tree]:
+    """What is trained, held as `dtype`, and the buffers, which are not."""
+    shardings = weight_shardings(model, mesh)
+    names_of_buffers = {name for name, _ in model.module.named_buffers()}
+    weights, buffers = {}, {}
+    for key, leaf in model.layout.items():
+        if leaf.names[0] in names_of_buffers:
+            buffers[key] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[key])
+        else:
+            weights[key] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=shardings[key])
+    return weights, buffers
+
+
+def state_shapes(weights: Tree, state: TrainState, mesh: Mesh) -> TrainState:
+    """Moments lie where their weight does; what has another shape than its weight is small, and copied."""
+
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        weight = weights.get(str(getattr(path[-1], "key", "")))
+        fits = weight is not None and weight.shape == leaf.shape
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=weight.sharding if fits else replicated(mesh))
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _head_weight(model: CausalLM) -> str:
+    """The output layer's weight, by the name it has in the layout: the embedding's where the two are one."""
+    weight = model.module.get_output_embeddings().weight
+    return next(name for name, parameter in model.module.named_parameters() if parameter is weight)

@@ -1,0 +1,107 @@
+"""What the TPU compiler says of steps that people train: writes src/trillora/preflight/records.json.
+
+    python tools/preflight_records.py             all of them, x86-64 Linux with libtpu; ten minutes on two cores
+    python tools/preflight_records.py --only 3    one, printed
+
+The estimate for machines without the compiler is compared with these, and the compiler itself with them as well
+(tests/test_preflight_records.py). A case is a model of known_models.json, options of a recipe, and a slice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from trillora.config import load_recipe
+from trillora.events import print_nothing
+from trillora.hardware import find_slice
+from trillora.preflight.compiler import ask, versions
+from trillora.preflight.question import KNOWN_MODELS, describe_model
+from trillora.recipe import stages_of
+
+RECORDS = KNOWN_MODELS.parent / "records.json"
+MISTRAL, GEMMA = "mistralai/Mistral-7B-v0.3", "google/gemma-3-270m"
+LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"
+
+# model, slice, rows of a batch, rows at once, tokens of a row, what is recomputed, fsdp (else the base is copied)
+CASES: tuple[tuple[str, str, int, int, int, str, bool], ...] = (
+    (MISTRAL, "v5e-8", 8, 8, 2048, "full", True),
+    (MISTRAL, "v5e-8", 8, 8, 2048, "linear", True),
+    (MISTRAL, "v5e-8", 32, 32, 2048, "full", True),
+    (MISTRAL, "v5e-8", 32, 8, 2048, "full", True),
+    (MISTRAL, "v5e-4", 8, 4, 1024, "full", True),
+    (MISTRAL, "v6e-8", 16, 16, 4096, "full", True),
+    (MISTRAL, "v6e-8", 8, 8, 2048, "linear", True),
+    (MISTRAL, "v4-8", 8, 8, 2048, "full", True),
+    (LLAMA, "v6e-8", 8, 8, 8192, "full", True),
+    (LLAMA, "v5p-8", 8, 8, 4096, "full", True),
+    (GEMMA, "v5e-8", 64, 64, 512, "full", False),
+    (GEMMA, "v5e-8", 64, 64, 512, "linear", False),
+    (GEMMA, "v5e-1", 16, 16, 1024, "full", False),
+    (GEMMA, "v6e-1", 32, 32, 512, "linear", False),
+    (QWEN, "v5e-1", 8, 8, 2048, "full", False),
+    (QWEN, "v5e-8", 32, 32, 1024, "linear", False),
+    (QWEN, "v6e-1", 8, 8, 2048, "linear", False),
+)
+
+
+def question(case: tuple[str, str, int, int, int, str, bool]) -> dict[str, Any]:
+    """As preflight asks it; nothing is left open, so that the compiler and the estimate speak of the same step."""
+    model, slice_name, rows, at_once, tokens, remat, split = case
+    num_devices = find_slice(slice_name).num_devices
+    axis = "fsdp" if split else "data"
+    recipe = load_recipe(
+        {
+            "model": {"name": model, "dtype": "bfloat16"},
+            "data": "chats.jsonl",
+            "train": {"batch_size": rows, "micro_batch_size": at_once, "sequence_length": tokens, "steps": 100},
+            "engine": {"layers": "scan", "remat": remat, "attention": "splash"},
+            "hardware": {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, axis: num_devices}},
+        }
+    )
+    folder, _ = describe_model(recipe)
+    return {
+        "slice": slice_name,
+        "model": str(folder),
+        "trust_remote_code": False,
+        "stage": stages_of(recipe)[0].recipe.model_dump(mode="json"),
+        "num_steps": 100,
+    }
+
+
+def measure(case: tuple[str, str, int, int, int, str, bool], method: str) -> dict[str, Any]:
+    """`method`: compiler or estimate."""
+    return ask({**question(case), "method": method}, find_slice(case[1]), print_nothing)
+
+
+def record(case: tuple[str, str, int, int, int, str, bool]) -> dict[str, Any]:
+    result = measure(case, "compiler")
+    return {
+        "case": list(case),
+        "hbm_peak_gib": result["hbm_peak_gib"],
+        "memory": result.get("memory"),
+        "step_seconds": result.get("step_seconds"),
+        "flops_per_step": result.get("flops_per_step"),
+        "versions": versions(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--only", type=int, metavar="N", help="this case, printed and not written")
+    only = parser.parse_args().only
+    if only is not None:
+        print(json.dumps(record(CASES[only]), indent=1))
+        return
+    records = []
+    for number, case in enumerate(CASES):
+        records.append(record(case))
+        print(number, *case, records[-1]["hbm_peak_gib"], records[-1]["step_seconds"], flush=True)
+        lines = ",\n".join(f" {json.dumps(each)}" for each in records)
+        Path(RECORDS).write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Simulated step time against TPU training rates that others have measured: the table of docs/preflight.md.
+
+    python tools/tpu_anchors.py --list
+    python tools/tpu_anchors.py --only llama-3.1-8b@v6e-8     one case: half a minute; with --whole some minutes
+    python tools/tpu_anchors.py                               all that are not compiled yet, then the table
+    python tools/tpu_anchors.py --table-only                  the table of what is there, simulated anew
+
+The real TPU compiler takes the published step for the published slice (full_training.py), as far as preflight does:
+until memory is laid out and instructions are in order, or with --whole to the end, when instructions carry the
+compiler's own cycle counts and those are used. The scheduled programs
+are kept in Trillora's cache folder, so that a change of the simulator is judged without compiling again.
+Needs libtpu, hence x86-64 Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+from tpu_published_rates import PUBLISHED, Published
+
+from trillora.cache import cache_root
+from trillora.hardware import CHIPS, COMPILE_ONLY_ENVIRONMENT, find_slice
+
+PACKAGES = ("jax", "libtpu", "transformers")
+HEADER = """| model, slice | rows x tokens | published | simulated | error | roofline | HBM peak | what differs |
+|---|---|---|---|---|---|---|---|"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="NAME", help="this one; it is compiled also if it has been before")
+    parser.add_argument("--list", action="store_true", help="names, published rates and sources")
+    parser.add_argument("--whole", action="store_true", help="compile to the end, machine code included")
+    parser.add_argument("--table-only", action="store_true", help="compile nothing")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # what the child process is told
+    args = parser.parse_args()
+    cases = [case for case in PUBLISHED if args.only in (None, case.name)]
+    if not cases:
+        parser.error(f"no case is called {args.only}; there are {' '.join(case.name for case in PUBLISHED)}")
+    if args.list:
+        print("\n".join(f"{case.name:22} {case.rate:>14}  {case.source}" for case in cases))
+        return 0
+    if args.here:
+        compile_and_keep(cases[0], whole=args.whole)
+    num_failed = 0
+    for case in cases:
+        if not args.table_only and (args.only or not record_file(case).exists()):
+            num_failed += not compile_apart(case, whole=args.whole)
+    print_table([case for case in cases if record_file(case).exists()])
+    return 1 if num_failed else 0
+
+
+def compile_apart(case: Published, *, whole: bool) -> bool:
+    """In a process of its own, whose environment is set for compiling only. Says what went wrong, if it did."""
+    print(f"compiling {case.name}", file=sys.stderr, flush=True)
+    environment = {**os.environ, **COMPILE_ONLY_ENVIRONMENT, "XLA_FLAGS": ""}
+    command = [sys.executable, __file__, "--only", case.name, "--here", *(["--whole"] if whole else [])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        print(f"{case.name} was not compiled:\n{done.stderr.strip()[-2000:]}", file=sys.stderr, flush=True)
+    return done.returncode == 0
+
+
+def compile_and_keep(case: Published, *, whole: bool) -> NoReturn:
+    """The scheduled program as text, and beside it what the compiler says of it. Ends the process, and with it a
+    compilation that is no longer needed."""
+    from full_training import lower_step  # jax, torch: not for a list or a table
+
+    from trillora.preflight.laid_out import lay_out
+
+    lowered, options, num_weights = lower_step(case)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        laid = lay_out(
+            lambda **more: lowered.compile(compiler_options={**options, **more}), Path(folder) / "dump", whole=whole
+        )
+    if laid.program is None:
+        print(f"does not fit: {laid.needed / 2**30:.1f} GiB", file=sys.stderr, flush=True)
+        os._exit(1)
+    record = {
+        "hbm_peak_bytes": laid.needed,
+        "num_weights": num_weights,
+        "compile_seconds": round(laid.seconds, 1),
+        "whole": laid.is_whole,
+        "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+    }
+    program_file(case).parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(program_file(case), "wt", compresslevel=3) as file:
+        file.write(laid.program)
+    record_file(case).write_text(json.dumps(record, indent=1) + "\n")
+    os._exit(0)
+
+
+def print_table(cases: list[Published]) -> None:
+    """As Markdown. Rates are tokens a second and device; a positive error promises too much."""
+    from trillora.preflight.simulate import simulate
+
+    print(HEADER)
+    errors = []
+    for case in cases:
+        record = json.loads(record_file(case).read_text())
+        place = find_slice(case.slice_name)
+        with gzip.open(program_file(case), "rt") as file:
+            step = simulate(file.read(), CHIPS[place.chip], place.num_devices, case.kind_shares)
+        num_tokens = case.rows * case.tokens
+        published = case.as_tokens_per_second(record["num_weights"])
+        errors.append(num_tokens / step.seconds / published - 1)
+        cells = (
+            f"{case.model}, {case.slice_name}",
+            f"{case.rows} x {case.tokens}",
+            f"{published:,.0f}",
+            f"{num_tokens / step.seconds:,.0f}",
+            f"{errors[-1]:+.1%}",
+            f"{num_tokens / step.roofline_seconds:,.0f}",
+            f"{record['hbm_peak_bytes'] / 2**30:.1f} GiB",
+            case.differs,
+        )
+        print(f"| {' | '.join(cells)} |")
+        for warning in step.warnings:
+            print(f"{case.name}: {warning}", file=sys.stderr)
+    if errors:
+        sizes = sorted(abs(error) for error in errors)
+        print(f"\nErrors of {len(sizes)} cases: mean size {sum(sizes) / len(sizes):.1%}, largest {sizes[-1]:.1%}.")
+
+
+def program_file(case: Published) -> Path:
+    return cache_root() / "tpu_anchors" / f"{case.name}.hlo.gz"
+
+
+def record_file(case: Published) -> Path:
+    return cache_root() / "tpu_anchors" / f"{case.name}.json"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

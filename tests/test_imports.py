@@ -118,7 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "preflight",
     },
     # The package itself: the Python API.
-    "": {"errors", "events", "version", "config", "recipe", "console", "data_report", "trainer"},
+    "": {"errors", "events", "version", "config", "recipe", "console", "data_report", "preflight", "trainer"},
     "__main__": {"cli"},
 }
 

@@ -16,6 +16,7 @@ import pytest
 import tiny_run
 from typer.testing import CliRunner
 
+import trillora
 from trillora import choices, trainer
 from trillora.cli import app
 from trillora.config import load_recipe
@@ -88,7 +89,7 @@ def test_real_data_decides_steps_and_tokens(folder: Path) -> None:
     assert stage.num_steps == 2 * batches.steps_per_epoch
     assert stage.num_tokens == 2 * batches.summary()["tokens"]
     assert sum(stage.steps_by_length.values()) == stage.num_steps
-    assert stage.longest_steps == stage.num_steps  # one length
+    assert stage.full_steps == stage.num_steps  # one length
 
 
 def _tokenizer(recipe: Any) -> Any:
@@ -177,7 +178,7 @@ def test_the_compiler_is_mended_and_not_gone_around(monkeypatch: pytest.MonkeyPa
 # ---- by estimate
 
 
-def test_the_estimate_answers_anywhere_and_says_what_it_is(folder: Path) -> None:
+def test_the_estimate_answers_anywhere_and_says_what_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tiny_run.recipe(folder, train={"steps": 20, "batch_size": 16}, hardware={"devices": "auto"})
     recipe = load_recipe(settings)
     one, eight = preflight(recipe, ["v5e-1", "kaggle"], estimate=True)
@@ -187,6 +188,9 @@ def test_the_estimate_answers_anywhere_and_says_what_it_is(folder: Path) -> None
     assert (one["num_devices"], eight["num_devices"]) == (1, 8)
     assert eight["weekly_hours"] == 20
     assert one["settings"]["attention"] == "splash", "chosen for the chip, not for this machine"
+    capsys.readouterr()
+    assert trillora.ask_compiler(settings, on=["v5e-1"], estimate=True) == [one | {"from_cache": True}]
+    assert "ESTIMATE" in capsys.readouterr().out
 
 
 # ---- mistakes

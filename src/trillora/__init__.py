@@ -2,6 +2,7 @@
 
     import trillora
     trillora.inspect_data("recipe.yaml")
+    trillora.ask_compiler("recipe.yaml", on=["kaggle"])
     trillora.train("recipe.yaml", out="runs/first", train={"steps": 60})
 
 Names are loaded when first used, so that importing the package costs nothing.
@@ -9,7 +10,7 @@ Names are loaded when first used, so that importing the package costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trillora.version import __version__
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from trillora.recipe import Recipe
     from trillora.trainer import TrainResult
 
-__all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load_recipe", "train"]
+__all__ = ["Recipe", "TrilloraError", "__version__", "ask_compiler", "inspect_data", "load_recipe", "train"]
 
 
 def train(
@@ -61,6 +62,24 @@ def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> li
     for report in reports:
         show(report, Console(highlight=False))
     return reports
+
+
+def ask_compiler(
+    recipe: str | Path | Mapping[str, Any], *, on: Sequence[str], estimate: bool = False, **overrides: Any
+) -> list[dict[str, Any]]:
+    """Shows whether a recipe fits these slices and how long it takes there, as `trillora preflight` does, and returns
+    the answers."""
+    from rich.console import Console
+
+    from trillora.config import load_recipe
+    from trillora.console import console_listener
+    from trillora.preflight.show import show
+    from trillora.preflight.verdict import preflight
+
+    with console_listener() as listener:
+        answers = preflight(load_recipe(recipe, overrides), on, estimate=estimate, listener=listener)
+    show(answers, Console(highlight=False))
+    return answers
 
 
 def __getattr__(name: str) -> Any:

@@ -41,13 +41,14 @@ class AskedStage:
     num_evaluated: int  # documents of the fixed evaluation set
 
     @property
-    def longest(self) -> int:
-        return max(self.steps_by_length)
+    def row_tokens(self) -> int:
+        """Of the rows that are asked about: the longest there may be."""
+        return self.recipe.train.sequence_length
 
     @property
-    def longest_steps(self) -> float:
-        """All steps, shorter rows counted by their length."""
-        return sum(steps * length for length, steps in self.steps_by_length.items()) / self.longest
+    def full_steps(self) -> float:
+        """All steps, those of shorter rows counted by their length."""
+        return sum(steps * length for length, steps in self.steps_by_length.items()) / self.row_tokens
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ def _tokenizer(folder: Path, name: str) -> tuple[Any, list[str]]:
 def _too_long(stages: list[AskedStage], config: Any) -> Iterator[str]:
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     for stage in stages:
-        if most and stage.longest > most:
-            yield f"Stage {stage.name} has rows of {stage.longest} tokens; the model was made for {most}."
+        if most and stage.row_tokens > most:
+            yield f"Stage {stage.name} has rows of {stage.row_tokens} tokens; the model was made for {most}."
 
 
 def fingerprint(recipe: Recipe, **asked: Any) -> str:

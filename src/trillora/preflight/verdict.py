@@ -58,7 +58,7 @@ def preflight(
             continue
         if asked is None:
             asked = read_asked(recipe, listener)
-        answers[place.name] = _Preflight(asked, recipe, method, whole, price_per_hour, listener, answers).of(place)
+        answers[place.name] = _Preflight(asked, method, whole, price_per_hour, listener, answers).of(place)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, json.dumps(answers[place.name], indent=1))
     return [answers[place.name] for place in places]
@@ -70,14 +70,13 @@ class _Preflight:
     def __init__(
         self,
         asked: Asked,
-        recipe: Recipe,
         method: Method,
         whole: bool,
         price: float | None,
         listener: Listener,
         known: dict[str, Answer],
     ) -> None:
-        self._asked, self._recipe, self._method, self._whole = asked, recipe, method, whole
+        self._asked, self._method, self._whole = asked, method, whole
         self._price, self._listener, self._known = price, listener, known
 
     def of(self, place: Slice) -> Answer:
@@ -108,7 +107,7 @@ class _Preflight:
         recomputed. What does not fit ends it."""
         results: list[dict[str, Any]] = []
         kept: list[Chosen] = []
-        for stage in sorted(self._asked.stages, key=lambda s: -s.longest):
+        for stage in sorted(self._asked.stages, key=lambda s: -s.row_tokens):
             recipe = changed(stage.recipe, changes)
             recipe = resolve(
                 recipe, [c for c in still_open(recipe, kept) if not c.path.startswith(("data.", "train."))]
@@ -184,8 +183,8 @@ class _Preflight:
         """Of the whole recipe, every stage by its own step."""
         stages = {stage.name: stage for stage in self._asked.stages}
         pairs = [(stages[result["stage"]], result) for result in results]
-        longest, first = max(pairs, key=lambda pair: pair[0].longest)
-        work = sum(stage.longest_steps * result["step_seconds"] for stage, result in pairs)
+        longest, first = max(pairs, key=lambda pair: pair[0].row_tokens)
+        work = sum(stage.full_steps * result["step_seconds"] for stage, result in pairs)
         num_steps = sum(stage.num_steps for stage, _ in pairs)
         num_programs = sum(len(stage.steps_by_length) for stage, _ in pairs)
         compile_seconds = sum(r["compile_seconds"] * len(s.steps_by_length) for s, r in pairs)
@@ -199,9 +198,9 @@ class _Preflight:
             self._price,
             place.num_chips,
         )
-        slots = longest.recipe.train.batch_size * longest.longest
+        slots = longest.recipe.train.batch_size * longest.row_tokens
         peak = peak_tflops * 1e12 * place.num_devices
-        num_slots = sum(s.recipe.train.batch_size * s.longest_steps * s.longest for s, _ in pairs)
+        num_slots = sum(s.recipe.train.batch_size * s.full_steps * s.row_tokens for s, _ in pairs)
         return {
             "flops_per_step": first["flops_per_step"],
             "step_seconds": first["step_seconds"],
@@ -219,7 +218,7 @@ class _Preflight:
                 {
                     "name": s.name,
                     "num_steps": s.num_steps,
-                    "tokens_of_a_row": s.longest,
+                    "tokens_of_a_row": s.row_tokens,
                     "step_seconds": r["step_seconds"],
                 }
                 for s, r in pairs

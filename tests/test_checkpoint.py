@@ -90,7 +90,7 @@ def test_every_flipped_bit_is_noticed(checkpoints: Checkpoints, tmp_path: Path) 
 def test_every_bit_of_the_checksums_counts(checkpoints: Checkpoints, tmp_path: Path) -> None:
     path = tmp_path / "step-00000030" / MARK
     whole = path.read_bytes()
-    for place in range(0, len(whole), 3 if FULL_DOSE else 41):
+    for place in range(0, len(whole), 1 if FULL_DOSE else 41):
         for bit in range(8):
             data = bytearray(whole)
             data[place] ^= 1 << bit

@@ -7,7 +7,7 @@ real ones.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -229,7 +229,7 @@ def poisoned(value: float, *, row: int) -> Batch:
     return {**data, "targets": data["targets"].at[row, 0].set(value)}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("clip", "parts"), [(None, 1), (1.0, 2)])
 def test_a_loss_that_is_not_finite_changes_nothing(
@@ -246,11 +246,12 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     assert not np.array_equal(further.adapter["a"], after.adapter["a"])
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_though_the_loss_is() -> None:
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+def test_a_gradient_that_is_not_finite_changes_nothing_though_the_loss_is(optimizer: OptimizerName) -> None:
     def steep(adapter: Any, base: Any, batch: Batch, key: Any) -> jax.Array:
         return jnp.sqrt(((adapter["a"] - adapter["a"]) ** 2).sum()) + loss(adapter, base, batch)
 
-    step, state = step_function(loss=steep)
+    step, state = step_function(optimizer, loss=steep)
     after, metrics = step(state, BASE, batch(0))
     assert np.isfinite(metrics.loss) and not np.isfinite(metrics.grad_norm)
     assert int(metrics.skipped) == 1

@@ -41,7 +41,7 @@ def run(out: Path, listener: Listener) -> tuple[TrainResult, Evaluation | None]:
     listener(
         Note(
             f"Quickstart: SmolLM2-135M learns to judge {NUM_TRAINED} findings of the cloud scanner prowler "
-            f"(Apache-2.0), some minutes on two cores. Everything is in {out}"
+            f"(Apache-2.0), seven minutes on two cores. Everything is in {out}"
         )
     )
     result = train(load_recipe(out / "recipe.yaml"), out, listener=listener)

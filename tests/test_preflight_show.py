@@ -146,7 +146,7 @@ def test_one_answer_shows_every_figure() -> None:
         "attention kernels 0.10 s",
         "50 ms are spent waiting for the interconnect",
         "(roofline): 0.60 s",
-        "18,204 tokens/s, 42 % of the peak arithmetic, 2 programs to compile (31.2 s here)",
+        "18,204 tokens/s, 42 % of the peak arithmetic, 2 programs to compile (about 31.2 s)",
         "23.4 h 13,000 steps, 4,915,200 tokens, 5 % padding",
         "4 sessions of at most 9 hours, in 2 weeks of 20 hours",
         "Cost: free",

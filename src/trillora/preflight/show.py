@@ -152,7 +152,7 @@ def _speed(answer: Answer) -> list[str]:
     if answer.get("num_compiles"):
         programs = "1 program" if answer["num_compiles"] == 1 else f"{answer['num_compiles']} programs"
         seconds = answer.get("compile_seconds")
-        facts.append(f"{programs} to compile" + (f" ({_seconds(seconds)} here)" if seconds else ""))
+        facts.append(f"{programs} to compile" + (f" (about {_seconds(seconds)})" if seconds else ""))
     return facts
 
 

@@ -46,6 +46,8 @@ def preflight(
     listener: Listener = print_nothing,
 ) -> list[Answer]:
     """One answer for each slice, in the order asked."""
+    if not slices:
+        raise TrilloraError("No slice was named.", where="--on", do="name one: v5e-8 for example, or colab, kaggle")
     places = [find_slice(name) for name in slices]
     method = choose_method(estimate)
     asked: Asked | None = None
@@ -290,8 +292,3 @@ def _told(changes: dict[str, Any], results: list[dict[str, Any]], stages: Sequen
         if before not in (after, "auto") or path == "engine.loss_chunk":
             told.append({"option": path, "from": before, "to": after, "why": why})
     return told
-
-
-def check_slices(names: Sequence[str]) -> None:
-    if not names:
-        raise TrilloraError("No slice was named.", where="--on", do="name one: --on v5e-8, or colab, kaggle")

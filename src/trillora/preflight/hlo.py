@@ -113,10 +113,11 @@ class Computation:
 
     name: str
     instructions: list[Instruction] = field(default_factory=list)
+    by_name: dict[str, Instruction] = field(default_factory=dict)
 
-    @functools.cached_property
-    def by_name(self) -> dict[str, Instruction]:
-        return {instruction.name: instruction for instruction in self.instructions}
+    def add(self, instruction: Instruction) -> None:
+        self.instructions.append(instruction)
+        self.by_name[instruction.name] = instruction
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
@@ -169,7 +170,10 @@ def parse(text: str) -> Program:
 
     def finish() -> None:
         if current is not None and pending:
-            current.instructions.append(_parse_instruction("\n".join(pending)))
+            instruction = _parse_instruction("\n".join(pending))
+            for name in instruction.operands:
+                _write_out_element(current, name)
+            current.add(instruction)
         pending.clear()
 
     for line in _INDEX_COMMENT.sub("", text).splitlines():
@@ -209,10 +213,36 @@ def _parse_instruction(line: str) -> Instruction:
     )
 
 
+def _write_out_element(computation: Computation, name: str) -> None:
+    """Newer compilers write `tuple#1` for an element instead of an instruction that takes it out: make that one."""
+    source_name, mark, index = name.rpartition("#")
+    if not mark or name in computation.by_name:
+        return
+    _write_out_element(computation, source_name)
+    source = computation.by_name.get(source_name)
+    element = _elements(source.type_text)[int(index)] if source is not None else ""
+    taken = Instruction(name, "get-tuple-element", element, (source_name,), "", f", index={index}", False)
+    computation.add(taken)
+
+
+def _elements(type_text: str) -> list[str]:
+    """Of a tuple's type, as they are written."""
+    elements, depth, start = [], 0, 1
+    for match in re.compile(r"[][(){},]").finditer(type_text):
+        if match[0] in "([{":
+            depth += 1
+        elif match[0] in ")]}":
+            depth -= 1
+        if (match[0] == "," and depth == 1) or depth == 0:
+            elements.append(type_text[start : match.start()].strip())
+            start = match.end()
+    return elements
+
+
 def _operand_names(text: str) -> tuple[str, ...]:
     """With or without their types before them."""
     if "%" in text:
-        return tuple(re.findall(r"%([\w.\-]+)", text))
+        return tuple(re.findall(r"%([\w.\-]+(?:#\d+)*)", text))
     return tuple(part.split()[-1] for part in text.split(",") if part.strip())
 
 

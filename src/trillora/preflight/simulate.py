@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 
 from trillora.hardware import Chip
 from trillora.preflight.hlo import HOST, Computation, Instruction, Program, parse, trip_count
-from trillora.preflight.kernels import head_width, is_kernel, kernel_flops
+from trillora.preflight.kernels import beside_bytes, head_width, is_kernel, kernel_flops
 from trillora.preflight.work import Transfer, Work, target
 
 HOP_SECONDS = 1e-6  # a collective's wait for each neighbour, at most MOST_HOPS of them
@@ -51,8 +51,9 @@ class Efficiency:
 # copies and collectives are known to reach.
 TPU = Efficiency(hbm=0.85, links=0.80, product=0.92, kernel=0.50)
 TPU_LARGE_UNIT = Efficiency(hbm=0.85, links=0.80, product=0.83, kernel=0.56)
-# Products: one H200 in steps of 1.2B and 7.2B, 690 to 777 of 989 TFLOP/s. The rest is assumed.
-GPU = Efficiency(hbm=0.85, links=0.80, product=0.75, kernel=0.40, launch_seconds=2e-6)
+# Set with the kernels of eight steps on an H200 in view (benchmarks/preflight_gpu.py --keep); links are assumed. Of an
+# instruction's own time half is its kernel's start and end, half the gap before it.
+GPU = Efficiency(hbm=0.85, links=0.80, product=0.75, kernel=0.43, launch_seconds=4e-6)
 
 # Of the cycles the compiler counts for work without products. It takes everything for as slow as its memory and that
 # for 0.4 of the public figure, also where the operands lie on the chip.
@@ -290,6 +291,7 @@ class _Walk:
         memory_end = time.use_hbm(self._hbm_seconds(self.work.hbm_bytes(computation, kernel), time))
         time.total.flops += flops or 0.0
         time.total.seconds = max(begun + seconds, memory_end) + self.efficiency.launch_seconds
+        time.wait_for(time.use_hbm(self._hbm_seconds(beside_bytes(computation, kernel), time)), for_links=False)
         time.total.kernel_seconds += time.total.seconds - begun
 
     def _compute(self, computation: Computation, instruction: Instruction, time: _Timeline) -> None:

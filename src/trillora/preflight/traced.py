@@ -201,7 +201,7 @@ class _Reader:
         ]
 
     def _scan(self, parameters: dict[str, Any], inputs: list[Value], operations: list[Operation]) -> list[Value]:
-        num_constants, num_carry = parameters["num_consts"], parameters["num_carry"]
+        num_constants, num_carry = _scan_counts(parameters)
         body_inputs = [_inner(v) for v in inputs[: num_constants + num_carry]]
         body_inputs += [_slice_of(v) for v in inputs[num_constants + num_carry :]]
         body = self._body(parameters["jaxpr"], body_inputs, num_constants, num_carry)
@@ -255,6 +255,14 @@ class _Reader:
             bounded.append(split if total * split <= self.num_devices else 1)
             total *= bounded[-1]
         return tuple(bounded)
+
+
+def _scan_counts(parameters: dict[str, Any]) -> tuple[int, int]:
+    """Inputs a scan's body only reads, and those it hands on from turn to turn."""
+    if "num_consts" in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    constants, carry, _ = parameters["ft_in"].unpack()  # from jax 0.11 on
+    return len(constants), len(carry)
 
 
 def causal_share(num_rows: int, num_columns: int) -> float:

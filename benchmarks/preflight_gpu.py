@@ -1,0 +1,193 @@
+"""What preflight predicts of a training step against what a GPU then does: peak memory and step time.
+
+    python benchmarks/preflight_gpu.py [--only 3] [--keep FOLDER]
+
+The prediction is made as for a TPU and before anything runs: memory from the compiled step, time by the simulation of
+its program with the card's public figures. Then the step runs, on random weights. Each case has a process of its own,
+so that the peak is its alone. Prints a table and a JSON line a case; `--keep` writes each program and the times of its
+kernels, to see where a prediction went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+MISTRAL, GEMMA = "mistralai/Mistral-7B-v0.3", "google/gemma-3-270m"
+LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"
+SMALL_LLAMA = "1b"  # of gpu_step.py
+
+# model, rows of a batch, rows at once, tokens of a row, what is recomputed, several documents in a row
+CASES: tuple[tuple[str, int, int, int, str, bool], ...] = (
+    # the simulation's constants for a GPU were set with these in view
+    (SMALL_LLAMA, 8, 8, 2048, "none", False),
+    (SMALL_LLAMA, 16, 8, 2048, "linear", False),
+    (GEMMA, 64, 64, 512, "linear", False),
+    (GEMMA, 32, 32, 1024, "full", False),
+    (QWEN, 16, 16, 1024, "none", False),
+    (QWEN, 8, 8, 4096, "linear", False),
+    (MISTRAL, 8, 8, 2048, "full", False),
+    (MISTRAL, 4, 4, 4096, "linear", False),
+    # and then met these
+    (SMALL_LLAMA, 4, 4, 8192, "full", False),
+    (SMALL_LLAMA, 8, 8, 2048, "none", True),
+    (QWEN, 32, 32, 512, "none", True),
+    (LLAMA, 4, 4, 2048, "linear", False),
+)
+NUM_IN_VIEW = 8
+STEPS = 12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of cases, from 0")
+    parser.add_argument("--keep", type=Path, help="a folder for programs and times of kernels")
+    parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)  # the child's own
+    args = parser.parse_args()
+    if args.measure is not None:
+        print(json.dumps(measure(args.measure, args.keep)), flush=True)
+        return
+    rows = []
+    for number in range(len(CASES)) if args.only is None else args.only:
+        command = [sys.executable, __file__, "--measure", str(number)]
+        command += ["--keep", str(args.keep)] if args.keep else []
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        line = ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ""
+        print(line or f"case {number} failed", flush=True)
+        rows += [json.loads(line)] if ran.returncode == 0 else []
+    show(rows)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print("\n| model | rows x tokens | remat | GiB predicted | measured | error | s predicted | measured | error |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        gib, seconds = row["gib"], row["seconds"]
+        print(
+            f"| {row['model']} | {row['rows']} x {row['tokens']}{', packed' * row['packed']} | {row['remat']} "
+            f"| {gib[0]:.2f} | {gib[1]:.2f} | {gib[0] / gib[1] - 1:+.1%} "
+            f"| {seconds[0]:.3f} | {seconds[1]:.3f} | {seconds[0] / seconds[1] - 1:+.1%} |"
+        )
+    for seen, title in ((True, "in view"), (False, "new")):
+        chosen = [row for row in rows if (row["number"] < NUM_IN_VIEW) == seen]
+        for name in ("gib", "seconds") if chosen else ():
+            errors = [abs(row[name][0] / row[name][1] - 1) for row in chosen]
+            print(f"{title}: {name}, mean size of the error {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
+
+
+def measure(number: int, keep: Path | None) -> dict[str, Any]:
+    import jax
+    import numpy as np
+    from gpu_step import random_batch
+
+    from trillora.choices import GIB, choose, step_bytes
+    from trillora.config import load_recipe
+    from trillora.events import print_nothing
+    from trillora.hardware import chip_of
+    from trillora.mesh import find_devices, put_batch
+    from trillora.model.weights import random_weights
+    from trillora.preflight.estimate import estimate, kind_shares
+    from trillora.preflight.simulate import simulate
+    from trillora.trainer import place_state
+
+    name, rows, at_once, tokens, remat, packed = CASES[number]
+    recipe = load_recipe(
+        {
+            "model": name,
+            "data": {"path": "random.jsonl", "pack": packed},
+            "train": {"sequence_length": tokens, "batch_size": rows, "micro_batch_size": at_once, "steps": STEPS},
+            "engine": {"remat": remat},
+        }
+    )
+    config = read_config(name, recipe)
+    devices = find_devices("auto", 1)
+    chip = chip_of(devices[0].device_kind)
+    assert chip is not None, f"nothing is known of {devices[0].device_kind}"
+    started = time.perf_counter()
+    plan = choose(recipe, config, devices, STEPS, print_nothing)
+    compile_seconds = time.perf_counter() - started
+    program = plan.compiled.as_text()
+    predicted = simulate(program, chip, 1, kind_shares(config))
+    guessed = estimate(plan.assembly, chip)
+
+    assembly = plan.assembly
+    base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)
+    state = place_state(assembly, seed=0)
+    shape = argparse.Namespace(rows=rows, tokens=tokens, packed=packed)
+    batch = put_batch(random_batch(np.random.default_rng(0), shape, config.vocab_size), assembly.mesh)
+
+    def step() -> float:
+        nonlocal state
+        before = time.perf_counter()
+        state, metrics = plan.compiled(state, base, batch)
+        metrics.loss.block_until_ready()
+        return time.perf_counter() - before
+
+    seconds = [step() for _ in range(STEPS)]
+    peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / f"{number}.hlo").write_text(program)
+        (keep / f"{number}.kernels.json").write_text(json.dumps(kernel_seconds(step)))
+    return {
+        "number": number,
+        "model": name,
+        "rows": rows if rows == at_once else f"{rows // at_once} times {at_once}",
+        "tokens": tokens,
+        "remat": remat,
+        "packed": packed,
+        "gib": (step_bytes(plan.compiled) / GIB, peak / GIB),
+        "seconds": (predicted.seconds, statistics.median(seconds[STEPS // 2 :])),
+        "estimate": (guessed.peak_bytes / GIB, guessed.step_seconds),
+        "parts": {key: value for key, value in vars(predicted).items() if key != "warnings"},
+        "warnings": predicted.warnings,
+        "compile_seconds": round(compile_seconds, 1),
+        "device": devices[0].device_kind,
+        "versions": {package: version(package) for package in ("jax", "torch", "torchax", "transformers")},
+    }
+
+
+def read_config(name: str, recipe: Any) -> Any:
+    from gpu_step import SHAPES
+    from transformers import LlamaConfig
+
+    from trillora.model.source import load_config
+    from trillora.preflight.question import describe_model
+
+    if name in SHAPES:
+        return LlamaConfig(**SHAPES[name], max_position_embeddings=8192)
+    return load_config(describe_model(recipe)[0], trust_remote_code=False)
+
+
+def kernel_seconds(step: Callable[[], float]) -> list[tuple[str, str, int, float]]:
+    """What one step did on the card: the instruction where it is known, the kernel, how often, seconds."""
+    import jax
+    from jax.profiler import ProfileData
+
+    with TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            step()
+        file = next(Path(folder).rglob("*.xplane.pb"))
+        planes = [plane for plane in ProfileData.from_file(str(file)).planes if plane.name.startswith("/device:GPU")]
+    spent: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for plane in planes:
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                for event in line.events:
+                    instruction = dict(event.stats).get("hlo_op", "")
+                    spent[str(instruction), event.name].append(event.duration_ns / 1e9)
+    return sorted(((*key, len(each), sum(each)) for key, each in spent.items()), key=lambda row: -row[3])
+
+
+if __name__ == "__main__":
+    main()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -24,6 +26,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Event, Note, print_nothing
 from trillora.model.source import load_config
 from trillora.preflight import child, compiler
+from trillora.preflight.estimate import Estimate
 from trillora.preflight.memory import StepShapes, describe, largest, logits_bytes, out_of_memory, read_report
 from trillora.preflight.question import KNOWN_MODELS, describe_model, fingerprint, read_asked
 from trillora.preflight.verdict import changed, ladder, preflight
@@ -191,6 +194,68 @@ def test_the_estimate_answers_anywhere_and_says_what_it_is(folder: Path, capsys:
     capsys.readouterr()
     assert trillora.ask_compiler(settings, on=["v5e-1"], estimate=True) == [one | {"from_cache": True}]
     assert "ESTIMATE" in capsys.readouterr().out
+
+
+def test_all_estimates_come_from_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(compiler.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    recipe = load_recipe(tiny_run.recipe(folder, train={"steps": 5, "batch_size": 16}, hardware={"devices": "auto"}))
+    answers = preflight(recipe, ["v5e-1", "v5e-8", "v5e-4", "v5e-8"], estimate=True)
+    assert [answer["num_devices"] for answer in answers] == [1, 8, 4, 8]
+    assert answers[1] == answers[3] and answers[0]["hbm_peak_gib"] > 0
+    children = [process for process in started if "trillora.preflight.child" in process.args]
+    assert len(children) == 1 and children[0].returncode is not None, "and it has ended"
+
+
+def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is faster than a hopeless way needs still more: it is not even looked at."""
+    asked = read_asked(load_recipe(tiny_run.recipe(folder, train={"steps": 2, "batch_size": 8})), print_nothing)
+    config, (stage,) = load_config(asked.model), asked.stages
+    assemble = choices.assemble
+    remats: dict[int, str] = {}
+
+    def remembered(recipe: Any, *rest: Any) -> Any:
+        assembly = dataclasses.replace(assemble(recipe, *rest), state_shapes={})  # nothing but the step counts
+        remats[id(assembly)] = recipe.engine.remat
+        kept.append(assembly)
+        return assembly
+
+    kept: list[Any] = []
+    monkeypatch.setattr(choices, "assemble", remembered)
+    monkeypatch.setattr(choices, "memory_limit", lambda devices: 100.0)
+
+    def ask(needs: dict[str, float]) -> tuple[Any, list[str], list[str]]:
+        guessed: list[str] = []
+        compiled: list[str] = []
+
+        def guess(assembly: Any) -> float:
+            guessed.append(remats[id(assembly)])
+            return needs[guessed[-1]]
+
+        def compile_one(assembly: Any) -> tuple[str, float]:
+            compiled.append(remats[id(assembly)])
+            return "a program", needs[compiled[-1]]
+
+        devices = jax.devices("cpu")[:1]
+        plan = choices.choose(stage.recipe, config, devices, stage.num_steps, print_nothing, compile_one, guess=guess)
+        return plan, guessed, compiled
+
+    plan, guessed, compiled = ask({"none": 500.0, "linear": 141.0, "full": 20.0})
+    assert (guessed, compiled) == (["full", "linear"], ["full"])
+    assert [attempt.needed for attempt in plan.tried] == [141.0, 20.0] and plan.recipe.engine.remat == "full"
+    plan, guessed, compiled = ask({"none": 500.0, "linear": 139.0, "full": 20.0})  # may be a bad guess: it is compiled
+    assert (guessed, compiled) == (["full", "linear", "none"], ["linear", "full"])
+    plan, guessed, compiled = ask({"none": 90.0, "linear": 50.0, "full": 20.0})
+    assert compiled == ["none"] and plan.recipe.engine.remat == "none"
+
+
+def test_a_program_that_cannot_be_read_gets_the_estimates_times() -> None:
+    guessed = Estimate(1.0, {}, 0.0, 0.0, 0.0, step_seconds=2.0, roofline_seconds=1.0, flops=100.0, tokens=1.0)
+    assert child._if_unread(85.0, guessed, 8) == child._if_unread(115.0, guessed, 8) == {}
+    told = child._if_unread(5.0, guessed, 8)
+    assert (told["step_seconds"], told["flops_per_step"], told["times_by"]) == (2.0, 800.0, "estimate")
+    assert "5% of its arithmetic" in told["notes"][0]
 
 
 # ---- mistakes

@@ -7,7 +7,7 @@ tried on the compiler itself: the first that fits the memory wins, in the order 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,14 @@ class Plan:
 class DoesNotFit(TrilloraError):
     """No way to run the step that the recipe leaves open fits the devices."""
 
-    tried: tuple[Tried, ...] = ()
+    def __init__(self, what: str, tried: tuple[Tried, ...]) -> None:
+        super().__init__(
+            what,
+            where="train",
+            do="use a shorter train.sequence_length, a smaller lora.rank, more devices, or leave engine.remat and "
+            "train.micro_batch_size on auto",
+        )
+        self.tried = tried
 
 
 Compiler = Callable[[Assembly], tuple[Any, float]]
@@ -78,6 +85,18 @@ def compile_step(assembly: Assembly) -> tuple[Any, float]:
     return compiled, step_bytes(compiled)
 
 
+@dataclass(frozen=True)
+class Way:
+    """One way to run the step that the recipe leaves open."""
+
+    recipe: StageRecipe
+    chosen: list[Chosen]
+    assembly: Assembly
+
+    def __str__(self) -> str:
+        return f"{self.recipe.train.micro_batch_size} rows at once, remat {self.recipe.engine.remat}"
+
+
 def choose(
     recipe: StageRecipe,
     config: Any,
@@ -91,8 +110,8 @@ def choose(
     """Decide, compile, and say so.
 
     The devices may be of a slice that is not here: whoever asks beforehand gives them, and a compiler that goes as far
-    as it needs; where there is none for such devices, also others to stand in their places on the mesh. With `guess`,
-    bytes without compiling, rows are not tried at all that are hopeless even when everything is recomputed.
+    as it needs; where there is none for such devices, also others to stand in their places on the mesh. What is
+    hopeless by `guess`, bytes without compiling, is not compiled.
     """
     choices = [*by_hardware(recipe, config, devices)]
     for choice in choices:
@@ -102,38 +121,47 @@ def choose(
     assert shape != "auto"
     mesh = make_mesh(mesh_devices or devices, MeshShape(shape.data, shape.fsdp, shape.tensor))
     limit = memory_limit(devices)
+
+    def way(size: int | None, remat: str | None) -> Way:
+        chosen = _chosen(size, remat)
+        filled = resolve(recipe, chosen)
+        return Way(filled, chosen, assemble(filled, config, mesh, num_steps))
+
     tried: list[Tried] = []
     for size in _micro_batches(recipe, mesh.shape["data"] * mesh.shape["fsdp"]):
-        if guess is not None and limit is not None and recipe.engine.remat == "auto":
-            smallest = _attempt(size, REMAT_ORDER[-1])
-            needed = guess(assemble(resolve(recipe, smallest), config, mesh, num_steps))
-            if needed > HOPELESS * limit:
-                tried.append(Tried(_describe(smallest, recipe), needed, False))
-                continue
-        for remat in REMAT_ORDER if recipe.engine.remat == "auto" else (None,):
-            attempt = _attempt(size, remat)
-            what = _describe(attempt, recipe)
-            listener(Note(f"Compiling the training step ({what})"))
-            candidate = resolve(recipe, attempt)
-            assembly = assemble(candidate, config, mesh, num_steps)
-            compiled, needed = compiler(assembly)
+        remats = REMAT_ORDER if recipe.engine.remat == "auto" else (None,)
+        ways: Iterable[Way] = (way(size, remat) for remat in remats)
+        if guess is not None and limit is not None:
+            ways, hopeless = _not_hopeless((way(size, remat) for remat in reversed(remats)), guess, limit)
+            tried += hopeless
+        for each in ways:
+            listener(Note(f"Compiling the training step ({each})"))
+            compiled, needed = compiler(each.assembly)
             # A checkpoint's copy of the state lies beside the step.
-            fits = compiled is not None and (limit is None or needed + assembly.state_bytes <= limit * USABLE)
+            fits = compiled is not None and (limit is None or needed + each.assembly.state_bytes <= limit * USABLE)
             before = tuple(tried)
-            tried.append(Tried(what, needed, fits))
+            tried.append(Tried(str(each), needed, fits))
             if fits:
-                chosen = [Chosen(c.path, c.value, _why(c, needed, limit, before)) for c in attempt]
-                for choice in chosen:
+                made = [Chosen(c.path, c.value, _why(c, needed, limit, before)) for c in each.chosen]
+                for choice in made:
                     listener(choice)
-                return Plan(candidate, (*choices, *chosen), assembly, compiled, tuple(tried))
-    error = DoesNotFit(
-        f"The run does not fit: {_gib(limit)} of memory a device. Tried {'; '.join(map(str, tried))}.",
-        where="train",
-        do="use a shorter train.sequence_length, a smaller lora.rank, more devices, or leave engine.remat and "
-        "train.micro_batch_size on auto",
+                return Plan(each.recipe, (*choices, *made), each.assembly, compiled, tuple(tried))
+    raise DoesNotFit(
+        f"The run does not fit: {_gib(limit)} of memory a device. Tried {'; '.join(map(str, tried))}.", tuple(tried)
     )
-    error.tried = tuple(tried)
-    raise error
+
+
+def _not_hopeless(
+    slowest_first: Iterator[Way], guess: Callable[[Assembly], float], limit: float
+) -> tuple[list[Way], list[Tried]]:
+    """The ways worth compiling, fastest first, and the one that is not: what is faster still needs still more."""
+    ways: list[Way] = []
+    for way in slowest_first:
+        needed = guess(way.assembly)
+        if needed > HOPELESS * limit:
+            return ways, [Tried(str(way), needed, False)]
+        ways.insert(0, way)
+    return ways, []
 
 
 def says_out_of_memory(error: Exception) -> bool:
@@ -237,7 +265,7 @@ def _micro_batches(recipe: StageRecipe, row_shards: int) -> list[int | None]:
     return [None]
 
 
-def _attempt(size: int | None, remat: str | None) -> list[Chosen]:
+def _chosen(size: int | None, remat: str | None) -> list[Chosen]:
     """What is left `auto`, filled."""
     rows = [] if size is None else [Chosen("train.micro_batch_size", size, "")]
     return rows if remat is None else [*rows, Chosen("engine.remat", remat, "")]
@@ -254,12 +282,6 @@ def step_bytes(compiled: Any) -> float:
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
     )
-
-
-def _describe(attempt: list[Chosen], recipe: StageRecipe) -> str:
-    values = {c.path: c.value for c in attempt}
-    rows = values.get("train.micro_batch_size", recipe.train.micro_batch_size)
-    return f"{rows} rows at once, remat {values.get('engine.remat', recipe.engine.remat)}"
 
 
 def _why(choice: Chosen, needed: float, limit: float | None, tried: Sequence[Tried]) -> str:

@@ -1,7 +1,7 @@
-"""One question put to the TPU compiler, in a process of its own: libtpu reads its settings before jax is imported, may
+"""Questions put to the TPU compiler, in a process of its own: libtpu reads its settings before jax is imported, may
 abort on its own errors, and cannot be told to stop.
 
-A question is a line of JSON on stdin; events and one result are lines of JSON on stdout. The step is chosen by
+Questions are lines of JSON on stdin; events and a result for each are lines of JSON on stdout. The step is chosen by
 `choices.choose` and assembled by `assembly.assemble`, as in training; only the devices are not there.
 
 The compiler is left as soon as memory is laid out (`laid_out`); with `whole` it runs to the end.
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import os
+import queue
 import sys
 import tempfile
 import threading
@@ -26,12 +27,12 @@ import jax
 from jax.experimental import topologies
 
 from trillora.assembly import Assembly
-from trillora.choices import HOPELESS, DoesNotFit, Plan, Tried, choose
+from trillora.choices import DoesNotFit, Plan, Tried, choose
 from trillora.errors import TrilloraError
 from trillora.events import Event, to_json
 from trillora.hardware import CHIPS, DEVICE_KINDS, Chip, Slice, find_slice
 from trillora.model.source import load_config
-from trillora.preflight.estimate import argument_bytes, estimate, kind_shares
+from trillora.preflight.estimate import Estimate, argument_bytes, estimate, kind_shares
 from trillora.preflight.laid_out import Laid, lay_out
 from trillora.preflight.memory import (
     GIB,
@@ -47,25 +48,43 @@ from trillora.recipe import StageRecipe
 # machine code to make, for some 580 fusions and kernels. Where nothing is compiled it is taken for that.
 LAYING_OUT_SECONDS, SECONDS_PER_INSTRUCTION, TYPICAL_COMPILE_SECONDS = 5.0, 0.026, 20.0
 
+FLOPS_AGREE = 0.2  # relative: what is counted in the compiled program against what is counted in the traced step
+
+
+class Estimates:
+    """Of every assembly that was looked at, made once."""
+
+    def __init__(self, chip: Chip) -> None:
+        self._chip = chip
+        self._made: dict[int, tuple[Assembly, Estimate]] = {}
+
+    def of(self, assembly: Assembly) -> Estimate:
+        if id(assembly) not in self._made:
+            self._made[id(assembly)] = assembly, estimate(assembly, self._chip)
+        return self._made[id(assembly)][1]
+
+    def peak_bytes(self, assembly: Assembly) -> float:
+        return self.of(assembly).peak_bytes
+
+    def __call__(self, assembly: Assembly) -> tuple[Estimate, float]:
+        """In a compiler's place."""
+        return self.of(assembly), self.of(assembly).peak_bytes
+
+    @property
+    def smallest(self) -> Assembly:
+        return min(self._made.values(), key=lambda made: made[1].peak_bytes)[0]
+
 
 class TpuCompiler:
-    """Compiles a step as far as is needed; one that is hopeless by the estimate not at all."""
+    """Compiles a step as far as is needed."""
 
-    def __init__(self, folder: Path, chip: Chip, *, whole: bool) -> None:
-        self._folder, self._chip, self._whole = folder, chip, whole
+    def __init__(self, folder: Path, *, whole: bool) -> None:
+        self._folder, self._whole = folder, whole
         self._number = 0
-        self.assembly: Assembly | None = None  # the last one
 
     def __call__(self, assembly: Assembly) -> tuple[Laid | None, float]:
-        guess = self.guess(assembly)
-        if guess > HOPELESS * self._chip.hbm_gib * GIB:
-            return None, guess
         laid = self.lay_out(assembly)
         return (None if laid.program is None else laid), laid.needed
-
-    def guess(self, assembly: Assembly) -> float:
-        self.assembly = assembly
-        return estimate(assembly, self._chip).peak_bytes
 
     def lay_out(self, assembly: Assembly) -> Laid:
         self._number += 1
@@ -110,18 +129,19 @@ def answer(question: dict[str, Any], listener: Any) -> dict[str, Any]:
 def by_compiler(
     stage: StageRecipe, config: Any, place: Slice, num_steps: int, whole: bool, listener: Any
 ) -> dict[str, Any]:
-    limit = CHIPS[place.chip].hbm_gib
+    chip = CHIPS[place.chip]
+    limit, estimates = chip.hbm_gib, Estimates(chip)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=place.topology, **place.options)
     with tempfile.TemporaryDirectory(prefix="trillora-preflight-", ignore_cleanup_errors=True) as folder:
-        compiler = TpuCompiler(Path(folder), CHIPS[place.chip], whole=whole)
+        compiler = TpuCompiler(Path(folder), whole=whole)
         try:
             devices = _used(list(topology.devices), stage)
-            plan = choose(stage, config, devices, num_steps, listener, compiler, guess=compiler.guess)
+            plan = choose(stage, config, devices, num_steps, listener, compiler, guess=estimates.peak_bytes)
         except DoesNotFit as error:
-            assert compiler.assembly is not None
-            shapes, report = step_shapes(compiler.assembly, config, stage), compiler.lay_out(compiler.assembly).report
+            smallest = estimates.smallest
+            shapes, report = step_shapes(smallest, config, stage), compiler.lay_out(smallest).report
             return {
-                **_refused(error.tried, compiler.assembly),
+                **_refused(error.tried, smallest),
                 "hbm_limit_gib": limit,
                 "problem": out_of_memory(report, shapes, limit, error.tried[-1].what),
                 "logits_gib": logits_bytes(report, shapes) / GIB if report else None,
@@ -130,7 +150,8 @@ def by_compiler(
         laid: Laid = plan.compiled
         assert laid.program is not None
         shapes = step_shapes(plan.assembly, config, plan.recipe)
-        times = simulate(laid.program, CHIPS[place.chip], place.num_devices, kind_shares(config))
+        num_devices = plan.assembly.mesh.size
+        times = simulate(laid.program, chip, num_devices, kind_shares(config))
         held = argument_bytes(plan.assembly)
         needed = plan.tried[-1].needed
         logits = logits_bytes(laid.report, shapes) if laid.report else 0.0
@@ -141,7 +162,7 @@ def by_compiler(
             **_accepted(plan, held | {"activations": rest, "logits": logits}),
             "hbm_limit_gib": limit,
             "largest_buffers": largest(laid.report, shapes) if laid.report else [],
-            "flops_per_step": times.flops * place.num_devices,
+            "flops_per_step": times.flops * num_devices,
             "step_seconds": times.seconds,
             "step_seconds_roofline": times.roofline_seconds,
             "time": {
@@ -153,7 +174,26 @@ def by_compiler(
             },
             "compile_seconds": laid.seconds if laid.is_whole else to_the_end,
             "notes": list(times.warnings),
+            **_if_unread(times.flops, estimates.of(plan.assembly), num_devices),
         }
+
+
+def _if_unread(flops: float, guessed: Estimate, num_devices: int) -> dict[str, Any]:
+    """Another compiler may write its programs in a way not known here, so that a loop counts once. The traced step
+    knows how much there is to multiply; where the two do not agree its times are the better ones."""
+    if abs(flops - guessed.flops) <= FLOPS_AGREE * guessed.flops:
+        return {}
+    return {
+        "flops_per_step": guessed.flops * num_devices,
+        "step_seconds": guessed.step_seconds,
+        "step_seconds_roofline": guessed.roofline_seconds,
+        "times_by": "estimate",
+        "time": {},
+        "notes": [
+            f"The compiled program could not be read whole ({flops / guessed.flops:.0%} of its arithmetic): times are "
+            "those of the estimate."
+        ],
+    }
 
 
 def by_estimate(
@@ -161,20 +201,16 @@ def by_estimate(
 ) -> dict[str, Any]:
     """The same choices on as many virtual devices of this machine's CPU; nothing is compiled."""
     chip = CHIPS[place.chip]
+    estimates = Estimates(chip)
     kind = next(kind for kind, name in DEVICE_KINDS.items() if name == place.chip)
     absent = _used([AbsentDevice(kind)] * place.num_devices, stage)
     virtual = jax.devices("cpu")[: len(absent)]
 
-    def guess(assembly: Assembly) -> tuple[Any, float]:
-        found = estimate(assembly, chip)
-        return found, found.peak_bytes
-
     try:
-        plan = choose(stage, config, absent, num_steps, listener, guess, mesh_devices=virtual)
+        plan = choose(stage, config, absent, num_steps, listener, estimates, virtual, guess=estimates.peak_bytes)
     except DoesNotFit as error:
         return {**_refused(error.tried), "hbm_limit_gib": chip.hbm_gib, "problem": error.what}
     found = plan.compiled
-    roofline = found.flops / (chip.bf16_tflops * 1e12)
     return {
         **_accepted(
             plan,
@@ -182,9 +218,9 @@ def by_estimate(
             | {"gathered": found.gathered_bytes, "activations": found.activations_bytes, "logits": found.logits_bytes},
         ),
         "hbm_limit_gib": chip.hbm_gib,
-        "flops_per_step": found.flops * place.num_devices,
+        "flops_per_step": found.flops * plan.assembly.mesh.size,
         "step_seconds": found.step_seconds,
-        "step_seconds_roofline": roofline,
+        "step_seconds_roofline": found.roofline_seconds,
         "compile_seconds": TYPICAL_COMPILE_SECONDS,
         "notes": [],
     }
@@ -267,28 +303,32 @@ def stdout_for_answers() -> Iterator[Any]:
         yield kept
 
 
-def _end_with_the_asker() -> None:
-    """stdin stays open as long as whoever asks is alive."""
-    sys.stdin.read()
-    os._exit(1)
+def _questions() -> Iterator[dict[str, Any]]:
+    """Read beside the work: stdin stays open as long as whoever asks is alive, and the work ends with it."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        yield json.loads(lines.get())
 
 
 def main() -> None:
-    question = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_the_asker, daemon=True).start()
     with stdout_for_answers() as answers:
 
         def tell(event: Event) -> None:
             print(to_json(event), file=answers)
 
-        try:
-            print(json.dumps({"result": answer(question, tell)}), file=answers)
-        except TrilloraError as error:
-            told = {"what": error.what, "where": error.where, "do": error.do}
-            print(json.dumps({"refused": told}), file=answers)
-        answers.flush()
-        # The compiler may still be at work on what is no longer needed; nothing else would stop it.
-        os._exit(0)
+        for question in _questions():
+            try:
+                print(json.dumps({"result": answer(question, tell)}), file=answers)
+            except TrilloraError as error:
+                told = {"what": error.what, "where": error.where, "do": error.do}
+                print(json.dumps({"refused": told}), file=answers)
 
 
 if __name__ == "__main__":

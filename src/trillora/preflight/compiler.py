@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, Progress
@@ -56,39 +56,85 @@ def choose_method(estimate_wanted: bool) -> Method:
 
 
 def ask(question: dict[str, Any], place: Slice, listener: Listener) -> dict[str, Any]:
-    """The child's result for one slice. Its events reach the listener as they come."""
-    with tempfile.TemporaryFile("w+") as stderr:
-        process = subprocess.Popen(
+    """The result for one slice."""
+    with Answerer(question["method"]) as answerer:
+        return answerer.ask(question, place, listener)
+
+
+class Answerer:
+    """The process that answers. It can be started before there is a question, as its imports take longer than many an
+    answer. One process makes all estimates; the compiler cannot be told to stop, so its process ends with its answer.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self._process: subprocess.Popen[str] | None = None
+        self._streams = contextlib.ExitStack()
+        self._said: IO[str] | None = None  # on stderr
+        self._num_devices = 0
+
+    def __enter__(self) -> Answerer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def get_ready(self, place: Slice) -> subprocess.Popen[str]:
+        """A process for this slice, unless one is there; for estimates that has as many virtual devices."""
+        if self._process is not None and self._num_devices >= place.num_devices:
+            return self._process
+        self._end()
+        self._said = self._streams.enter_context(contextlib.closing(_scratch_file()))
+        self._num_devices = place.num_devices
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "trillora.preflight.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=stderr,
+            stderr=self._said,
             text=True,
-            env=_environment(question["method"], place),
+            env=_environment(self._method, place),
             start_new_session=True,  # ^C is ours to handle
         )
-        try:
-            result = _converse(process, question, listener)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        return self._process
+
+    def ask(self, question: dict[str, Any], place: Slice, listener: Listener) -> dict[str, Any]:
+        """The process's result for one slice. Its events reach the listener as they come."""
+        process = self.get_ready(place)
+        result = _converse(process, question, listener)
+        if result is None:
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        if result is not None:
-            return result
-        stderr.seek(0)
-        raise _crashed(process.returncode, stderr.read()[-_STDERR_SHOWN:], place)
+            assert self._said is not None
+            self._said.seek(0)
+            raise _crashed(process.returncode, self._said.read()[-_STDERR_SHOWN:], place)
+        if self._method == "compiler":
+            self._end()
+        return result
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self._streams.close()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def _scratch_file() -> IO[str]:
+    return tempfile.TemporaryFile("w+")
 
 
 def _converse(process: subprocess.Popen[str], question: dict[str, Any], listener: Listener) -> dict[str, Any] | None:
+    """Nothing where the process died."""
     assert process.stdin is not None and process.stdout is not None
     try:
         print(json.dumps(question), file=process.stdin, flush=True)
     except BrokenPipeError:
-        return None  # it died at its start; the caller says how
+        return None
     for line in process.stdout:
         told = json.loads(line)
         if "result" in told:

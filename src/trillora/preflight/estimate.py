@@ -61,6 +61,7 @@ class Estimate:
     activations_bytes: float
     logits_bytes: float
     step_seconds: float
+    roofline_seconds: float  # of the arithmetic alone
     flops: float
     tokens: float  # of the batch, divided by the number of devices
 
@@ -79,6 +80,7 @@ def estimate(assembly: Assembly, chip: Chip, calibration: Calibration = CALIBRAT
         activations_bytes=held.activations,
         logits_bytes=held.logits,
         step_seconds=work.seconds,
+        roofline_seconds=work.flops / (chip.bf16_tflops * 1e12),
         flops=work.flops,
         tokens=math.prod(batch.shape) / assembly.mesh.size,
     )

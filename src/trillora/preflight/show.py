@@ -31,7 +31,7 @@ PART_STYLES = {
 }
 UNITS = {"compute": "compute", "hbm": "HBM traffic", "interconnect": "interconnect", "kernels": "attention kernels"}
 COMPILER = "Memory as the TPU compiler lays it out"
-ESTIMATE = "ESTIMATE of memory and time: the TPU compiler is not on this machine"
+ESTIMATE = "ESTIMATE of memory and time: the TPU compiler was not asked"
 MAX_WIDTH = 100  # wider lines are harder to read
 LABEL = 10  # columns in front of each paragraph
 FIGURE = 10  # columns of a figure in front of its bar

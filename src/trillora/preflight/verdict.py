@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from trillora.cache import cache_root
@@ -18,7 +19,7 @@ from trillora.durable import write_file
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, print_nothing
 from trillora.hardware import CHIPS, Slice, find_slice, larger_slices
-from trillora.preflight.compiler import WHERE_IT_RUNS, Method, ask, choose_method, versions
+from trillora.preflight.compiler import WHERE_IT_RUNS, Answerer, Method, choose_method, versions
 from trillora.preflight.host import host_lines
 from trillora.preflight.question import Asked, AskedStage, fingerprint, read_asked
 from trillora.preflight.sessions import run_time
@@ -50,19 +51,25 @@ def preflight(
         raise TrilloraError("No slice was named.", where="--on", do="name one: v5e-8 for example, or colab, kaggle")
     places = [find_slice(name) for name in slices]
     method = choose_method(estimate)
-    asked: Asked | None = None
     answers: dict[str, Answer] = {}
+    files: dict[str, Path] = {}
     for place in places:
         question = {"slice": place.name, "method": method, "whole": whole, "price": price_per_hour}
         file = cache_root() / "preflight" / f"{fingerprint(recipe, **question)}.json"
         if use_cache and file.exists():
             answers[place.name] = {**json.loads(file.read_text()), "from_cache": True}
-            continue
-        if asked is None:
+        else:
+            files[place.name] = file
+    unknown = list({place.name: place for place in places if place.name in files}.values())
+    with Answerer(method) as answerer:
+        if unknown:
+            answerer.get_ready(max(unknown, key=lambda place: place.num_devices))
             asked = read_asked(recipe, listener)
-        answers[place.name] = _Preflight(asked, method, whole, price_per_hour, listener, answers).of(place)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps(answers[place.name], indent=1))
+            preflight = _Preflight(asked, method, whole, price_per_hour, listener, answerer, answers)
+        for place in unknown:
+            answers[place.name] = preflight.of(place)
+            files[place.name].parent.mkdir(parents=True, exist_ok=True)
+            write_file(files[place.name], json.dumps(answers[place.name], indent=1))
     return [answers[place.name] for place in places]
 
 
@@ -76,10 +83,11 @@ class _Preflight:
         whole: bool,
         price: float | None,
         listener: Listener,
+        answerer: Answerer,
         known: dict[str, Answer],
     ) -> None:
         self._asked, self._method, self._whole = asked, method, whole
-        self._price, self._listener, self._known = price, listener, known
+        self._price, self._listener, self._answerer, self._known = price, listener, answerer, known
 
     def of(self, place: Slice) -> Answer:
         self._listener(Note(f"Asking the {'TPU compiler' if self._method == 'compiler' else 'estimate'}: {place.name}"))
@@ -123,7 +131,7 @@ class _Preflight:
                 "stage": recipe.model_dump(mode="json"),
                 "num_steps": stage.num_steps,
             }
-            results.append(ask(question, place, self._listener) | {"stage": stage.name})
+            results.append(self._answerer.ask(question, place, self._listener) | {"stage": stage.name})
             if not results[-1]["fits"]:
                 return [results[-1]]
             kept = [Chosen(**choice) for choice in results[0]["choices"]]
@@ -207,7 +215,7 @@ class _Preflight:
             "flops_per_step": first["flops_per_step"],
             "step_seconds": first["step_seconds"],
             "step_seconds_roofline": first["step_seconds_roofline"],
-            "step_seconds_error": STEP_ERROR[self._method],
+            "step_seconds_error": STEP_ERROR[first.get("times_by", self._method)],
             "time": first.get("time", {}),
             "tokens_per_second": slots / first["step_seconds"],
             "fraction_of_peak": first["flops_per_step"] / (peak * first["step_seconds"]),

@@ -29,7 +29,7 @@ from jax.experimental import topologies
 from trillora.assembly import Assembly
 from trillora.choices import DoesNotFit, Plan, Tried, choose
 from trillora.errors import TrilloraError
-from trillora.events import Event, to_json
+from trillora.events import Event, Note, to_json
 from trillora.hardware import CHIPS, DEVICE_KINDS, Chip, Slice, find_slice
 from trillora.model.source import load_config
 from trillora.preflight.estimate import Estimate, argument_bytes, estimate, kind_shares
@@ -206,8 +206,14 @@ def by_estimate(
     absent = _used([AbsentDevice(kind)] * place.num_devices, stage)
     virtual = jax.devices("cpu")[: len(absent)]
 
+    def without_compiling(event: Event) -> None:
+        if not isinstance(event, Note):
+            listener(event)
+
     try:
-        plan = choose(stage, config, absent, num_steps, listener, estimates, virtual, guess=estimates.peak_bytes)
+        plan = choose(
+            stage, config, absent, num_steps, without_compiling, estimates, virtual, guess=estimates.peak_bytes
+        )
     except DoesNotFit as error:
         return {**_refused(error.tried), "hbm_limit_gib": chip.hbm_gib, "problem": error.what}
     found = plan.compiled

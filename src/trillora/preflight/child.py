@@ -76,19 +76,21 @@ class Estimates:
 
 
 class TpuCompiler:
-    """Compiles a step as far as is needed."""
+    """Compiles a step as far as is needed, once."""
 
     def __init__(self, folder: Path, *, whole: bool) -> None:
         self._folder, self._whole = folder, whole
-        self._number = 0
+        self._made: dict[int, tuple[Assembly, Laid]] = {}
 
     def __call__(self, assembly: Assembly) -> tuple[Laid | None, float]:
         laid = self.lay_out(assembly)
         return (None if laid.program is None else laid), laid.needed
 
     def lay_out(self, assembly: Assembly) -> Laid:
-        self._number += 1
-        return lay_out(assembly.compile, self._folder / str(self._number), whole=self._whole)
+        if id(assembly) not in self._made:
+            dump = self._folder / str(len(self._made))
+            self._made[id(assembly)] = assembly, lay_out(assembly.compile, dump, whole=self._whole)
+        return self._made[id(assembly)][1]
 
 
 def _used(devices: list[Any], stage: StageRecipe) -> list[Any]:

@@ -21,6 +21,7 @@ from trillora.hardware import COMPILE_ONLY_ENVIRONMENT, Slice
 Method = Literal["compiler", "estimate"]
 WHERE_IT_RUNS = "any x86-64 Linux: a Colab or Kaggle CPU notebook, WSL, a container"
 _EVENTS = {"note": Note, "chosen": Chosen, "progress": Progress}
+DYING_SECONDS = 10  # between a process's last word and its end
 _STDERR_SHOWN = 2000  # characters of what a crashed compiler said last
 
 
@@ -80,7 +81,7 @@ class Answerer:
         self._end()
 
     def get_ready(self, place: Slice) -> subprocess.Popen[str]:
-        """A process for this slice, unless one is there; for estimates that has as many virtual devices."""
+        """The process for this slice: the one that is there, if it has enough virtual devices, or a new one."""
         if self._process is not None and self._num_devices >= place.num_devices:
             return self._process
         self._end()
@@ -102,7 +103,11 @@ class Answerer:
         process = self.get_ready(place)
         result = _converse(process, question, listener)
         if result is None:
-            process.wait()
+            try:
+                process.wait(timeout=DYING_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             assert self._said is not None
             self._said.seek(0)
             raise _crashed(process.returncode, self._said.read()[-_STDERR_SHOWN:], place)

@@ -58,7 +58,8 @@ def main() -> None:
         print(json.dumps(measure(args.measure, args.keep)), flush=True)
         return
     rows = []
-    for number in range(len(CASES)) if args.only is None else args.only:
+    numbers = range(len(CASES)) if args.only is None else args.only
+    for number in numbers:
         command = [sys.executable, __file__, "--measure", str(number)]
         command += ["--keep", str(args.keep)] if args.keep else []
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -66,6 +67,7 @@ def main() -> None:
         print(line or f"case {number} failed", flush=True)
         rows += [json.loads(line)] if ran.returncode == 0 else []
     show(rows)
+    sys.exit(0 if len(rows) == len(numbers) else 1)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -87,18 +89,14 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def measure(number: int, keep: Path | None) -> dict[str, Any]:
     import jax
-    import numpy as np
-    from gpu_step import random_batch
 
     from trillora.choices import GIB, choose, step_bytes
     from trillora.config import load_recipe
     from trillora.events import print_nothing
     from trillora.hardware import chip_of
-    from trillora.mesh import find_devices, put_batch
-    from trillora.model.weights import random_weights
+    from trillora.mesh import find_devices
     from trillora.preflight.estimate import estimate, kind_shares
     from trillora.preflight.simulate import simulate
-    from trillora.trainer import place_state
 
     name, rows, at_once, tokens, remat, packed = CASES[number]
     recipe = load_recipe(
@@ -120,21 +118,9 @@ def measure(number: int, keep: Path | None) -> dict[str, Any]:
     predicted = simulate(program, chip, 1, kind_shares(config))
     guessed = estimate(plan.assembly, chip)
 
-    assembly = plan.assembly
-    base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)
-    state = place_state(assembly, seed=0)
-    shape = argparse.Namespace(rows=rows, tokens=tokens, packed=packed)
-    batch = put_batch(random_batch(np.random.default_rng(0), shape, config.vocab_size), assembly.mesh)
-
-    def step() -> float:
-        nonlocal state
-        before = time.perf_counter()
-        state, metrics = plan.compiled(state, base, batch)
-        metrics.loss.block_until_ready()
-        return time.perf_counter() - before
-
+    step = ready_to_run(plan, argparse.Namespace(rows=rows, tokens=tokens, packed=packed), config.vocab_size)
     seconds = [step() for _ in range(STEPS)]
-    peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         (keep / f"{number}.hlo").write_text(program)
@@ -155,6 +141,30 @@ def measure(number: int, keep: Path | None) -> dict[str, Any]:
         "device": devices[0].device_kind,
         "versions": {package: version(package) for package in ("jax", "torch", "torchax", "transformers")},
     }
+
+
+def ready_to_run(plan: Any, shape: argparse.Namespace, vocab_size: int) -> Callable[[], float]:
+    """One step on random weights and tokens; its seconds."""
+    import numpy as np
+    from gpu_step import random_batch
+
+    from trillora.mesh import put_batch
+    from trillora.model.weights import random_weights
+    from trillora.trainer import place_state
+
+    assembly = plan.assembly
+    base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)
+    state = place_state(assembly, seed=0)
+    batch = put_batch(random_batch(np.random.default_rng(0), shape, vocab_size), assembly.mesh)
+
+    def step() -> float:
+        nonlocal state
+        before = time.perf_counter()
+        state, metrics = plan.compiled(state, base, batch)
+        metrics.loss.block_until_ready()
+        return time.perf_counter() - before
+
+    return step
 
 
 def read_config(name: str, recipe: Any) -> Any:

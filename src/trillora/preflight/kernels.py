@@ -16,7 +16,7 @@ from trillora.preflight.work import CUDNN_ATTENTION, target
 PALLAS_TARGET = "tpu_custom_call"
 CUDNN_BLOCK = 128  # tokens; of a mask's edge whole blocks are computed
 # Times the queries' bytes that small kernels around cuDNN's backward one move: products of the results with their
-# gradients, sums in float32, the gradients of shared keys from each head. Seen on an H200: 10.4 to 11.1.
+# gradients, sums in float32, the gradients of shared keys from each head. Seen on an H200: 10.0 to 11.1.
 CUDNN_BACKWARD_PASSES = 10.5
 _FLOATS = ("bf16", "f16", "f32")
 

@@ -61,15 +61,15 @@ def preflight(
         else:
             files[place.name] = file
     unknown = list({place.name: place for place in places if place.name in files}.values())
-    with Answerer(method) as answerer:
-        if unknown:
+    if unknown:
+        with Answerer(method) as answerer:
             answerer.get_ready(max(unknown, key=lambda place: place.num_devices))
             asked = read_asked(recipe, listener)
-            preflight = _Preflight(asked, method, whole, price_per_hour, listener, answerer, answers)
-        for place in unknown:
-            answers[place.name] = preflight.of(place)
-            files[place.name].parent.mkdir(parents=True, exist_ok=True)
-            write_file(files[place.name], json.dumps(answers[place.name], indent=1))
+            questions = _Preflight(asked, method, whole, price_per_hour, listener, answerer, answers)
+            for place in unknown:
+                answers[place.name] = questions.of(place)
+                files[place.name].parent.mkdir(parents=True, exist_ok=True)
+                write_file(files[place.name], json.dumps(answers[place.name], indent=1))
     return [answers[place.name] for place in places]
 
 

@@ -91,12 +91,12 @@ def measure(number: int, keep: Path | None) -> dict[str, Any]:
     import jax
 
     from trillora.choices import GIB, choose, step_bytes
-    from trillora.config import load_recipe
     from trillora.events import print_nothing
     from trillora.hardware import chip_of
     from trillora.mesh import find_devices
     from trillora.preflight.estimate import estimate, kind_shares
     from trillora.preflight.simulate import simulate
+    from trillora.recipe.load import load_recipe
 
     name, rows, at_once, tokens, remat, packed = CASES[number]
     recipe = load_recipe(

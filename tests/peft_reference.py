@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from trillora.data.batches import Batches
 from trillora.model.layout import unstack
 from trillora.model.lora import initial_adapter
-from trillora.recipe import Recipe
+from trillora.recipe.schema import Recipe
 
 
 def peft_losses(recipe: Recipe, folder: Path, batches: Batches, adapter_layout: Any, num_steps: int) -> list[float]:

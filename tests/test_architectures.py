@@ -9,9 +9,9 @@ import pytest
 import tiny_models
 from architecture_checks import CHECKS, Subject
 
-from trillora.config import load_recipe
 from trillora.errors import TrilloraError
 from trillora.model.limits import check_rows
+from trillora.recipe.load import load_recipe
 
 SUITE = tiny_models.buildable(tiny_models.SUITE)
 # The few of the suite that stand for it on the oldest libraries.

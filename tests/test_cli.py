@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 import trillora
 from trillora.cli import Verbs, app
-from trillora.config import recipe_schema
 from trillora.console import KEPT_STEPS, LOGGED_PARTS, console_listener
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Event, Note, Progress, Step, to_json
+from trillora.recipe.load import recipe_schema
 
 HEAVY = {"jax", "jaxlib", "torch", "torchax", "transformers", "numpy", "tokenizers", "huggingface_hub"}
 
@@ -65,10 +65,10 @@ def test_reading_a_recipe_loads_nothing_heavy() -> None:
 
 
 def test_lazy_names_are_the_real_ones() -> None:
-    from trillora import config
+    from trillora.recipe import load
 
-    assert trillora.load_recipe is config.load_recipe
-    assert trillora.Recipe is config.Recipe
+    assert trillora.load_recipe is load.load_recipe
+    assert trillora.Recipe is load.Recipe
     assert trillora.TrilloraError is TrilloraError
     with pytest.raises(AttributeError):
         trillora.nothing  # noqa: B018

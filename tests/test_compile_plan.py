@@ -20,9 +20,9 @@ import tiny_run
 
 from trillora import loop, measure
 from trillora.compile_plan import COMPILE_EVENTS, CompileWatch, Planned, UnplannedProgram, describe
-from trillora.config import load_recipe
 from trillora.data.batches import Batches
 from trillora.events import Note, Step
+from trillora.recipe.load import load_recipe
 from trillora.trainer import train
 
 pytestmark = pytest.mark.core

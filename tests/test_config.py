@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trillora import yaml_text
-from trillora.config import Choice, choice_in_stage, dump_resolved, load_recipe, options, recipe_schema, resolve
 from trillora.errors import TrilloraError
-from trillora.recipe import Recipe, seconds_of, stages_of
+from trillora.recipe import yaml
+from trillora.recipe.load import Choice, choice_in_stage, dump_resolved, load_recipe, options, recipe_schema, resolve
+from trillora.recipe.schema import Recipe, seconds_of, stages_of
 
 ROOT = Path(__file__).parent.parent
 SMALLEST = {"model": "smollm2", "data": "train.jsonl"}
@@ -213,7 +213,7 @@ def test_a_bomb_of_aliases_is_refused_with_a_short_message(tmp_path: Path) -> No
     ],
 )
 def test_plain_words_mean_what_a_person_means(text: str, value: Any) -> None:
-    parsed = yaml_text.parse(text, "here")
+    parsed = yaml.parse(text, "here")
     assert parsed == value
     assert type(parsed) is type(value)
 
@@ -311,11 +311,11 @@ def test_any_text_survives_being_written_and_read() -> None:
     draw = random.Random(0)
     awkward += ["".join(draw.choices(letters, k=draw.randint(1, 12))) for _ in range(2000)]
     for text in awkward:
-        assert yaml_text.parse(yaml_text.write(text), "here") == text
-        assert yaml_text.parse(f"k: {yaml_text.write([text, 1])}  # why", "here") == {"k": [text, 1]}
-        assert "\n" not in yaml_text.write([text])
+        assert yaml.parse(yaml.write(text), "here") == text
+        assert yaml.parse(f"k: {yaml.write([text, 1])}  # why", "here") == {"k": [text, 1]}
+        assert "\n" not in yaml.write([text])
     for number in [draw.uniform(-1, 1) * 10.0 ** draw.randint(-300, 300) for _ in range(500)]:
-        assert yaml_text.parse(yaml_text.write(number), "here") == number
+        assert yaml.parse(yaml.write(number), "here") == number
 
 
 def test_committed_schema_is_in_sync() -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from trillora import yaml_text
 from trillora.data.rendering.formats import FORMATS, SHAREGPT_ROLES, check_chat, convert, detect
 from trillora.data.rendering.sandbox import RowTemplate
 from trillora.data.rendering.schema import SchemaCheck
 from trillora.data.rows import BadRow, Chat, Pair, Text
 from trillora.errors import TrilloraError
+from trillora.recipe import yaml
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -435,7 +435,7 @@ def test_a_missing_schema_package_is_told_with_the_command(monkeypatch: pytest.M
 
 def recipe_data(name: str) -> dict[str, Any]:
     path = RECIPES / name
-    return yaml_text.parse(path.read_text("utf-8"), str(path))["data"]
+    return yaml.parse(path.read_text("utf-8"), str(path))["data"]
 
 
 def rows_at(document: Any, where: str) -> list[Any]:

@@ -18,12 +18,12 @@ from rendering import load, render, render_chat, render_text
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from trillora.config import load_recipe
 from trillora.data.documents import part_of
 from trillora.data.prepare import Dataset, Source
 from trillora.data.rendering.chat_templates import NAMED, find_template
 from trillora.dataset import data_options, settle
 from trillora.errors import TrilloraError
+from trillora.recipe.load import load_recipe
 
 TOKENIZER = chat_tokenizer("chatml")
 HELLO = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}

@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transformers import MistralConfig
 
 from trillora.assembly import Assembly, assemble
-from trillora.config import load_recipe
 from trillora.engine.attention import MaskRule, Scores
 from trillora.engine.attention import attend as attention
 from trillora.hardware import CHIPS
@@ -26,6 +25,7 @@ from trillora.mesh import MeshShape, make_mesh
 from trillora.preflight.estimate import Estimate, argument_bytes, estimate, schedule, trace
 from trillora.preflight.simulate import TPU
 from trillora.preflight.traced import Operation, Program, Value, causal_share, read_program, reshaped_splits
+from trillora.recipe.load import load_recipe
 
 GIB = 2**30
 V5E = CHIPS["v5e"]

@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from trillora.cli import app
-from trillora.config import load_recipe
 from trillora.data.questions import Question, last_question, question_of
 from trillora.errors import TrilloraError
 from trillora.eval_table import show
@@ -45,6 +44,7 @@ from trillora.evaluate import (
 from trillora.events import Alarm, Progress, print_nothing
 from trillora.generate import Generator
 from trillora.prompts import Prompts
+from trillora.recipe.load import load_recipe
 from trillora.scores import Scores
 from trillora.trainer import train
 

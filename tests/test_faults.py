@@ -16,11 +16,11 @@ import tiny_run
 from safetensors.numpy import load, load_file, save_file
 
 from trillora.checkpoint import Checkpoints
-from trillora.config import load_recipe
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Step
 from trillora.health import Health
 from trillora.loop import Diverged
+from trillora.recipe.load import load_recipe
 from trillora.storage import LocalStorage, open_storage
 from trillora.trainer import train
 

@@ -25,7 +25,6 @@ from typer.testing import CliRunner
 from trillora.assembly import weight_shardings
 from trillora.chat import GREETING, converse
 from trillora.cli import app
-from trillora.config import load_recipe
 from trillora.engine.sampling import GREEDY, Sampling, choose, token_keys
 from trillora.errors import TrilloraError
 from trillora.generate import Generator, bucket_length
@@ -36,6 +35,7 @@ from trillora.model.layout import stack
 from trillora.model.source import find_model, load_config
 from trillora.model.weights import load_weights
 from trillora.prompts import Prompts
+from trillora.recipe.load import load_recipe
 from trillora.trainer import train
 
 NUM_NEW = 12

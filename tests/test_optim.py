@@ -18,7 +18,6 @@ from safetensors.numpy import load, save
 
 from trillora import assembly as assembly_module
 from trillora.assembly import assemble, decayed_leaves
-from trillora.config import load_recipe
 from trillora.engine.lion8bit import (
     BLOCK_SIZE,
     Lion8bitState,
@@ -36,6 +35,7 @@ from trillora.mesh import MeshShape, make_mesh
 from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
 from trillora.model.source import load_config
+from trillora.recipe.load import load_recipe
 from trillora.trainer import train
 
 pytestmark = pytest.mark.core

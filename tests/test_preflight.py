@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 import trillora
 from trillora import choices, trainer
 from trillora.cli import app
-from trillora.config import load_recipe
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, print_nothing
 from trillora.model.source import load_config
@@ -30,6 +29,7 @@ from trillora.preflight.estimate import Estimate
 from trillora.preflight.memory import StepShapes, describe, largest, logits_bytes, out_of_memory, read_report
 from trillora.preflight.question import KNOWN_MODELS, describe_model, fingerprint, read_asked
 from trillora.preflight.verdict import changed, ladder, preflight
+from trillora.recipe.load import load_recipe
 
 needs_compiler = [
     pytest.mark.tpu_compiler,

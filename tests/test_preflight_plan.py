@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from trillora.config import load_recipe
 from trillora.errors import TrilloraError
 from trillora.hardware import LENT, Platform
 from trillora.preflight.host import host_lines
 from trillora.preflight.sessions import RunTime, run_time
+from trillora.recipe.load import load_recipe
 
 NOTEBOOK = Platform("a notebook", 9.0, 20.0, 47.0, 100.0, None)
 GIB = 2**30

@@ -27,11 +27,11 @@ from dose import FULL, dose, full_dose_only, tell
 from run_process import WAIT, trillora
 from tiny_run import checkpoints_of, metrics
 
-from trillora.config import load_recipe
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Step, print_nothing
 from trillora.model.source import load_tokenizer
-from trillora.recipe import stages_of
+from trillora.recipe.load import load_recipe
+from trillora.recipe.schema import stages_of
 from trillora.stage_data import read_stage
 from trillora.trainer import train
 

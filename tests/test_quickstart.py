@@ -10,7 +10,7 @@ import pytest
 from dose import full_dose_only
 
 from trillora import quickstart
-from trillora.config import load_recipe
+from trillora.recipe.load import load_recipe
 
 
 @full_dose_only

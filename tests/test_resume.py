@@ -19,9 +19,9 @@ from safetensors.numpy import load
 from tiny_run import assert_same, checkpoints_of, metrics
 
 from trillora.checkpoint import Checkpoints
-from trillora.config import load_recipe
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Note
+from trillora.recipe.load import load_recipe
 from trillora.storage import open_storage
 from trillora.trainer import TrainResult, train
 

@@ -14,11 +14,11 @@ from peft_reference import peft_losses
 from transformers import AutoModelForCausalLM
 
 from trillora.assembly import lora_spec
-from trillora.config import load_recipe
 from trillora.mesh import replicated
 from trillora.model.bridge import CausalLM
 from trillora.model.source import find_model, load_config, load_tokenizer
 from trillora.model.weights import load_weights
+from trillora.recipe.load import load_recipe
 from trillora.stage_data import read_data
 from trillora.trainer import train
 

@@ -519,7 +519,7 @@ def test_a_link_in_place_of_a_checkpoint_is_not_followed(tmp_path: Path) -> None
 def test_these_modules_import_nothing_heavy() -> None:
     code = (
         "import sys, trillora.checkpoint, trillora.run_lock\n"
-        "print({'jax', 'torch', 'numpy', 'fsspec', 'pydantic', 'psutil', 'trillora.config'} & set(sys.modules))"
+        "print({'jax', 'torch', 'numpy', 'fsspec', 'pydantic', 'psutil', 'trillora.recipe.load'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True

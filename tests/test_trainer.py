@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import trillora
-from trillora.config import load_recipe
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Step
 from trillora.model.adapters import load_adapter
+from trillora.recipe.load import load_recipe
 from trillora.trainer import train
 
 pytestmark = pytest.mark.core

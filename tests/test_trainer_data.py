@@ -13,7 +13,6 @@ import pytest
 import tiny_run
 from chat_tokenizers import chat_tokenizer
 
-from trillora.config import load_recipe
 from trillora.data.batches import Batches
 from trillora.engine.loss import token_losses
 from trillora.errors import TrilloraError
@@ -23,6 +22,7 @@ from trillora.mesh import MeshShape, local_rows, make_mesh, put_batch, replicate
 from trillora.model.bridge import CausalLM
 from trillora.model.source import load_config, load_tokenizer
 from trillora.model.weights import load_weights
+from trillora.recipe.load import load_recipe
 from trillora.stage_data import read_data
 from trillora.trainer import train
 

@@ -14,12 +14,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trillora.config import load_recipe
 from trillora.events import print_nothing
 from trillora.hardware import find_slice
 from trillora.preflight.compiler import ask, versions
 from trillora.preflight.question import KNOWN_MODELS, describe_model
-from trillora.recipe import stages_of
+from trillora.recipe.load import load_recipe
+from trillora.recipe.schema import stages_of
 
 RECORDS = KNOWN_MODELS.parent / "records.json"
 MISTRAL, GEMMA = "mistralai/Mistral-7B-v0.3", "google/gemma-3-270m"

@@ -18,11 +18,11 @@ from trillora.version import __version__
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trillora.config import load_recipe
     from trillora.data_report.report import DataReport
     from trillora.errors import TrilloraError
     from trillora.events import Listener
-    from trillora.recipe import Recipe
+    from trillora.recipe.load import load_recipe
+    from trillora.recipe.schema import Recipe
     from trillora.trainer import TrainResult
 
 __all__ = ["Recipe", "TrilloraError", "__version__", "ask_compiler", "inspect_data", "load_recipe", "train"]
@@ -38,8 +38,8 @@ def train(
     """
     from pathlib import Path
 
-    from trillora.config import load_recipe
     from trillora.console import console_listener
+    from trillora.recipe.load import load_recipe
     from trillora.trainer import train as run
 
     loaded = load_recipe(recipe, overrides)
@@ -53,10 +53,10 @@ def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> li
     """Shows what a recipe's data would train, as `trillora data` does, and returns the figures of each stage."""
     from rich.console import Console
 
-    from trillora.config import load_recipe
     from trillora.data_report.report import inspect
     from trillora.data_report.terminal import show
-    from trillora.recipe import stages_of
+    from trillora.recipe.load import load_recipe
+    from trillora.recipe.schema import stages_of
 
     reports = [inspect(stage.recipe) for stage in stages_of(load_recipe(recipe, overrides))]
     for report in reports:
@@ -71,10 +71,10 @@ def ask_compiler(
     the answers."""
     from rich.console import Console
 
-    from trillora.config import load_recipe
     from trillora.console import console_listener
     from trillora.preflight.show import show
     from trillora.preflight.verdict import preflight
+    from trillora.recipe.load import load_recipe
 
     with console_listener() as listener:
         answers = preflight(load_recipe(recipe, overrides), on, estimate=estimate, listener=listener)
@@ -84,11 +84,11 @@ def ask_compiler(
 
 def __getattr__(name: str) -> Any:
     if name == "load_recipe":
-        from trillora.config import load_recipe
+        from trillora.recipe.load import load_recipe
 
         return load_recipe
     if name == "Recipe":
-        from trillora.recipe import Recipe
+        from trillora.recipe.schema import Recipe
 
         return Recipe
     if name == "TrilloraError":

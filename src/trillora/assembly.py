@@ -22,7 +22,7 @@ from trillora.mesh import batch_sharding, replicated, weight_spec
 from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora import LoraSpec
-from trillora.recipe import StageRecipe
+from trillora.recipe.schema import StageRecipe
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,

@@ -15,12 +15,12 @@ import jax
 import psutil
 
 from trillora.assembly import Assembly, assemble
-from trillora.config import resolve
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
 from trillora.hardware import chip_of
 from trillora.mesh import MeshShape, make_mesh
-from trillora.recipe import StageRecipe
+from trillora.recipe.load import resolve
+from trillora.recipe.schema import StageRecipe
 
 GIB = 2**30
 BASE_SHARE = 0.25  # of a device's memory: up to here the base is copied to every device rather than split

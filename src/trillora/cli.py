@@ -82,7 +82,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train an adapter by a recipe, or go on with a run that was interrupted. Exit code 75: saved, to be continued."""
-    from trillora.config import load_recipe
+    from trillora.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
     with _reporting(as_json) as listener:
@@ -121,9 +121,9 @@ def preflight(
     """Ask the TPU compiler whether a run fits and how long it takes, before a TPU is rented. Exit code 1: NO-GO."""
     from rich.console import Console
 
-    from trillora.config import load_recipe
     from trillora.console import console_listener
     from trillora.preflight.verdict import preflight as ask
+    from trillora.recipe.load import load_recipe
 
     slices = [*on, *(word for word in others or () if "=" not in word)]
     loaded = load_recipe(recipe, [word for word in others or () if "=" in word])
@@ -166,8 +166,8 @@ def data(
     """Show what a recipe's data would train: rows, tokens, lengths, an example. Exit code 2 if it would be refused."""
     from rich.console import Console
 
-    from trillora.config import load_recipe
     from trillora.console import console_listener
+    from trillora.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -175,7 +175,7 @@ def data(
     # Progress goes to stderr: stdout is the report's.
     with console_listener(Console(stderr=True, highlight=False)) as listener:
         from trillora.data_report.report import inspect
-        from trillora.recipe import stages_of
+        from trillora.recipe.schema import stages_of
 
         stages = [s for s in stages_of(loaded) if stage in (None, s.name)]
         if not stages:
@@ -370,7 +370,7 @@ def schema() -> None:
     """Print the JSON Schema of a recipe, for editors."""
     import json
 
-    from trillora.config import recipe_schema
+    from trillora.recipe.load import recipe_schema
 
     print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
 

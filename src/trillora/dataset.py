@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from trillora.cache import cache_root
-from trillora.config import resolve
 from trillora.data.encode import Encoder, Tokenizer
 from trillora.data.prepare import DataOptions, Dataset, Source, prepare
 from trillora.data.rendering.chat_templates import find_template
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
-from trillora.recipe import DataSection, StageRecipe
+from trillora.recipe.load import resolve
+from trillora.recipe.schema import DataSection, StageRecipe
 
 
 def settle(recipe: StageRecipe, tokenizer: Tokenizer) -> tuple[StageRecipe, list[Chosen]]:

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from trillora.assembly import evaluation_function, loss_chunk_positions
-from trillora.config import load_recipe
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents, fit
 from trillora.data.prepare import Dataset
@@ -37,7 +36,8 @@ from trillora.generate import Generator
 from trillora.mesh import put_batch
 from trillora.model.layout import Tree
 from trillora.model.source import find_model, load_tokenizer
-from trillora.recipe import Recipe, StageRecipe, stages_of
+from trillora.recipe.load import load_recipe
+from trillora.recipe.schema import Recipe, StageRecipe, stages_of
 from trillora.scores import Scores, majority, score, summarise
 
 FILE = "eval.json"

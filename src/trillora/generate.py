@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 
 from trillora.assembly import shard_adapter, weight_shardings
 from trillora.choices import memory_limit
-from trillora.config import load_recipe
 from trillora.engine.sampling import GREEDY, Sampling, Writing, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress, print_nothing
@@ -34,7 +33,8 @@ from trillora.model.lora import LoraSpec
 from trillora.model.source import find_model, load_config, load_tokenizer
 from trillora.model.weights import load_weights
 from trillora.prompts import Prompt, Prompts, configured_stops
-from trillora.recipe import Recipe, stages_of
+from trillora.recipe.load import load_recipe
+from trillora.recipe.schema import Recipe, stages_of
 
 SHORTEST_BUCKET = 32  # prompt slots
 ANSWER_STEP = 64  # cache slots for answers come in multiples of this, so that a few tokens more are no new program

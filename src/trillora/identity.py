@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.errors import TrilloraError
-from trillora.recipe import Recipe
+from trillora.recipe.schema import Recipe
 
 # Options that may change while a run goes on; a dotted name stands for itself and all below it.
 FREE = (

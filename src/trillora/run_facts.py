@@ -12,7 +12,7 @@ from typing import Any
 from trillora.assembly import Assembly
 from trillora.identity import fixed_options
 from trillora.masking import mask_values
-from trillora.recipe import Recipe
+from trillora.recipe.schema import Recipe
 from trillora.stage_data import StageData
 from trillora.version import __version__
 

@@ -17,7 +17,7 @@ from trillora.dataset import chat_template, open_dataset, settle
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, print_nothing
 from trillora.identity import text_digest
-from trillora.recipe import Stage, StageRecipe
+from trillora.recipe.schema import Stage, StageRecipe
 
 EXAMPLE_TOKENS = 600  # of a row shown in the report
 

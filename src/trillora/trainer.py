@@ -26,7 +26,6 @@ from trillora.cache import cache_root
 from trillora.checkpoint import Checkpoints, Saver, sealed
 from trillora.choices import Plan, choose
 from trillora.compile_plan import CompileWatch, Planned, Programs, Shape, describe, shape_text
-from trillora.config import choice_in_stage, dump_resolved, resolve, still_open
 from trillora.data.batches import Batches
 from trillora.durable import remove_unfinished
 from trillora.engine.step import TrainState, initial_state, next_stage
@@ -45,7 +44,8 @@ from trillora.model.limits import check_rows
 from trillora.model.lora import initial_adapter
 from trillora.model.source import OpenModel, weight_files
 from trillora.model.weights import load_weights
-from trillora.recipe import Recipe, seconds_of, stages_of
+from trillora.recipe.load import choice_in_stage, dump_resolved, resolve, still_open
+from trillora.recipe.schema import Recipe, seconds_of, stages_of
 from trillora.run_folder import RunFolder, losses
 from trillora.run_lock import hold
 from trillora.snapshot import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts

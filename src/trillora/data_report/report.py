@@ -27,7 +27,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, print_nothing
 from trillora.model.limits import check_rows
 from trillora.model.source import find_model, load_config, load_tokenizer
-from trillora.recipe import StageRecipe
+from trillora.recipe.schema import StageRecipe
 
 NUM_BAD_SHOWN = 5
 

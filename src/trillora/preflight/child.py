@@ -42,7 +42,7 @@ from trillora.preflight.memory import (
     out_of_memory,
 )
 from trillora.preflight.simulate import simulate
-from trillora.recipe import StageRecipe
+from trillora.recipe.schema import StageRecipe
 
 # What compiling to the end takes on a TPU's host: 20 s were seen on 16 cores for Mistral-7B, 5 of them before there is
 # machine code to make, for some 580 fusions and kernels. Where nothing is compiled it is taken for that.

@@ -21,7 +21,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.model.source import EMBEDDED, find_model, load_config, load_tokenizer
 from trillora.preflight.compiler import versions
-from trillora.recipe import Recipe, StageRecipe, stages_of
+from trillora.recipe.schema import Recipe, StageRecipe, stages_of
 from trillora.stage_data import read_stage
 
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"

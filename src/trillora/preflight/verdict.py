@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from trillora.cache import cache_root
-from trillora.config import resolve, still_open
 from trillora.durable import write_file
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, print_nothing
@@ -23,7 +22,8 @@ from trillora.preflight.compiler import WHERE_IT_RUNS, Answerer, Method, choose_
 from trillora.preflight.host import host_lines
 from trillora.preflight.question import Asked, AskedStage, fingerprint, read_asked
 from trillora.preflight.sessions import run_time
-from trillora.recipe import Recipe, StageRecipe
+from trillora.recipe.load import resolve, still_open
+from trillora.recipe.schema import Recipe, StageRecipe
 
 Answer = dict[str, Any]
 # Of step times: the largest error against published training rates, and for the estimate that against the compiler on

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from trillora import yaml_text
 from trillora.errors import TrilloraError
 from trillora.events import Chosen
-from trillora.recipe import DataSection, ModelSection, Recipe, Section, SourceSection, as_mapping, merged
-from trillora.recipe_errors import Option, Origins, problems_as_error, unknown_option, value_problems
+from trillora.recipe import yaml
+from trillora.recipe.problems import Option, Origins, problems_as_error, unknown_option, value_problems
+from trillora.recipe.schema import DataSection, ModelSection, Recipe, Section, SourceSection, as_mapping, merged
 
 R = TypeVar("R", bound=Recipe)
 Choice = Chosen  # one fact, met in the recipe and among the events
@@ -78,7 +78,7 @@ def dump_resolved(recipe: Recipe, choices: Sequence[Choice]) -> str:
     def options_of(section: Mapping[str, Any], path: str, indent: str) -> Iterable[str]:
         for key, value in section.items():
             reason = reasons.get(f"{path}.{key}")
-            yield f"{indent}{key}: {yaml_text.write(value)}" + (f"  # {reason}" if reason else "")
+            yield f"{indent}{key}: {yaml.write(value)}" + (f"  # {reason}" if reason else "")
 
     for name, section in resolve(recipe, choices).model_dump(mode="json").items():
         if section is None:
@@ -178,7 +178,7 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
         raise TrilloraError(
             f"The recipe cannot be read: {error.strerror}.", where=str(path), do="give the path of a readable YAML file"
         ) from error
-    tree = yaml_text.parse(text, str(path))
+    tree = yaml.parse(text, str(path))
     if not isinstance(tree, Mapping):
         found = {type(None): "empty", list: "a list"}.get(type(tree), "a single value")
         raise TrilloraError(
@@ -203,7 +203,7 @@ def _parsed_overrides(overrides: Sequence[str] | Mapping[str, Any], origins: Ori
                 f"'{text}' is not an override.", where=where, do="write key=value, as in train.steps=10"
             )
         origins.overridden(path, where)
-        yield path, yaml_text.parse(value, where)
+        yield path, yaml.parse(value, where)
 
 
 def _expanded(tree: Mapping[str, Any]) -> dict[str, Any]:

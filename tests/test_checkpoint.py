@@ -21,7 +21,7 @@ import pytest
 from trillora.checkpoint import Checkpoints, Damaged, Saver
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Saved, print_nothing
-from trillora.storage import MARK, LocalStorage, open_storage
+from trillora.files.storage import MARK, LocalStorage, open_storage
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
 SOURCE = Path(__file__).parent.parent / "src"
@@ -252,7 +252,7 @@ WRITER = """
 import random, sys
 sys.path.insert(0, sys.argv[1])
 from trillora.checkpoint import Checkpoints
-from trillora.storage import open_storage
+from trillora.files.storage import open_storage
 checkpoints = Checkpoints(open_storage(sys.argv[2]))
 checkpoints.clean()
 step = max(checkpoints.steps(), default=0)

@@ -21,8 +21,8 @@ from tiny_run import assert_same, checkpoints_of, metrics
 from trillora.checkpoint import Checkpoints
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Note
+from trillora.files.storage import open_storage
 from trillora.recipe.load import load_recipe
-from trillora.storage import open_storage
 from trillora.trainer import TrainResult, train
 
 pytestmark = pytest.mark.core

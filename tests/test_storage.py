@@ -24,11 +24,11 @@ import pytest
 from disk_model import Disk, Operation, Tree, crashes, lay_out, recorded, tree_of
 from fsspec.implementations.memory import MemoryFileSystem
 
-from trillora import durable
 from trillora.checkpoint import Checkpoints, Saver
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Saved
-from trillora.storage import MARK, LocalStorage, RemoteStorage, Storage, open_storage
+from trillora.files import atomic
+from trillora.files.storage import MARK, LocalStorage, RemoteStorage, Storage, open_storage
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
 NUM_MIXTURES = 40 if FULL_DOSE else 4  # of lost and kept, beside the four pure cases
@@ -114,7 +114,7 @@ def test_power_loss_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     for data in (b"first" * 100, b"second" * 90):
         operations: list[Operation] = []
         with recorded(made, operations):
-            durable.write_file(made / "run.json", data)
+            atomic.write_file(made / "run.json", data)
         # Flushed by the last but one: closing the folder adds nothing.
         history += [(operation, {before, data}) for operation in operations[:-2]]
         history += [(operation, {data}) for operation in operations[-2:]]
@@ -220,20 +220,20 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_orphan(tmp_path
     path = tmp_path / "run.json"
     thread = threading.current_thread().name
     with failing(10**9, errno.EIO, for_good=False, thread=thread) as calls:
-        durable.write_file(path, "old")
+        atomic.write_file(path, "old")
     for at in range(len(calls)):
         for code in (errno.ENOSPC, errno.EIO, errno.EROFS):
             path.write_text("old")
             with failing(at, code, for_good=False, thread=thread), pytest.raises(OSError) as caught:
-                durable.write_file(path, "new")
+                atomic.write_file(path, "new")
             assert caught.value.errno == code
             # Flushing the folder comes after the rename: that error leaves the new file.
             assert path.read_text() == ("new" if at > calls.index("replace") else "old")
             assert hidden_in(tmp_path) == []
     with failing(2, errno.EIO, for_good=True, thread=thread), pytest.raises(OSError):
-        durable.write_file(path, "new")
+        atomic.write_file(path, "new")
     assert len(hidden_in(tmp_path)) == 1  # the disk did not even let go of it
-    assert len(durable.remove_unfinished(tmp_path)) == 1 and hidden_in(tmp_path) == []
+    assert len(atomic.remove_unfinished(tmp_path)) == 1 and hidden_in(tmp_path) == []
 
 
 def test_a_file_system_that_cannot_flush_folders_is_no_obstacle(
@@ -247,7 +247,7 @@ def test_a_file_system_that_cannot_flush_folders_is_no_obstacle(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    durable.write_file(tmp_path / "run.json", "text")
+    atomic.write_file(tmp_path / "run.json", "text")
     assert (tmp_path / "run.json").read_text() == "text"
 
 

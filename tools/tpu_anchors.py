@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from tpu_published_rates import PUBLISHED, Published
 
-from trillora.cache import cache_root
+from trillora.files.cache_dir import cache_root
 from trillora.hardware import CHIPS, COMPILE_ONLY_ENVIRONMENT, find_slice
 
 PACKAGES = ("jax", "libtpu", "transformers")

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Saved, print_nothing
-from trillora.storage import MARK, Storage
+from trillora.files.storage import MARK, Storage
 
 FORMAT = 1
 

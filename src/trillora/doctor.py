@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import psutil
 
-from trillora.cache import cache_root
+from trillora.files.cache_dir import cache_root
 
 State = Literal["ok", "warning", "broken"]
 GIB = 2**30

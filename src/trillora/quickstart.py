@@ -10,9 +10,9 @@ import itertools
 from importlib import resources
 from pathlib import Path
 
-from trillora.durable import write_file
 from trillora.evaluate import Evaluation, evaluate
 from trillora.events import Listener, Note
+from trillora.files.atomic import write_file
 from trillora.recipe.load import load_recipe
 from trillora.run_report import write_report
 from trillora.trainer import TrainResult, train

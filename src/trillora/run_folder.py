@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trillora.durable import write_file
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, plain, print_nothing
+from trillora.files.atomic import write_file
 
 
 class RunFolder:

@@ -19,8 +19,8 @@ from typing import Any
 
 import filelock
 
-from trillora import durable
 from trillora.errors import TrilloraError
+from trillora.files import atomic
 
 _SETTLING = 0.2  # seconds in which a note that is being written, or taken by another heir, comes to rest
 
@@ -42,7 +42,7 @@ def hold(run: Path) -> Iterator[None]:
     note = run / ".lock-owner"
     me = Owner(os.getpid(), socket.gethostname(), time.time())
     try:
-        durable.make_folder(run)
+        atomic.make_folder(run)
     except OSError as error:
         raise _cannot_write(run, error) from error
     lock = _lock(run / ".lock")
@@ -56,7 +56,7 @@ def hold(run: Path) -> Iterator[None]:
         _own_by_note(run, note, me)
     else:
         with suppress(OSError):  # the lock is held without it; a full disk is met later, where it can be told
-            durable.write_file(note, _text(me))
+            atomic.write_file(note, _text(me))
     try:
         yield
     finally:

@@ -22,15 +22,16 @@ import jax
 
 from trillora import run_facts
 from trillora.assembly import Assembly
-from trillora.cache import cache_root
 from trillora.checkpoint import Checkpoints, Saver, sealed
 from trillora.choices import Plan, choose
 from trillora.compile_plan import CompileWatch, Planned, Programs, Shape, describe, shape_text
 from trillora.data.batches import Batches
-from trillora.durable import remove_unfinished
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Chosen, Listener, Note, Progress, print_nothing
+from trillora.files.atomic import remove_unfinished
+from trillora.files.cache_dir import cache_root
+from trillora.files.storage import LocalStorage, open_storage
 from trillora.hardware import peak_tflops
 from trillora.health import Health
 from trillora.identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
@@ -51,7 +52,6 @@ from trillora.run_lock import hold
 from trillora.snapshot import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
 from trillora.stage_data import StageData, read_stage
 from trillora.stopping import Interrupted, Stop
-from trillora.storage import LocalStorage, open_storage
 from trillora.trackers import tracking_listener
 
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.numpy import load, load_file, save
 from transformers.pytorch_utils import Conv1D
 
-from trillora.durable import write_file
 from trillora.errors import TrilloraError
+from trillora.files.atomic import write_file
 from trillora.model.layout import Layout
 from trillora.model.lora import LoraSpec, linear_layers
 

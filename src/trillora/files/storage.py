@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from trillora import durable
 from trillora.errors import TrilloraError, nearest
+from trillora.files import atomic
 
 MARK = "checksums.json"  # the last file of every set
 
@@ -81,14 +81,14 @@ class LocalStorage:
 
     def write(self, name: str, files: Mapping[str, bytes]) -> None:
         _check(name, files)
-        durable.make_folder(self._root)
+        atomic.make_folder(self._root)
         making = self._root / f".making-{name}-{os.getpid()}"
         try:
             _remove_tree(making)  # of a killed process that had our number
             os.mkdir(making)
             for file, data in files.items():
-                durable.write_synced(making / file, data)
-            durable.sync_folder(making)
+                atomic.write_synced(making / file, data)
+            atomic.sync_folder(making)
             self._commit(making, name)
         except BaseException:
             with suppress(OSError):
@@ -109,7 +109,7 @@ class LocalStorage:
                 with suppress(OSError):
                     os.rename(old, target)
             raise
-        durable.sync_folder(self._root)
+        atomic.sync_folder(self._root)
         if replacing:
             with suppress(OSError):  # the new one is in place; `clean` takes what stays
                 _remove_tree(old)
@@ -150,13 +150,13 @@ class LocalStorage:
         for each in hidden:
             self._drop(self._root / each)
         if hidden:
-            durable.sync_folder(self._root)
+            atomic.sync_folder(self._root)
         return hidden
 
     def _drop(self, hidden: Path) -> None:
         """Removes a hidden folder. Its new name reaches the disk before the first of its files leaves it."""
         if os.path.lexists(hidden):
-            durable.sync_folder(self._root)
+            atomic.sync_folder(self._root)
             _remove_tree(hidden)
 
 

@@ -91,9 +91,9 @@ def measure(number: int, keep: Path | None) -> dict[str, Any]:
     import jax
 
     from trillora.choices import GIB, choose, step_bytes
+    from trillora.devices.mesh import find_devices
+    from trillora.devices.slices import chip_of
     from trillora.events import print_nothing
-    from trillora.hardware import chip_of
-    from trillora.mesh import find_devices
     from trillora.preflight.estimate import estimate, kind_shares
     from trillora.preflight.simulate import simulate
     from trillora.recipe.load import load_recipe
@@ -148,7 +148,7 @@ def ready_to_run(plan: Any, shape: argparse.Namespace, vocab_size: int) -> Calla
     import numpy as np
     from gpu_step import random_batch
 
-    from trillora.mesh import put_batch
+    from trillora.devices.mesh import put_batch
     from trillora.model.weights import random_weights
     from trillora.trainer import place_state
 

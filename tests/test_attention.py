@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
+from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.attention import Implementation, MaskRule, Scores, attend, unsupported
-from trillora.mesh import MeshShape, make_mesh
 from trillora.model.attention import _attend_per_shard
 from trillora.model.trace import Trace
 

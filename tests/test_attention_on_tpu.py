@@ -14,7 +14,7 @@ import textwrap
 
 import pytest
 
-from trillora.hardware import COMPILE_ONLY_ENVIRONMENT
+from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT
 
 pytestmark = [
     pytest.mark.tpu_compiler,
@@ -35,8 +35,8 @@ PROGRAM = textwrap.dedent(
     from jax.sharding import NamedSharding, PartitionSpec
 
     from trillora.engine.attention import MaskRule, Scores, unsupported
-    from trillora.hardware import find_slice
-    from trillora.mesh import BATCH_AXES, TENSOR_AXIS, MeshShape, make_mesh
+    from trillora.devices.slices import find_slice
+    from trillora.devices.mesh import BATCH_AXES, TENSOR_AXIS, MeshShape, make_mesh
     from trillora.model.attention import _attend_per_shard
     from trillora.model.trace import Trace
 

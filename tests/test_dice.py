@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trillora.devices.mesh import MeshShape, batch_sharding, make_mesh
 from trillora.engine.dice import keep_mask, places, scramble, share
-from trillora.mesh import MeshShape, batch_sharding, make_mesh
 
 SHAPE = (64, 32, 128)
 SIGMAS = 5.0  # what chance exceeds once in two million tries

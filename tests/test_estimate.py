@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transformers import MistralConfig
 
 from trillora.assembly import Assembly, assemble
+from trillora.devices.mesh import MeshShape, make_mesh
+from trillora.devices.slices import CHIPS
 from trillora.engine.attention import MaskRule, Scores
 from trillora.engine.attention import attend as attention
-from trillora.hardware import CHIPS
-from trillora.mesh import MeshShape, make_mesh
 from trillora.preflight.estimate import Estimate, argument_bytes, estimate, schedule, trace
 from trillora.preflight.simulate import TPU
 from trillora.preflight.traced import Operation, Program, Value, causal_share, read_program, reshaped_splits

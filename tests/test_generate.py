@@ -25,10 +25,10 @@ from typer.testing import CliRunner
 from trillora.assembly import weight_shardings
 from trillora.chat import GREETING, converse
 from trillora.cli import app
+from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.sampling import GREEDY, Sampling, choose, token_keys
 from trillora.errors import TrilloraError
 from trillora.generate import Generator, bucket_length
-from trillora.mesh import MeshShape, make_mesh
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import stack

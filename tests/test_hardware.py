@@ -12,8 +12,7 @@ import sys
 
 import pytest
 
-from trillora.errors import TrilloraError
-from trillora.hardware import (
+from trillora.devices.slices import (
     CHIPS,
     COMPILE_ONLY_ENVIRONMENT,
     GPUS,
@@ -24,6 +23,7 @@ from trillora.hardware import (
     larger_slices,
     peak_tflops,
 )
+from trillora.errors import TrilloraError
 
 
 def test_every_slice_of_the_issue_is_known() -> None:
@@ -141,7 +141,7 @@ def test_a_gpu_is_known_by_what_jax_calls_it() -> None:
 COUNT_DEVICES = """
 import json
 from jax.experimental import topologies
-from trillora.hardware import DEVICE_KINDS, SLICES
+from trillora.devices.slices import DEVICE_KINDS, SLICES
 
 counted = {}
 for name, place in SLICES.items():

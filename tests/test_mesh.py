@@ -19,7 +19,7 @@ from transformers import MixtralConfig
 
 from trillora.assembly import assemble, shard_adapter
 from trillora.choices import by_hardware, choose_mesh
-from trillora.mesh import AXES, MeshShape, make_mesh, weight_spec
+from trillora.devices.mesh import AXES, MeshShape, make_mesh, weight_spec
 from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
 from trillora.model.source import load_config

@@ -18,6 +18,7 @@ from safetensors.numpy import load, save
 
 from trillora import assembly as assembly_module
 from trillora.assembly import assemble, decayed_leaves
+from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.lion8bit import (
     BLOCK_SIZE,
     Lion8bitState,
@@ -31,7 +32,6 @@ from trillora.engine.lion8bit import (
 from trillora.engine.optim import OptimizerName, ScheduleName, make_optimizer, make_schedule, scale_by_adafactor
 from trillora.engine.step import initial_state, make_train_step
 from trillora.errors import TrilloraError
-from trillora.mesh import MeshShape, make_mesh
 from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
 from trillora.model.source import load_config

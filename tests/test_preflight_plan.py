@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trillora.devices.slices import LENT, Platform
 from trillora.errors import TrilloraError
-from trillora.hardware import LENT, Platform
 from trillora.preflight.host import host_lines
 from trillora.preflight.sessions import RunTime, run_time
 from trillora.recipe.load import load_recipe

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from dose import FULL
 
+from trillora.devices.slices import CHIPS, find_slice
 from trillora.events import print_nothing
-from trillora.hardware import CHIPS, find_slice
 from trillora.preflight.compiler import Answerer, ask, versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))

@@ -13,7 +13,7 @@ from functools import cache
 
 import pytest
 
-from trillora.hardware import CHIPS, COMPILE_ONLY_ENVIRONMENT, Chip
+from trillora.devices.slices import CHIPS, COMPILE_ONLY_ENVIRONMENT, Chip
 from trillora.preflight.hlo import Shape, parse, trip_count
 from trillora.preflight.simulate import HOP_SECONDS, TPU, VECTOR_CYCLES, StepTime, simulate
 
@@ -466,7 +466,7 @@ COMPILE = textwrap.dedent(
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-    from trillora.hardware import CHIPS, find_slice
+    from trillora.devices.slices import CHIPS, find_slice
     from trillora.preflight.simulate import simulate
 
     chip = sys.argv[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from trillora.hardware import GPUS
+from trillora.devices.slices import GPUS
 from trillora.preflight.kernels import CUDNN_BACKWARD_PASSES, CUDNN_BLOCK
 from trillora.preflight.simulate import GPU, simulate
 

@@ -14,7 +14,7 @@ from peft_reference import peft_losses
 from transformers import AutoModelForCausalLM
 
 from trillora.assembly import lora_spec
-from trillora.mesh import replicated
+from trillora.devices.mesh import replicated
 from trillora.model.bridge import CausalLM
 from trillora.model.source import find_model, load_config, load_tokenizer
 from trillora.model.weights import load_weights

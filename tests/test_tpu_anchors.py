@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import transformers
 
+from trillora.devices.mesh import MeshShape, make_mesh
+from trillora.devices.slices import find_slice
 from trillora.engine.loss import token_losses
-from trillora.hardware import find_slice
-from trillora.mesh import MeshShape, make_mesh
 from trillora.model.bridge import CausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))

@@ -14,11 +14,11 @@ import tiny_run
 from chat_tokenizers import chat_tokenizer
 
 from trillora.data.batches import Batches
+from trillora.devices.mesh import MeshShape, local_rows, make_mesh, put_batch, replicated
 from trillora.engine.loss import token_losses
 from trillora.errors import TrilloraError
 from trillora.events import Note
 from trillora.loop import NUM_AHEAD, placed_batches
-from trillora.mesh import MeshShape, local_rows, make_mesh, put_batch, replicated
 from trillora.model.bridge import CausalLM
 from trillora.model.source import load_config, load_tokenizer
 from trillora.model.weights import load_weights

@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 from tpu_published_rates import MODELS, Published
 
 from trillora.assembly import BATCH_DTYPES, TPU_OPTIONS, loss_chunk_positions, weight_shardings
+from trillora.devices.mesh import MeshShape, batch_sharding, make_mesh, replicated
+from trillora.devices.slices import find_slice
 from trillora.engine.loss import chunked_loss
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.step import Batch, Loss, TrainState, initial_state, make_train_step
-from trillora.hardware import find_slice
-from trillora.mesh import MeshShape, batch_sharding, make_mesh, replicated
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
 

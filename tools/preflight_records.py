@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trillora.devices.slices import find_slice
 from trillora.events import print_nothing
-from trillora.hardware import find_slice
 from trillora.preflight.compiler import ask, versions
 from trillora.preflight.question import KNOWN_MODELS, describe_model
 from trillora.recipe.load import load_recipe

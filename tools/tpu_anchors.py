@@ -27,8 +27,8 @@ from typing import NoReturn
 
 from tpu_published_rates import PUBLISHED, Published
 
+from trillora.devices.slices import CHIPS, COMPILE_ONLY_ENVIRONMENT, find_slice
 from trillora.files.cache_dir import cache_root
-from trillora.hardware import CHIPS, COMPILE_ONLY_ENVIRONMENT, find_slice
 
 PACKAGES = ("jax", "libtpu", "transformers")
 HEADER = """| model, slice | rows x tokens | published | simulated | error | roofline | HBM peak | what differs |

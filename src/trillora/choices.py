@@ -15,10 +15,10 @@ import jax
 import psutil
 
 from trillora.assembly import Assembly, assemble
+from trillora.devices.mesh import MeshShape, make_mesh
+from trillora.devices.slices import chip_of
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
-from trillora.hardware import chip_of
-from trillora.mesh import MeshShape, make_mesh
 from trillora.recipe.load import resolve
 from trillora.recipe.schema import StageRecipe
 

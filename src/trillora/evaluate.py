@@ -28,12 +28,12 @@ from trillora.data.prepare import Dataset
 from trillora.data.questions import Question, question_of
 from trillora.data.store import KINDS
 from trillora.dataset import open_dataset
+from trillora.devices.mesh import put_batch
 from trillora.engine.step import make_eval_step
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Progress, print_nothing
 from trillora.files.atomic import write_file
 from trillora.generate import Generator
-from trillora.mesh import put_batch
 from trillora.model.layout import Tree
 from trillora.model.source import find_model, load_tokenizer
 from trillora.recipe.load import load_recipe

@@ -21,10 +21,10 @@ from jax.sharding import Mesh
 
 from trillora.assembly import shard_adapter, weight_shardings
 from trillora.choices import memory_limit
+from trillora.devices.mesh import BATCH_AXES, MeshShape, batch_sharding, find_devices, make_mesh, replicated
 from trillora.engine.sampling import GREEDY, Sampling, Writing, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress, print_nothing
-from trillora.mesh import BATCH_AXES, MeshShape, batch_sharding, find_devices, make_mesh, replicated
 from trillora.model.adapters import fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder

@@ -23,12 +23,12 @@ from trillora.assembly import Assembly
 from trillora.checkpoint import Checkpoints, Saver
 from trillora.compile_plan import CompileWatch, Programs, shape_text
 from trillora.data.batches import Batches
+from trillora.devices.mesh import agreed, local_rows, put_batch
 from trillora.engine.step import StepMetrics, TrainState
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, Step
 from trillora.health import Health
 from trillora.measure import Figures, Measures, Sampler, peak_memory_gib
-from trillora.mesh import agreed, local_rows, put_batch
 from trillora.model.layout import Tree
 from trillora.run_folder import RunFolder
 from trillora.run_report import write_report

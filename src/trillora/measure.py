@@ -19,11 +19,11 @@ from trillora.compile_plan import Planned, Programs, shape_text
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.questions import Question, question_of
+from trillora.devices.mesh import local_rows, put_batch
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Sample
 from trillora.generate import Generator, bucket_length
-from trillora.mesh import local_rows, put_batch
 from trillora.model.layout import Tree
 from trillora.model.limits import why_not_decode
 from trillora.model.source import OpenModel

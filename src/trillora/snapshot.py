@@ -16,9 +16,9 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from trillora.assembly import Assembly
+from trillora.devices.mesh import replicated
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
-from trillora.mesh import replicated
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, fit_adapter, read_adapter
 from trillora.model.layout import unstack
 

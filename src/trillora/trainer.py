@@ -26,19 +26,19 @@ from trillora.checkpoint import Checkpoints, Saver, sealed
 from trillora.choices import Plan, choose
 from trillora.compile_plan import CompileWatch, Planned, Programs, Shape, describe, shape_text
 from trillora.data.batches import Batches
+from trillora.devices.mesh import agreed, find_devices, join_cluster, remember_programs, same_everywhere
+from trillora.devices.slices import peak_tflops
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Chosen, Listener, Note, Progress, print_nothing
 from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
 from trillora.files.storage import LocalStorage, open_storage
-from trillora.hardware import peak_tflops
 from trillora.health import Health
 from trillora.identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
 from trillora.loop import Diverged, Position, Run, StageLoop
 from trillora.masking import mask_settings, mask_values
 from trillora.measure import Measures, Wanted, make_measures, wanted_measures
-from trillora.mesh import agreed, find_devices, join_cluster, remember_programs, same_everywhere
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
 from trillora.model.limits import check_rows

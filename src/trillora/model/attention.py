@@ -20,9 +20,9 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trillora.devices.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
 from trillora.engine.attention import SAVED_NAME, MaskRule, RuleChoice, Scores, attend, visible
 from trillora.errors import TrilloraError
-from trillora.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
 from trillora.model.cache import visible_in_cache
 from trillora.model.recurrent import modelling_files
 from trillora.model.trace import Trace, current

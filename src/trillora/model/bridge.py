@@ -27,9 +27,9 @@ from torchax.ops import mappings
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from trillora.devices.mesh import split_rows
 from trillora.engine.attention import Implementation
 from trillora.errors import TrilloraError
-from trillora.mesh import split_rows
 from trillora.model import attention as attention_functions
 from trillora.model import experts
 from trillora.model.layout import Layout, Leaf, Tree

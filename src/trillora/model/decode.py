@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from torchax import interop
 
+from trillora.devices.mesh import split_rows
 from trillora.errors import TrilloraError
-from trillora.mesh import split_rows
 from trillora.model.bridge import CausalLM
 from trillora.model.cache import DO, Arrays, Remembered, check_cache
 from trillora.model.layout import Tree, unstack

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from torchax import interop
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from trillora.mesh import BATCH_AXES, per_shard
+from trillora.devices.mesh import BATCH_AXES, per_shard
 from trillora.model.trace import current
 
 NAME = "trillora"

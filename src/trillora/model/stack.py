@@ -23,10 +23,10 @@ import torch
 import torch.utils._pytree as torch_tree
 from torchax import interop
 
+from trillora.devices.mesh import split_rows
 from trillora.engine.attention import SAVED_NAME as ATTENTION_OUTPUT
 from trillora.engine.attention import MaskRule, RuleChoice
 from trillora.errors import TrilloraError
-from trillora.mesh import split_rows
 from trillora.model.lora import SAVED_NAME as LINEAR_OUTPUT
 from trillora.model.torchax_fixes import TORCHAX_TENSORS, environment
 from trillora.model.trace import Trace, current

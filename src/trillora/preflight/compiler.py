@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT, Slice
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, Progress
-from trillora.hardware import COMPILE_ONLY_ENVIRONMENT, Slice
 
 Method = Literal["compiler", "estimate"]
 WHERE_IT_RUNS = "any x86-64 Linux: a Colab or Kaggle CPU notebook, WSL, a container"

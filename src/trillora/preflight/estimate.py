@@ -20,8 +20,8 @@ import jax
 from jax.sharding import Mesh
 
 from trillora.assembly import Assembly
-from trillora.hardware import CHIPS, Chip
-from trillora.mesh import FSDP_AXIS
+from trillora.devices.mesh import FSDP_AXIS
+from trillora.devices.slices import CHIPS, Chip
 from trillora.preflight.simulate import (
     GPU,
     HOP_SECONDS,

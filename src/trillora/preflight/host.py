@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trillora.hardware import Platform
+from trillora.devices.slices import Platform
 
 GIB = 2**30
 # Python with torch, jax, the tokenizer and the compiler at work: 3.4 GiB was the most seen.

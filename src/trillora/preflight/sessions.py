@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trillora.devices.slices import Platform
 from trillora.errors import TrilloraError
-from trillora.hardware import Platform
 
 HOUR = 3600.0  # seconds
 HOURS_OF_A_WEEK = 168.0

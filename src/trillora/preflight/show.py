@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trillora.hardware import find_slice
+from trillora.devices.slices import find_slice
 
 Answer = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from trillora.hardware import Chip
+from trillora.devices.slices import Chip
 from trillora.preflight.hlo import HOST, Computation, Instruction, Program, parse, trip_count
 from trillora.preflight.kernels import beside_bytes, head_width, is_kernel, kernel_flops
 from trillora.preflight.work import Transfer, Work, target

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trillora.devices.slices import CHIPS, Slice, find_slice, larger_slices
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, print_nothing
 from trillora.files.atomic import write_file
 from trillora.files.cache_dir import cache_root
-from trillora.hardware import CHIPS, Slice, find_slice, larger_slices
 from trillora.preflight.compiler import WHERE_IT_RUNS, Answerer, Method, choose_method, versions
 from trillora.preflight.host import host_lines
 from trillora.preflight.question import Asked, AskedStage, fingerprint, read_asked

@@ -18,8 +18,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trillora.devices.slices import has_accelerator
 from trillora.errors import TrilloraError
-from trillora.hardware import has_accelerator
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 AXES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)

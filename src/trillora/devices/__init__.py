@@ -1,0 +1,1 @@
+"""Chips, slices and meshes of devices."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trillora.devices.mesh import MeshShape, batch_sharding, make_mesh
-from trillora.engine.dice import keep_mask, places, scramble, share
+from trillora.engine.hash_random import keep_mask, places, scramble, share
 
 SHAPE = (64, 32, 128)
 SIGMAS = 5.0  # what chance exceeds once in two million tries

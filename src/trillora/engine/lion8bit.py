@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trillora.engine.dice import places, scramble, share
+from trillora.engine.hash_random import places, scramble, share
 
 Tree = Any
 BLOCK_SIZE = 256

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from torchax import interop
 from transformers.pytorch_utils import Conv1D
 
-from trillora.engine.dice import keep_mask
+from trillora.engine.hash_random import keep_mask
 from trillora.errors import TrilloraError, nearest
 from trillora.model.layout import Layout, Tree
 from trillora.model.torchax_fixes import TORCHAX_TENSORS

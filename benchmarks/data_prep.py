@@ -314,7 +314,7 @@ def installed_versions() -> dict[str, str]:
 def make_tokenizer_folder(folder: Path, source: Path | None, template: str) -> Path:
     """A tokenizer without the weights, so that neither side finds more than it; the embedded model's unless named."""
     if source is None:
-        from trillora.model.embedded import smollm2_folder
+        from trillora.model.loading.embedded import smollm2_folder
 
         source = smollm2_folder()
     folder.mkdir()

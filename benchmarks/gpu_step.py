@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from trillora.choices import choose, step_bytes
     from trillora.devices.mesh import find_devices, put_batch
     from trillora.events import to_json
-    from trillora.model.weights import random_weights
+    from trillora.model.loading.weights import random_weights
     from trillora.recipe.load import load_recipe
     from trillora.trainer import place_state
 

@@ -30,7 +30,7 @@ def main() -> int:
     from trillora import quickstart
     from trillora.assembly import lora_spec
     from trillora.model.bridge import CausalLM
-    from trillora.model.source import find_model, load_config, load_tokenizer
+    from trillora.model.loading.source import find_model, load_config, load_tokenizer
     from trillora.recipe.load import load_recipe
     from trillora.stage_data import read_data
     from trillora.trainer import train

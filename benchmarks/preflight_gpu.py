@@ -149,7 +149,7 @@ def ready_to_run(plan: Any, shape: argparse.Namespace, vocab_size: int) -> Calla
     from gpu_step import random_batch
 
     from trillora.devices.mesh import put_batch
-    from trillora.model.weights import random_weights
+    from trillora.model.loading.weights import random_weights
     from trillora.trainer import place_state
 
     assembly = plan.assembly
@@ -171,7 +171,7 @@ def read_config(name: str, recipe: Any) -> Any:
     from gpu_step import SHAPES
     from transformers import LlamaConfig
 
-    from trillora.model.source import load_config
+    from trillora.model.loading.source import load_config
     from trillora.preflight.question import describe_model
 
     if name in SHAPES:

@@ -21,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.attention import Implementation, MaskRule, Scores, attend, unsupported
-from trillora.model.attention import _attend_per_shard
+from trillora.model.overrides.attention import _attend_per_shard
 from trillora.model.trace import Trace
 
 pytestmark = pytest.mark.core

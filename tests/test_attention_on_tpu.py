@@ -37,7 +37,7 @@ PROGRAM = textwrap.dedent(
     from trillora.engine.attention import MaskRule, Scores, unsupported
     from trillora.devices.slices import find_slice
     from trillora.devices.mesh import BATCH_AXES, TENSOR_AXIS, MeshShape, make_mesh
-    from trillora.model.attention import _attend_per_shard
+    from trillora.model.overrides.attention import _attend_per_shard
     from trillora.model.trace import Trace
 
     chips = find_slice(sys.argv[1])

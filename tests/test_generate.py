@@ -32,8 +32,8 @@ from trillora.generate import Generator, bucket_length
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import stack
-from trillora.model.source import find_model, load_config
-from trillora.model.weights import load_weights
+from trillora.model.loading.source import find_model, load_config
+from trillora.model.loading.weights import load_weights
 from trillora.prompts import Prompts
 from trillora.recipe.load import load_recipe
 from trillora.trainer import train

@@ -22,7 +22,7 @@ from trillora.choices import by_hardware, choose_mesh
 from trillora.devices.mesh import AXES, MeshShape, make_mesh, weight_spec
 from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
-from trillora.model.source import load_config
+from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
 from trillora.trainer import train
 

@@ -34,7 +34,7 @@ from trillora.engine.step import initial_state, make_train_step
 from trillora.errors import TrilloraError
 from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
-from trillora.model.source import load_config
+from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
 from trillora.trainer import train
 

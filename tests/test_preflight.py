@@ -23,7 +23,7 @@ from trillora import choices, trainer
 from trillora.cli import app
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, print_nothing
-from trillora.model.source import load_config
+from trillora.model.loading.source import load_config
 from trillora.preflight import child, compiler
 from trillora.preflight.estimate import Estimate
 from trillora.preflight.memory import StepShapes, describe, largest, logits_bytes, out_of_memory, read_report
@@ -96,7 +96,7 @@ def test_real_data_decides_steps_and_tokens(folder: Path) -> None:
 
 
 def _tokenizer(recipe: Any) -> Any:
-    from trillora.model.source import load_tokenizer
+    from trillora.model.loading.source import load_tokenizer
 
     return load_tokenizer(describe_model(recipe)[0])
 

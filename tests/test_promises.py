@@ -29,7 +29,7 @@ from tiny_run import checkpoints_of, metrics
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Step, print_nothing
-from trillora.model.source import load_tokenizer
+from trillora.model.loading.source import load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
 from trillora.stage_data import read_stage

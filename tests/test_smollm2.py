@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from trillora.assembly import lora_spec
 from trillora.devices.mesh import replicated
 from trillora.model.bridge import CausalLM
-from trillora.model.source import find_model, load_config, load_tokenizer
-from trillora.model.weights import load_weights
+from trillora.model.loading.source import find_model, load_config, load_tokenizer
+from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.stage_data import read_data
 from trillora.trainer import train

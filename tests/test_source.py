@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trillora.errors import TrilloraError
-from trillora.model import source
-from trillora.model.source import find_model, load_config, load_tokenizer, weight_files
+from trillora.model.loading import source
+from trillora.model.loading.source import find_model, load_config, load_tokenizer, weight_files
 
 CONFIG = {
     "model_type": "llama",
@@ -349,7 +349,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 ASK = """
 import json, sys
 from trillora.errors import TrilloraError
-from trillora.model.source import find_model
+from trillora.model.loading.source import find_model
 try:
     answer = {"folder": str(find_model(sys.argv[1], **json.loads(sys.argv[2])))}
 except TrilloraError as error:

@@ -17,8 +17,8 @@ from architecture_checks import LOGITS, Subject, distance
 from torchax import interop
 
 from trillora.model.layout import stack, unstack
+from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.stack import LayerStack, Remat, Segment, find_segments
-from trillora.model.torchax_fixes import environment
 from trillora.model.trace import Trace, tracing
 
 pytestmark = pytest.mark.core

@@ -20,8 +20,8 @@ from trillora.errors import TrilloraError
 from trillora.events import Note
 from trillora.loop import NUM_AHEAD, placed_batches
 from trillora.model.bridge import CausalLM
-from trillora.model.source import load_config, load_tokenizer
-from trillora.model.weights import load_weights
+from trillora.model.loading.source import load_config, load_tokenizer
+from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.stage_data import read_data
 from trillora.trainer import train

@@ -34,7 +34,7 @@ from transformers import (
 
 from trillora.errors import TrilloraError
 from trillora.model.layout import Layout, Leaf, unstack
-from trillora.model.weights import load_weights, random_weights
+from trillora.model.loading.weights import load_weights, random_weights
 
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -267,7 +267,7 @@ def test_unused_tensors_are_counted_and_rotary_tables_are_not(tmp_path: Path, ca
 
 
 def test_each_process_reads_only_its_own_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trillora.model import weights
+    from trillora.model.loading import weights
 
     config = llama()
     save_random(config, tmp_path)
@@ -446,7 +446,7 @@ sys.path[:0] = json.loads(sys.argv[2])
 from pathlib import Path
 import jax, numpy as np
 import test_weights as t
-from trillora.model.weights import load_weights
+from trillora.model.loading.weights import load_weights
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

@@ -35,7 +35,7 @@ from trillora.events import Alarm, Listener, Progress, print_nothing
 from trillora.files.atomic import write_file
 from trillora.generate import Generator
 from trillora.model.layout import Tree
-from trillora.model.source import find_model, load_tokenizer
+from trillora.model.loading.source import find_model, load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
 from trillora.scores import Scores, majority, score, summarise

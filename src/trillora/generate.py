@@ -29,9 +29,9 @@ from trillora.model.adapters import fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
+from trillora.model.loading.source import find_model, load_config, load_tokenizer
+from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
-from trillora.model.source import find_model, load_config, load_tokenizer
-from trillora.model.weights import load_weights
 from trillora.prompts import Prompt, Prompts, configured_stops
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe, stages_of

@@ -26,7 +26,7 @@ from trillora.events import Listener, Note, Sample
 from trillora.generate import Generator, bucket_length
 from trillora.model.layout import Tree
 from trillora.model.limits import why_not_decode
-from trillora.model.source import OpenModel
+from trillora.model.loading.source import OpenModel
 from trillora.prompts import Prompts, configured_stops
 from trillora.stage_data import StageData, evaluation_batches
 

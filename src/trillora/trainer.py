@@ -42,9 +42,9 @@ from trillora.measure import Measures, Wanted, make_measures, wanted_measures
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
 from trillora.model.limits import check_rows
+from trillora.model.loading.source import OpenModel, weight_files
+from trillora.model.loading.weights import load_weights
 from trillora.model.lora import initial_adapter
-from trillora.model.source import OpenModel, weight_files
-from trillora.model.weights import load_weights
 from trillora.recipe.load import choice_in_stage, dump_resolved, resolve, still_open
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
 from trillora.run_folder import RunFolder, losses

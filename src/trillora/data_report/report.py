@@ -26,7 +26,7 @@ from trillora.dataset import chat_template, open_dataset, settle
 from trillora.errors import TrilloraError
 from trillora.events import Listener, print_nothing
 from trillora.model.limits import check_rows
-from trillora.model.source import find_model, load_config, load_tokenizer
+from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.recipe.schema import StageRecipe
 
 NUM_BAD_SHOWN = 5

@@ -30,13 +30,13 @@ from transformers.pytorch_utils import Conv1D
 from trillora.devices.mesh import split_rows
 from trillora.engine.attention import Implementation
 from trillora.errors import TrilloraError
-from trillora.model import attention as attention_functions
-from trillora.model import experts
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora import LoraSpec, add_lora, linear_layers
-from trillora.model.recurrent import packing_aware
+from trillora.model.overrides import attention as attention_functions
+from trillora.model.overrides import experts
+from trillora.model.overrides.recurrent import packing_aware
+from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.stack import LayerStack, Remat
-from trillora.model.torchax_fixes import environment
 from trillora.model.trace import Trace, tracing
 
 ADAPTER_PARAMETERS = (".lora_a", ".lora_b")

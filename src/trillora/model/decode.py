@@ -18,10 +18,10 @@ from torchax import interop
 from trillora.devices.mesh import split_rows
 from trillora.errors import TrilloraError
 from trillora.model.bridge import CausalLM
-from trillora.model.cache import DO, Arrays, Remembered, check_cache
+from trillora.model.kv_cache import DO, Arrays, Remembered, check_cache
 from trillora.model.layout import Tree, unstack
 from trillora.model.limits import why_not_decode
-from trillora.model.torchax_fixes import TORCHAX_TENSORS
+from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import Slots, Trace
 
 

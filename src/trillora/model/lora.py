@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from trillora.engine.hash_random import keep_mask
 from trillora.errors import TrilloraError, nearest
 from trillora.model.layout import Layout, Tree
-from trillora.model.torchax_fixes import TORCHAX_TENSORS
+from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import current
 
 ALL_LINEAR = "all-linear"

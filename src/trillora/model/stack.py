@@ -28,7 +28,7 @@ from trillora.engine.attention import SAVED_NAME as ATTENTION_OUTPUT
 from trillora.engine.attention import MaskRule, RuleChoice
 from trillora.errors import TrilloraError
 from trillora.model.lora import SAVED_NAME as LINEAR_OUTPUT
-from trillora.model.torchax_fixes import TORCHAX_TENSORS, environment
+from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, environment
 from trillora.model.trace import Trace, current
 
 Remat = Literal["none", "linear", "dots", "full"]

@@ -31,7 +31,7 @@ from trillora.choices import DoesNotFit, Plan, Tried, choose
 from trillora.devices.slices import CHIPS, DEVICE_KINDS, Chip, Slice, find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, to_json
-from trillora.model.source import load_config
+from trillora.model.loading.source import load_config
 from trillora.preflight.estimate import Estimate, argument_bytes, estimate, kind_shares
 from trillora.preflight.laid_out import Laid, lay_out
 from trillora.preflight.memory import (

@@ -19,7 +19,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.atomic import write_file
 from trillora.files.cache_dir import cache_root
-from trillora.model.source import EMBEDDED, find_model, load_config, load_tokenizer
+from trillora.model.loading.source import EMBEDDED, find_model, load_config, load_tokenizer
 from trillora.preflight.compiler import versions
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
 from trillora.stage_data import read_stage

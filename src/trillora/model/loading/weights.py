@@ -29,7 +29,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from trillora.errors import TrilloraError, nearest
 from trillora.model.layout import Layout, Leaf
-from trillora.model.source import weight_files
+from trillora.model.loading.source import weight_files
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trillora.devices.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
 from trillora.engine.attention import SAVED_NAME, MaskRule, RuleChoice, Scores, attend, visible
 from trillora.errors import TrilloraError
-from trillora.model.cache import visible_in_cache
-from trillora.model.recurrent import modelling_files
+from trillora.model.kv_cache import visible_in_cache
+from trillora.model.overrides.recurrent import modelling_files
 from trillora.model.trace import Trace, current
 
 NAME = "trillora"

@@ -19,7 +19,7 @@ import torch
 from torchax import interop
 from transformers.activations import ACT2FN
 
-from trillora.model.torchax_fixes import TORCHAX_TENSORS
+from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import current
 
 # exp(-100) is 0 in float32, and small enough not to cost precision in cumulative sums of log-decays.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.errors import TrilloraError, nearest
-from trillora.model.embedded import say_on_stderr, smollm2_folder
+from trillora.model.loading.embedded import say_on_stderr, smollm2_folder
 
 EMBEDDED = "smollm2"
 SINGLE_FILE = "model.safetensors"

@@ -1,0 +1,1 @@
+"""From a hub id, a folder or the embedded model to sharded arrays."""

@@ -1,0 +1,1 @@
+"""Our functions in place of transformers' and torchax' own."""

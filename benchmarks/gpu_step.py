@@ -53,11 +53,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
     from transformers import LlamaConfig
 
-    from trillora.choices import choose, step_bytes
     from trillora.devices.mesh import find_devices, put_batch
     from trillora.events import to_json
     from trillora.model.loading.weights import random_weights
     from trillora.recipe.load import load_recipe
+    from trillora.step.autotune import choose, step_bytes
     from trillora.trainer import place_state
 
     recipe = load_recipe(

@@ -90,13 +90,13 @@ def show(rows: list[dict[str, Any]]) -> None:
 def measure(number: int, keep: Path | None) -> dict[str, Any]:
     import jax
 
-    from trillora.choices import GIB, choose, step_bytes
     from trillora.devices.mesh import find_devices
     from trillora.devices.slices import chip_of
     from trillora.events import print_nothing
     from trillora.preflight.estimate import estimate, kind_shares
     from trillora.preflight.simulate import simulate
     from trillora.recipe.load import load_recipe
+    from trillora.step.autotune import GIB, choose, step_bytes
 
     name, rows, at_once, tokens, remat, packed = CASES[number]
     recipe = load_recipe(

@@ -19,10 +19,10 @@ import pytest
 import tiny_run
 
 from trillora import loop, measure
-from trillora.compile_plan import COMPILE_EVENTS, CompileWatch, Planned, UnplannedProgram, describe
 from trillora.data.batches import Batches
 from trillora.events import Note, Step
 from trillora.recipe.load import load_recipe
+from trillora.step.compile_guard import COMPILE_EVENTS, CompileWatch, Planned, UnplannedProgram, describe
 from trillora.trainer import train
 
 pytestmark = pytest.mark.core

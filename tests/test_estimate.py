@@ -17,7 +17,6 @@ import tiny_models
 from jax.sharding import NamedSharding, PartitionSpec
 from transformers import MistralConfig
 
-from trillora.assembly import Assembly, assemble
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.devices.slices import CHIPS
 from trillora.engine.attention import MaskRule, Scores
@@ -26,6 +25,7 @@ from trillora.preflight.estimate import Estimate, argument_bytes, estimate, sche
 from trillora.preflight.simulate import TPU
 from trillora.preflight.traced import Operation, Program, Value, causal_share, read_program, reshaped_splits
 from trillora.recipe.load import load_recipe
+from trillora.step.build import Assembly, assemble
 
 GIB = 2**30
 V5E = CHIPS["v5e"]

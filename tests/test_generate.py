@@ -22,7 +22,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from trillora.assembly import weight_shardings
 from trillora.chat import GREETING, converse
 from trillora.cli import app
 from trillora.devices.mesh import MeshShape, make_mesh
@@ -36,6 +35,7 @@ from trillora.model.loading.source import find_model, load_config
 from trillora.model.loading.weights import load_weights
 from trillora.prompts import Prompts
 from trillora.recipe.load import load_recipe
+from trillora.step.build import weight_shardings
 from trillora.trainer import train
 
 NUM_NEW = 12

@@ -17,13 +17,13 @@ import tiny_run
 import yaml
 from transformers import MixtralConfig
 
-from trillora.assembly import assemble, shard_adapter
-from trillora.choices import by_hardware, choose_mesh
 from trillora.devices.mesh import AXES, MeshShape, make_mesh, weight_spec
 from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
+from trillora.step.autotune import by_hardware, choose_mesh
+from trillora.step.build import assemble, shard_adapter
 from trillora.trainer import train
 
 pytestmark = pytest.mark.core

@@ -16,8 +16,6 @@ import tiny_run
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load, save
 
-from trillora import assembly as assembly_module
-from trillora.assembly import assemble, decayed_leaves
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.lion8bit import (
     BLOCK_SIZE,
@@ -36,6 +34,8 @@ from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
+from trillora.step import build as assembly_module
+from trillora.step.build import assemble, decayed_leaves
 from trillora.trainer import train
 
 pytestmark = pytest.mark.core

@@ -19,7 +19,7 @@ import tiny_run
 from typer.testing import CliRunner
 
 import trillora
-from trillora import choices, trainer
+from trillora import trainer
 from trillora.cli import app
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, print_nothing
@@ -30,6 +30,7 @@ from trillora.preflight.memory import StepShapes, describe, largest, logits_byte
 from trillora.preflight.question import KNOWN_MODELS, describe_model, fingerprint, read_asked
 from trillora.preflight.verdict import changed, ladder, preflight
 from trillora.recipe.load import load_recipe
+from trillora.step import autotune
 
 needs_compiler = [
     pytest.mark.tpu_compiler,
@@ -64,12 +65,12 @@ def test_the_step_asked_about_is_the_step_that_trains(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are chosen and assembled by the same function; here also compared as programs, to the letter."""
-    assert child.choose is choices.choose is trainer.choose
+    assert child.choose is autotune.choose is trainer.choose
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": 3, "batch_size": 8}, hardware={"devices": 8}))
     trained: list[str] = []
 
     def remembered(*arguments: Any, **options: Any) -> Any:
-        plan = choices.choose(*arguments, **options)
+        plan = autotune.choose(*arguments, **options)
         trained.append(plan.assembly.lower().as_text())
         return plan
 
@@ -78,10 +79,10 @@ def test_the_step_asked_about_is_the_step_that_trains(
     asked = read_asked(recipe, print_nothing)
     config = load_config(asked.model)
     (stage,) = asked.stages
-    plan = choices.choose(stage.recipe, config, jax.devices("cpu"), stage.num_steps, print_nothing)
+    plan = autotune.choose(stage.recipe, config, jax.devices("cpu"), stage.num_steps, print_nothing)
     assert [plan.assembly.lower().as_text()] == trained
     other = changed(stage.recipe, {"engine.remat": "full"})
-    another = choices.choose(other, config, jax.devices("cpu"), stage.num_steps, print_nothing)
+    another = autotune.choose(other, config, jax.devices("cpu"), stage.num_steps, print_nothing)
     assert another.assembly.lower().as_text() != trained[0], "the comparison can fail"
 
 
@@ -207,7 +208,7 @@ def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch
     """Whatever is faster than a hopeless way needs still more: it is not even looked at."""
     asked = read_asked(load_recipe(tiny_run.recipe(folder, train={"steps": 2, "batch_size": 8})), print_nothing)
     config, (stage,) = load_config(asked.model), asked.stages
-    assemble = choices.assemble
+    assemble = autotune.assemble
     remats: dict[int, str] = {}
 
     def remembered(recipe: Any, *rest: Any) -> Any:
@@ -233,7 +234,7 @@ def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch
             return "a program", needs[compiled[-1]]
 
         devices = jax.devices("cpu")[:1]
-        plan = choices.choose(stage.recipe, config, devices, stage.num_steps, print_nothing, compile_one, guess=guess)
+        plan = autotune.choose(stage.recipe, config, devices, stage.num_steps, print_nothing, compile_one, guess=guess)
         return plan, guessed, compiled
 
     plan, guessed, compiled = ask({"none": 500.0, "linear": 141.0, "full": 20.0})

@@ -16,7 +16,6 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from tpu_published_rates import MODELS, Published
 
-from trillora.assembly import BATCH_DTYPES, TPU_OPTIONS, loss_chunk_positions, weight_shardings
 from trillora.devices.mesh import MeshShape, batch_sharding, make_mesh, replicated
 from trillora.devices.slices import find_slice
 from trillora.engine.loss import chunked_loss
@@ -24,6 +23,7 @@ from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.step import Batch, Loss, TrainState, initial_state, make_train_step
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
+from trillora.step.build import BATCH_DTYPES, TPU_OPTIONS, loss_chunk_positions, weight_shardings
 
 LOSS_CHUNK = 4096  # tokens of a device whose logits exist at once
 

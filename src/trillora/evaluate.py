@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trillora.assembly import evaluation_function, loss_chunk_positions
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents, fit
 from trillora.data.prepare import Dataset
@@ -39,6 +38,7 @@ from trillora.model.loading.source import find_model, load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
 from trillora.scores import Scores, majority, score, summarise
+from trillora.step.build import evaluation_function, loss_chunk_positions
 
 FILE = "eval.json"
 NUM_EXAMPLES = 20

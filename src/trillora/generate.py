@@ -19,8 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from trillora.assembly import shard_adapter, weight_shardings
-from trillora.choices import memory_limit
 from trillora.devices.mesh import BATCH_AXES, MeshShape, batch_sharding, find_devices, make_mesh, replicated
 from trillora.engine.sampling import GREEDY, Sampling, Writing, begin, write_on
 from trillora.errors import TrilloraError
@@ -35,6 +33,8 @@ from trillora.model.lora import LoraSpec
 from trillora.prompts import Prompt, Prompts, configured_stops
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe, stages_of
+from trillora.step.autotune import memory_limit
+from trillora.step.build import shard_adapter, weight_shardings
 
 SHORTEST_BUCKET = 32  # prompt slots
 ANSWER_STEP = 64  # cache slots for answers come in multiples of this, so that a few tokens more are no new program

@@ -19,9 +19,7 @@ import jax
 import psutil
 from jax.sharding import Mesh
 
-from trillora.assembly import Assembly
 from trillora.checkpoint import Checkpoints, Saver
-from trillora.compile_plan import CompileWatch, Programs, shape_text
 from trillora.data.batches import Batches
 from trillora.devices.mesh import agreed, local_rows, put_batch
 from trillora.engine.step import StepMetrics, TrainState
@@ -34,6 +32,8 @@ from trillora.run_folder import RunFolder
 from trillora.run_report import write_report
 from trillora.snapshot import METRICS_FILE, to_files
 from trillora.stage_data import StageData
+from trillora.step.build import Assembly
+from trillora.step.compile_guard import CompileWatch, Programs, shape_text
 from trillora.stopping import Stop
 
 NUM_AHEAD = 2  # batches made before they are needed

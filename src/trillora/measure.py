@@ -14,8 +14,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from trillora.assembly import Assembly
-from trillora.compile_plan import Planned, Programs, shape_text
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.questions import Question, question_of
@@ -29,6 +27,8 @@ from trillora.model.limits import why_not_decode
 from trillora.model.loading.source import OpenModel
 from trillora.prompts import Prompts, configured_stops
 from trillora.stage_data import StageData, evaluation_batches
+from trillora.step.build import Assembly
+from trillora.step.compile_guard import Planned, Programs, shape_text
 
 TEXT_PROMPT = 24  # tokens of a text to go on from
 TEXT_ANSWER = 48  # tokens of the text shown beside what the model wrote

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load, save
 
-from trillora.assembly import Assembly
 from trillora.devices.mesh import replicated
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, fit_adapter, read_adapter
 from trillora.model.layout import unstack
+from trillora.step.build import Assembly
 
 STATE_FILE, FACTS_FILE, METRICS_FILE = "state.safetensors", "state.json", "metrics.jsonl"
 ADAPTER_FILES = (WEIGHTS_FILE, CONFIG_FILE)

@@ -21,10 +21,7 @@ from typing import Any
 import jax
 
 from trillora import run_facts
-from trillora.assembly import Assembly
 from trillora.checkpoint import Checkpoints, Saver, sealed
-from trillora.choices import Plan, choose
-from trillora.compile_plan import CompileWatch, Planned, Programs, Shape, describe, shape_text
 from trillora.data.batches import Batches
 from trillora.devices.mesh import agreed, find_devices, join_cluster, remember_programs, same_everywhere
 from trillora.devices.slices import peak_tflops
@@ -51,6 +48,9 @@ from trillora.run_folder import RunFolder, losses
 from trillora.run_lock import hold
 from trillora.snapshot import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
 from trillora.stage_data import StageData, read_stage
+from trillora.step.autotune import Plan, choose
+from trillora.step.build import Assembly
+from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, describe, shape_text
 from trillora.stopping import Interrupted, Stop
 from trillora.trackers import tracking_listener
 

@@ -26,8 +26,6 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from trillora.assembly import Assembly
-from trillora.choices import DoesNotFit, Plan, Tried, choose
 from trillora.devices.slices import CHIPS, DEVICE_KINDS, Chip, Slice, find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, to_json
@@ -43,6 +41,8 @@ from trillora.preflight.memory import (
 )
 from trillora.preflight.simulate import simulate
 from trillora.recipe.schema import StageRecipe
+from trillora.step.autotune import DoesNotFit, Plan, Tried, choose
+from trillora.step.build import Assembly
 
 # What compiling to the end takes on a TPU's host: 20 s were seen on 16 cores for Mistral-7B, 5 of them before there is
 # machine code to make, for some 580 fusions and kernels. Where nothing is compiled it is taken for that.

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from trillora.assembly import Assembly
 from trillora.devices.mesh import FSDP_AXIS
 from trillora.devices.slices import CHIPS, Chip
 from trillora.preflight.simulate import (
@@ -33,6 +32,7 @@ from trillora.preflight.simulate import (
     Efficiency,
 )
 from trillora.preflight.traced import Operation, Program, Value, read_program
+from trillora.step.build import Assembly
 
 
 @dataclass(frozen=True)

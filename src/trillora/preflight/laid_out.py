@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trillora.choices import says_out_of_memory, step_bytes
 from trillora.preflight.memory import MemoryReport, read_report
+from trillora.step.autotune import says_out_of_memory, step_bytes
 
 REPORT = "*memory-usage-report.txt"
 SCHEDULED = "*after_optimizations_after_buffer_assignment.txt"

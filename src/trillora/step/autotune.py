@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import psutil
 
-from trillora.assembly import Assembly, assemble
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.devices.slices import chip_of
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
 from trillora.recipe.load import resolve
 from trillora.recipe.schema import StageRecipe
+from trillora.step.build import Assembly, assemble
 
 GIB = 2**30
 BASE_SHARE = 0.25  # of a device's memory: up to here the base is copied to every device rather than split

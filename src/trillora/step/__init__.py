@@ -1,0 +1,1 @@
+"""The training step: built from shapes, tuned to the devices, compiled once."""

@@ -42,8 +42,8 @@ from trillora.evaluate import (
     token_scores,
 )
 from trillora.events import Alarm, Progress, print_nothing
-from trillora.generate import Generator
-from trillora.prompts import Prompts
+from trillora.generate.generator import Generator
+from trillora.generate.prompts import Prompts
 from trillora.recipe.load import load_recipe
 from trillora.scores import Scores
 from trillora.trainer import train

@@ -22,18 +22,18 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from trillora.chat import GREETING, converse
 from trillora.cli import app
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.sampling import GREEDY, Sampling, choose, token_keys
 from trillora.errors import TrilloraError
-from trillora.generate import Generator, bucket_length
+from trillora.generate.chat import GREETING, converse
+from trillora.generate.generator import Generator, bucket_length
+from trillora.generate.prompts import Prompts
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import stack
 from trillora.model.loading.source import find_model, load_config
 from trillora.model.loading.weights import load_weights
-from trillora.prompts import Prompts
 from trillora.recipe.load import load_recipe
 from trillora.step.build import weight_shardings
 from trillora.trainer import train

@@ -232,7 +232,7 @@ def generate(
 
     with _progress_on_stderr() as listener:
         from trillora.engine.sampling import Sampling
-        from trillora.generate import Generator
+        from trillora.generate.generator import Generator
 
         generator = Generator.open(name, with_adapter=not base, listener=listener)
         sampling = Sampling(temperature, top_p, seed=seed)
@@ -257,9 +257,9 @@ def chat(
 ) -> None:
     """Talk with a trained run or any chat model."""
     with _progress_on_stderr() as listener:
-        from trillora.chat import converse
         from trillora.engine.sampling import Sampling
-        from trillora.generate import Generator
+        from trillora.generate.chat import converse
+        from trillora.generate.generator import Generator
 
         generator = Generator.open(name, with_adapter=not base, listener=listener)
 

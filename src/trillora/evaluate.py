@@ -32,7 +32,7 @@ from trillora.engine.step import make_eval_step
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Progress, print_nothing
 from trillora.files.atomic import write_file
-from trillora.generate import Generator
+from trillora.generate.generator import Generator
 from trillora.model.layout import Tree
 from trillora.model.loading.source import find_model, load_tokenizer
 from trillora.recipe.load import load_recipe

@@ -21,11 +21,11 @@ from trillora.devices.mesh import local_rows, put_batch
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Sample
-from trillora.generate import Generator, bucket_length
+from trillora.generate.generator import Generator, bucket_length
+from trillora.generate.prompts import Prompts, configured_stops
 from trillora.model.layout import Tree
 from trillora.model.limits import why_not_decode
 from trillora.model.loading.source import OpenModel
-from trillora.prompts import Prompts, configured_stops
 from trillora.stage_data import StageData, evaluation_batches
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import Planned, Programs, shape_text

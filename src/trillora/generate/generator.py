@@ -1,6 +1,6 @@
 """Text from a run or a model: prompts in batches, lengths in buckets, two programs for each.
 
-    from trillora.generate import Generator
+    from trillora.generate.generator import Generator
     answers = Generator.open("runs/first").generate(["What is LoRA?"])
 
 A bucket is a number of rows, of prompt slots and of cache slots. Its two programs, one that reads prompts and one that
@@ -23,6 +23,7 @@ from trillora.devices.mesh import BATCH_AXES, MeshShape, batch_sharding, find_de
 from trillora.engine.sampling import GREEDY, Sampling, Writing, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress, print_nothing
+from trillora.generate.prompts import Prompt, Prompts, configured_stops
 from trillora.model.adapters import fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
@@ -30,7 +31,6 @@ from trillora.model.layout import Tree
 from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
-from trillora.prompts import Prompt, Prompts, configured_stops
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe, stages_of
 from trillora.step.autotune import memory_limit

@@ -31,7 +31,7 @@ from trillora.cli import app
 from trillora.data.questions import Question, last_question, question_of
 from trillora.errors import TrilloraError
 from trillora.eval_table import show
-from trillora.evaluate import (
+from trillora.evaluate.evaluate import (
     Evaluation,
     Example,
     ask,
@@ -41,11 +41,11 @@ from trillora.evaluate import (
     recipe_with_data,
     token_scores,
 )
+from trillora.evaluate.scores import Scores
 from trillora.events import Alarm, Progress, print_nothing
 from trillora.generate.generator import Generator
 from trillora.generate.prompts import Prompts
 from trillora.recipe.load import load_recipe
-from trillora.scores import Scores
 from trillora.trainer import train
 
 pytestmark = pytest.mark.core

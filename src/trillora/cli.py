@@ -292,7 +292,7 @@ def evaluate(
     import json
 
     with _progress_on_stderr() as listener:
-        from trillora import evaluate as tests
+        from trillora.evaluate import evaluate as tests
 
         result = tests.evaluate(
             run, data, max_rows=rows, max_tokens=max_tokens, with_base=not no_base, listener=listener

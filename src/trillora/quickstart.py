@@ -10,7 +10,7 @@ import itertools
 from importlib import resources
 from pathlib import Path
 
-from trillora.evaluate import Evaluation, evaluate
+from trillora.evaluate.evaluate import Evaluation, evaluate
 from trillora.events import Listener, Note
 from trillora.files.atomic import write_file
 from trillora.recipe.load import load_recipe

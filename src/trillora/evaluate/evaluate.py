@@ -1,6 +1,6 @@
 """How good a run is on rows it has not seen: loss of their trained tokens, and answers to their questions.
 
-    from trillora.evaluate import evaluate
+    from trillora.evaluate.evaluate import evaluate
     print(evaluate("runs/first", "test.jsonl").to_dict())
 
 Rows are read as the run's recipe reads them, and the adapter is compared with its base: the same programs, with an
@@ -30,6 +30,7 @@ from trillora.dataset import open_dataset
 from trillora.devices.mesh import put_batch
 from trillora.engine.step import make_eval_step
 from trillora.errors import TrilloraError
+from trillora.evaluate.scores import Scores, majority, score, summarise
 from trillora.events import Alarm, Listener, Progress, print_nothing
 from trillora.files.atomic import write_file
 from trillora.generate.generator import Generator
@@ -37,7 +38,6 @@ from trillora.model.layout import Tree
 from trillora.model.loading.source import find_model, load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
-from trillora.scores import Scores, majority, score, summarise
 from trillora.step.build import evaluation_function, loss_chunk_positions
 
 FILE = "eval.json"

@@ -1,0 +1,1 @@
+"""Scores of a run on data it was not trained on."""

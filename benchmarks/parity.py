@@ -28,10 +28,10 @@ def main() -> int:
     from peft_reference import peft_losses
 
     from trillora import quickstart
+    from trillora.data.stage import read_data
     from trillora.model.bridge import CausalLM
     from trillora.model.loading.source import find_model, load_config, load_tokenizer
     from trillora.recipe.load import load_recipe
-    from trillora.stage_data import read_data
     from trillora.step.build import lora_spec
     from trillora.trainer import train
 

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trillora.data.encode import Encoder, Rendered
 from trillora.data.prepare import DataOptions, Dataset, Source, prepare, render_settings
 from trillora.data.rendering.render import Renderer
 from trillora.data.rows import BadRow
+from trillora.data.tokenizing.encode import Encoder, Rendered
 from trillora.errors import TrilloraError
 
 

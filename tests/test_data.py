@@ -11,9 +11,9 @@ import pytest
 
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents, fit
-from trillora.data.encode import Rendered
 from trillora.data.pack import best_fit, bucket_lengths
-from trillora.data.store import KINDS
+from trillora.data.tokenizing.encode import Rendered
+from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
 
 

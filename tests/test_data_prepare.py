@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from trillora.data.documents import part_of
+from trillora.data.open import data_options, settle
 from trillora.data.prepare import Dataset, Source
 from trillora.data.rendering.chat_templates import NAMED, find_template
-from trillora.dataset import data_options, settle
 from trillora.errors import TrilloraError
 from trillora.recipe.load import load_recipe
 

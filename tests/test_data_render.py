@@ -19,11 +19,11 @@ from chat_tokenizers import FAMILIES, Family, Messages, chat_tokenizer, some_con
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trillora.data.encode import Encoder, Rendered
 from trillora.data.prepare import DataOptions, render_settings
 from trillora.data.rendering import spans
 from trillora.data.rendering.render import Renderer
 from trillora.data.rows import BadRow
+from trillora.data.tokenizing.encode import Encoder, Rendered
 from trillora.errors import TrilloraError
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"

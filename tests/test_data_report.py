@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 
 import trillora
 from trillora.cli import app
-from trillora.data_report.example import MAX_CHARACTERS, Gap, Piece, pieces_of, shortened, visible
-from trillora.data_report.lengths import bin_edges
+from trillora.data.excerpt import MAX_CHARACTERS, Gap, Piece, pieces_of, shortened, visible
+from trillora.data.lengths import bin_edges
+from trillora.data.summary import DataReport, inspect
 from trillora.data_report.page import page
-from trillora.data_report.report import DataReport, inspect
 from trillora.data_report.terminal import show
 from trillora.recipe.load import load_recipe
 

@@ -16,9 +16,9 @@ from rendering import render_chat
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trillora.data import encode, words
 from trillora.data.rendering.render import Script
-from trillora.data.words import WordTokenizer
+from trillora.data.tokenizing import encode, words
+from trillora.data.tokenizing.words import WordTokenizer
 
 NUM_TEXTS = 20_000 if os.environ.get("TRILLORA_DOSE") == "full" else 1_000
 LLAMA3 = (

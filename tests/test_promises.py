@@ -27,12 +27,12 @@ from dose import FULL, dose, full_dose_only, tell
 from run_process import WAIT, trillora
 from tiny_run import checkpoints_of, metrics
 
+from trillora.data.stage import read_stage
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Step, print_nothing
 from trillora.model.loading.source import load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
-from trillora.stage_data import read_stage
 from trillora.trainer import train
 
 Record = Callable[[str, object], None]

@@ -13,12 +13,12 @@ import torch
 from peft_reference import peft_losses
 from transformers import AutoModelForCausalLM
 
+from trillora.data.stage import read_data
 from trillora.devices.mesh import replicated
 from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
-from trillora.stage_data import read_data
 from trillora.step.build import lora_spec
 from trillora.trainer import train
 

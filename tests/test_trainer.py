@@ -80,8 +80,8 @@ def test_adapter_loads_in_peft_with_our_loss(folder: Path, tmp_path: Path) -> No
 
 
 def _batches(settings: dict[str, Any]) -> Any:
+    from trillora.data.stage import read_data
     from trillora.model.loading.source import load_tokenizer
-    from trillora.stage_data import read_data
 
     return read_data(load_recipe(settings), load_tokenizer(Path(settings["model"]["name"])))
 

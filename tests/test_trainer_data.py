@@ -14,6 +14,7 @@ import tiny_run
 from chat_tokenizers import chat_tokenizer
 
 from trillora.data.batches import Batches
+from trillora.data.stage import read_data
 from trillora.devices.mesh import MeshShape, local_rows, make_mesh, put_batch, replicated
 from trillora.engine.loss import token_losses
 from trillora.errors import TrilloraError
@@ -23,7 +24,6 @@ from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import load_config, load_tokenizer
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
-from trillora.stage_data import read_data
 from trillora.trainer import train
 
 pytestmark = pytest.mark.core

@@ -18,7 +18,7 @@ from trillora.version import __version__
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trillora.data_report.report import DataReport
+    from trillora.data.summary import DataReport
     from trillora.errors import TrilloraError
     from trillora.events import Listener
     from trillora.recipe.load import load_recipe
@@ -53,7 +53,7 @@ def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> li
     """Shows what a recipe's data would train, as `trillora data` does, and returns the figures of each stage."""
     from rich.console import Console
 
-    from trillora.data_report.report import inspect
+    from trillora.data.summary import inspect
     from trillora.data_report.terminal import show
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import stages_of

@@ -174,7 +174,7 @@ def data(
         sys.stdout.reconfigure(errors="backslashreplace")  # data has letters a terminal may not
     # Progress goes to stderr: stdout is the report's.
     with console_listener(Console(stderr=True, highlight=False)) as listener:
-        from trillora.data_report.report import inspect
+        from trillora.data.summary import inspect
         from trillora.recipe.schema import stages_of
 
         stages = [s for s in stages_of(loaded) if stage in (None, s.name)]

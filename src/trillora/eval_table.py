@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trillora.data_report.example import visible
+from trillora.data.excerpt import visible
 from trillora.evaluate.evaluate import Evaluation, Example
 from trillora.evaluate.scores import Scores
 

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from trillora.checkpoint import Checkpoints, Saver
 from trillora.data.batches import Batches
+from trillora.data.stage import StageData
 from trillora.devices.mesh import agreed, local_rows, put_batch
 from trillora.engine.step import StepMetrics, TrainState
 from trillora.errors import TrilloraError
@@ -31,7 +32,6 @@ from trillora.model.layout import Tree
 from trillora.run_folder import RunFolder
 from trillora.run_report import write_report
 from trillora.snapshot import METRICS_FILE, to_files
-from trillora.stage_data import StageData
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Programs, shape_text
 from trillora.stopping import Stop

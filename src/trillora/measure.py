@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.questions import Question, question_of
+from trillora.data.stage import StageData, evaluation_batches
 from trillora.devices.mesh import local_rows, put_batch
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
@@ -26,7 +27,6 @@ from trillora.generate.prompts import Prompts, configured_stops
 from trillora.model.layout import Tree
 from trillora.model.limits import why_not_decode
 from trillora.model.loading.source import OpenModel
-from trillora.stage_data import StageData, evaluation_batches
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import Planned, Programs, shape_text
 

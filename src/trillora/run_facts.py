@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from trillora.data.stage import StageData
 from trillora.identity import fixed_options
 from trillora.masking import mask_values
 from trillora.recipe.schema import Recipe
-from trillora.stage_data import StageData
 from trillora.step.build import Assembly
 from trillora.version import __version__
 

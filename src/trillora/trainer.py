@@ -23,6 +23,7 @@ import jax
 from trillora import run_facts
 from trillora.checkpoint import Checkpoints, Saver, sealed
 from trillora.data.batches import Batches
+from trillora.data.stage import StageData, read_stage
 from trillora.devices.mesh import agreed, find_devices, join_cluster, remember_programs, same_everywhere
 from trillora.devices.slices import peak_tflops
 from trillora.engine.step import TrainState, initial_state, next_stage
@@ -47,7 +48,6 @@ from trillora.recipe.schema import Recipe, seconds_of, stages_of
 from trillora.run_folder import RunFolder, losses
 from trillora.run_lock import hold
 from trillora.snapshot import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
-from trillora.stage_data import StageData, read_stage
 from trillora.step.autotune import Plan, choose
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, describe, shape_text

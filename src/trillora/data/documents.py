@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trillora.data.encode import Rendered
-from trillora.data.store import KINDS, TRAINED, Store
+from trillora.data.tokenizing.encode import Rendered
+from trillora.data.tokenizing.store import KINDS, TRAINED, Store
 from trillora.errors import TrilloraError
 
 PARTS = ("train", "validation", "test")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trillora.data.encode import Rendered
+from trillora.data.tokenizing.encode import Rendered
 
 
 @dataclass(frozen=True)

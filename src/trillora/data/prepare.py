@@ -24,14 +24,14 @@ import numpy as np
 
 from trillora.data.batches import Batches
 from trillora.data.documents import PARTS, Documents, Lost, all_documents, fit, part_of, repeated
-from trillora.data.encode import Encoder, Rendered, Tokenizer
 from trillora.data.reading.files import DataFile, expand
 from trillora.data.reading.readers import read_rows
 from trillora.data.rendering import formats
 from trillora.data.rendering.pool import Batch, Pool
 from trillora.data.rendering.render import Cut, RenderSettings, Script, parse
 from trillora.data.rows import BadRow, Fault, RawRow, place
-from trillora.data.store import KINDS, ROW, Store, StoreWriter, open_store
+from trillora.data.tokenizing.encode import Encoder, Rendered, Tokenizer
+from trillora.data.tokenizing.store import KINDS, ROW, Store, StoreWriter, open_store
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, print_nothing
 

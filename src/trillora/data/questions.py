@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trillora.data.encode import Rendered
+from trillora.data.tokenizing.encode import Rendered
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trillora.data_report.example import shortened
+from trillora.data.excerpt import shortened
+from trillora.data.summary import DataReport
 from trillora.data_report.page_style import card, coloured, document, text, tiles
 from trillora.data_report.phrases import say_bytes, say_epoch, say_lost, say_rows
-from trillora.data_report.report import DataReport
 from trillora.errors import TrilloraError
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from trillora.data_report.example import Gap, Piece, visible
+from trillora.data.excerpt import Gap, Piece, visible
 
 # Names of colours: back, card, text, faint, line, trained, masked, padded, special, bad, edge (of a sequence).
 STYLE = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from trillora.data_report.example import visible
-from trillora.data_report.report import DataReport
+from trillora.data.excerpt import visible
+from trillora.data.summary import DataReport
 
 
 def say_bytes(count: int | None) -> str:

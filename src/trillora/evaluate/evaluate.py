@@ -23,10 +23,10 @@ import numpy as np
 
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents, fit
+from trillora.data.open import open_dataset
 from trillora.data.prepare import Dataset
 from trillora.data.questions import Question, question_of
-from trillora.data.store import KINDS
-from trillora.dataset import open_dataset
+from trillora.data.tokenizing.store import KINDS
 from trillora.devices.mesh import put_batch
 from trillora.engine.step import make_eval_step
 from trillora.errors import TrilloraError

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trillora.data.encode import Encoder
 from trillora.data.questions import last_question
 from trillora.data.rendering.render import Renderer, RenderSettings, Script
 from trillora.data.rendering.sandbox import ChatTemplate
 from trillora.data.rows import BadRow, Text
+from trillora.data.tokenizing.encode import Encoder
 from trillora.errors import TrilloraError
 
 Message = dict[str, Any]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trillora.data.stage import read_stage
 from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.atomic import write_file
@@ -22,7 +23,6 @@ from trillora.files.cache_dir import cache_root
 from trillora.model.loading.source import EMBEDDED, find_model, load_config, load_tokenizer
 from trillora.preflight.compiler import versions
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
-from trillora.stage_data import read_stage
 
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"
 PACKAGE = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from trillora.data_report.example import shortened
+from trillora.data.excerpt import shortened
 from trillora.data_report.page_style import card, coloured, document, text, tiles
 from trillora.run_report import charts, results
 from trillora.run_report.curves import curves

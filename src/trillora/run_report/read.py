@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from trillora.data_report.example import Piece
+from trillora.data.excerpt import Piece
 from trillora.errors import TrilloraError
 from trillora.masking import mask_secrets, mask_settings, mask_values, secrets_of_environment
 

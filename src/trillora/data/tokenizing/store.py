@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trillora.data.encode import Rendered
 from trillora.data.rows import place
+from trillora.data.tokenizing.encode import Rendered
 from trillora.errors import TrilloraError
 
 TRAINED = np.uint32(1 << 31)

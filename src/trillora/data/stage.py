@@ -11,9 +11,9 @@ import numpy as np
 
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
+from trillora.data.excerpt import pieces_of
+from trillora.data.open import chat_template, open_dataset, settle
 from trillora.data.prepare import Dataset
-from trillora.data_report.example import pieces_of
-from trillora.dataset import chat_template, open_dataset, settle
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, print_nothing
 from trillora.identity import text_digest

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trillora.data.encode import Encoder, Tokenizer
 from trillora.data.prepare import DataOptions, Dataset, Source, prepare
 from trillora.data.rendering.chat_templates import find_template
+from trillora.data.tokenizing.encode import Encoder, Tokenizer
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
 from trillora.files.cache_dir import cache_root

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trillora.data.rendering.control import ControlWords
 from trillora.data.rendering.render import Script
 from trillora.data.rows import BadRow
-from trillora.data.words import WordTokenizer
+from trillora.data.tokenizing.words import WordTokenizer
 from trillora.errors import TrilloraError
 
 Tokenizer = Any  # a transformers PreTrainedTokenizerFast; this layer does not import transformers

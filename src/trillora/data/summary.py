@@ -16,13 +16,13 @@ import numpy as np
 
 from trillora.data.batches import Batches
 from trillora.data.documents import PARTS, Documents, part_of
-from trillora.data.encode import Tokenizer
+from trillora.data.excerpt import Piece, pieces_of, visible
+from trillora.data.lengths import Lengths, LostFacts, fitted_or_refused, length_facts, lost_facts
+from trillora.data.open import chat_template, open_dataset, settle
 from trillora.data.prepare import Dataset
 from trillora.data.reading.files import without_secrets
-from trillora.data.store import KINDS
-from trillora.data_report.example import Piece, pieces_of, visible
-from trillora.data_report.lengths import Lengths, LostFacts, fitted_or_refused, length_facts, lost_facts
-from trillora.dataset import chat_template, open_dataset, settle
+from trillora.data.tokenizing.encode import Tokenizer
+from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
 from trillora.events import Listener, print_nothing
 from trillora.model.limits import check_rows

@@ -9,7 +9,7 @@ import numpy as np
 
 from trillora.data.documents import MAX_LOSS, Documents, Lost, fit, length_that_keeps
 from trillora.data.prepare import Dataset
-from trillora.data.store import KINDS
+from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
 
 NUM_BINS = 10

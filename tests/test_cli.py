@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 import trillora
 from trillora.cli import Verbs, app
-from trillora.console import KEPT_STEPS, LOGGED_PARTS, console_listener
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Event, Note, Progress, Step, to_json
 from trillora.recipe.load import recipe_schema
+from trillora.report.console import KEPT_STEPS, LOGGED_PARTS, console_listener
 
 HEAVY = {"jax", "jaxlib", "torch", "torchax", "transformers", "numpy", "tokenizers", "huggingface_hub"}
 

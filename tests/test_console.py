@@ -17,8 +17,16 @@ import pytest
 from rich.console import Console
 
 import trillora
-from trillora.console import KEPT_STEPS, LOGGED_PARTS, console_listener, in_one_line, readable, step_line, surviving
 from trillora.events import Alarm, Chosen, Evaluated, Event, Note, Progress, Sample, Sampled, Saved, Step
+from trillora.report.console import (
+    KEPT_STEPS,
+    LOGGED_PARTS,
+    console_listener,
+    in_one_line,
+    readable,
+    step_line,
+    surviving,
+)
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\r\x9b1m[bold]b[/bold] \u202eright\x00 :smile:"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(trillora.__file__).parent.parent)}
@@ -347,7 +355,7 @@ def test_threads_share_a_listener() -> None:
 RUN = """
 import sys, time
 from rich.console import Console
-from trillora.console import console_listener, let_go_of_closed_output
+from trillora.report.console import console_listener, let_go_of_closed_output
 from trillora.events import Note, Saved, Step
 with console_listener(Console(stderr=STDERR, force_terminal=TERMINAL)) as listener:
     for i in range(1, 2001):

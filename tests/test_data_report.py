@@ -25,9 +25,9 @@ from trillora.cli import app
 from trillora.data.excerpt import MAX_CHARACTERS, Gap, Piece, pieces_of, shortened, visible
 from trillora.data.lengths import bin_edges
 from trillora.data.summary import DataReport, inspect
-from trillora.data_report.page import page
-from trillora.data_report.terminal import show
 from trillora.recipe.load import load_recipe
+from trillora.report.data.page import page
+from trillora.report.data.screen import show
 
 ESCAPE = "\x1b[2Jgone"
 SCRIPT = "<script>alert('x')</script>"

@@ -30,7 +30,6 @@ from typer.testing import CliRunner
 from trillora.cli import app
 from trillora.data.questions import Question, last_question, question_of
 from trillora.errors import TrilloraError
-from trillora.eval_table import show
 from trillora.evaluate.evaluate import (
     Evaluation,
     Example,
@@ -46,6 +45,7 @@ from trillora.events import Alarm, Progress, print_nothing
 from trillora.generate.generator import Generator
 from trillora.generate.prompts import Prompts
 from trillora.recipe.load import load_recipe
+from trillora.report.eval_table import show
 from trillora.trainer import train
 
 pytestmark = pytest.mark.core

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trillora.preflight.show import show
+from trillora.report.preflight_screen import show
 
 GO: dict[str, Any] = {
     "slice": "v5e-8",

@@ -18,10 +18,10 @@ from sample_runs import EVALUATED, facts, write_lines, write_run
 
 from trillora.errors import TrilloraError
 from trillora.masking import MASK, mask_secrets, mask_settings, mask_values, secrets_of_environment
-from trillora.run_report import write_report
-from trillora.run_report.charts import calmed, nice_ticks, smoothed, thinned
-from trillora.run_report.phrases import total_seconds
-from trillora.run_report.read import read_run
+from trillora.report.run.charts import calmed, nice_ticks, smoothed, thinned
+from trillora.report.run.read import read_run
+from trillora.report.run.text import total_seconds
+from trillora.report.run.write import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -277,7 +277,7 @@ def test_a_lone_spike_does_not_move_the_smooth_line_and_a_constant_stays() -> No
 
 def test_a_report_needs_no_jax_and_no_torch(run: Path) -> None:
     code = (
-        f"import sys; from pathlib import Path; from trillora.run_report import write_report; "
+        f"import sys; from pathlib import Path; from trillora.report.run.write import write_report; "
         f"write_report(Path({str(run)!r})); assert not {{'jax', 'torch', 'transformers', 'numpy'}} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

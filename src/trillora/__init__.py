@@ -38,8 +38,8 @@ def train(
     """
     from pathlib import Path
 
-    from trillora.console import console_listener
     from trillora.recipe.load import load_recipe
+    from trillora.report.console import console_listener
     from trillora.trainer import train as run
 
     loaded = load_recipe(recipe, overrides)
@@ -54,9 +54,9 @@ def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> li
     from rich.console import Console
 
     from trillora.data.summary import inspect
-    from trillora.data_report.terminal import show
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import stages_of
+    from trillora.report.data.screen import show
 
     reports = [inspect(stage.recipe) for stage in stages_of(load_recipe(recipe, overrides))]
     for report in reports:
@@ -71,10 +71,10 @@ def ask_compiler(
     the answers."""
     from rich.console import Console
 
-    from trillora.console import console_listener
-    from trillora.preflight.show import show
     from trillora.preflight.verdict import preflight
     from trillora.recipe.load import load_recipe
+    from trillora.report.console import console_listener
+    from trillora.report.preflight_screen import show
 
     with console_listener() as listener:
         answers = preflight(load_recipe(recipe, overrides), on, estimate=estimate, listener=listener)

@@ -121,9 +121,9 @@ def preflight(
     """Ask the TPU compiler whether a run fits and how long it takes, before a TPU is rented. Exit code 1: NO-GO."""
     from rich.console import Console
 
-    from trillora.console import console_listener
     from trillora.preflight.verdict import preflight as ask
     from trillora.recipe.load import load_recipe
+    from trillora.report.console import console_listener
 
     slices = [*on, *(word for word in others or () if "=" not in word)]
     loaded = load_recipe(recipe, [word for word in others or () if "=" in word])
@@ -142,7 +142,7 @@ def preflight(
 
         print(json.dumps(answers[0] if len(answers) == 1 else answers, allow_nan=False))
     else:
-        from trillora.preflight.show import show
+        from trillora.report.preflight_screen import show
 
         show(answers, Console(highlight=False))
     if all(answer["verdict"] == "NO-GO" for answer in answers):
@@ -166,8 +166,8 @@ def data(
     """Show what a recipe's data would train: rows, tokens, lengths, an example. Exit code 2 if it would be refused."""
     from rich.console import Console
 
-    from trillora.console import console_listener
     from trillora.recipe.load import load_recipe
+    from trillora.report.console import console_listener
 
     loaded = load_recipe(recipe, overrides or ())
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -188,13 +188,13 @@ def data(
 
             print(json.dumps(report.to_dict(), allow_nan=False))
         else:
-            from trillora.data_report.terminal import show
+            from trillora.report.data.screen import show
 
             if len(reports) > 1:
                 print(f"Stage {name}")
             show(report, Console(highlight=False))
     if html is not None:
-        from trillora.data_report.page import write_page
+        from trillora.report.data.page import write_page
 
         for name, report in reports.items():
             file = html if len(reports) == 1 else html.with_stem(f"{html.stem}-{name}")
@@ -302,7 +302,7 @@ def evaluate(
         return
     from rich.console import Console
 
-    from trillora.eval_table import show
+    from trillora.report.eval_table import show
 
     show(result, Console(highlight=False))
 
@@ -328,7 +328,7 @@ def quickstart(
     else:
         from rich.console import Console
 
-        from trillora.eval_table import show
+        from trillora.report.eval_table import show
 
         show(evaluation, Console(highlight=False))
         print(lesson.next_steps(result.run))
@@ -350,7 +350,7 @@ def doctor(
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:
-        from trillora.console import show_findings
+        from trillora.report.console import show_findings
 
         show_findings(findings)
     if any(finding.state == "broken" for finding in findings):
@@ -360,7 +360,7 @@ def doctor(
 @app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, finished or not.")]) -> None:
     """Write a run's report.html anew, and say where it is."""
-    from trillora.run_report import write_report
+    from trillora.report.run.write import write_report
 
     print(write_report(run))
 
@@ -386,7 +386,7 @@ def _reporting(as_json: bool) -> Iterator[Listener]:
     if as_json:
         yield _print_json
         return
-    from trillora.console import console_listener
+    from trillora.report.console import console_listener
 
     with console_listener() as listener:
         yield listener
@@ -397,7 +397,7 @@ def _progress_on_stderr() -> Iterator[Listener]:
     """For verbs whose answer is stdout."""
     from rich.console import Console
 
-    from trillora.console import console_listener
+    from trillora.report.console import console_listener
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model has letters a terminal may not
@@ -406,7 +406,7 @@ def _progress_on_stderr() -> Iterator[Listener]:
 
 
 def _complain(text: str) -> None:
-    from trillora.console import surviving
+    from trillora.report.console import surviving
 
     print(text, file=surviving(sys.stderr))
 
@@ -422,7 +422,7 @@ def _only_progress(listener: Listener) -> Listener:
 
 
 def _print_json(event: Event) -> None:
-    from trillora.console import surviving
+    from trillora.report.console import surviving
 
     print(to_json(event), file=surviving(sys.stdout), flush=True)
 
@@ -432,6 +432,6 @@ def main() -> None:
     try:
         app(prog_name="trillora")
     finally:
-        from trillora.console import let_go_of_closed_output
+        from trillora.report.console import let_go_of_closed_output
 
         let_go_of_closed_output()

@@ -29,8 +29,8 @@ from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, S
 from trillora.health import Health
 from trillora.measure import Figures, Measures, Sampler, peak_memory_gib
 from trillora.model.layout import Tree
+from trillora.report.run.write import write_report
 from trillora.run_folder import RunFolder
-from trillora.run_report import write_report
 from trillora.snapshot import METRICS_FILE, to_files
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Programs, shape_text

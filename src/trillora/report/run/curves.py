@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from itertools import groupby
 
-from trillora.run_report.charts import (
+from trillora.report.run.charts import (
     MAX_MARKS,
     MAX_STRIPS,
     Chart,
@@ -17,8 +17,8 @@ from trillora.run_report.charts import (
     smoothed,
     spread,
 )
-from trillora.run_report.phrases import say_number, say_rate, say_short
-from trillora.run_report.read import Run, StepLine
+from trillora.report.run.read import Run, StepLine
+from trillora.report.run.text import say_number, say_rate, say_short
 
 
 def curves(run: Run) -> str:

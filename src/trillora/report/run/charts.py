@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from trillora.data_report.page_style import text
+from trillora.report.html import text
 
 WIDTH, HEIGHT = 1000, 300  # of the SVG's own units
 MAX_BINS = 400  # a line has up to four points in each

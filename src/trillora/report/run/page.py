@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.excerpt import shortened
-from trillora.data_report.page_style import card, coloured, document, text, tiles
-from trillora.run_report import charts, results
-from trillora.run_report.curves import curves
-from trillora.run_report.phrases import (
+from trillora.report.html import card, coloured, document, text, tiles
+from trillora.report.run.curves import curves
+from trillora.report.run.read import Run, Stage, whole, words
+from trillora.report.run.text import (
     Verdict,
     before_and_after,
     quoted,
@@ -25,7 +25,7 @@ from trillora.run_report.phrases import (
     total_seconds,
     verdict,
 )
-from trillora.run_report.read import Run, Stage, whole, words
+from trillora.report.run.write import charts, results
 
 MAX_LISTED = 50  # rows of any table that a long run makes long
 MAX_RECIPE = 60_000  # characters

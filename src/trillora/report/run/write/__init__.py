@@ -6,8 +6,8 @@ from pathlib import Path
 
 from trillora.errors import TrilloraError
 from trillora.files.atomic import write_file
-from trillora.run_report.page import page
-from trillora.run_report.read import read_run
+from trillora.report.run.page import page
+from trillora.report.run.read import read_run
 
 FILE = "report.html"
 

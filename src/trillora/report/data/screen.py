@@ -12,7 +12,7 @@ from rich.text import Text
 
 from trillora.data.excerpt import Gap, Piece, shortened, visible
 from trillora.data.summary import DataReport
-from trillora.data_report.phrases import nearby, say_bytes, say_count, say_epoch, say_lost, say_rows
+from trillora.report.data.text import nearby, say_bytes, say_count, say_epoch, say_lost, say_rows
 
 BAR = 32  # characters of the longest bar
 TRAINED, MASKED, SPECIAL, TRAINED_SPECIAL = "bold green", "dim", "cyan", "bold cyan underline"

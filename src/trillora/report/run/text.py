@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from trillora.masking import mask_secrets, secrets_of_environment
-from trillora.run_report.read import EvaluationLine, Run, StepLine
+from trillora.report.run.read import EvaluationLine, Run, StepLine
 
 NOT_KNOWN = "?"
 

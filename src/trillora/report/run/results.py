@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from trillora.data_report.page_style import text
-from trillora.run_report.phrases import say_number, say_share
-from trillora.run_report.read import Answer, Run, finite, mappings, number, whole, words
+from trillora.report.html import text
+from trillora.report.run.read import Answer, Run, finite, mappings, number, whole, words
+from trillora.report.run.text import say_number, say_share
 
 MAX_SAMPLES = 12
 MAX_CHARACTERS = 3000  # of one text; the middle of a longer one is left out

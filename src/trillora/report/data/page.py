@@ -7,9 +7,9 @@ from pathlib import Path
 
 from trillora.data.excerpt import shortened
 from trillora.data.summary import DataReport
-from trillora.data_report.page_style import card, coloured, document, text, tiles
-from trillora.data_report.phrases import say_bytes, say_epoch, say_lost, say_rows
 from trillora.errors import TrilloraError
+from trillora.report.data.text import say_bytes, say_epoch, say_lost, say_rows
+from trillora.report.html import card, coloured, document, text, tiles
 
 
 def write_page(report: DataReport, file: Path) -> None:

@@ -1,0 +1,1 @@
+"""The data report: one screen and one page."""

@@ -33,7 +33,7 @@ def main() -> int:
     from trillora.model.loading.source import find_model, load_config, load_tokenizer
     from trillora.recipe.load import load_recipe
     from trillora.step.build import lora_spec
-    from trillora.trainer import train
+    from trillora.train.trainer import train
 
     with tempfile.TemporaryDirectory() as work:
         data = Path(work) / "findings.jsonl"

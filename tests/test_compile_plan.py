@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import tiny_run
 
-from trillora import loop, measure
 from trillora.data.batches import Batches
 from trillora.events import Note, Step
 from trillora.recipe.load import load_recipe
 from trillora.step.compile_guard import COMPILE_EVENTS, CompileWatch, Planned, UnplannedProgram, describe
-from trillora.trainer import train
+from trillora.train import loop, validation
+from trillora.train.trainer import train
 
 pytestmark = pytest.mark.core
 
@@ -150,7 +150,7 @@ def test_evaluation_of_another_shape_stops_the_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tiny_run.recipe(folder, data={"split": {"validation": 0.3}}, evaluate={"samples": 0})
-    monkeypatch.setattr(measure.Evaluator, "_placed", lambda self, n: loop.put_batch(whole_batch(self), self._mesh))
+    monkeypatch.setattr(validation.Evaluator, "_placed", lambda self, n: loop.put_batch(whole_batch(self), self._mesh))
     with pytest.raises(UnplannedProgram) as caught:
         train(load_recipe(settings), tmp_path / "run")
     assert "The evaluation of stage" in caught.value.what and "a batch of 9 x 64" in caught.value.what
@@ -185,7 +185,7 @@ def test_program_outside_the_plan_is_stopped_before_it_is_compiled(
     # The metrics of step 3 are read while step 4 runs.
     assert len(seen) == 3 and "running_mean" in error.what and "float32[3]" in error.what
     assert "step 4 of stage" in error.what and "8 x 64" in error.what
-    assert str(error.where).startswith("trillora.loop, line ")
+    assert str(error.where).startswith("trillora.train.loop, line ")
     assert not compiled["running_mean"]
 
 

@@ -46,7 +46,7 @@ from trillora.generate.generator import Generator
 from trillora.generate.prompts import Prompts
 from trillora.recipe.load import load_recipe
 from trillora.report.eval_table import show
-from trillora.trainer import train
+from trillora.train.trainer import train
 
 pytestmark = pytest.mark.core
 ROUNDING = 2e-5  # float32 sums in another order

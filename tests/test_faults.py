@@ -15,14 +15,14 @@ import pytest
 import tiny_run
 from safetensors.numpy import load, load_file, save_file
 
-from trillora.checkpoint import Checkpoints
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Step
 from trillora.files.storage import LocalStorage, open_storage
-from trillora.health import Health
-from trillora.loop import Diverged
 from trillora.recipe.load import load_recipe
-from trillora.trainer import train
+from trillora.train.checkpoint import Checkpoints
+from trillora.train.divergence import Health
+from trillora.train.loop import Diverged
+from trillora.train.trainer import train
 
 pytestmark = pytest.mark.core
 

@@ -36,7 +36,7 @@ from trillora.model.loading.source import find_model, load_config
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.step.build import weight_shardings
-from trillora.trainer import train
+from trillora.train.trainer import train
 
 NUM_NEW = 12
 LENGTHS = (5, 17, 11)  # with the new tokens, beyond the window of 8 that the sliding models have

@@ -19,7 +19,6 @@ import tiny_run
 from typer.testing import CliRunner
 
 import trillora
-from trillora import trainer
 from trillora.cli import app
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, print_nothing
@@ -31,6 +30,7 @@ from trillora.preflight.question import KNOWN_MODELS, describe_model, fingerprin
 from trillora.preflight.verdict import changed, ladder, preflight
 from trillora.recipe.load import load_recipe
 from trillora.step import autotune
+from trillora.train import trainer
 
 needs_compiler = [
     pytest.mark.tpu_compiler,

@@ -18,12 +18,12 @@ from dose import FULL, dose, full_dose_only, tell
 from safetensors.numpy import load
 from tiny_run import assert_same, checkpoints_of, metrics
 
-from trillora.checkpoint import Checkpoints
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Note
 from trillora.files.storage import open_storage
 from trillora.recipe.load import load_recipe
-from trillora.trainer import TrainResult, train
+from trillora.train.checkpoint import Checkpoints
+from trillora.train.trainer import TrainResult, train
 
 pytestmark = pytest.mark.core
 

@@ -19,12 +19,12 @@ from trillora.devices.mesh import MeshShape, local_rows, make_mesh, put_batch, r
 from trillora.engine.loss import token_losses
 from trillora.errors import TrilloraError
 from trillora.events import Note
-from trillora.loop import NUM_AHEAD, placed_batches
 from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import load_config, load_tokenizer
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
-from trillora.trainer import train
+from trillora.train.loop import NUM_AHEAD, placed_batches
+from trillora.train.trainer import train
 
 pytestmark = pytest.mark.core
 

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 import trillora
 from trillora.errors import TrilloraError
 from trillora.events import Event, Listener, Progress, to_json
-from trillora.stopping import EXIT_STOPPED
+from trillora.train.signals import EXIT_STOPPED
 
 EXIT_NO_GO = 1
 EXIT_MISTAKE = 2
@@ -86,7 +86,7 @@ def train(
 
     loaded = load_recipe(recipe, overrides or ())
     with _reporting(as_json) as listener:
-        from trillora import trainer
+        from trillora.train import trainer
 
         result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
     if result.stopped is not None:

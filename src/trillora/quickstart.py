@@ -15,7 +15,7 @@ from trillora.events import Listener, Note
 from trillora.files.atomic import write_file
 from trillora.recipe.load import load_recipe
 from trillora.report.run.write import write_report
-from trillora.trainer import TrainResult, train
+from trillora.train.trainer import TrainResult, train
 
 NUM_TRAINED = 208  # of 1,285 findings, for a CPU's sake; services take turns, so all are shown
 NUM_TESTED = 40  # of 128

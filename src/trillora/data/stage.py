@@ -16,8 +16,8 @@ from trillora.data.open import chat_template, open_dataset, settle
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, print_nothing
-from trillora.identity import text_digest
 from trillora.recipe.schema import Stage, StageRecipe
+from trillora.train.run_identity import text_digest
 
 EXAMPLE_TOKENS = 600  # of a row shown in the report
 

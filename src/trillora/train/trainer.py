@@ -20,8 +20,6 @@ from typing import Any
 
 import jax
 
-from trillora import run_facts
-from trillora.checkpoint import Checkpoints, Saver, sealed
 from trillora.data.batches import Batches
 from trillora.data.stage import StageData, read_stage
 from trillora.devices.mesh import agreed, find_devices, join_cluster, remember_programs, same_everywhere
@@ -32,11 +30,7 @@ from trillora.events import Alarm, Chosen, Listener, Note, Progress, print_nothi
 from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
 from trillora.files.storage import LocalStorage, open_storage
-from trillora.health import Health
-from trillora.identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
-from trillora.loop import Diverged, Position, Run, StageLoop
 from trillora.masking import mask_settings, mask_values
-from trillora.measure import Measures, Wanted, make_measures, wanted_measures
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
 from trillora.model.limits import check_rows
@@ -45,14 +39,20 @@ from trillora.model.loading.weights import load_weights
 from trillora.model.lora import initial_adapter
 from trillora.recipe.load import choice_in_stage, dump_resolved, resolve, still_open
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
-from trillora.run_folder import RunFolder, losses
-from trillora.run_lock import hold
-from trillora.snapshot import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
 from trillora.step.autotune import Plan, choose
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, describe, shape_text
-from trillora.stopping import Interrupted, Stop
 from trillora.trackers import tracking_listener
+from trillora.train import manifest
+from trillora.train.checkpoint import Checkpoints, Saver, sealed
+from trillora.train.divergence import Health
+from trillora.train.loop import Diverged, Position, Run, StageLoop
+from trillora.train.run_folder import RunFolder, losses
+from trillora.train.run_identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
+from trillora.train.run_lock import hold
+from trillora.train.signals import Interrupted, Stop
+from trillora.train.state_files import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
+from trillora.train.validation import Measures, Wanted, make_measures, wanted_measures
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Training:
         stages = [dataclasses.replace(stage, recipe=plan.recipe) for stage, plan in zip(stages, plans, strict=True)]
         resolved, assembly = resolve(recipe, choices), plans[min(position.stage, len(plans) - 1)].assembly
         self._folder.write("resolved.yaml", mask_settings(dump_resolved(resolved, choices)))
-        of_run = run_facts.of_run(resolved, stages, assembly, identity, opened.tokenizer)
+        of_run = manifest.of_run(resolved, stages, assembly, identity, opened.tokenizer)
         self._folder.write("run.json", json.dumps(of_run, indent=1) + "\n")
         left = range(position.stage, len(stages))
         to_measure = [wanted_measures(stages[number], opened, listener) for number in left]
@@ -156,7 +156,7 @@ class _Training:
                 keep_checkpoints=recipe.train.keep_checkpoints,
                 assembly=assembly,
                 copy=make_copier(assembly),
-                facts=run_facts.of_checkpoint(resolved, choices, identity, devices),
+                facts=manifest.of_checkpoint(resolved, choices, identity, devices),
                 base_name=recipe.model.name,
                 num_steps=sum(stage.num_steps for stage in stages),
                 watch=self._watch,
@@ -282,7 +282,7 @@ class _Training:
             raise refuse(changed, self._folder.path, step)
         for change in changed:
             self._listener(Alarm(f"Going on although {change}"))
-        for change in differences(facts["libraries"], run_facts.libraries()):
+        for change in differences(facts["libraries"], manifest.libraries()):
             self._listener(Note(f"Since the checkpoint {change}: results may differ in the last digits"))
 
     def _plan(
@@ -424,7 +424,7 @@ def _kept_choices(facts: dict[str, Any] | None, devices: list[Any]) -> list[Chos
     if facts is None:
         return []
     choices = [Chosen(*choice) for choice in facts["choices"]]
-    if facts["devices"] == run_facts.describe_devices(devices):
+    if facts["devices"] == manifest.describe_devices(devices):
         return choices
     return [c for c in choices if c.path == "engine.layers" or c.path.endswith("data.today")]
 

@@ -10,10 +10,10 @@ from importlib import metadata
 from typing import Any
 
 from trillora.data.stage import StageData
-from trillora.identity import fixed_options
 from trillora.masking import mask_values
 from trillora.recipe.schema import Recipe
 from trillora.step.build import Assembly
+from trillora.train.run_identity import fixed_options
 from trillora.version import __version__
 
 LIBRARIES = ("jax", "torch", "transformers", "torchax")

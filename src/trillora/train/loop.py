@@ -19,22 +19,22 @@ import jax
 import psutil
 from jax.sharding import Mesh
 
-from trillora.checkpoint import Checkpoints, Saver
 from trillora.data.batches import Batches
 from trillora.data.stage import StageData
 from trillora.devices.mesh import agreed, local_rows, put_batch
 from trillora.engine.step import StepMetrics, TrainState
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, Step
-from trillora.health import Health
-from trillora.measure import Figures, Measures, Sampler, peak_memory_gib
 from trillora.model.layout import Tree
 from trillora.report.run.write import write_report
-from trillora.run_folder import RunFolder
-from trillora.snapshot import METRICS_FILE, to_files
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Programs, shape_text
-from trillora.stopping import Stop
+from trillora.train.checkpoint import Checkpoints, Saver
+from trillora.train.divergence import Health
+from trillora.train.run_folder import RunFolder
+from trillora.train.signals import Stop
+from trillora.train.state_files import METRICS_FILE, to_files
+from trillora.train.validation import Figures, Measures, Sampler, peak_memory_gib
 
 NUM_AHEAD = 2  # batches made before they are needed
 SAVE_SHARE = 0.02  # of the time that checkpoints may take

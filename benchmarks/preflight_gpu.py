@@ -93,8 +93,8 @@ def measure(number: int, keep: Path | None) -> dict[str, Any]:
     from trillora.devices.mesh import find_devices
     from trillora.devices.slices import chip_of
     from trillora.events import print_nothing
-    from trillora.preflight.estimate import estimate, kind_shares
-    from trillora.preflight.simulate import simulate
+    from trillora.preflight.estimate.estimate import estimate, kind_shares
+    from trillora.preflight.hlo.simulate import simulate
     from trillora.recipe.load import load_recipe
     from trillora.step.autotune import GIB, choose, step_bytes
 
@@ -172,7 +172,7 @@ def read_config(name: str, recipe: Any) -> Any:
     from transformers import LlamaConfig
 
     from trillora.model.loading.source import load_config
-    from trillora.preflight.question import describe_model
+    from trillora.preflight.inputs import describe_model
 
     if name in SHAPES:
         return LlamaConfig(**SHAPES[name], max_position_embeddings=8192)

@@ -21,9 +21,9 @@ from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.devices.slices import CHIPS
 from trillora.engine.attention import MaskRule, Scores
 from trillora.engine.attention import attend as attention
-from trillora.preflight.estimate import Estimate, argument_bytes, estimate, schedule, trace
-from trillora.preflight.simulate import TPU
-from trillora.preflight.traced import Operation, Program, Value, causal_share, read_program, reshaped_splits
+from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, schedule, trace
+from trillora.preflight.estimate.traced import Operation, Program, Value, causal_share, read_program, reshaped_splits
+from trillora.preflight.hlo.simulate import TPU
 from trillora.recipe.load import load_recipe
 from trillora.step.build import Assembly, assemble
 

@@ -23,10 +23,10 @@ from trillora.cli import app
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, print_nothing
 from trillora.model.loading.source import load_config
-from trillora.preflight import child, compiler
-from trillora.preflight.estimate import Estimate
-from trillora.preflight.memory import StepShapes, describe, largest, logits_bytes, out_of_memory, read_report
-from trillora.preflight.question import KNOWN_MODELS, describe_model, fingerprint, read_asked
+from trillora.preflight import client, compiler_process
+from trillora.preflight.estimate.estimate import Estimate
+from trillora.preflight.hlo.memory import StepShapes, describe, largest, logits_bytes, out_of_memory, read_report
+from trillora.preflight.inputs import KNOWN_MODELS, describe_model, fingerprint, read_asked
 from trillora.preflight.verdict import changed, ladder, preflight
 from trillora.recipe.load import load_recipe
 from trillora.step import autotune
@@ -65,7 +65,7 @@ def test_the_step_asked_about_is_the_step_that_trains(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are chosen and assembled by the same function; here also compared as programs, to the letter."""
-    assert child.choose is autotune.choose is trainer.choose
+    assert compiler_process.choose is autotune.choose is trainer.choose
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": 3, "batch_size": 8}, hardware={"devices": 8}))
     trained: list[str] = []
 
@@ -149,13 +149,13 @@ def test_a_killed_compiler_is_reported_and_survived(folder: Path) -> None:
         for _ in range(600):
             time.sleep(0.1)
             for process in psutil.Process().children(recursive=True):
-                if "trillora.preflight.child" in process.cmdline():
+                if "trillora.preflight.compiler_process" in process.cmdline():
                     process.kill()
                     return
 
     killer = threading.Thread(target=kill_when_it_works)
     killer.start()
-    with pytest.raises(compiler.CompilerCrashed, match=r"without an answer for v5e-1.*SIGKILL"):
+    with pytest.raises(client.CompilerCrashed, match=r"without an answer for v5e-1.*SIGKILL"):
         preflight(recipe, ["v5e-1"])
     killer.join()
 
@@ -166,17 +166,17 @@ def test_the_compiler_is_mended_and_not_gone_around(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiler, "_version", found.get)
     monkeypatch.setattr(compiler, "_pinned", lambda owner, package: "==0.0.42.*")
     with pytest.raises(TrilloraError, match="not installed") as missing:
-        compiler.choose_method(False)
+        client.choose_method(False)
     assert 'pip install "jax[tpu]==0.10.2"' in missing.value.do
-    assert compiler.choose_method(True) == "estimate"
+    assert client.choose_method(True) == "estimate"
     found["libtpu"] = "0.0.40"
     with pytest.raises(TrilloraError, match=r"0\.0\.40 is not the pair of jax 0\.10\.2"):
-        compiler.choose_method(False)
+        client.choose_method(False)
     found["libtpu"] = "0.0.42.1"
-    assert compiler.choose_method(False) == "compiler"
+    assert client.choose_method(False) == "compiler"
     monkeypatch.setattr(compiler, "has_compiler_builds", lambda: False)
     found["libtpu"] = None
-    assert compiler.choose_method(False) == "estimate"
+    assert client.choose_method(False) == "estimate"
 
 
 # ---- by estimate
@@ -187,7 +187,7 @@ def test_the_estimate_answers_anywhere_and_says_what_it_is(
 ) -> None:
     started: list[Any] = []
     popen = subprocess.Popen
-    monkeypatch.setattr(compiler.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    monkeypatch.setattr(client.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
     settings = tiny_run.recipe(folder, train={"steps": 20, "batch_size": 16}, hardware={"devices": "auto"})
     recipe = load_recipe(settings)
     one, eight, four, again = preflight(recipe, ["v5e-1", "kaggle", "v5e-4", "kaggle"], estimate=True)
@@ -197,7 +197,7 @@ def test_the_estimate_answers_anywhere_and_says_what_it_is(
     assert (one["num_devices"], eight["num_devices"], four["num_devices"]) == (1, 8, 4)
     assert again == eight and eight["weekly_hours"] == 20
     assert one["settings"]["attention"] == "splash", "chosen for the chip, not for this machine"
-    children = [process for process in started if "trillora.preflight.child" in process.args]
+    children = [process for process in started if "trillora.preflight.compiler_process" in process.args]
     assert len(children) == 1 and children[0].returncode is not None, "one process for all, and it has ended"
     capsys.readouterr()
     assert trillora.ask_compiler(settings, on=["v5e-1"], estimate=True) == [one | {"from_cache": True}]
@@ -248,8 +248,8 @@ def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch
 
 def test_a_program_that_cannot_be_read_gets_the_estimates_times() -> None:
     guessed = Estimate(1.0, {}, 0.0, 0.0, 0.0, step_seconds=2.0, roofline_seconds=1.0, flops=100.0, tokens=1.0)
-    assert child._if_unread(85.0, guessed, 8) == child._if_unread(115.0, guessed, 8) == {}
-    told = child._if_unread(5.0, guessed, 8)
+    assert compiler_process._if_unread(85.0, guessed, 8) == compiler_process._if_unread(115.0, guessed, 8) == {}
+    told = compiler_process._if_unread(5.0, guessed, 8)
     assert (told["step_seconds"], told["flops_per_step"], told["times_by"]) == (2.0, 800.0, "estimate")
     assert "5% of its arithmetic" in told["notes"][0]
 

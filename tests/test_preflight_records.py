@@ -17,7 +17,7 @@ from dose import FULL
 
 from trillora.devices.slices import CHIPS, find_slice
 from trillora.events import print_nothing
-from trillora.preflight.compiler import Answerer, ask, versions
+from trillora.preflight.client import Answerer, ask, versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import preflight_records

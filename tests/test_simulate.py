@@ -14,8 +14,8 @@ from functools import cache
 import pytest
 
 from trillora.devices.slices import CHIPS, COMPILE_ONLY_ENVIRONMENT, Chip
-from trillora.preflight.hlo import Shape, parse, trip_count
-from trillora.preflight.simulate import HOP_SECONDS, TPU, VECTOR_CYCLES, StepTime, simulate
+from trillora.preflight.hlo.parse import Shape, parse, trip_count
+from trillora.preflight.hlo.simulate import HOP_SECONDS, TPU, VECTOR_CYCLES, StepTime, simulate
 
 # Round figures: 100 TFLOP/s, 1 TB/s, 50 GB/s a link and direction, 1 GHz.
 CHIP = Chip(
@@ -467,7 +467,7 @@ COMPILE = textwrap.dedent(
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
     from trillora.devices.slices import CHIPS, find_slice
-    from trillora.preflight.simulate import simulate
+    from trillora.preflight.hlo.simulate import simulate
 
     chip = sys.argv[1]
 

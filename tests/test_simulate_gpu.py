@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from trillora.devices.slices import GPUS
-from trillora.preflight.kernels import CUDNN_BACKWARD_PASSES, CUDNN_BLOCK
-from trillora.preflight.simulate import GPU, simulate
+from trillora.preflight.hlo.kernels import CUDNN_BACKWARD_PASSES, CUDNN_BLOCK
+from trillora.preflight.hlo.simulate import GPU, simulate
 
 H200 = GPUS["H200"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from trillora.devices.slices import find_slice
 from trillora.events import print_nothing
-from trillora.preflight.compiler import ask, versions
-from trillora.preflight.question import KNOWN_MODELS, describe_model
+from trillora.preflight.client import ask, versions
+from trillora.preflight.inputs import KNOWN_MODELS, describe_model
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
 

@@ -75,7 +75,7 @@ def compile_and_keep(case: Published, *, whole: bool) -> NoReturn:
     compilation that is no longer needed."""
     from full_training import lower_step  # jax, torch: not for a list or a table
 
-    from trillora.preflight.laid_out import lay_out
+    from trillora.preflight.early_exit import lay_out
 
     lowered, options, num_weights = lower_step(case)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -101,7 +101,7 @@ def compile_and_keep(case: Published, *, whole: bool) -> NoReturn:
 
 def print_table(cases: list[Published]) -> None:
     """As Markdown. Rates are tokens a second and device; a positive error promises too much."""
-    from trillora.preflight.simulate import simulate
+    from trillora.preflight.hlo.simulate import simulate
 
     print(HEADER)
     errors = []

@@ -18,9 +18,9 @@ from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, print_nothing
 from trillora.files.atomic import write_file
 from trillora.files.cache_dir import cache_root
-from trillora.preflight.compiler import WHERE_IT_RUNS, Answerer, Method, choose_method, versions
+from trillora.preflight.client import WHERE_IT_RUNS, Answerer, Method, choose_method, versions
 from trillora.preflight.host import host_lines
-from trillora.preflight.question import Asked, AskedStage, fingerprint, read_asked
+from trillora.preflight.inputs import Asked, AskedStage, fingerprint, read_asked
 from trillora.preflight.sessions import run_time
 from trillora.recipe.load import resolve, still_open
 from trillora.recipe.schema import Recipe, StageRecipe

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trillora.preflight.memory import MemoryReport, read_report
+from trillora.preflight.hlo.memory import MemoryReport, read_report
 from trillora.step.autotune import says_out_of_memory, step_bytes
 
 REPORT = "*memory-usage-report.txt"

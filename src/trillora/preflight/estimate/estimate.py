@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 
 from trillora.devices.mesh import FSDP_AXIS
 from trillora.devices.slices import CHIPS, Chip
-from trillora.preflight.simulate import (
+from trillora.preflight.estimate.traced import Operation, Program, Value, read_program
+from trillora.preflight.hlo.simulate import (
     GPU,
     HOP_SECONDS,
     LARGE_GROUP,
@@ -31,7 +32,6 @@ from trillora.preflight.simulate import (
     VECTOR_OPERATIONS_PER_CYCLE,
     Efficiency,
 )
-from trillora.preflight.traced import Operation, Program, Value, read_program
 from trillora.step.build import Assembly
 
 

@@ -88,7 +88,7 @@ class Answerer:
         self._said = self._streams.enter_context(contextlib.closing(_scratch_file()))
         self._num_devices = place.num_devices
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trillora.preflight.child"],
+            [sys.executable, "-m", "trillora.preflight.compiler_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

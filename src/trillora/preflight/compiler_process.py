@@ -30,16 +30,16 @@ from trillora.devices.slices import CHIPS, DEVICE_KINDS, Chip, Slice, find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, to_json
 from trillora.model.loading.source import load_config
-from trillora.preflight.estimate import Estimate, argument_bytes, estimate, kind_shares
-from trillora.preflight.laid_out import Laid, lay_out
-from trillora.preflight.memory import (
+from trillora.preflight.early_exit import Laid, lay_out
+from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, kind_shares
+from trillora.preflight.hlo.memory import (
     GIB,
     StepShapes,
     largest,
     logits_bytes,
     out_of_memory,
 )
-from trillora.preflight.simulate import simulate
+from trillora.preflight.hlo.simulate import simulate
 from trillora.recipe.schema import StageRecipe
 from trillora.step.autotune import DoesNotFit, Plan, Tried, choose
 from trillora.step.build import Assembly

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from trillora.preflight.hlo import HBM, HOST, RELABELLING, Computation, Instruction, Program, Shape, integers
+from trillora.preflight.hlo.parse import HBM, HOST, RELABELLING, Computation, Instruction, Program, Shape, integers
 
 COLLECTIVES = frozenset(
     {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"}

@@ -10,8 +10,8 @@ import math
 import re
 from statistics import mean
 
-from trillora.preflight.hlo import Computation, Instruction, Program, Shape, integers
-from trillora.preflight.work import CUDNN_ATTENTION, target
+from trillora.preflight.hlo.parse import Computation, Instruction, Program, Shape, integers
+from trillora.preflight.hlo.work import CUDNN_ATTENTION, target
 
 PALLAS_TARGET = "tpu_custom_call"
 CUDNN_BLOCK = 128  # tokens; of a mask's edge whole blocks are computed

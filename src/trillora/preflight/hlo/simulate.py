@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from trillora.devices.slices import Chip
-from trillora.preflight.hlo import HOST, Computation, Instruction, Program, parse, trip_count
-from trillora.preflight.kernels import beside_bytes, head_width, is_kernel, kernel_flops
-from trillora.preflight.work import Transfer, Work, target
+from trillora.preflight.hlo.kernels import beside_bytes, head_width, is_kernel, kernel_flops
+from trillora.preflight.hlo.parse import HOST, Computation, Instruction, Program, parse, trip_count
+from trillora.preflight.hlo.work import Transfer, Work, target
 
 HOP_SECONDS = 1e-6  # a collective's wait for each neighbour, at most MOST_HOPS of them
 MOST_HOPS = 16

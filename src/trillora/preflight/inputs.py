@@ -21,7 +21,7 @@ from trillora.events import Listener
 from trillora.files.atomic import write_file
 from trillora.files.cache_dir import cache_root
 from trillora.model.loading.source import EMBEDDED, find_model, load_config, load_tokenizer
-from trillora.preflight.compiler import versions
+from trillora.preflight.client import versions
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
 
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"

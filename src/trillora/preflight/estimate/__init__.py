@@ -1,0 +1,1 @@
+"""Memory and time from the traced step alone, without a compiler."""

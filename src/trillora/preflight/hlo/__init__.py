@@ -1,0 +1,1 @@
+"""The compiled program: parsed, and timed with the chip's speeds."""

@@ -19,9 +19,9 @@ import pytest
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Event, Note, Step, print_nothing
 from trillora.masking import MASK
-from trillora.trackers import tracking_listener
-from trillora.trackers.services import open_tracker
-from trillora.trackers.tensorboard import EventFile, crc32c, masked_crc32c
+from trillora.tracking import tracking_listener
+from trillora.tracking.services import open_tracker
+from trillora.tracking.tensorboard import EventFile, crc32c, masked_crc32c
 
 needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="reads with tensorboard itself")
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
@@ -192,7 +192,7 @@ def test_a_missing_library_is_refused_with_the_command_that_installs_it(tmp_path
 import sys
 sys.modules[{name!r}] = None  # what Python itself does to forbid an import
 from pathlib import Path
-from trillora.trackers import tracking_listener
+from trillora.tracking import tracking_listener
 with tracking_listener(Path({str(tmp_path)!r}), 1, ({name!r},), "trillora", {{}}, print): pass
 """
     result = run_python(code, {})
@@ -203,7 +203,7 @@ def test_trackers_need_no_jax_and_no_service_unless_asked(tmp_path: Path) -> Non
     code = f"""
 import sys
 from pathlib import Path
-from trillora.trackers import tracking_listener
+from trillora.tracking import tracking_listener
 with tracking_listener(Path({str(tmp_path)!r}), 1, (), "trillora", {{}}, print): pass
 assert not {{"jax", "torch", "transformers", "wandb", "trackio", "tensorboard"}} & sys.modules.keys()
 """
@@ -229,7 +229,7 @@ FOLLOWED = """
 import sys
 from pathlib import Path
 from trillora.events import Evaluated, Step
-from trillora.trackers import tracking_listener
+from trillora.tracking import tracking_listener
 run, service, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 config = {"train": {"learning_rate": 1e-3}, "api_key": "canary-of-config", "name": "hf_" + "canary" * 4}
 heard = []
@@ -269,7 +269,7 @@ def test_wandb_offline_holds_the_run_and_none_of_its_secrets(tmp_path: Path) -> 
 @needs_wandb
 def test_a_wandb_that_is_away_is_one_alarm_and_the_run_goes_on(tmp_path: Path) -> None:
     nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}  # 9 discards
-    code = "import trillora.trackers.services as s; s.OPEN_SECONDS = 2\n"
+    code = "import trillora.tracking.services as s; s.OPEN_SECONDS = 2\n"
     result = run_python(
         f"{code}import sys; sys.argv = ['-', {str(tmp_path / 'run')!r}, 'wandb', '1']\n{FOLLOWED}",
         {"HOME": str(tmp_path), **nowhere},

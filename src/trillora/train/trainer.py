@@ -42,7 +42,7 @@ from trillora.recipe.schema import Recipe, seconds_of, stages_of
 from trillora.step.autotune import Plan, choose
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, describe, shape_text
-from trillora.trackers import tracking_listener
+from trillora.tracking import tracking_listener
 from trillora.train import manifest
 from trillora.train.checkpoint import Checkpoints, Saver, sealed
 from trillora.train.divergence import Health

@@ -13,8 +13,8 @@ from typing import Any
 
 from trillora.events import Alarm, Evaluated, Event, Listener, Step
 from trillora.masking import mask_secrets, secrets_of_environment
-from trillora.trackers.services import ServiceAway, Tracker, open_tracker
-from trillora.trackers.tensorboard import EventFile
+from trillora.tracking.services import ServiceAway, Tracker, open_tracker
+from trillora.tracking.tensorboard import EventFile
 
 
 @contextmanager

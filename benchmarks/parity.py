@@ -27,17 +27,17 @@ def main() -> int:
     args = parser.parse_args()
     from peft_reference import peft_losses
 
-    from trillora import quickstart
     from trillora.data.stage import read_data
     from trillora.model.bridge import CausalLM
     from trillora.model.loading.source import find_model, load_config, load_tokenizer
+    from trillora.quickstart import run
     from trillora.recipe.load import load_recipe
     from trillora.step.build import lora_spec
     from trillora.train.trainer import train
 
     with tempfile.TemporaryDirectory() as work:
         data = Path(work) / "findings.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in quickstart.rows()))
+        data.write_text("".join(json.dumps(row) + "\n" for row in run.rows()))
         recipe = load_recipe(
             {
                 "model": "smollm2",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from dose import full_dose_only
 
-from trillora import quickstart
+from trillora.quickstart import run
 from trillora.recipe.load import load_recipe
 
 
@@ -18,13 +18,13 @@ def test_quickstart_trains_tests_and_reports(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(quickstart, "NUM_TRAINED", 2)
     monkeypatch.setattr(quickstart, "NUM_TESTED", 2)
     events: list[Any] = []
-    result, evaluation = quickstart.run(tmp_path / "first", events.append)
+    result, evaluation = run.run(tmp_path / "first", events.append)
     assert evaluation is not None and result.adapter is not None and 1 <= len(result.losses) <= 2
     assert evaluation.num_rows == 2 and evaluation.base is not None
     assert set(evaluation.majority) == {"provider", "area", "severity"}
     assert json.loads((result.run / "eval.json").read_text())["num_rows"] == 2
     assert "severity" in (result.run / "report.html").read_text()
-    told = quickstart.next_steps(result.run)
+    told = run.next_steps(result.run)
     assert str(result.adapter) in told and "report.html" in told and "trillora chat" in told and "data=FILE" in told
     # What it wrote is a recipe like any other, with the data beside it.
     recipe = load_recipe(result.run / "recipe.yaml")
@@ -33,10 +33,10 @@ def test_quickstart_trains_tests_and_reports(tmp_path: Path, monkeypatch: pytest
 
 def test_a_finished_quickstart_is_left_alone_and_an_unfinished_one_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "quickstart"
-    assert quickstart._open_or_unused(folder) == folder
+    assert run._open_or_unused(folder) == folder
     folder.mkdir()
-    assert quickstart._open_or_unused(folder) == tmp_path / "quickstart-2", "somebody else's folder"
-    (folder / "recipe.yaml").write_text(quickstart.RECIPE)
-    assert quickstart._open_or_unused(folder) == folder
+    assert run._open_or_unused(folder) == tmp_path / "quickstart-2", "somebody else's folder"
+    (folder / "recipe.yaml").write_text(run.RECIPE)
+    assert run._open_or_unused(folder) == folder
     (folder / "adapter").mkdir()
-    assert quickstart._open_or_unused(folder) == tmp_path / "quickstart-2"
+    assert run._open_or_unused(folder) == tmp_path / "quickstart-2"

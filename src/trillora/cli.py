@@ -316,7 +316,7 @@ def quickstart(
 ) -> None:
     """Train a real model on real data, offline, in minutes on a laptop."""
     with _reporting(as_json) as listener:
-        from trillora import quickstart as lesson
+        from trillora.quickstart import run as lesson
 
         result, evaluation = lesson.run(out, listener)
     if evaluation is None:

@@ -1,0 +1,1 @@
+"""The first run: code and data."""

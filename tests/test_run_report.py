@@ -17,11 +17,11 @@ import pytest
 from sample_runs import EVALUATED, facts, write_lines, write_run
 
 from trillora.errors import TrilloraError
-from trillora.masking import MASK, mask_secrets, mask_settings, mask_values, secrets_of_environment
 from trillora.report.run.charts import calmed, nice_ticks, smoothed, thinned
 from trillora.report.run.read import read_run
 from trillora.report.run.text import total_seconds
 from trillora.report.run.write import write_report
+from trillora.secrets import MASK, mask_secrets, mask_settings, mask_values, secrets_of_environment
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")

@@ -18,7 +18,7 @@ import pytest
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Event, Note, Step, print_nothing
-from trillora.masking import MASK
+from trillora.secrets import MASK
 from trillora.tracking import tracking_listener
 from trillora.tracking.services import open_tracker
 from trillora.tracking.tensorboard import EventFile, crc32c, masked_crc32c

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.events import Alarm, Evaluated, Event, Listener, Step
-from trillora.masking import mask_secrets, secrets_of_environment
+from trillora.secrets import mask_secrets, secrets_of_environment
 from trillora.tracking.services import ServiceAway, Tracker, open_tracker
 from trillora.tracking.tensorboard import EventFile
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trillora.errors import TrilloraError, nearest
-from trillora.masking import mask_secrets, mask_values, secrets_of_environment
+from trillora.secrets import mask_secrets, mask_values, secrets_of_environment
 
 ID_FILE = "tracking_id"
 OPEN_SECONDS = 20  # to reach a service before the run goes on without it

@@ -10,8 +10,8 @@ from importlib import metadata
 from typing import Any
 
 from trillora.data.stage import StageData
-from trillora.masking import mask_values
 from trillora.recipe.schema import Recipe
+from trillora.secrets import mask_values
 from trillora.step.build import Assembly
 from trillora.train.run_identity import fixed_options
 from trillora.version import __version__

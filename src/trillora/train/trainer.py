@@ -30,7 +30,6 @@ from trillora.events import Alarm, Chosen, Listener, Note, Progress, print_nothi
 from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
 from trillora.files.storage import LocalStorage, open_storage
-from trillora.masking import mask_settings, mask_values
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
 from trillora.model.limits import check_rows
@@ -39,6 +38,7 @@ from trillora.model.loading.weights import load_weights
 from trillora.model.lora import initial_adapter
 from trillora.recipe.load import choice_in_stage, dump_resolved, resolve, still_open
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
+from trillora.secrets import mask_settings, mask_values
 from trillora.step.autotune import Plan, choose
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, describe, shape_text

@@ -15,7 +15,7 @@ from typing import Any
 
 from trillora.data.excerpt import Piece
 from trillora.errors import TrilloraError
-from trillora.masking import mask_secrets, mask_settings, mask_values, secrets_of_environment
+from trillora.secrets import mask_secrets, mask_settings, mask_values, secrets_of_environment
 
 FILES = ("run.json", "metrics.jsonl", "history.jsonl", "resolved.yaml")  # one of them makes a folder a run
 LARGEST = 2**53  # a whole number beyond it is no count

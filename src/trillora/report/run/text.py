@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from trillora.masking import mask_secrets, secrets_of_environment
 from trillora.report.run.read import EvaluationLine, Run, StepLine
+from trillora.secrets import mask_secrets, secrets_of_environment
 
 NOT_KNOWN = "?"
 

@@ -161,10 +161,10 @@ def test_a_killed_compiler_is_reported_and_survived(folder: Path) -> None:
 
 
 def test_the_compiler_is_mended_and_not_gone_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "has_compiler_builds", lambda: True)
+    monkeypatch.setattr(client, "has_compiler_builds", lambda: True)
     found = {"jax": "0.10.2", "libtpu": None}
-    monkeypatch.setattr(compiler, "_version", found.get)
-    monkeypatch.setattr(compiler, "_pinned", lambda owner, package: "==0.0.42.*")
+    monkeypatch.setattr(client, "_version", found.get)
+    monkeypatch.setattr(client, "_pinned", lambda owner, package: "==0.0.42.*")
     with pytest.raises(TrilloraError, match="not installed") as missing:
         client.choose_method(False)
     assert 'pip install "jax[tpu]==0.10.2"' in missing.value.do
@@ -174,7 +174,7 @@ def test_the_compiler_is_mended_and_not_gone_around(monkeypatch: pytest.MonkeyPa
         client.choose_method(False)
     found["libtpu"] = "0.0.42.1"
     assert client.choose_method(False) == "compiler"
-    monkeypatch.setattr(compiler, "has_compiler_builds", lambda: False)
+    monkeypatch.setattr(client, "has_compiler_builds", lambda: False)
     found["libtpu"] = None
     assert client.choose_method(False) == "estimate"
 
@@ -218,8 +218,8 @@ def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch
         return assembly
 
     kept: list[Any] = []
-    monkeypatch.setattr(choices, "assemble", remembered)
-    monkeypatch.setattr(choices, "memory_limit", lambda devices: 100.0)
+    monkeypatch.setattr(autotune, "assemble", remembered)
+    monkeypatch.setattr(autotune, "memory_limit", lambda devices: 100.0)
 
     def ask(needs: dict[str, float]) -> tuple[Any, list[str], list[str]]:
         guessed: list[str] = []

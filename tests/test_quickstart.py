@@ -15,8 +15,8 @@ from trillora.recipe.load import load_recipe
 
 @full_dose_only
 def test_quickstart_trains_tests_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quickstart, "NUM_TRAINED", 2)
-    monkeypatch.setattr(quickstart, "NUM_TESTED", 2)
+    monkeypatch.setattr(run, "NUM_TRAINED", 2)
+    monkeypatch.setattr(run, "NUM_TESTED", 2)
     events: list[Any] = []
     result, evaluation = run.run(tmp_path / "first", events.append)
     assert evaluation is not None and result.adapter is not None and 1 <= len(result.losses) <= 2

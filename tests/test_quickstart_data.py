@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = files("trillora") / "quickstart_data"
+FOLDER = files("trillora.quickstart") / "data"
 NUM_ROWS = {"train": 1285, "validation": 64, "test": 128}
 VALUES = {
     "provider": "alibabacloud aws azure cloudflare gcp googleworkspace kubernetes m365 okta openstack oraclecloud",

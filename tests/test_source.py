@@ -367,7 +367,7 @@ def ask(address: str, cache: Path, name: str, **how: Any) -> dict[str, str]:
         "HF_HOME": str(cache),
         "HF_TOKEN": SECRET,
         "PYTHONPATH": os.pathsep.join(
-            [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(source.__file__).parents[2])]
+            [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(source.__file__).parents[3])]
         ),
     }
     command = [sys.executable, "-c", ASK, name, json.dumps(how)]

@@ -1,6 +1,6 @@
 """Makes the data set of `trillora quickstart`: findings of a cloud scanner in, one JSON verdict out.
 
-    python tools/quickstart_data.py                      # fetch prowler with pip, write src/trillora/quickstart_data/
+    python tools/quickstart_data.py                      # fetch prowler with pip, write src/trillora/quickstart/data/
     python tools/quickstart_data.py --wheel FILE --out DIR
 
 prowler (Apache-2.0) describes each of its checks in a JSON file. A row is one check: its title, service and resource
@@ -25,7 +25,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-OUT = Path(__file__).resolve().parent.parent / "src" / "trillora" / "quickstart_data"
+OUT = Path(__file__).resolve().parent.parent / "src" / "trillora" / "quickstart" / "data"
 REQUIREMENT = "prowler==5.46.0"
 SHA256 = "b6266ec51f2879863d4c4341b12885a6cd892f0bba710b29641432caaab037fd"
 LICENCE = "prowler-5.46.0.dist-info/licenses/LICENSE"

@@ -1,7 +1,7 @@
 """The host's side: will its RAM hold the loading of the model, will its disk hold the files. No jax.
 
-Weights go from the files to the devices one tensor at a time (`trillora.model.loading.weights`), so the RAM needed hangs on
-the largest tensor, not on the model.
+Weights go from the files to the devices one tensor at a time (`trillora.model.loading.weights`), so the RAM needed
+depends on the largest tensor, not on the model.
 """
 
 from __future__ import annotations

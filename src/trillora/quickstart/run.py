@@ -64,7 +64,7 @@ Train your own file: trillora train {run / "recipe.yaml"} data=FILE --out my-run
 
 
 def _findings(name: str) -> list[str]:
-    text = (resources.files("trillora") / "quickstart_data" / name).read_text("utf-8")
+    text = (resources.files("trillora.quickstart") / "data" / name).read_text("utf-8")
     return text.splitlines(keepends=True)
 
 

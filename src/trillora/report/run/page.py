@@ -9,6 +9,7 @@ from typing import Any
 
 from trillora.data.excerpt import shortened
 from trillora.report.html import card, coloured, document, text, tiles
+from trillora.report.run import charts, results
 from trillora.report.run.curves import curves
 from trillora.report.run.read import Run, Stage, whole, words
 from trillora.report.run.text import (
@@ -25,7 +26,6 @@ from trillora.report.run.text import (
     total_seconds,
     verdict,
 )
-from trillora.report.run.write import charts, results
 
 MAX_LISTED = 50  # rows of any table that a long run makes long
 MAX_RECIPE = 60_000  # characters

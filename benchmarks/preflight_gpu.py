@@ -92,7 +92,7 @@ def measure(number: int, keep: Path | None) -> dict[str, Any]:
 
     from trillora.devices.mesh import find_devices
     from trillora.devices.slices import chip_of
-    from trillora.events import print_nothing
+    from trillora.events import ignore_events
     from trillora.preflight.estimate.estimate import estimate, kind_shares
     from trillora.preflight.hlo.simulate import simulate
     from trillora.recipe.load import load_recipe
@@ -112,7 +112,7 @@ def measure(number: int, keep: Path | None) -> dict[str, Any]:
     chip = chip_of(devices[0].device_kind)
     assert chip is not None, f"nothing is known of {devices[0].device_kind}"
     started = time.perf_counter()
-    plan = choose(recipe, config, devices, STEPS, print_nothing)
+    plan = choose(recipe, config, devices, STEPS, ignore_events)
     compile_seconds = time.perf_counter() - started
     program = plan.compiled.as_text()
     predicted = simulate(program, chip, 1, kind_shares(config))

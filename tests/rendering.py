@@ -11,7 +11,7 @@ from typing import Any
 from trillora.data.prepare import DataOptions, Dataset, Source, prepare, render_settings
 from trillora.data.rendering.render import Renderer
 from trillora.data.rows import BadRow
-from trillora.data.tokenizing.encode import Encoder, Rendered
+from trillora.data.tokenizing.encode import Encoder, TokenizedDocument
 from trillora.errors import TrilloraError
 
 
@@ -20,11 +20,11 @@ def _encoder(tokenizer: Any) -> Encoder:
     return Encoder(tokenizer)
 
 
-def render(row: dict[str, Any], tokenizer: Any, format: str, **options: Any) -> Rendered:
+def render(row: dict[str, Any], tokenizer: Any, format: str, **options: Any) -> TokenizedDocument:
     """A row as tokens; what is wrong with it is raised as users would see it."""
     encoder = _encoder(tokenizer)
     settings = render_settings(DataOptions(sources=(), **options), tokenizer, encoder)
-    document: Rendered | BadRow
+    document: TokenizedDocument | BadRow
     try:
         script = Renderer(settings).script(json.dumps(row).encode(), format)
         document = encoder.encode([script])[0]
@@ -35,11 +35,11 @@ def render(row: dict[str, Any], tokenizer: Any, format: str, **options: Any) -> 
     return document
 
 
-def render_chat(messages: Any, tokenizer: Any, train_on: str = "assistant", **row: Any) -> Rendered:
+def render_chat(messages: Any, tokenizer: Any, train_on: str = "assistant", **row: Any) -> TokenizedDocument:
     return render({"messages": messages, **row}, tokenizer, "messages", train_on=train_on)
 
 
-def render_text(text: str, tokenizer: Any) -> Rendered:
+def render_text(text: str, tokenizer: Any) -> TokenizedDocument:
     return render({"text": text}, tokenizer, "text")
 
 

@@ -20,7 +20,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from trillora.devices.mesh import MeshShape, make_mesh
-from trillora.engine.attention import Implementation, MaskRule, Scores, attend, unsupported
+from trillora.engine.attention import Implementation, MaskRule, ScoreScaling, attend, unsupported
 from trillora.model.overrides.attention import _attend_per_shard
 from trillora.model.trace import Trace
 
@@ -45,8 +45,8 @@ class Form:
     bias: str | None = None
 
     @property
-    def scores(self) -> Scores:
-        return Scores(scale=0.3, softcap=self.softcap)
+    def scores(self) -> ScoreScaling:
+        return ScoreScaling(scale=0.3, softcap=self.softcap)
 
 
 # What the TPU kernel claims. The caps and windows are small enough to matter: scores here reach about 4.
@@ -200,13 +200,13 @@ def test_every_form_differs_from_plain_causal_attention() -> None:
 def test_a_row_with_nothing_to_see_is_finite() -> None:
     tensors, _ = draw(Form(), num_rows=1, num_tokens=5)
     nothing = jnp.zeros((1, 1, 5, 5), bool)
-    assert jnp.isfinite(attend(*tensors, MaskRule(), Scores(0.3), bias_BHTS=nothing)).all()
+    assert jnp.isfinite(attend(*tensors, MaskRule(), ScoreScaling(0.3), bias_BHTS=nothing)).all()
 
 
 def test_the_output_has_the_type_of_the_values() -> None:
     tensors, _ = draw(Form(), num_rows=1, num_tokens=5)
     rounded = [t.astype(jnp.bfloat16) for t in tensors]
-    assert attend(*rounded, MaskRule(), Scores(0.3)).dtype == jnp.bfloat16
+    assert attend(*rounded, MaskRule(), ScoreScaling(0.3)).dtype == jnp.bfloat16
 
 
 def output_and_gradients(
@@ -278,7 +278,7 @@ def test_what_the_tpu_kernel_does_not_claim_is_done_by_the_reference(name: str) 
 def test_keys_of_another_length_are_left_to_the_reference() -> None:
     (query, key, value), _ = draw(Form(), num_rows=1, num_tokens=13)
     for implementation in ("splash", "cudnn"):
-        reason = unsupported(implementation, query[:, :7], key, value, MaskRule(), Scores(1.0), None, None)
+        reason = unsupported(implementation, query[:, :7], key, value, MaskRule(), ScoreScaling(1.0), None, None)
         assert reason == "queries and keys of different length"
 
 

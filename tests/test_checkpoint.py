@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Event, Saved, print_nothing
+from trillora.events import Alarm, Event, Saved, ignore_events
 from trillora.files.storage import MARK, LocalStorage, open_storage
 from trillora.train.checkpoint import Checkpoints, Damaged, Saver
 
@@ -84,7 +84,7 @@ def test_every_flipped_bit_is_noticed(checkpoints: Checkpoints, tmp_path: Path) 
             check_noticed(checkpoints, {path.name}, good)
         hit.add(path.name)
     assert hit == {*FILES, MARK}
-    assert checkpoints.newest_valid(print_nothing) == (30, checkpoints.read(30))
+    assert checkpoints.newest_valid(ignore_events) == (30, checkpoints.read(30))
 
 
 def test_every_bit_of_the_checksums_counts(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_a_later_version_stops_instead_of_being_passed_over(
 
     (tmp_path / "step-00000030" / MARK).write_bytes(_seal({"format": 2, "step": 30, "novel": []}))
     with pytest.raises(TrilloraError, match="has format 2") as caught:
-        checkpoints.newest_valid(print_nothing)
+        checkpoints.newest_valid(ignore_events)
     assert not isinstance(caught.value, Damaged)
 
 
@@ -209,7 +209,7 @@ def test_a_bad_sector_is_rot_and_a_missing_right_is_not(tmp_path: Path, monkeypa
     assert isinstance(events[0], Alarm) and "step-00000020/state.json cannot be read" in events[0].text
     code = 13
     with pytest.raises(TrilloraError, match="Permission denied"):
-        checkpoints.newest_valid(print_nothing)
+        checkpoints.newest_valid(ignore_events)
 
 
 # The set of checkpoints
@@ -357,7 +357,7 @@ def event_text(event: Event) -> str:
 
 
 def test_any_other_error_reaches_the_trainer_once(tmp_path: Path) -> None:
-    saver = Saver(Checkpoints(LocalStorage(tmp_path)), print_nothing)
+    saver = Saver(Checkpoints(LocalStorage(tmp_path)), ignore_events)
     saver.submit(1, failing_with(RuntimeError("device lost")))
     with pytest.raises(RuntimeError, match="device lost"):
         saver.wait()
@@ -370,7 +370,7 @@ def test_any_other_error_reaches_the_trainer_once(tmp_path: Path) -> None:
         raise ValueError("first")
     with (
         pytest.raises(TrilloraError, match="cannot be the name"),
-        Saver(Checkpoints(LocalStorage(tmp_path)), print_nothing) as saver,
+        Saver(Checkpoints(LocalStorage(tmp_path)), ignore_events) as saver,
     ):
         saver.submit(5, lambda: {"../state.json": b""})
     assert not list(tmp_path.rglob("*state.json"))

@@ -21,11 +21,11 @@ from trillora.events import Alarm, Chosen, Evaluated, Event, Note, Progress, Sam
 from trillora.report.console import (
     KEPT_STEPS,
     LOGGED_PARTS,
+    closed_pipe_safe,
     console_listener,
     in_one_line,
     readable,
     step_line,
-    surviving,
 )
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\r\x9b1m[bold]b[/bold] \u202eright\x00 :smile:"
@@ -429,7 +429,7 @@ def test_a_file_closed_in_python_silences_the_listener(tmp_path: Path, width: in
 
 def test_printing_survives_a_closed_file(tmp_path: Path) -> None:
     file = (tmp_path / "log").open("w")
-    out = surviving(file)
+    out = closed_pipe_safe(file)
     print("first", file=out, flush=True)
     file.close()
     print("second", file=out, flush=True)

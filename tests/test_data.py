@@ -12,19 +12,19 @@ import pytest
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents, fit
 from trillora.data.pack import best_fit, bucket_lengths
-from trillora.data.tokenizing.encode import Rendered
+from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
 
 
-def some_documents(rng: random.Random, number: int, longest: int) -> list[Rendered]:
+def some_documents(rng: random.Random, number: int, longest: int) -> list[TokenizedDocument]:
     documents = []
     for _ in range(number):
         length = rng.randint(2, longest)
         tokens = np.array([rng.randint(1, 999) for _ in range(length)], np.int32)
         supervised = np.array([rng.random() < 0.5 for _ in range(length)], np.bool_)
         supervised[-1] = True
-        documents.append(Rendered(tokens, supervised))
+        documents.append(TokenizedDocument(tokens, supervised))
     return documents
 
 
@@ -41,7 +41,7 @@ def documents_in(batch: dict[str, Any]) -> list[tuple[tuple[int, int, int], ...]
     return found
 
 
-def slow_triples(document: Rendered) -> tuple[tuple[int, int, int], ...]:
+def slow_triples(document: TokenizedDocument) -> tuple[tuple[int, int, int], ...]:
     triples = []
     for i in range(len(document)):
         trained = i + 1 < len(document) and bool(document.supervised[i + 1])
@@ -100,7 +100,7 @@ def test_batch_is_a_pure_function_of_documents_seed_and_step() -> None:
 
 
 def test_order_of_rows_is_the_same_on_every_machine() -> None:
-    documents = [Rendered(np.array([i, i], np.int32), np.ones(2, np.bool_)) for i in range(1, 9)]
+    documents = [TokenizedDocument(np.array([i, i], np.int32), np.ones(2, np.bool_)) for i in range(1, 9)]
     batches = Batches(Documents.of(documents), batch_size=8, sequence_length=2, seed=3, pack=False)
     # Written down once: a change here silently changes what resumed runs train on.
     assert batches.batch(0)["tokens"][:, 0].tolist() == [1, 5, 8, 2, 6, 7, 4, 3]
@@ -167,7 +167,7 @@ def test_split_text_keeps_every_target_exactly_once() -> None:
     rng = random.Random(5)
     for _ in range(50):
         lengths = [rng.randint(2, 100) for _ in range(4)]
-        texts = [Rendered(np.arange(1, n + 1, dtype=np.int32), np.ones(n, np.bool_)) for n in lengths]
+        texts = [TokenizedDocument(np.arange(1, n + 1, dtype=np.int32), np.ones(n, np.bool_)) for n in lengths]
         length = rng.randint(2, 40)
         kinds = np.full(4, KINDS.index("text"), np.int8)
         pieces, lost = fit(Documents.of(texts), kinds, length, "auto", str)
@@ -179,14 +179,14 @@ def test_split_text_keeps_every_target_exactly_once() -> None:
 
 
 def test_end_of_text_is_trained_also_where_it_is_the_padding_token() -> None:
-    document = Rendered(np.array([5, 6, 9], np.int32), np.ones(3, np.bool_))
+    document = TokenizedDocument(np.array([5, 6, 9], np.int32), np.ones(3, np.bool_))
     batch = Batches(Documents.of([document]), batch_size=2, sequence_length=6, seed=0, pack=True, pad_id=9).batch(0)
     assert batch["targets"][0].tolist() == [6, 9, 0, 0, 0, 0]
     assert batch["weights"].sum() == 2
 
 
 def test_nothing_supervised_is_refused() -> None:
-    silent = Rendered(np.array([1, 2], np.int32), np.array([True, False]))
+    silent = TokenizedDocument(np.array([1, 2], np.int32), np.array([True, False]))
     for documents in ([], [silent]):
         with pytest.raises(TrilloraError, match="no token to train on"):
             Batches(Documents.of(documents), batch_size=1, sequence_length=8, seed=0, pack=True)

@@ -23,7 +23,7 @@ from trillora.data.prepare import DataOptions, render_settings
 from trillora.data.rendering import spans
 from trillora.data.rendering.render import Renderer
 from trillora.data.rows import BadRow
-from trillora.data.tokenizing.encode import Encoder, Rendered
+from trillora.data.tokenizing.encode import Encoder, TokenizedDocument
 from trillora.errors import TrilloraError
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
@@ -45,7 +45,7 @@ def renderer_of(tokenizer: Any, train_on: str) -> Renderer:
 
 def render_rows(
     rows: list[Row], tokenizer: Any, train_on: str = "assistant", format: str = "messages"
-) -> list[Rendered | BadRow]:
+) -> list[TokenizedDocument | BadRow]:
     """All rows in this process, by one renderer, as a worker does it."""
     renderer, scripts, refused = renderer_of(tokenizer, train_on), [], {}
     for number, row in enumerate(rows):
@@ -57,7 +57,7 @@ def render_rows(
     return [refused[number] if number in refused else next(encoded) for number in range(len(rows))]
 
 
-def render_one(row: Row, tokenizer: Any, train_on: str, format: str) -> Rendered:
+def render_one(row: Row, tokenizer: Any, train_on: str, format: str) -> TokenizedDocument:
     """What is wrong with the row is raised as users would see it."""
     try:
         (document,) = render_rows([row], tokenizer, train_on, format)
@@ -68,19 +68,19 @@ def render_one(row: Row, tokenizer: Any, train_on: str, format: str) -> Rendered
     return document
 
 
-def render_chat(messages: Any, tokenizer: Any, train_on: str = "assistant") -> Rendered:
+def render_chat(messages: Any, tokenizer: Any, train_on: str = "assistant") -> TokenizedDocument:
     return render_one({"messages": messages}, tokenizer, train_on, "messages")
 
 
-def render_text(text: str, tokenizer: Any) -> Rendered:
+def render_text(text: str, tokenizer: Any) -> TokenizedDocument:
     return render_one({"text": text}, tokenizer, "auto", "text")
 
 
-def trained_text(rendered: Rendered, tokenizer: Any) -> str:
+def trained_text(rendered: TokenizedDocument, tokenizer: Any) -> str:
     return str(tokenizer.decode(rendered.tokens[rendered.supervised].tolist()))
 
 
-def trained_runs(rendered: Rendered, tokenizer: Any) -> list[str]:
+def trained_runs(rendered: TokenizedDocument, tokenizer: Any) -> list[str]:
     """The text of each stretch of trained tokens."""
     pairs = zip(rendered.tokens.tolist(), rendered.supervised.tolist(), strict=True)
     return [
@@ -105,13 +105,13 @@ def prove_conversations(tokenizer: Any, family: Family, num: int, seed: int = 0)
     rng = random.Random(seed)
     rows = [some_conversation(rng, family) for _ in range(num)]
     for row, rendered in zip(rows, render_rows(rows, tokenizer), strict=True):
-        assert isinstance(rendered, Rendered), (rendered, row)
+        assert isinstance(rendered, TokenizedDocument), (rendered, row)
         assert rendered.tokens.tolist() == own_tokens(tokenizer, **row)
         assert trained_runs(rendered, tokenizer) == spoken(row["messages"], family)
     kinds = {message["role"] for row in rows for message in row["messages"]}
     assert ("tool" in kinds) == (family.num_calls > 0) and ("system" in kinds) == family.has_system
     for row, rendered in zip(rows[:20], render_rows(rows[:20], tokenizer, "everything"), strict=True):
-        assert isinstance(rendered, Rendered)
+        assert isinstance(rendered, TokenizedDocument)
         assert rendered.tokens.tolist() == own_tokens(tokenizer, **row)
         assert rendered.supervised.all()
 
@@ -174,7 +174,7 @@ def prove_planted_is_text(
             for (field, _), plain, planted, rendered in zip(
                 fields, harmless, rows, render_rows(rows, tokenizer), strict=True
             ):
-                assert isinstance(plain, Rendered), (field, plain)
+                assert isinstance(plain, TokenizedDocument), (field, plain)
                 if isinstance(rendered, BadRow):
                     assert word in rendered.what and not field.endswith("content"), (field, rendered)
                     continue
@@ -218,7 +218,7 @@ def test_marked_template_trains_what_transformers_own_mask_does(name: str) -> No
     stop = tokenizer.convert_tokens_to_ids(family.stop)
     rows = [some_conversation(rng, family) for _ in range(NUM_CONVERSATIONS // 2)]
     for row, rendered in zip(rows, render_rows(rows, tokenizer), strict=True):
-        assert isinstance(rendered, Rendered)
+        assert isinstance(rendered, TokenizedDocument)
         messages = row["messages"]
         theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         mask = [bool(bit) for bit in theirs["assistant_masks"]]
@@ -250,9 +250,9 @@ def test_special_tokens_planted_in_prompt_completion_and_text_stay_text(name: st
             texts = [place.format(word) for word in ("harmless", *family.specials)]
             rows = [{key: value.replace("{}", text) for key, value in shape.items()} for text in texts]
             plain, *planted = render_rows(rows, tokenizer, "auto", format)
-            assert isinstance(plain, Rendered)
+            assert isinstance(plain, TokenizedDocument)
             for rendered in planted:
-                assert isinstance(rendered, Rendered)
+                assert isinstance(rendered, TokenizedDocument)
                 found, expected = ([t for t in r.tokens.tolist() if t in control] for r in (rendered, plain))
                 assert found == expected
                 num_planted += 1
@@ -267,7 +267,7 @@ def test_questions_and_tool_results_are_never_trained(name: str) -> None:
         if message["role"] != "assistant":
             message["content"] = "zqx" + message["content"]
     (rendered,) = render_rows([row], tokenizer)
-    assert isinstance(rendered, Rendered)
+    assert isinstance(rendered, TokenizedDocument)
     assert "zqx" in tokenizer.decode(rendered.tokens.tolist()) and "zqx" not in trained_text(rendered, tokenizer)
 
 

@@ -16,7 +16,7 @@ from rendering import render_chat
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trillora.data.rendering.render import Script
+from trillora.data.rendering.render import RenderedRow
 from trillora.data.tokenizing import encode, words
 from trillora.data.tokenizing.words import WordTokenizer
 
@@ -241,8 +241,8 @@ def test_every_token_with_a_byte_of_the_answer_is_trained(by_words: bool, monkey
         for last in BORDERS:
             text = f"<|im_start|>{last}\n{first} yes {last}<|im_end|>{first}"
             start, end = text.index("\n") + 1, text.index("<|im_end|>") + len("<|im_end|>")
-            (document,) = encoder.encode([Script(text, ((start, end),), kind="chat")])
-            assert isinstance(document, encode.Rendered)
+            (document,) = encoder.encode([RenderedRow(text, ((start, end),), kind="chat")])
+            assert isinstance(document, encode.TokenizedDocument)
             trained = document.tokens[document.supervised].tolist()
             assert tokenizer.decode(trained) == text[start:end]
             rest = document.tokens[~document.supervised].tolist()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trillora.data.rendering.pool import Batch, Pool, Worker
-from trillora.data.rendering.render import RenderSettings, Script
+from trillora.data.rendering.render import RenderedRow, RenderSettings
 from trillora.data.rendering.worker import BYTES_ABOVE_START, HARD_SECONDS_PER_ROW
 from trillora.data.rows import BadRow, RawRow
 from trillora.errors import TrilloraError
@@ -83,7 +83,7 @@ def test_row_that_kills_its_worker_takes_no_other_with_it() -> None:
     worker = Worker(settings(template={"text": "{% if n == 9 %}{{ n ** (n ** n) }}{% else %}row {{ n }}{% endif %}"}))
     outcomes = worker.render([row({"n": n}) for n in (0, 1, 2, 9, 4, 5)], "template")
     worker.close()
-    assert [o.text if isinstance(o, Script) else "bad" for o in outcomes] == [
+    assert [o.text if isinstance(o, RenderedRow) else "bad" for o in outcomes] == [
         "row 0", "row 1", "row 2", "bad", "row 4", "row 5"
     ]  # fmt: skip
 
@@ -93,7 +93,7 @@ def test_pool_keeps_the_order_of_rows() -> None:
     with Pool(settings(), num_workers=3) as pool:
         answers = list(pool.map(Batch(0, "text", part) for part in rows))
     assert [batch.rows for batch, _ in answers] == rows
-    texts = [o.text for _, outcomes in answers for o in outcomes if isinstance(o, Script)]
+    texts = [o.text for _, outcomes in answers for o in outcomes if isinstance(o, RenderedRow)]
     assert texts == [f"{n} {k}" for n in range(30) for k in range(10)]
 
 
@@ -126,7 +126,7 @@ def test_worker_sees_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatc
 
 def test_worker_ends_with_its_parent_and_a_closed_pool_leaves_none() -> None:
     with Pool(settings(chat_template=PLAIN), num_workers=2) as pool:
-        assert isinstance(pool.render([row(HELLO)], "messages")[0], Script)
+        assert isinstance(pool.render([row(HELLO)], "messages")[0], RenderedRow)
         processes = [worker._process for worker in pool._workers if worker._process is not None]
         assert processes
     assert all(process.poll() is not None for process in processes)

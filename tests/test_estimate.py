@@ -19,10 +19,17 @@ from transformers import MistralConfig
 
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.devices.slices import CHIPS
-from trillora.engine.attention import MaskRule, Scores
+from trillora.engine.attention import MaskRule, ScoreScaling
 from trillora.engine.attention import attend as attention
 from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, schedule, trace
-from trillora.preflight.estimate.traced import Operation, Program, Value, causal_share, read_program, reshaped_splits
+from trillora.preflight.estimate.traced import (
+    Operation,
+    TracedProgram,
+    Value,
+    causal_share,
+    read_program,
+    reshaped_splits,
+)
 from trillora.preflight.hlo.simulate import TPU
 from trillora.recipe.load import load_recipe
 from trillora.step.build import Assembly, assemble
@@ -70,7 +77,7 @@ def attention_flops(tokens: int) -> float:
     return 32 * 9 * 2 * tokens**2 * 32 * 128 * causal_share(tokens // 1024, tokens // 1024)
 
 
-def read(function: Any, *arguments: Value) -> Program:
+def read(function: Any, *arguments: Value) -> TracedProgram:
     shapes = [jax.ShapeDtypeStruct(v.shape, jnp.float32 if v.itemsize == 4 else jnp.bfloat16) for v in arguments]
     return read_program(jax.make_jaxpr(function)(*shapes), list(arguments), num_devices=8)
 
@@ -79,7 +86,7 @@ def array(*shape: int, splits: tuple[int, ...] | None = None, gather_over: int =
     return Value(shape, 4, splits or (1,) * len(shape), gather_over)
 
 
-def products(program: Program) -> list[Operation]:
+def products(program: TracedProgram) -> list[Operation]:
     return [operation for operation in program.operations if operation.product is not None]
 
 
@@ -196,7 +203,7 @@ def test_branches_count_by_how_often_they_are_taken() -> None:
     def attend(kind: jax.Array, x: jax.Array) -> jax.Array:
         def look_back(window: int) -> Any:
             rule = MaskRule(window=window)
-            return lambda x: attention(x, x, x, rule, Scores(1.0), implementation="splash")
+            return lambda x: attention(x, x, x, rule, ScoreScaling(1.0), implementation="splash")
 
         return jax.lax.switch(kind, [look_back(128), look_back(4096)], x)
 

@@ -41,7 +41,7 @@ from trillora.evaluate.evaluate import (
     token_scores,
 )
 from trillora.evaluate.scores import Scores
-from trillora.events import Alarm, Progress, print_nothing
+from trillora.events import Alarm, Progress, ignore_events
 from trillora.generate.generator import Generator
 from trillora.generate.prompts import Prompts
 from trillora.recipe.load import load_recipe
@@ -179,8 +179,8 @@ def test_packed_loss_equals_unpacked_and_any_batch_size_gives_it(
     recipe = recipe_with_data(load_recipe(run / "resolved.yaml"), run, other_chats)
     assert recipe.data.pack
     unpacked = recipe.model_copy(update={"data": recipe.data.model_copy(update={"pack": False})})
-    _, documents = read_rows(recipe, AutoTokenizer.from_pretrained(run.parent / "model"), False, None, print_nothing)
-    scores = token_scores(generator, {"adapter": generator.adapter}, unpacked, documents, 3, print_nothing)["adapter"]
+    _, documents = read_rows(recipe, AutoTokenizer.from_pretrained(run.parent / "model"), False, None, ignore_events)
+    scores = token_scores(generator, {"adapter": generator.adapter}, unpacked, documents, 3, ignore_events)["adapter"]
     assert scores.loss == pytest.approx(tested[0].adapter.loss, rel=ROUNDING)
     assert scores.accuracy == tested[0].adapter.accuracy
 
@@ -204,7 +204,7 @@ def test_without_a_file_the_runs_own_test_rows_are_taken(run: Path, folder: Path
     dataset = load(folder / "chats.jsonl", tokenizer, tmp_path, validation=0.1, test=0.3)
     own = dataset.documents("test")
     recipe = recipe_with_data(load_recipe(run / "resolved.yaml"), run, None)
-    name, documents = read_rows(recipe, tokenizer, True, None, print_nothing)
+    name, documents = read_rows(recipe, tokenizer, True, None, ignore_events)
     assert 0 < len(documents) == len(own) < len(dataset.store.rows)
     assert all((documents[i].tokens == own[i].tokens).all() for i in range(len(own)))
     assert str(folder / "chats.jsonl") in name and "kept for the test" in name
@@ -214,7 +214,7 @@ def test_some_rows_are_spread_over_all(run: Path, folder: Path, other_chats: Pat
     recipe = recipe_with_data(load_recipe(run / "resolved.yaml"), run, other_chats)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     for num_rows, expected in ((3, [0, 5, 10]), (1, [0]), (99, list(range(11)))):
-        _, documents = read_rows(recipe, tokenizer, False, num_rows, print_nothing)
+        _, documents = read_rows(recipe, tokenizer, False, num_rows, ignore_events)
         assert documents.rows_N.tolist() == expected
 
 
@@ -246,7 +246,7 @@ def test_a_question_near_the_models_last_position_is_asked_with_the_room_it_has(
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ids = tokenizer("the quick brown fox jumps over the lazy dog " * 9)["input_ids"]
     questions = [Question(tuple(ids[:length]), (1, 2)) for length in (5, 30, 10, 12)]
-    answers = ask(generator, questions, 20, True, "Answers", print_nothing)
+    answers = ask(generator, questions, 20, True, "Answers", ignore_events)
     alone = generator.continue_tokens([questions[1].prompt], max_tokens=10)
     assert answers[1] == generator.prompts.decode(alone[0][0])
     together = generator.continue_tokens([questions[i].prompt for i in (0, 2, 3)], max_tokens=20)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import trillora
 from trillora.cli import app
 from trillora.errors import TrilloraError
-from trillora.events import Event, Note, print_nothing
+from trillora.events import Event, Note, ignore_events
 from trillora.model.loading.source import load_config
 from trillora.preflight import client, compiler_process
 from trillora.preflight.estimate.estimate import Estimate
@@ -76,20 +76,20 @@ def test_the_step_asked_about_is_the_step_that_trains(
 
     monkeypatch.setattr(trainer, "choose", remembered)
     trainer.train(recipe, tmp_path / "run")
-    asked = read_asked(recipe, print_nothing)
+    asked = read_asked(recipe, ignore_events)
     config = load_config(asked.model)
     (stage,) = asked.stages
-    plan = autotune.choose(stage.recipe, config, jax.devices("cpu"), stage.num_steps, print_nothing)
+    plan = autotune.choose(stage.recipe, config, jax.devices("cpu"), stage.num_steps, ignore_events)
     assert [plan.assembly.lower().as_text()] == trained
     other = changed(stage.recipe, {"engine.remat": "full"})
-    another = autotune.choose(other, config, jax.devices("cpu"), stage.num_steps, print_nothing)
+    another = autotune.choose(other, config, jax.devices("cpu"), stage.num_steps, ignore_events)
     assert another.assembly.lower().as_text() != trained[0], "the comparison can fail"
 
 
 def test_real_data_decides_steps_and_tokens(folder: Path) -> None:
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": None, "epochs": 2, "batch_size": 4}))
-    (stage,) = read_asked(recipe, print_nothing).stages
-    batches = trainer.read_stage(trainer.stages_of(recipe)[0], _tokenizer(recipe), print_nothing).batches
+    (stage,) = read_asked(recipe, ignore_events).stages
+    batches = trainer.read_stage(trainer.stages_of(recipe)[0], _tokenizer(recipe), ignore_events).batches
     assert stage.num_steps == 2 * batches.steps_per_epoch
     assert stage.num_tokens == 2 * batches.summary()["tokens"]
     assert sum(stage.steps_by_length.values()) == stage.num_steps
@@ -206,7 +206,7 @@ def test_the_estimate_answers_anywhere_and_says_what_it_is(
 
 def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is faster than a hopeless way needs still more: it is not even looked at."""
-    asked = read_asked(load_recipe(tiny_run.recipe(folder, train={"steps": 2, "batch_size": 8})), print_nothing)
+    asked = read_asked(load_recipe(tiny_run.recipe(folder, train={"steps": 2, "batch_size": 8})), ignore_events)
     config, (stage,) = load_config(asked.model), asked.stages
     assemble = autotune.assemble
     remats: dict[int, str] = {}
@@ -234,7 +234,7 @@ def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch
             return "a program", needs[compiled[-1]]
 
         devices = jax.devices("cpu")[:1]
-        plan = autotune.choose(stage.recipe, config, devices, stage.num_steps, print_nothing, compile_one, guess=guess)
+        plan = autotune.choose(stage.recipe, config, devices, stage.num_steps, ignore_events, compile_one, guess=guess)
         return plan, guessed, compiled
 
     plan, guessed, compiled = ask({"none": 500.0, "linear": 141.0, "full": 20.0})
@@ -295,7 +295,7 @@ def test_an_answer_is_for_one_question(folder: Path, tmp_path: Path) -> None:
 def test_the_ladder_opens_what_the_user_fixed_one_by_one(folder: Path) -> None:
     def steps(**sections: Any) -> list[dict[str, Any]]:
         recipe = load_recipe(tiny_run.recipe(folder, **sections))
-        return list(ladder(read_asked(recipe, print_nothing).stages))
+        return list(ladder(read_asked(recipe, ignore_events).stages))
 
     fixed = steps(
         train={"steps": 2, "batch_size": 8, "micro_batch_size": 8}, engine={"remat": "none", "loss_chunk": 4096}

@@ -16,8 +16,8 @@ import pytest
 from dose import FULL
 
 from trillora.devices.slices import CHIPS, find_slice
-from trillora.events import print_nothing
-from trillora.preflight.client import Answerer, ask, versions
+from trillora.events import ignore_events
+from trillora.preflight.client import CompilerClient, ask, versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import preflight_records
@@ -66,7 +66,7 @@ def test_compiled_to_the_end_it_needs_what_was_laid_out(number: int) -> None:
     record = RECORDS[number]
     case = tuple(record["case"])
     question = preflight_records.question(case) | {"method": "compiler", "whole": True}
-    result = ask(question, find_slice(case[1]), print_nothing)
+    result = ask(question, find_slice(case[1]), ignore_events)
     assert result["fits"]
     if record["versions"]["libtpu"] == versions()["libtpu"]:
         assert result["hbm_peak_gib"] == pytest.approx(record["hbm_peak_gib"], rel=SAME_COMPILER)
@@ -75,17 +75,17 @@ def test_compiled_to_the_end_it_needs_what_was_laid_out(number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def estimator() -> Iterator[Answerer]:
-    with Answerer("estimate") as answerer:
+def estimator() -> Iterator[CompilerClient]:
+    with CompilerClient("estimate") as answerer:
         answerer.get_ready(find_slice("v5e-8"))
         yield answerer
 
 
 @pytest.mark.parametrize("number", ESTIMATED, ids=name_of)
-def test_the_estimate_comes_near_the_compiler(number: int, estimator: Answerer) -> None:
+def test_the_estimate_comes_near_the_compiler(number: int, estimator: CompilerClient) -> None:
     record = RECORDS[number]
     case = tuple(record["case"])
     question = preflight_records.question(case) | {"method": "estimate"}
-    result = estimator.ask(question, find_slice(case[1]), print_nothing)
+    result = estimator.ask(question, find_slice(case[1]), ignore_events)
     assert result["hbm_peak_gib"] == pytest.approx(record["hbm_peak_gib"], rel=MEMORY_ERROR)
     assert result["step_seconds"] == pytest.approx(record["step_seconds"], rel=TIME_ERROR)

@@ -29,7 +29,7 @@ from tiny_run import checkpoints_of, metrics
 
 from trillora.data.stage import read_stage
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Step, print_nothing
+from trillora.events import Alarm, Step, ignore_events
 from trillora.model.loading.source import load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
@@ -78,7 +78,7 @@ def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
     assert not metrics(tmp_path / "clean", "skipped")
 
     (stage,) = stages_of(load_recipe(settings))
-    met = read_stage(stage, load_tokenizer(tmp_path / "model"), print_nothing).places_of(POISONED - 1)
+    met = read_stage(stage, load_tokenizer(tmp_path / "model"), ignore_events).places_of(POISONED - 1)
     lines = [int(place.rpartition(":")[2]) for place in met]
     assert len(lines) == 8
     for line in lines:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from trillora.errors import TrilloraError
-from trillora.train.run_lock import hold
+from trillora.train.run_lock import lock_run
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
 SOURCE = Path(__file__).parent.parent / "src"
@@ -28,14 +28,14 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from trillora.errors import TrilloraError
-from trillora.train.run_lock import hold
+from trillora.train.run_lock import lock_run
 if sys.argv[3] == "no locks":
     import fcntl
     def flock(*arguments):
         raise OSError(int(sys.argv[4]), "no locks here")
     fcntl.flock = flock
 try:
-    with hold(Path(sys.argv[2])):
+    with lock_run(Path(sys.argv[2])):
         print("owns", flush=True)
         sys.stdin.readline()
 except TrilloraError as error:
@@ -64,7 +64,7 @@ def test_a_second_process_is_refused_at_once_and_told_the_owner(tmp_path: Path) 
     with owner(run) as process:
         assert first_line(process) == "owns"
         start = time.monotonic()
-        with pytest.raises(TrilloraError) as caught, hold(run):
+        with pytest.raises(TrilloraError) as caught, lock_run(run):
             pytest.fail("two owners")
         assert time.monotonic() - start < 1  # R20
         assert f"process {process.pid} on {socket.gethostname()}" in caught.value.what
@@ -72,10 +72,10 @@ def test_a_second_process_is_refused_at_once_and_told_the_owner(tmp_path: Path) 
         with owner(run) as second:
             assert first_line(second) == "refused"
         # Being refused changed nothing.
-        with pytest.raises(TrilloraError, match=f"process {process.pid} "), hold(run):
+        with pytest.raises(TrilloraError, match=f"process {process.pid} "), lock_run(run):
             pytest.fail("two owners")
         process.communicate("go\n")
-    with hold(run):
+    with lock_run(run):
         pass
 
 
@@ -103,15 +103,15 @@ def test_of_many_at_once_exactly_one_owns(tmp_path: Path) -> None:
 
 
 def test_the_same_process_owns_a_run_once(tmp_path: Path) -> None:
-    with hold(tmp_path):
-        with pytest.raises(TrilloraError, match=f"process {os.getpid()} "), hold(tmp_path):
+    with lock_run(tmp_path):
+        with pytest.raises(TrilloraError, match=f"process {os.getpid()} "), lock_run(tmp_path):
             pytest.fail("two owners")
-        with hold(tmp_path / "other"):
+        with lock_run(tmp_path / "other"):
             pass
         assert (tmp_path / ".lock-owner").exists()
-    with pytest.raises(ZeroDivisionError), hold(tmp_path):
+    with pytest.raises(ZeroDivisionError), lock_run(tmp_path):
         _ = 1 / 0
-    with hold(tmp_path):
+    with lock_run(tmp_path):
         pass
 
 
@@ -122,9 +122,9 @@ def test_without_locks_the_note_decides(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fcntl, "flock", flock)
     note = tmp_path / ".lock-owner"
-    with hold(tmp_path):
+    with lock_run(tmp_path):
         assert json.loads(note.read_text())["pid"] == os.getpid()
-        with pytest.raises(TrilloraError, match=f"process {os.getpid()} ") as caught, hold(tmp_path):
+        with pytest.raises(TrilloraError, match=f"process {os.getpid()} ") as caught, lock_run(tmp_path):
             pytest.fail("two owners")
         assert f"remove {note}" in caught.value.do
     assert not note.exists()
@@ -133,13 +133,13 @@ def test_without_locks_the_note_decides(tmp_path: Path, monkeypatch: pytest.Monk
         note.write_text(json.dumps({"pid": pid, "host": host, "since": since}))
 
     leave(2**22 + 1, "elsewhere", time.time())  # no process here, but there: who knows
-    with pytest.raises(TrilloraError, match="on elsewhere"), hold(tmp_path):
+    with pytest.raises(TrilloraError, match="on elsewhere"), lock_run(tmp_path):
         pytest.fail("two owners")
     leave(os.getpid(), socket.gethostname(), time.time() - 10**6)  # our number, but a process long before us
-    with hold(tmp_path):
+    with lock_run(tmp_path):
         pass
     leave(2**22 + 1, socket.gethostname(), time.time())  # beyond the largest number a process can have
-    with hold(tmp_path):
+    with lock_run(tmp_path):
         pass
     assert not note.exists()
 
@@ -150,17 +150,17 @@ def test_a_note_that_is_not_one_harms_nobody(tmp_path: Path) -> None:
     notes.append(json.dumps({"pid": -1, "host": socket.gethostname(), "since": 1e300}).encode())
     for data in notes:
         (tmp_path / ".lock-owner").write_bytes(data)
-        with hold(tmp_path):
+        with lock_run(tmp_path):
             assert json.loads((tmp_path / ".lock-owner").read_text())["pid"] == os.getpid()
     for data in notes[-1], notes[0]:
-        with hold(tmp_path):
+        with lock_run(tmp_path):
             (tmp_path / ".lock-owner").write_bytes(data)
-            with pytest.raises(TrilloraError, match="in use by another process"), hold(tmp_path):
+            with pytest.raises(TrilloraError, match="in use by another process"), lock_run(tmp_path):
                 pytest.fail("two owners")
 
 
 def test_a_folder_that_cannot_be_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(TrilloraError, match="cannot be written") as caught, hold(tmp_path / "file" / "run"):
+    with pytest.raises(TrilloraError, match="cannot be written") as caught, lock_run(tmp_path / "file" / "run"):
         pytest.fail("no such folder")
     assert caught.value.where == str(tmp_path / "file" / "run")

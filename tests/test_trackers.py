@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Evaluated, Event, Note, Step, print_nothing
+from trillora.events import Alarm, Evaluated, Event, Note, Step, ignore_events
 from trillora.secrets import MASK
 from trillora.tracking import tracking_listener
 from trillora.tracking.services import open_tracker
@@ -100,7 +100,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 @needs_tensorboard
 @pytest.mark.parametrize("values", [(math.nan,), (math.inf,)])
 def test_tensorboard_sees_that_a_loss_was_not_finite(tmp_path: Path, values: tuple[float]) -> None:
-    with tracking_listener(tmp_path, 1, (), "trillora", {}, print_nothing) as listener:
+    with tracking_listener(tmp_path, 1, (), "trillora", {}, ignore_events) as listener:
         listener(step(1, values[0]))
     assert str(scalars(tmp_path / "tensorboard")["train/loss"][0][1]) == str(values[0])
 
@@ -108,7 +108,7 @@ def test_tensorboard_sees_that_a_loss_was_not_finite(tmp_path: Path, values: tup
 @needs_tensorboard
 def test_a_resumed_run_replaces_what_was_trained_again(tmp_path: Path) -> None:
     for first, last in ((1, 8), (6, 10), (4, 9)):  # killed at 8 with a checkpoint at 5; then resumed from 3
-        with tracking_listener(tmp_path, first, (), "trillora", {}, print_nothing) as listener:
+        with tracking_listener(tmp_path, first, (), "trillora", {}, ignore_events) as listener:
             if first == 1:
                 listener(evaluated(0))
             for number in range(first, last + 1):
@@ -121,7 +121,7 @@ def test_a_resumed_run_replaces_what_was_trained_again(tmp_path: Path) -> None:
 @needs_tensorboard
 def test_a_run_begun_anew_replaces_its_base_measurement(tmp_path: Path) -> None:
     for loss in (2.0, 3.0):
-        with tracking_listener(tmp_path, 1, (), "trillora", {}, print_nothing) as listener:
+        with tracking_listener(tmp_path, 1, (), "trillora", {}, ignore_events) as listener:
             listener(evaluated(0, loss))
     assert scalars(tmp_path / "tensorboard")["eval/loss"] == [(0, 3.0)]
 
@@ -182,7 +182,7 @@ def test_an_unknown_service_is_refused_with_the_nearest_name(tmp_path: Path) -> 
     with pytest.raises(TrilloraError, match="Unknown tracker 'wandbb'") as error:
         open_tracker("wandbb", "p", "r", {}, tmp_path)
     assert "did you mean 'wandb'" in error.value.do
-    with pytest.raises(TrilloraError), tracking_listener(tmp_path, 1, ("wandbb",), "trillora", {}, print_nothing):
+    with pytest.raises(TrilloraError), tracking_listener(tmp_path, 1, ("wandbb",), "trillora", {}, ignore_events):
         raise AssertionError("never opened")
 
 

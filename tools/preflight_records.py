@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.devices.slices import find_slice
-from trillora.events import print_nothing
+from trillora.events import ignore_events
 from trillora.preflight.client import ask, versions
 from trillora.preflight.inputs import KNOWN_MODELS, describe_model
 from trillora.recipe.load import load_recipe
@@ -73,7 +73,7 @@ def question(case: tuple[str, str, int, int, int, str, bool]) -> dict[str, Any]:
 
 def measure(case: tuple[str, str, int, int, int, str, bool], method: str) -> dict[str, Any]:
     """`method`: compiler or estimate."""
-    return ask({**question(case), "method": method}, find_slice(case[1]), print_nothing)
+    return ask({**question(case), "method": method}, find_slice(case[1]), ignore_events)
 
 
 def record(case: tuple[str, str, int, int, int, str, bool]) -> dict[str, Any]:

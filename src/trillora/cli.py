@@ -406,9 +406,9 @@ def _progress_on_stderr() -> Iterator[Listener]:
 
 
 def _complain(text: str) -> None:
-    from trillora.report.console import surviving
+    from trillora.report.console import closed_pipe_safe
 
-    print(text, file=surviving(sys.stderr))
+    print(text, file=closed_pipe_safe(sys.stderr))
 
 
 def _only_progress(listener: Listener) -> Listener:
@@ -422,9 +422,9 @@ def _only_progress(listener: Listener) -> Listener:
 
 
 def _print_json(event: Event) -> None:
-    from trillora.report.console import surviving
+    from trillora.report.console import closed_pipe_safe
 
-    print(to_json(event), file=surviving(sys.stdout), flush=True)
+    print(to_json(event), file=closed_pipe_safe(sys.stdout), flush=True)
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ Event = Note | Alarm | Chosen | Progress | Step | Evaluated | Sampled | Saved
 Listener = Callable[[Event], None]
 
 
-def print_nothing(event: Event) -> None:
+def ignore_events(event: Event) -> None:
     """The listener of those who do not listen."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trillora.data.tokenizing.encode import Rendered
+from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.data.tokenizing.store import KINDS, TRAINED, Store
 from trillora.errors import TrilloraError
 
@@ -34,9 +34,9 @@ class Documents:
     def __len__(self) -> int:
         return len(self.starts_N)
 
-    def __getitem__(self, index: int) -> Rendered:
+    def __getitem__(self, index: int) -> TokenizedDocument:
         stretch = self.tokens[self.starts_N[index] : self.starts_N[index] + self.lengths_N[index]]
-        return Rendered((stretch & ~TRAINED).astype(np.int32), (stretch & TRAINED) != 0)
+        return TokenizedDocument((stretch & ~TRAINED).astype(np.int32), (stretch & TRAINED) != 0)
 
     def take(self, chosen: NDArray[np.generic]) -> Documents:
         """The documents at these places, or where this mask is true."""
@@ -44,7 +44,7 @@ class Documents:
         return Documents(self.tokens, *(array[chosen] for array in arrays))
 
     @staticmethod
-    def of(rendered: Sequence[Rendered]) -> Documents:
+    def of(rendered: Sequence[TokenizedDocument]) -> Documents:
         """Documents that lie in memory."""
         lengths = np.array([len(document) for document in rendered], np.int64)
         tokens = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trillora.data.tokenizing.encode import Rendered
+from trillora.data.tokenizing.encode import TokenizedDocument
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def bucket_lengths(lengths_N: NDArray[np.int64], sequence_length: int, num_bucke
     return [bounds[index] for index in needed.tolist()]
 
 
-def fill_row(documents: Iterable[Rendered], row: dict[str, NDArray[np.generic]]) -> None:
+def fill_row(documents: Iterable[TokenizedDocument], row: dict[str, NDArray[np.generic]]) -> None:
     """Write documents side by side into a row's arrays (each [T], prepared as padding).
 
     A slot's target is the next token of its own document, so the last token of a document has none.

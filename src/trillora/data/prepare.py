@@ -28,12 +28,12 @@ from trillora.data.reading.files import DataFile, expand
 from trillora.data.reading.readers import read_rows
 from trillora.data.rendering import formats
 from trillora.data.rendering.pool import Batch, Pool
-from trillora.data.rendering.render import Cut, RenderSettings, Script, parse
+from trillora.data.rendering.render import Cut, RenderedRow, RenderSettings, parse
 from trillora.data.rows import BadRow, Fault, RawRow, place
-from trillora.data.tokenizing.encode import Encoder, Rendered, Tokenizer
+from trillora.data.tokenizing.encode import Encoder, TokenizedDocument, Tokenizer
 from trillora.data.tokenizing.store import KINDS, ROW, Store, StoreWriter, open_store
 from trillora.errors import TrilloraError
-from trillora.events import Listener, Progress, print_nothing
+from trillora.events import Listener, Progress, ignore_events
 
 FORMAT = 1  # of a store: raised whenever the same data would be tokenised or stored differently
 ROWS_PER_BATCH = 256
@@ -70,7 +70,7 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class Problem:
+class DataProblem:
     """A row that was left out, or a part of a file that could not be read."""
 
     where: str
@@ -104,10 +104,10 @@ class Dataset:
         return [{"name": name, **known} for name, known in zip(self.store.files, facts, strict=True)]
 
     @property
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[DataProblem]:
         """The first of what was left out."""
         found = (_Found(*problem) for problem in self.store.facts["problems"])
-        return [Problem(place(self.store.files[f.file], f.member, f.line), f.what, f.do) for f in found]
+        return [DataProblem(place(self.store.files[f.file], f.member, f.line), f.what, f.do) for f in found]
 
     @property
     def num_problems(self) -> int:
@@ -151,7 +151,7 @@ def prepare(
     cache: Path,
     *,
     sequence_length: int,
-    listener: Listener = print_nothing,
+    listener: Listener = ignore_events,
     num_workers: int | None = None,
 ) -> Dataset:
     """Tokenised rows, found in the cache or made now. `sequence_length` matters only where rows are to be truncated."""
@@ -264,10 +264,14 @@ class _Making:
             self._formats[owner] = found
         return self._formats[owner]
 
-    def _encode(self, batch: Batch, outcomes: Sequence[Script | BadRow]) -> tuple[list[Rendered], np.ndarray]:
+    def _encode(
+        self, batch: Batch, outcomes: Sequence[RenderedRow | BadRow]
+    ) -> tuple[list[TokenizedDocument], np.ndarray]:
         """What of a batch can be trained on, with its facts; the rest is noted."""
         whole = [
-            (row, outcome) for row, outcome in zip(batch.rows, outcomes, strict=True) if isinstance(outcome, Script)
+            (row, outcome)
+            for row, outcome in zip(batch.rows, outcomes, strict=True)
+            if isinstance(outcome, RenderedRow)
         ]
         encoded = dict(zip((id(row) for row, _ in whole), self._encoder.encode([s for _, s in whole]), strict=True))
         source = self._files[batch.file].source
@@ -275,16 +279,16 @@ class _Making:
         for row, outcome in zip(batch.rows, outcomes, strict=True):
             document = encoded.get(id(row), outcome)
             was_cut = False
-            if isinstance(document, Rendered) and self._truncate_to and len(document) > self._truncate_to:
+            if isinstance(document, TokenizedDocument) and self._truncate_to and len(document) > self._truncate_to:
                 shorter = self._shortened(row, batch.format, document, outcome)
                 was_cut, document = shorter is not document, shorter
-            if isinstance(document, Rendered) and not document.num_supervised:
+            if isinstance(document, TokenizedDocument) and not document.num_supervised:
                 document = BadRow("This row has no token to train on.", "remove the row, or give it an answer")
             if isinstance(document, BadRow):
                 found = _Found(batch.file, row.member, row.line, document.what, document.do)
                 self._problem(found, past_limit=document.past_limit)
                 continue
-            assert isinstance(document, Rendered) and isinstance(outcome, Script)
+            assert isinstance(document, TokenizedDocument) and isinstance(outcome, RenderedRow)
             name = self._names.setdefault((batch.file, row.member), len(self._names))
             kind = KINDS.index(outcome.kind)
             facts.append((0, outcome.digest, row.line, 0, 0, name, source, kind, was_cut))
@@ -292,9 +296,11 @@ class _Making:
         self._num_rows[batch.file, batch.format] += len(documents)
         return documents, np.array(facts, ROW)
 
-    def _shortened(self, row: RawRow, format: str, document: Rendered, script: Script | BadRow) -> Rendered:
+    def _shortened(
+        self, row: RawRow, format: str, document: TokenizedDocument, script: RenderedRow | BadRow
+    ) -> TokenizedDocument:
         """The row with less of its prompt, or as it was where only its answer is too long."""
-        assert self._truncate_to is not None and isinstance(script, Script)
+        assert self._truncate_to is not None and isinstance(script, RenderedRow)
         side = self._options.too_long.removeprefix("truncate-")
         per_token = len(script.text) / len(document)
         taken, shorter = 0, document
@@ -304,7 +310,7 @@ class _Making:
                 return shorter
             taken += math.ceil(excess * per_token) + 1
             outcome = self._pool.render([row.raw], format, [Cut(side, taken)])[0]
-            again = self._encoder.encode([outcome])[0] if isinstance(outcome, Script) else outcome
+            again = self._encoder.encode([outcome])[0] if isinstance(outcome, RenderedRow) else outcome
             if isinstance(again, BadRow):
                 return document
             shorter = again

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trillora.data.tokenizing.encode import Rendered
+from trillora.data.tokenizing.encode import TokenizedDocument
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Question:
     expected: tuple[int, ...]
 
 
-def question_of(document: Rendered) -> Question | None:
+def question_of(document: TokenizedDocument) -> Question | None:
     """The document cut at its last trained stretch; None where nothing stands before it, as in a text trained whole.
 
     The header of an answer is not trained, so it ends the prompt; the stop token is, so it ends the answer.

@@ -15,7 +15,7 @@ from trillora.data.excerpt import pieces_of
 from trillora.data.open import chat_template, open_dataset, settle
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
-from trillora.events import Chosen, Listener, Note, print_nothing
+from trillora.events import Chosen, Listener, Note, ignore_events
 from trillora.recipe.schema import Stage, StageRecipe
 from trillora.train.run_identity import text_digest
 
@@ -98,7 +98,7 @@ def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
     )
 
 
-def read_data(recipe: StageRecipe, tokenizer: Any, listener: Listener = print_nothing) -> Batches:
+def read_data(recipe: StageRecipe, tokenizer: Any, listener: Listener = ignore_events) -> Batches:
     """The batches of the training part."""
     return training_batches(open_dataset(recipe, tokenizer, listener), recipe)
 

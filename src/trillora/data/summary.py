@@ -24,7 +24,7 @@ from trillora.data.reading.files import without_secrets
 from trillora.data.tokenizing.encode import Tokenizer
 from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
-from trillora.events import Listener, print_nothing
+from trillora.events import Listener, ignore_events
 from trillora.model.limits import check_rows
 from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.recipe.schema import StageRecipe
@@ -79,7 +79,7 @@ class ChatTemplateFacts:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DataVerdict:
     """Whether training would take the data, and if not, what it would say."""
 
     ready: bool
@@ -128,13 +128,13 @@ class DataReport:
     lost: LostFacts | None
     chat_template: ChatTemplateFacts | None
     example: ExampleFacts | None
-    verdict: Verdict
+    verdict: DataVerdict
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-def inspect(recipe: StageRecipe, listener: Listener = print_nothing) -> DataReport:
+def inspect(recipe: StageRecipe, listener: Listener = ignore_events) -> DataReport:
     """Reads, renders and tokenises the recipe's data, and counts what training would do with it."""
     model = recipe.model
     folder = find_model(
@@ -201,10 +201,10 @@ def _not_for_the_model(recipe: StageRecipe, folder: Path) -> TrilloraError | Non
     return None
 
 
-def _verdict(refusal: TrilloraError | None) -> Verdict:
+def _verdict(refusal: TrilloraError | None) -> DataVerdict:
     if refusal is None:
-        return Verdict(True, "The data is ready to train on.")
-    return Verdict(False, refusal.what, refusal.where, refusal.do)
+        return DataVerdict(True, "The data is ready to train on.")
+    return DataVerdict(False, refusal.what, refusal.where, refusal.do)
 
 
 def _row_facts(dataset: Dataset) -> dict[str, Any]:

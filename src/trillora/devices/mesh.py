@@ -160,7 +160,7 @@ def remember_programs(folder: Path) -> None:
         jax.config.update("jax_compilation_cache_max_size", PROGRAM_CACHE_BYTES)
 
 
-def agreed(*wishes: bool) -> tuple[bool, ...]:
+def any_process(*wishes: bool) -> tuple[bool, ...]:
     """What any process of the run wants, all do: together, or their programs would wait for each other for ever."""
     if jax.process_count() == 1:
         return wishes

@@ -50,7 +50,7 @@ class RuleChoice:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreScaling:
     """How raw scores become logits."""
 
     scale: float
@@ -62,7 +62,7 @@ def attend(
     key_BSKD: jax.Array,
     value_BSKE: jax.Array,
     rule: MaskRule | RuleChoice,
-    scores: Scores,
+    scores: ScoreScaling,
     *,
     sinks_H: jax.Array | None = None,
     segments_BT: jax.Array | None = None,
@@ -124,7 +124,7 @@ def unsupported(
     key: jax.Array,
     value: jax.Array,
     rule: MaskRule,
-    scores: Scores,
+    scores: ScoreScaling,
     sinks: jax.Array | None,
     bias: jax.Array | None,
 ) -> str | None:
@@ -169,7 +169,7 @@ def _reference(
     key_BSKD: jax.Array,
     value_BSKE: jax.Array,
     rule: MaskRule | RuleChoice,
-    scores: Scores,
+    scores: ScoreScaling,
     sinks_H: jax.Array | None,
     segments_BT: jax.Array | None,
     bias_BHTS: jax.Array | None,
@@ -200,7 +200,7 @@ def _cudnn(
     key_BSKD: jax.Array,
     value_BSKE: jax.Array,
     rule: MaskRule,
-    scores: Scores,
+    scores: ScoreScaling,
     segments_BT: jax.Array | None,
 ) -> jax.Array:
     if segments_BT is None:
@@ -225,7 +225,7 @@ def _splash(
     key_BSKD: jax.Array,
     value_BSKE: jax.Array,
     rule: MaskRule,
-    scores: Scores,
+    scores: ScoreScaling,
     sinks_H: jax.Array | None,
     segments_BT: jax.Array | None,
     interpret: bool,

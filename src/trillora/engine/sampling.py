@@ -25,7 +25,7 @@ class Sampling(NamedTuple):
 GREEDY = Sampling()
 
 
-class Writing(NamedTuple):
+class DecodeState(NamedTuple):
     """Rows being written. `token_B` is chosen but not yet read by the model."""
 
     cache: Any
@@ -69,20 +69,26 @@ def begin(
     rows_B: jax.Array,
     sampling: Sampling,
     stops: jax.Array,
-) -> Writing:
+) -> DecodeState:
     """The first token after prompts that fill `num_read` slots."""
     token = choose(logits_BV, token_keys(sampling.seed, rows_B, 0), sampling)
     done = jnp.isin(token, stops)
-    return Writing(cache, token, jnp.int32(num_read), starts_B, rows_B, jnp.int32(1), done)
+    return DecodeState(cache, token, jnp.int32(num_read), starts_B, rows_B, jnp.int32(1), done)
 
 
 def write_on(
-    forward: Forward, writing: Writing, limit: jax.Array, sampling: Sampling, stops: jax.Array, most: int, padding: int
-) -> tuple[Writing, jax.Array]:
+    forward: Forward,
+    writing: DecodeState,
+    limit: jax.Array,
+    sampling: Sampling,
+    stops: jax.Array,
+    most: int,
+    padding: int,
+) -> tuple[DecodeState, jax.Array]:
     """Up to `limit` more tokens [B, most], fewer where every row has stopped; rows that have are padded."""
     out = jnp.full((len(writing.token_B), most), padding, jnp.int32)
 
-    def step(carry: tuple[jax.Array, Writing, jax.Array]) -> tuple[jax.Array, Writing, jax.Array]:
+    def step(carry: tuple[jax.Array, DecodeState, jax.Array]) -> tuple[jax.Array, DecodeState, jax.Array]:
         i, w, out = carry
         logits, cache = forward(w.cache, w.token_B, w.slot, w.starts_B)
         chosen = choose(logits, token_keys(sampling.seed, w.rows_B, w.num_written), sampling)
@@ -95,7 +101,7 @@ def write_on(
             out,
         )
 
-    def goes_on(carry: tuple[jax.Array, Writing, jax.Array]) -> jax.Array:
+    def goes_on(carry: tuple[jax.Array, DecodeState, jax.Array]) -> jax.Array:
         i, w, _ = carry
         return (i < jnp.minimum(limit, most)) & ~w.done_B.all()
 

@@ -29,7 +29,7 @@ SETTLED = 20  # steps before anything is called out of line
 MEMORY = 0.05  # weight of the newest step in what is typical
 
 
-class Typical(NamedTuple):
+class GradNormStats(NamedTuple):
     """How long gradients have been."""
 
     log_norm: jax.Array  # running mean
@@ -43,7 +43,7 @@ class TrainState(NamedTuple):
     adapter: Tree
     optimizer: Any
     key: jax.Array  # of dropout; folded with the step, never consumed
-    typical: Typical
+    typical: GradNormStats
 
 
 class StepMetrics(NamedTuple):
@@ -63,7 +63,7 @@ def initial_state(adapter: Tree, optimizer: optax.GradientTransformation, seed: 
 def next_stage(adapter: Tree, optimizer_state: Any, seed: int, stage: int) -> TrainState:
     """The state at the first step of a stage: what was learnt goes on, the count of steps begins again."""
     key = jax.random.fold_in(jax.random.key(seed), stage) if stage else jax.random.key(seed)
-    return TrainState(jnp.int32(0), adapter, optimizer_state, key, Typical(jnp.float32(0), jnp.int32(0)))
+    return TrainState(jnp.int32(0), adapter, optimizer_state, key, GradNormStats(jnp.float32(0), jnp.int32(0)))
 
 
 def make_train_step(
@@ -106,18 +106,18 @@ def make_train_step(
     return train_step
 
 
-def out_of_line(grad_norm: jax.Array, typical: Typical, max_grad_norm: float | None) -> jax.Array:
+def out_of_line(grad_norm: jax.Array, typical: GradNormStats, max_grad_norm: float | None) -> jax.Array:
     far = grad_norm > SPIKE * jnp.exp(typical.log_norm)
     large = grad_norm > 2 * (max_grad_norm or 0.0)
     return far & large & (typical.num_steps >= SETTLED)
 
 
-def with_norm(typical: Typical, grad_norm: jax.Array, spike: jax.Array) -> Typical:
+def with_norm(typical: GradNormStats, grad_norm: jax.Array, spike: jax.Array) -> GradNormStats:
     """What is typical after one more step. A spike counts as twice the usual: if gradients have become long for good,
     a few steps are skipped and no more."""
     rate = jnp.maximum(1 / (typical.num_steps + 1.0), MEMORY)
     usual = typical.log_norm + rate * (jnp.log(jnp.maximum(grad_norm, 1e-12)) - typical.log_norm)
-    return Typical(jnp.where(spike, typical.log_norm + jnp.log(2.0), usual), typical.num_steps + 1)
+    return GradNormStats(jnp.where(spike, typical.log_norm + jnp.log(2.0), usual), typical.num_steps + 1)
 
 
 def accumulate(

@@ -31,7 +31,7 @@ from trillora.devices.mesh import put_batch
 from trillora.engine.step import make_eval_step
 from trillora.errors import TrilloraError
 from trillora.evaluate.scores import Scores, majority, score, summarise
-from trillora.events import Alarm, Listener, Progress, print_nothing
+from trillora.events import Alarm, Listener, Progress, ignore_events
 from trillora.files.atomic import write_file
 from trillora.generate.generator import Generator
 from trillora.model.layout import Tree
@@ -82,7 +82,7 @@ def evaluate(
     backend: str = "auto",
     batch_size: int = 8,
     with_base: bool = True,
-    listener: Listener = print_nothing,
+    listener: Listener = ignore_events,
 ) -> Evaluation:
     """Test a run on a data file, or on the test rows it kept out of training.
 

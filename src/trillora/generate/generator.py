@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.mesh import BATCH_AXES, MeshShape, batch_sharding, find_devices, make_mesh, replicated
-from trillora.engine.sampling import GREEDY, Sampling, Writing, begin, write_on
+from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
-from trillora.events import Listener, Note, Progress, print_nothing
+from trillora.events import Listener, Note, Progress, ignore_events
 from trillora.generate.prompts import Prompt, Prompts, configured_stops
 from trillora.model.adapters import fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
@@ -92,7 +92,7 @@ class Generator:
         backend: str = "auto",
         longest: int | None = None,
         batch_size: int = 8,
-        listener: Listener = print_nothing,
+        listener: Listener = ignore_events,
     ) -> Generator:
         """A run's folder, a model's folder, a hub id or `smollm2`, ready to answer."""
         run = Path(name).expanduser()
@@ -238,20 +238,24 @@ class Generator:
             return self._programs[bucket]
         decoder, slots = self._decoder, bucket.num_slots
 
-        def read(base: Tree, adapter: Tree, tokens: Any, starts: Any, rows: Any, rule: Sampling, stops: Any) -> Writing:
+        def read(
+            base: Tree, adapter: Tree, tokens: Any, starts: Any, rows: Any, rule: Sampling, stops: Any
+        ) -> DecodeState:
             logits, cache = decoder.prefill(base, adapter, tokens, starts, slots)
             return begin(logits, cache, bucket.num_prompt, starts, rows, rule, stops)
 
         def write(
-            base: Tree, adapter: Tree, writing: Writing, limit: Any, rule: Sampling, stops: Any
-        ) -> tuple[Writing, jax.Array]:
+            base: Tree, adapter: Tree, writing: DecodeState, limit: Any, rule: Sampling, stops: Any
+        ) -> tuple[DecodeState, jax.Array]:
             def forward(cache: Any, tokens: Any, slot: Any, starts: Any) -> tuple[jax.Array, Any]:
                 return decoder.decode(base, adapter, cache, tokens, slot, starts, slots)
 
             return write_on(forward, writing, limit, rule, stops, most=TOKENS_PER_CALL, padding=0)
 
         rows, everywhere = batch_sharding(self._mesh), replicated(self._mesh)
-        places: Any = Writing._make(everywhere if n in ("slot", "num_written") else rows for n in Writing._fields)
+        places: Any = DecodeState._make(
+            everywhere if n in ("slot", "num_written") else rows for n in DecodeState._fields
+        )
         reader = jax.jit(read, out_shardings=places).lower(self._base, adapter, *inputs, rule, stops)
 
         def placed(leaf: Any) -> jax.ShapeDtypeStruct:

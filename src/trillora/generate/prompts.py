@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.questions import last_question
-from trillora.data.rendering.render import Renderer, RenderSettings, Script
+from trillora.data.rendering.render import RenderedRow, Renderer, RenderSettings
 from trillora.data.rendering.sandbox import ChatTemplate
 from trillora.data.rows import BadRow, Text
 from trillora.data.tokenizing.encode import Encoder
@@ -71,7 +71,7 @@ class Prompts:
             raise TrilloraError(error.what, do=error.do) from None
         return self._encode_script(script)
 
-    def _encode_script(self, script: Script) -> list[int]:
+    def _encode_script(self, script: RenderedRow) -> list[int]:
         encoded = self._encoder.encode([script])[0]
         if isinstance(encoded, BadRow):
             raise TrilloraError(encoded.what, do=encoded.do)

@@ -18,7 +18,7 @@ from torchax import interop
 from trillora.devices.mesh import split_rows
 from trillora.errors import TrilloraError
 from trillora.model.bridge import CausalLM
-from trillora.model.kv_cache import DO, Arrays, Remembered, check_cache
+from trillora.model.kv_cache import DO, Arrays, StaticCache, check_cache
 from trillora.model.layout import Tree, unstack
 from trillora.model.limits import why_not_decode
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
@@ -38,7 +38,7 @@ class Decoder:
         if model.attention_style == "mask":
             raise TrilloraError(f"{model.name} computes attention by code of its own, without our cache.", do=DO)
         check_cache(self.config)
-        empty = Remembered(self.config, num_slots=1)
+        empty = StaticCache(self.config, num_slots=1)
         if empty.has_attention and "position_ids" not in model.arguments:
             raise TrilloraError(f"{model.name} counts positions by itself, so prompts cannot be padded.", do=DO)
 
@@ -54,7 +54,7 @@ class Decoder:
             )
         places = jnp.arange(num_read)[None] - starts_B[:, None]
         is_text = (places >= 0).astype(jnp.int32)
-        cache = Remembered(self.config, num_slots)
+        cache = StaticCache(self.config, num_slots)
         trace = self._trace(base, adapter, jnp.maximum(places, 0))
         trace.segments_BT = is_text
         # Attention is told by segments; a recurrence blots out padding itself, given a mask.
@@ -74,7 +74,7 @@ class Decoder:
         """Logits [B, V] after one more token in each row, which is written to `slot`, and the cache with it."""
         trace = self._trace(base, adapter, (slot - starts_B)[:, None])
         trace.slots = Slots(slot, starts_B, num_slots)
-        remembered = Remembered(self.config, num_slots, slot, cache)
+        remembered = StaticCache(self.config, num_slots, slot, cache)
         logits, new = self._call(trace, tokens_B[:, None], remembered, {})
         # In a loop the cache must keep its type; a model may compute a state wider than it was kept.
         return logits, jax.tree.map(lambda array, old: array.astype(old.dtype), new, cache)
@@ -92,7 +92,7 @@ class Decoder:
         return trace
 
     def _call(
-        self, trace: Trace, tokens: jax.Array, cache: Remembered, extra: dict[str, Any]
+        self, trace: Trace, tokens: jax.Array, cache: StaticCache, extra: dict[str, Any]
     ) -> tuple[jax.Array, Arrays]:
         model = self.model
         assert trace.positions_BT is not None

@@ -53,7 +53,7 @@ class _KeysAndValues(cache_utils.CacheLayerMixin):
         self.is_initialized = slot is not None
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: arrays come from `Remembered`."""
+        """Nothing to do: arrays come from `StaticCache`."""
 
     def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Remember and hand back what attention is to see: at first the prompt itself, later the whole buffer."""
@@ -90,7 +90,7 @@ class _Recurrent(cache_utils.LinearAttentionCacheLayerMixin):
     """Convolution and recurrent states of one layer: transformers' contract without its in-place storage."""
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: arrays come from `Remembered`."""
+        """Nothing to do: arrays come from `StaticCache`."""
 
     def update_conv_state(
         self, conv_states: Any, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -126,7 +126,7 @@ _KINDS: dict[type, type] = {
 }
 
 
-class Remembered(cache_utils.Cache):
+class StaticCache(cache_utils.Cache):
     """The cache of one trace. `slot` is None while the prompt is read; `arrays` is what an earlier call exported."""
 
     def __init__(self, config: Any, num_slots: int, slot: jax.Array | None = None, arrays: Arrays | None = None):

@@ -58,11 +58,11 @@ def choose_method(estimate_wanted: bool) -> Method:
 
 def ask(question: dict[str, Any], place: Slice, listener: Listener) -> dict[str, Any]:
     """The result for one slice."""
-    with Answerer(question["method"]) as answerer:
+    with CompilerClient(question["method"]) as answerer:
         return answerer.ask(question, place, listener)
 
 
-class Answerer:
+class CompilerClient:
     """The process that answers. It can be started before there is a question, as its imports take longer than many an
     answer. One process makes all estimates; the compiler cannot be told to stop, so its process ends with its answer.
     """
@@ -74,7 +74,7 @@ class Answerer:
         self._said: IO[str] | None = None  # on stderr
         self._num_devices = 0
 
-    def __enter__(self) -> Answerer:
+    def __enter__(self) -> CompilerClient:
         return self
 
     def __exit__(self, *error: object) -> None:

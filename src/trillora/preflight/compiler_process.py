@@ -30,7 +30,7 @@ from trillora.devices.slices import CHIPS, DEVICE_KINDS, Chip, Slice, find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, to_json
 from trillora.model.loading.source import load_config
-from trillora.preflight.early_exit import Laid, lay_out
+from trillora.preflight.early_exit import CompileResult, lay_out
 from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, kind_shares
 from trillora.preflight.hlo.memory import (
     GIB,
@@ -41,7 +41,7 @@ from trillora.preflight.hlo.memory import (
 )
 from trillora.preflight.hlo.simulate import simulate
 from trillora.recipe.schema import StageRecipe
-from trillora.step.autotune import DoesNotFit, Plan, Tried, choose
+from trillora.step.autotune import Attempt, DoesNotFit, Plan, choose
 from trillora.step.build import Assembly
 
 # What compiling to the end takes on a TPU's host: 20 s were seen on 16 cores for Mistral-7B, 5 of them before there is
@@ -80,13 +80,13 @@ class TpuCompiler:
 
     def __init__(self, folder: Path, *, whole: bool) -> None:
         self._folder, self._whole = folder, whole
-        self._made: dict[int, tuple[Assembly, Laid]] = {}
+        self._made: dict[int, tuple[Assembly, CompileResult]] = {}
 
-    def __call__(self, assembly: Assembly) -> tuple[Laid | None, float]:
+    def __call__(self, assembly: Assembly) -> tuple[CompileResult | None, float]:
         laid = self.lay_out(assembly)
         return (None if laid.program is None else laid), laid.needed
 
-    def lay_out(self, assembly: Assembly) -> Laid:
+    def lay_out(self, assembly: Assembly) -> CompileResult:
         if id(assembly) not in self._made:
             dump = self._folder / str(len(self._made))
             self._made[id(assembly)] = assembly, lay_out(assembly.compile, dump, whole=self._whole)
@@ -149,7 +149,7 @@ def by_compiler(
                 "logits_gib": logits_bytes(report, shapes) / GIB if report else None,
                 "largest_buffers": largest(report, shapes) if report else [],
             }
-        laid: Laid = plan.compiled
+        laid: CompileResult = plan.compiled
         assert laid.program is not None
         shapes = step_shapes(plan.assembly, config, plan.recipe)
         num_devices = plan.assembly.mesh.size
@@ -254,7 +254,7 @@ def _accepted(plan: Plan, parts: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _refused(tried: tuple[Tried, ...], assembly: Assembly | None = None) -> dict[str, Any]:
+def _refused(tried: tuple[Attempt, ...], assembly: Assembly | None = None) -> dict[str, Any]:
     known = [attempt.needed for attempt in tried if math.isfinite(attempt.needed)]
     return {
         "fits": False,
@@ -264,7 +264,7 @@ def _refused(tried: tuple[Tried, ...], assembly: Assembly | None = None) -> dict
     }
 
 
-def _tried(attempt: Tried) -> dict[str, Any]:
+def _tried(attempt: Attempt) -> dict[str, Any]:
     needed = round(attempt.needed / GIB, 2) if math.isfinite(attempt.needed) else None
     return {"what": attempt.what, "peak_gib": needed, "fits": attempt.fits}
 

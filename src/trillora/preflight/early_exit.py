@@ -25,7 +25,7 @@ POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Laid:
+class CompileResult:
     """What was found out about a step."""
 
     report: MemoryReport | None
@@ -35,7 +35,7 @@ class Laid:
     is_whole: bool
 
 
-def lay_out(compile_program: Callable[..., Any], dump: Path, *, whole: bool) -> Laid:
+def lay_out(compile_program: Callable[..., Any], dump: Path, *, whole: bool) -> CompileResult:
     """`compile_program` takes options of the compiler and returns what it compiled; with `whole` that is waited for.
     The folder `dump` is made."""
     dump.mkdir()
@@ -56,12 +56,12 @@ def lay_out(compile_program: Callable[..., Any], dump: Path, *, whole: bool) -> 
     report = _read(dump)
     needed = float(report.total_bytes) if report else math.inf
     if not outcome:
-        return Laid(report, next(dump.glob(SCHEDULED)).read_text(), needed, seconds, False)
+        return CompileResult(report, next(dump.glob(SCHEDULED)).read_text(), needed, seconds, False)
     if isinstance(outcome[0], Exception):
         if not says_out_of_memory(outcome[0]):
             raise outcome[0]
-        return Laid(report, None, needed, seconds, False)
-    return Laid(report, outcome[0].as_text(), needed if report else step_bytes(outcome[0]), seconds, True)
+        return CompileResult(report, None, needed, seconds, False)
+    return CompileResult(report, outcome[0].as_text(), needed if report else step_bytes(outcome[0]), seconds, True)
 
 
 def _is_complete(dump: Path) -> bool:

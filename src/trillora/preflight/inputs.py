@@ -52,13 +52,13 @@ class AskedStage:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PreflightInput:
     model: Path  # a folder with at least config.json
     stages: tuple[AskedStage, ...]
     notes: tuple[str, ...]
 
 
-def read_asked(recipe: Recipe, listener: Listener) -> Asked:
+def read_asked(recipe: Recipe, listener: Listener) -> PreflightInput:
     folder, notes = describe_model(recipe)
     config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
     tokenizer, borrowed = _tokenizer(folder, recipe.model.name)
@@ -81,7 +81,7 @@ def read_asked(recipe: Recipe, listener: Listener) -> Asked:
                 num_evaluated=0 if data.evaluation is None else len(data.evaluation),
             )
         )
-    return Asked(folder, tuple(stages), (*notes, *borrowed, *_too_long(stages, config)))
+    return PreflightInput(folder, tuple(stages), (*notes, *borrowed, *_too_long(stages, config)))
 
 
 def describe_model(recipe: Recipe) -> tuple[Path, list[str]]:

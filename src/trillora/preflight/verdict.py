@@ -15,12 +15,12 @@ from typing import Any
 
 from trillora.devices.slices import CHIPS, Slice, find_slice, larger_slices
 from trillora.errors import TrilloraError
-from trillora.events import Chosen, Listener, Note, print_nothing
+from trillora.events import Chosen, Listener, Note, ignore_events
 from trillora.files.atomic import write_file
 from trillora.files.cache_dir import cache_root
-from trillora.preflight.client import WHERE_IT_RUNS, Answerer, Method, choose_method, versions
+from trillora.preflight.client import WHERE_IT_RUNS, CompilerClient, Method, choose_method, versions
 from trillora.preflight.host import host_lines
-from trillora.preflight.inputs import Asked, AskedStage, fingerprint, read_asked
+from trillora.preflight.inputs import AskedStage, PreflightInput, fingerprint, read_asked
 from trillora.preflight.sessions import run_time
 from trillora.recipe.load import resolve, still_open
 from trillora.recipe.schema import Recipe, StageRecipe
@@ -44,7 +44,7 @@ def preflight(
     whole: bool = False,
     price_per_hour: float | None = None,
     use_cache: bool = True,
-    listener: Listener = print_nothing,
+    listener: Listener = ignore_events,
 ) -> list[Answer]:
     """One answer for each slice, in the order asked."""
     if not slices:
@@ -62,7 +62,7 @@ def preflight(
             files[place.name] = file
     unknown = list({place.name: place for place in places if place.name in files}.values())
     if unknown:
-        with Answerer(method) as answerer:
+        with CompilerClient(method) as answerer:
             answerer.get_ready(max(unknown, key=lambda place: place.num_devices))
             asked = read_asked(recipe, listener)
             questions = _Preflight(asked, method, whole, price_per_hour, listener, answerer, answers)
@@ -78,12 +78,12 @@ class _Preflight:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: PreflightInput,
         method: Method,
         whole: bool,
         price: float | None,
         listener: Listener,
-        answerer: Answerer,
+        answerer: CompilerClient,
         known: dict[str, Answer],
     ) -> None:
         self._asked, self._method, self._whole = asked, method, whole

@@ -68,7 +68,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Problem:
+class RecipeProblem:
     path: str
     what: str
     where: str
@@ -93,7 +93,7 @@ class Origins:
         return f"{self.recipe}, {path}"
 
 
-def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> Problem:
+def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> RecipeProblem:
     """Names the option most likely meant: the same name elsewhere, another trainer's name, or the nearest spelling."""
     parent, _, name = path.rpartition(".")
     leaves = {p: p.rpartition(".")[2] for p in known}
@@ -106,22 +106,22 @@ def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> 
     elif meant is None and (close := nearest(name, leaves.values())):
         meant = homes[close]
     do = f"did you mean '{meant}'? {listing}" if meant else f"remove it. {listing}"
-    return Problem(path, f"Unknown option '{path}'.", origins.of(path), do)
+    return RecipeProblem(path, f"Unknown option '{path}'.", origins.of(path), do)
 
 
-def value_problems(error: ValidationError, known: Mapping[str, Option], origins: Origins) -> list[Problem]:
+def value_problems(error: ValidationError, known: Mapping[str, Option], origins: Origins) -> list[RecipeProblem]:
     """One problem for each option with a wrong value, however many ways pydantic has to say so."""
-    problems: dict[str, Problem] = {}
+    problems: dict[str, RecipeProblem] = {}
     for detail in error.errors(include_url=False):
         if detail["type"] in ("extra_forbidden", "invalid_key"):
             continue  # told by unknown_option, with a suggestion
         path = _option_path(detail["loc"], known)
         if detail["type"] == "conflict":
             path = f"{path}.{detail['ctx']['key']}".removeprefix(".")
-            problem = Problem(path, detail["ctx"]["what"], origins.of(path), detail["ctx"]["do"])
+            problem = RecipeProblem(path, detail["ctx"]["what"], origins.of(path), detail["ctx"]["do"])
         elif detail["type"] == "missing":
             option = known[_without_numbers(path)]
-            problem = Problem(
+            problem = RecipeProblem(
                 path, f"The recipe lacks '{path}'.", origins.recipe, f"give {option.expected}. {option.effect}"
             )
         else:
@@ -130,7 +130,7 @@ def value_problems(error: ValidationError, known: Mapping[str, Option], origins:
     return list(problems.values())
 
 
-def problems_as_error(problems: Sequence[Problem]) -> TrilloraError:
+def problems_as_error(problems: Sequence[RecipeProblem]) -> TrilloraError:
     """One error for all: the first in full, the others listed below it."""
     # A mistake inside a mapping or list also makes the whole wrong; only the inner one helps.
     inner = [p for p in problems if not any(q.path.startswith((f"{p.path}.", f"{p.path}[")) for q in problems)]
@@ -139,7 +139,7 @@ def problems_as_error(problems: Sequence[Problem]) -> TrilloraError:
     return TrilloraError(first.what, where=first.where, do=first.do + "".join(also))
 
 
-def _wrong_value(path: str, value: Any, known: Mapping[str, Option], origins: Origins) -> Problem:
+def _wrong_value(path: str, value: Any, known: Mapping[str, Option], origins: Origins) -> RecipeProblem:
     option = known[_without_numbers(path)]
     expected = "text" if path.endswith("]") else option.expected
     do = f"give {expected}. {option.effect}"
@@ -148,7 +148,7 @@ def _wrong_value(path: str, value: Any, known: Mapping[str, Option], origins: Or
         do = f"put it in quotes if it is a name: here it reads as {reading}"
     elif isinstance(value, str) and (meant := nearest(value, re.findall(r"[\w-]+", expected))):
         do = f"did you mean '{meant}'? {do[0].upper()}{do[1:]}"
-    return Problem(path, f"{path} cannot be {_shown(value)}.", origins.of(path), do)
+    return RecipeProblem(path, f"{path} cannot be {_shown(value)}.", origins.of(path), do)
 
 
 def _option_path(loc: Iterable[int | str], known: Mapping[str, Option]) -> str:

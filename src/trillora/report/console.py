@@ -49,7 +49,7 @@ def console_listener(console: Console | None = None) -> Iterator[Listener]:
     """A listener that shows events on the console until the block ends. It never fails, and threads may share it."""
     console = console or Console(highlight=False)
     file = console.file
-    console.file = surviving(file)
+    console.file = closed_pipe_safe(file)
     shown = _choose(console)
     lock = threading.Lock()
 
@@ -64,7 +64,7 @@ def console_listener(console: Console | None = None) -> Iterator[Listener]:
         console.file = file
 
 
-def surviving(file: IO[str]) -> IO[str]:
+def closed_pipe_safe(file: IO[str]) -> IO[str]:
     """The file, for writing that never fails: what cannot be written goes nowhere, and so does all that follows."""
     return cast(IO[str], _MayClose(file))
 

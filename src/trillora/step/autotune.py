@@ -32,7 +32,7 @@ CHUNK_LOGITS = {"cpu": 2**25}
 
 
 @dataclass(frozen=True)
-class Tried:
+class Attempt:
     """One way to run the step, and what the compiler said of it."""
 
     what: str
@@ -51,7 +51,7 @@ class Plan:
     choices: tuple[Chosen, ...]
     assembly: Assembly
     compiled: Any
-    tried: tuple[Tried, ...]
+    tried: tuple[Attempt, ...]
 
     @property
     def num_compiles(self) -> int:
@@ -61,7 +61,7 @@ class Plan:
 class DoesNotFit(TrilloraError):
     """No way to run the step that the recipe leaves open fits the devices."""
 
-    def __init__(self, what: str, tried: tuple[Tried, ...]) -> None:
+    def __init__(self, what: str, tried: tuple[Attempt, ...]) -> None:
         super().__init__(
             what,
             where="train",
@@ -86,7 +86,7 @@ def compile_step(assembly: Assembly) -> tuple[Any, float]:
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """One way to run the step that the recipe leaves open."""
 
     recipe: StageRecipe
@@ -122,15 +122,15 @@ def choose(
     mesh = make_mesh(mesh_devices or devices, MeshShape(shape.data, shape.fsdp, shape.tensor))
     limit = memory_limit(devices)
 
-    def way(size: int | None, remat: str | None) -> Way:
+    def way(size: int | None, remat: str | None) -> Candidate:
         chosen = _chosen(size, remat)
         filled = resolve(recipe, chosen)
-        return Way(filled, chosen, assemble(filled, config, mesh, num_steps))
+        return Candidate(filled, chosen, assemble(filled, config, mesh, num_steps))
 
-    tried: list[Tried] = []
+    tried: list[Attempt] = []
     for size in _micro_batches(recipe, mesh.shape["data"] * mesh.shape["fsdp"]):
         remats = REMAT_ORDER if recipe.engine.remat == "auto" else (None,)
-        ways: Iterable[Way] = (way(size, remat) for remat in remats)
+        ways: Iterable[Candidate] = (way(size, remat) for remat in remats)
         if guess is not None and limit is not None:
             ways, hopeless = _not_hopeless((way(size, remat) for remat in reversed(remats)), guess, limit)
             tried += hopeless
@@ -140,7 +140,7 @@ def choose(
             # A checkpoint's copy of the state lies beside the step.
             fits = compiled is not None and (limit is None or needed + each.assembly.state_bytes <= limit * USABLE)
             before = tuple(tried)
-            tried.append(Tried(str(each), needed, fits))
+            tried.append(Attempt(str(each), needed, fits))
             if fits:
                 made = [Chosen(c.path, c.value, _why(c, needed, limit, before)) for c in each.chosen]
                 for choice in made:
@@ -152,14 +152,14 @@ def choose(
 
 
 def _not_hopeless(
-    slowest_first: Iterator[Way], guess: Callable[[Assembly], float], limit: float
-) -> tuple[list[Way], list[Tried]]:
+    slowest_first: Iterator[Candidate], guess: Callable[[Assembly], float], limit: float
+) -> tuple[list[Candidate], list[Attempt]]:
     """The ways worth compiling, fastest first, and the one that is not: what is faster still needs still more."""
-    ways: list[Way] = []
+    ways: list[Candidate] = []
     for way in slowest_first:
         needed = guess(way.assembly)
         if needed > HOPELESS * limit:
-            return ways, [Tried(str(way), needed, False)]
+            return ways, [Attempt(str(way), needed, False)]
         ways.insert(0, way)
     return ways, []
 
@@ -284,7 +284,7 @@ def step_bytes(compiled: Any) -> float:
     )
 
 
-def _why(choice: Chosen, needed: float, limit: float | None, tried: Sequence[Tried]) -> str:
+def _why(choice: Chosen, needed: float, limit: float | None, tried: Sequence[Attempt]) -> str:
     fits = f"needs {_gib(needed)} of {_gib(limit)} a device"
     return f"{fits}; too large: {'; '.join(map(str, tried))}" if tried else f"fastest, and {fits}"
 

@@ -114,7 +114,7 @@ class CompileWatch:
         finally:
             self._thread = watched
 
-    def aside(self, listener: Listener) -> Listener:
+    def allow_compiling(self, listener: Listener) -> Listener:
         """The listener, with leave to compile: what it computes from a run's events is its own affair."""
 
         def listen(event: Event) -> None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Listener, Saved, print_nothing
+from trillora.events import Alarm, Listener, Saved, ignore_events
 from trillora.files.storage import MARK, Storage
 
 FORMAT = 1
@@ -49,7 +49,7 @@ class Checkpoints:
 
     def write(self, step: int, files: Mapping[str, bytes]) -> None:
         """Adds or replaces a checkpoint. OSError where that fails; those that were there are untouched."""
-        self._storage.write(_name(step), sealed(step, files))
+        self._storage.write(_name(step), with_checksums(step, files))
 
     def steps(self) -> list[int]:
         """Of every checkpoint there is, unread, ascending."""
@@ -196,13 +196,13 @@ class Saver:
     def _newest_good(self) -> str:
         """Read and verified: this is said when a disk fails."""
         try:
-            found = self._checkpoints.newest_valid(print_nothing)
+            found = self._checkpoints.newest_valid(ignore_events)
         except TrilloraError:
             return "no checkpoint can be read there now"
         return f"the newest good checkpoint is that of step {found[0]}" if found else "there is no good checkpoint yet"
 
 
-def sealed(step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:
+def with_checksums(step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files with their checksums behind them."""
     if MARK in files:
         raise ValueError(f"{MARK} is made here")

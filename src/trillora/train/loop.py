@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from trillora.data.batches import Batches
 from trillora.data.stage import StageData
-from trillora.devices.mesh import agreed, local_rows, put_batch
+from trillora.devices.mesh import any_process, local_rows, put_batch
 from trillora.engine.step import StepMetrics, TrainState
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, Step
@@ -97,7 +97,7 @@ class Run:
     base_name: str
     num_steps: int  # of all stages
     watch: CompileWatch
-    flops_per_token: float  # as a share of a second of all the chips' arithmetic; 0 where that is not known
+    peak_seconds_per_token: float  # as a share of a second of all the chips' arithmetic; 0 where that is not known
 
     def save(self, state: TrainState, position: Position) -> None:
         """Copy the state, and write it while training goes on."""
@@ -163,7 +163,7 @@ class StageLoop:
             position.step += 1
             position.global_step += 1
             self._num_done += 1
-            stopped, save = agreed(self._stop_is_due(), self._save_is_due())
+            stopped, save = any_process(self._stop_is_due(), self._save_is_due())
             if not (stopped or save or self._measuring_is_due()):
                 continue
             self._report()  # waits for the step
@@ -195,7 +195,7 @@ class StageLoop:
             "tokens_per_second": round(rate, 1),
             "seconds": round(seconds, 3),
             "memory_gib": peak_memory_gib(self._assembly.mesh, lambda: psutil.Process().memory_info().rss),
-            "peak_fraction": rate * run.flops_per_token or None,
+            "peak_fraction": rate * run.peak_seconds_per_token or None,
         }
         padding = stage.padding_of(number)
         run.folder.add_metrics("step", step=step, stage=stage.name, **values, padding=padding, **times)

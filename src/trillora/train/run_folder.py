@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Listener, plain, print_nothing
+from trillora.events import Alarm, Listener, ignore_events, plain
 from trillora.files.atomic import write_file
 
 
 class RunFolder:
     """Written by one process of a run; the others are told not to write."""
 
-    def __init__(self, path: Path, *, writes: bool = True, listener: Listener = print_nothing) -> None:
+    def __init__(self, path: Path, *, writes: bool = True, listener: Listener = ignore_events) -> None:
         self.path, self._writes, self._listener = path, writes, listener
         self._waiting: dict[Path, bytes] = {}
         self._told = False

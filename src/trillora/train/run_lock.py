@@ -37,7 +37,7 @@ class Owner:
 
 
 @contextmanager
-def hold(run: Path) -> Iterator[None]:
+def lock_run(run: Path) -> Iterator[None]:
     """Owns a run folder, which is made if need be; TrilloraError at once when another process does."""
     note = run / ".lock-owner"
     me = Owner(os.getpid(), socket.gethostname(), time.time())

@@ -22,11 +22,11 @@ import jax
 
 from trillora.data.batches import Batches
 from trillora.data.stage import StageData, read_stage
-from trillora.devices.mesh import agreed, find_devices, join_cluster, remember_programs, same_everywhere
+from trillora.devices.mesh import any_process, find_devices, join_cluster, remember_programs, same_everywhere
 from trillora.devices.slices import peak_tflops
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Chosen, Listener, Note, Progress, print_nothing
+from trillora.events import Alarm, Chosen, Listener, Note, Progress, ignore_events
 from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
 from trillora.files.storage import LocalStorage, open_storage
@@ -44,15 +44,15 @@ from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, describe, shape_text
 from trillora.tracking import tracking_listener
 from trillora.train import manifest
-from trillora.train.checkpoint import Checkpoints, Saver, sealed
+from trillora.train.checkpoint import Checkpoints, Saver, with_checksums
 from trillora.train.divergence import Health
 from trillora.train.loop import Diverged, Position, Run, StageLoop
 from trillora.train.run_folder import RunFolder, losses
 from trillora.train.run_identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
-from trillora.train.run_lock import hold
+from trillora.train.run_lock import lock_run
 from trillora.train.signals import Interrupted, Stop
 from trillora.train.state_files import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
-from trillora.train.validation import Measures, Wanted, make_measures, wanted_measures
+from trillora.train.validation import EvalPlan, Measures, make_measures, wanted_measures
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TrainResult:
 
 
 def train(
-    recipe: Recipe, out: Path, *, listener: Listener = print_nothing, accept_changes: bool = False
+    recipe: Recipe, out: Path, *, listener: Listener = ignore_events, accept_changes: bool = False
 ) -> TrainResult:
     """Fine-tune as the recipe says, or go on with it; everything is written into the run's folder."""
     join_cluster()
@@ -79,7 +79,7 @@ def train(
         raise TrilloraError(
             "This folder already holds a finished run.", where=str(out), do="choose another --out, or remove it"
         )
-    with stop.listening(), hold(out) if is_writer else contextlib.nullcontext():
+    with stop.listening(), lock_run(out) if is_writer else contextlib.nullcontext():
         try:
             return _Training(recipe, folder, stop, listener, accept_changes).run()
         except Interrupted as signal:
@@ -105,7 +105,7 @@ class _Training:
     def __init__(self, recipe: Recipe, folder: RunFolder, stop: Stop, listener: Listener, accept_changes: bool) -> None:
         self._recipe, self._folder, self._stop = recipe, folder, stop
         self._watch = CompileWatch()
-        self._listener = self._watch.aside(listener)
+        self._listener = self._watch.allow_compiling(listener)
         self._accept_changes = accept_changes
         self._checkpoints = Checkpoints(open_storage(recipe.train.checkpoint_to or folder.path / "checkpoints"))
 
@@ -160,17 +160,17 @@ class _Training:
                 base_name=recipe.model.name,
                 num_steps=sum(stage.num_steps for stage in stages),
                 watch=self._watch,
-                flops_per_token=_flops_share(base, devices),
+                peak_seconds_per_token=_peak_seconds_per_token(base, devices),
             )
             works = [
                 self._compile_stage(stages, number, plans[number], measures, base, told)
                 for number, measures in zip(left, to_measure, strict=True)
             ]
-            agreed(False, False)  # what processes of one run ask each other by is a program too
+            any_process(False, False)  # what processes of one run ask each other by is a program too
             return self._to_the_end(run, works, base, state, position, stages[-1])
 
     def _compile_stage(
-        self, stages: list[StageData], number: int, plan: Plan, wanted: Wanted, base: Tree, listener: Listener
+        self, stages: list[StageData], number: int, plan: Plan, wanted: EvalPlan, base: Tree, listener: Listener
     ) -> StageWork:
         """All programs of a stage; those that answer prompts are compiled by the first answers."""
         stage = stages[number]
@@ -339,7 +339,7 @@ class _Training:
         if stage.template is not None:
             # What the adapter has learnt to answer is not what the base's tokenizer would write.
             kept["chat_template.jinja"] = stage.template.encode()
-        LocalStorage(self._folder.path).write("adapter", sealed(step, kept))
+        LocalStorage(self._folder.path).write("adapter", with_checksums(step, kept))
         check_written(folder, kept)
         best = "" if step == position.global_step else f", that of step {step}, the best of the evaluations"
         run.listener(Note(f"Adapter written to {folder}{best}"))
@@ -384,7 +384,7 @@ def compile_next(assembly: Assembly, seed: int, stage: int, *, restart: bool) ->
     return jitted.lower(assembly.state_shapes).compile()
 
 
-def planned_programs(stages: Sequence[StageData], wanted: Sequence[Wanted], *, is_new: bool) -> Iterator[Planned]:
+def planned_programs(stages: Sequence[StageData], wanted: Sequence[EvalPlan], *, is_new: bool) -> Iterator[Planned]:
     """What these stages compile, the steps that are compiled already included. Not counted is what moves single arrays
     while weights are loaded."""
     if is_new:
@@ -434,7 +434,7 @@ def _tokenizer_digest(tokenizer: Any) -> str:
     return text_digest(tokenizer.backend_tokenizer.to_str() + template)
 
 
-def _flops_share(base: Tree, devices: list[Any]) -> float:
+def _peak_seconds_per_token(base: Tree, devices: list[Any]) -> float:
     """Arithmetic of one token, as a share of a second of all devices: two operations a weight forwards and two
     backwards, for the base itself has no gradient. 0 where the speed of the devices is not known."""
     peak = peak_tflops(devices[0].device_kind)

@@ -119,7 +119,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EvalPlan:
     """What a stage's recipe asks to be measured, before anything is compiled for it."""
 
     stage: str
@@ -140,19 +140,19 @@ class Wanted:
             yield Planned(f"the answers of stage {self.stage}", 2 * len(slots), shapes)
 
 
-def wanted_measures(stage: StageData, opened: OpenModel, listener: Listener) -> Wanted:
+def wanted_measures(stage: StageData, opened: OpenModel, listener: Listener) -> EvalPlan:
     """What the stage's recipe asks for, as far as it can be had."""
     options, rows = stage.recipe.evaluate, stage.recipe.train.micro_batch_size
     assert rows != "auto"
     batches = evaluation_batches(stage, rows)
     if not (options.prompts or (options.samples and stage.evaluation is not None)):
-        return Wanted(stage.name, batches)
+        return EvalPlan(stage.name, batches)
     why_not = why_not_decode(opened.config)
     if jax.process_count() > 1:
         why_not = "a run of several processes answers no prompts"
     if why_not:
         listener(Note(f"No samples: {why_not}"))
-        return Wanted(stage.name, batches)
+        return EvalPlan(stage.name, batches)
     tokenizer = opened.tokenizer
     template = stage.template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
     stops = configured_stops(opened.folder, opened.config)
@@ -163,10 +163,10 @@ def wanted_measures(stage: StageData, opened: OpenModel, listener: Listener) -> 
         assert stage.evaluation is not None
         questions = sample_questions(stage.evaluation, options.samples)
     listener(Note(f"{len(questions)} prompts are answered at every evaluation"))
-    return Wanted(stage.name, batches, prompts, tuple(questions), options.max_tokens)
+    return EvalPlan(stage.name, batches, prompts, tuple(questions), options.max_tokens)
 
 
-def make_measures(wanted: Wanted, assembly: Assembly, base: Tree, listener: Listener) -> Measures:
+def make_measures(wanted: EvalPlan, assembly: Assembly, base: Tree, listener: Listener) -> Measures:
     evaluator = sampler = None
     if wanted.batches is not None:
         num_documents = len(wanted.batches.documents)

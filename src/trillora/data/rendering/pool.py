@@ -20,14 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from trillora.data.rendering.render import Cut, RenderSettings, Script
+from trillora.data.rendering.render import Cut, RenderedRow, RenderSettings
 from trillora.data.rendering.worker import SECONDS_PER_ROW, read_frame, write_frame
 from trillora.data.rows import BadRow, RawRow
 from trillora.errors import TrilloraError
 
 MAX_WORKERS = 16
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TZ")
-Outcome = Script | BadRow
+Outcome = RenderedRow | BadRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,4 +176,4 @@ def _outcome(answer: list[Any]) -> Outcome:
     if len(answer) == 3:
         return BadRow(*answer)
     text, supervised, planted, cuts, kind, digest = answer
-    return Script(text, tuple(map(tuple, supervised)), tuple(map(tuple, planted)), tuple(cuts), kind, digest)
+    return RenderedRow(text, tuple(map(tuple, supervised)), tuple(map(tuple, planted)), tuple(cuts), kind, digest)

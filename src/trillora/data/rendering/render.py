@@ -1,4 +1,4 @@
-"""From a row's JSON to a `Script`: the text to tokenise, and which of its characters are trained.
+"""From a row's JSON to a `RenderedRow`: the text to tokenise, and which of its characters are trained.
 
 A conversation is rendered once, whole, by the tokenizer's own chat template. Trained are the assistant's answers with
 their stop tokens, some of them, or everything. Raw text and prompt/completion pairs are taken as they are. All of this
@@ -46,7 +46,7 @@ class RenderSettings:
 
 
 @dataclass(frozen=True)
-class Script:
+class RenderedRow:
     """A row ready to be tokenised. Spans are in order and do not overlap."""
 
     text: str
@@ -81,7 +81,7 @@ class Renderer:
             self._chat = ChatTemplate(settings.chat_template, settings.chat_words, today)
             self._answers = AnswerFinder(self._chat, self._words)
 
-    def script(self, raw: bytes, format: str, cut: Cut | None = None) -> Script:
+    def script(self, raw: bytes, format: str, cut: Cut | None = None) -> RenderedRow:
         """One row, from its JSON text. Raises `BadRow` for anything that cannot be trained on."""
         row = parse(raw)
         if self._schema is not None:
@@ -105,7 +105,7 @@ class Renderer:
             return dataclasses.replace(example, messages=formats.check_chat(example.messages))
         return example
 
-    def write(self, example: Example) -> Script:
+    def write(self, example: Example) -> RenderedRow:
         match example:
             case Chat():
                 return self._chat_script(example)
@@ -115,13 +115,13 @@ class Renderer:
                 text, start = prompt + completion, 0 if self._settings.train_on == "everything" else len(prompt)
                 cuts = (len(prompt),) if prompt else ()
                 planted, digest = self._spelled(text), _digest([prompt, completion])
-                return Script(text, ((start, len(text)),), planted, cuts, kind="pair", digest=digest)
+                return RenderedRow(text, ((start, len(text)),), planted, cuts, kind="pair", digest=digest)
             case Text(text):
                 if not text.strip():
                     raise BadRow("The text is empty.", "remove the row")
-                return Script(text, ((0, len(text)),), self._spelled(text), digest=_digest(text))
+                return RenderedRow(text, ((0, len(text)),), self._spelled(text), digest=_digest(text))
 
-    def _chat_script(self, chat: Chat) -> Script:
+    def _chat_script(self, chat: Chat) -> RenderedRow:
         if self._chat is None or self._answers is None:
             raise BadRow(
                 "The model's tokenizer has no chat template, so conversations cannot be rendered the way it expects.",
@@ -132,14 +132,14 @@ class Renderer:
             supervised: tuple[Span, ...] = ((0, len(text)),)
         else:
             supervised = self._answers.find(chat, text, planted, trained_turns(chat, self._settings.train_on))
-        return Script(text, supervised, planted, kind="chat", digest=_digest([chat.messages, chat.tools]))
+        return RenderedRow(text, supervised, planted, kind="chat", digest=_digest([chat.messages, chat.tools]))
 
-    def prompt(self, messages: list[Message]) -> Script:
+    def prompt(self, messages: list[Message]) -> RenderedRow:
         """A conversation that asks for an answer, with content kept from becoming control as in training."""
         if self._chat is None:
             raise BadRow("There is no chat template.", "use a chat model")
         text, planted = self._written(Chat(messages), self._chat, prompt=True)
-        return Script(text, (), planted, kind="chat")
+        return RenderedRow(text, (), planted, kind="chat")
 
     def _written(self, chat: Chat, template: ChatTemplate, *, prompt: bool) -> tuple[str, tuple[Span, ...]]:
         """What the template makes of a conversation, and where content in it spells a special token."""

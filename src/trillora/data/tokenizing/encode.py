@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trillora.data.rendering.control import ControlWords
-from trillora.data.rendering.render import Script
+from trillora.data.rendering.render import RenderedRow
 from trillora.data.rows import BadRow
 from trillora.data.tokenizing.words import WordTokenizer
 from trillora.errors import TrilloraError
@@ -27,7 +27,7 @@ Tokenizer = Any  # a transformers PreTrainedTokenizerFast; this layer does not i
 
 
 @dataclass(frozen=True)
-class Rendered:
+class TokenizedDocument:
     """A tokenised document. The loss sees token i if `supervised[i]`; the first token is never a target."""
 
     tokens: NDArray[np.int32]
@@ -73,9 +73,9 @@ class Encoder:
         """Made when first needed: it takes half a second, and data that is found in the cache needs none."""
         return WordTokenizer.of(self._backend) if self._remember_words else None
 
-    def encode(self, scripts: Sequence[Script]) -> list[Rendered | BadRow]:
+    def encode(self, scripts: Sequence[RenderedRow]) -> list[TokenizedDocument | BadRow]:
         """All scripts at once. The tokenizer adds no BOS or EOS: they are put around what is no chat."""
-        documents: list[Rendered | BadRow | None] = [None] * len(scripts)
+        documents: list[TokenizedDocument | BadRow | None] = [None] * len(scripts)
         if self._by_words is not None:
             plain = [
                 i for i, s in enumerate(scripts) if not s.planted and not self._cuts(s) and self._by_words.can(s.text)
@@ -88,7 +88,7 @@ class Encoder:
             documents[i] = document
         return [document for document in documents if document is not None]
 
-    def _encode_by_tokenizer(self, scripts: Sequence[Script]) -> list[Rendered | BadRow]:
+    def _encode_by_tokenizer(self, scripts: Sequence[RenderedRow]) -> list[TokenizedDocument | BadRow]:
         pieces: list[str] = []
         starts: list[list[int]] = []
         for script in scripts:
@@ -106,7 +106,7 @@ class Encoder:
                 documents.append(error)
         return documents
 
-    def _document(self, script: Script, parts: Sequence[Any], starts: Sequence[int]) -> Rendered | BadRow:
+    def _document(self, script: RenderedRow, parts: Sequence[Any], starts: Sequence[int]) -> TokenizedDocument | BadRow:
         ids = np.array(parts[0].ids, np.int32)
         supervised = np.zeros(len(ids), np.bool_)
         if len(parts) == 1:
@@ -124,16 +124,18 @@ class Encoder:
                 supervised |= (begins < end) & (ends > start)
         return self._finished(script, ids, supervised)
 
-    def _finished(self, script: Script, ids: NDArray[np.int32], supervised: NDArray[np.bool_]) -> Rendered:
+    def _finished(
+        self, script: RenderedRow, ids: NDArray[np.int32], supervised: NDArray[np.bool_]
+    ) -> TokenizedDocument:
         if script.kind == "chat":
-            return Rendered(ids, supervised)
+            return TokenizedDocument(ids, supervised)
         if self._eos is None:
             raise TrilloraError(
                 "The tokenizer has no EOS token, so the model could not learn where a text ends.",
                 do="use a model whose tokenizer names its eos_token",
             )
         tokens = np.concatenate([self._head, ids, np.array([self._eos], np.int32)])
-        return Rendered(tokens, np.pad(supervised, (len(self._head), 1), constant_values=True))
+        return TokenizedDocument(tokens, np.pad(supervised, (len(self._head), 1), constant_values=True))
 
     def _joined(self, parts: Sequence[Any], starts: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         all_ids, all_offsets = [], []
@@ -146,7 +148,7 @@ class Encoder:
             all_offsets.append(offsets + start)
         return np.concatenate(all_ids), np.concatenate(all_offsets)
 
-    def _refuse_made_control(self, script: Script, ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
+    def _refuse_made_control(self, script: RenderedRow, ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
         """A control token must stand where the template spelled it, and nowhere in content."""
         for index in np.flatnonzero(self._is_control[ids]):
             start, end = offsets[index]
@@ -159,7 +161,7 @@ class Encoder:
                     "reword that text: this tokenizer has no way to write it as ordinary text",
                 )
 
-    def _cuts(self, script: Script) -> list[int]:
+    def _cuts(self, script: RenderedRow) -> list[int]:
         """Behind the first character of every spelling that begins in planted text, overlapping ones too; and where
         the script asks for it, if the tokenizer bears it."""
         begins = (
@@ -169,7 +171,7 @@ class Encoder:
         return sorted({i for i in (*(begin + 1 for begin in begins), *asked) if 0 < i < len(script.text)})
 
 
-def _trained_bytes(script: Script, lengths: NDArray[np.int32]) -> NDArray[np.bool_]:
+def _trained_bytes(script: RenderedRow, lengths: NDArray[np.int32]) -> NDArray[np.bool_]:
     """The tokens that hold a byte of a trained span; `lengths` are the tokens' bytes."""
     ends = np.cumsum(lengths)
     supervised = np.zeros(len(lengths), np.bool_)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trillora.data.rows import place
-from trillora.data.tokenizing.encode import Rendered
+from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.errors import TrilloraError
 
 TRAINED = np.uint32(1 << 31)
@@ -72,7 +72,7 @@ class StoreWriter:
         self._rows = open(self._folder / "rows.bin", "wb")  # noqa: SIM115
         self._num_tokens = 0
 
-    def add(self, documents: Sequence[Rendered], rows: NDArray[np.void]) -> None:
+    def add(self, documents: Sequence[TokenizedDocument], rows: NDArray[np.void]) -> None:
         """Documents with their facts; start, length and trained are filled in here."""
         if not documents:
             return

@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
-from trillora.engine.attention import SAVED_NAME, MaskRule, RuleChoice, Scores, attend, visible
+from trillora.engine.attention import SAVED_NAME, MaskRule, RuleChoice, ScoreScaling, attend, visible
 from trillora.errors import TrilloraError
 from trillora.model.kv_cache import visible_in_cache
 from trillora.model.overrides.recurrent import modelling_files
@@ -132,7 +132,7 @@ def _attention(
         assert bias is None, "a tensor mask beside a position bias"
         bias = interop.jax_view(position_bias)
     q, k, v = (interop.jax_view(t).swapaxes(1, 2) for t in (query, key, value))
-    scores = Scores(scale=q.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap=softcap)
+    scores = ScoreScaling(scale=q.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap=softcap)
     sinks = None if s_aux is None else interop.jax_view(s_aux)
     out = _attend_per_shard(trace, q, k, v, rule, scores, sinks, bias)
     return interop.torch_view(checkpoint_name(out, SAVED_NAME)), None
@@ -155,7 +155,7 @@ def _attend_per_shard(
     key_BSKD: jax.Array,
     value_BSKE: jax.Array,
     rule: MaskRule | RuleChoice,
-    scores: Scores,
+    scores: ScoreScaling,
     sinks_H: jax.Array | None,
     bias_BHTS: jax.Array | None,
 ) -> jax.Array:

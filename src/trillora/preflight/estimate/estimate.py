@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from trillora.devices.mesh import FSDP_AXIS
 from trillora.devices.slices import CHIPS, Chip
-from trillora.preflight.estimate.traced import Operation, Program, Value, read_program
+from trillora.preflight.estimate.traced import Operation, TracedProgram, Value, read_program
 from trillora.preflight.hlo.simulate import (
     GPU,
     HOP_SECONDS,
@@ -98,7 +98,7 @@ def argument_bytes(assembly: Assembly) -> dict[str, float]:
     return {part: sum(_local_bytes(leaf) for leaf in jax.tree.leaves(tree)) for part, tree in parts.items()}
 
 
-def trace(assembly: Assembly) -> Program:
+def trace(assembly: Assembly) -> TracedProgram:
     """The step that trains, traced and not compiled."""
     arguments = (assembly.state_shapes, assembly.base_shapes, assembly.batch_shapes)
     closed = jax.make_jaxpr(assembly.train_step)(*arguments)
@@ -148,7 +148,7 @@ class _Step:
         return self.operation.kind if self.operation is not None else "hand over"
 
 
-def schedule(program: Program) -> list[_Step]:
+def schedule(program: TracedProgram) -> list[_Step]:
     """The operations that are needed, in the order they were traced, with what each of them does to memory. Arithmetic
     is fused into what reads it, unless its result has to be in memory: see `_is_held`."""
     operations = _needed(program)
@@ -189,7 +189,7 @@ def schedule(program: Program) -> list[_Step]:
     return steps
 
 
-def _needed(program: Program) -> list[Operation]:
+def _needed(program: TracedProgram) -> list[Operation]:
     """Without the operations whose results nothing uses."""
     used = {v.origin for v in program.outputs}
     kept = []
@@ -230,7 +230,7 @@ class _Memory:
     calibration: Calibration
     vocabulary: int
 
-    def peak(self, program: Program) -> _Held:
+    def peak(self, program: TracedProgram) -> _Held:
         """The most that is held at once. Inputs lie outside and are counted there, but for a loop's carry, which the
         body may write over."""
         steps = schedule(program)
@@ -321,7 +321,7 @@ class _Time:
     calibration: Calibration
     chip: Chip
 
-    def work(self, program: Program) -> _Work:
+    def work(self, program: TracedProgram) -> _Work:
         """Two clocks: one computes in order, the other transfers. Gathers are asked for at the beginning and arrive in
         the order of their use; whoever needs a transfer's result waits for it."""
         steps = schedule(program)

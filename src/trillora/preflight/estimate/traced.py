@@ -81,7 +81,7 @@ class Operation:
     partial_bytes: float = 0.0  # on each of those devices
     kernel_flops: float = 0.0
     width: int = 0  # of a kernel's heads: how much of a matrix unit its products fill
-    body: Program | None = None
+    body: TracedProgram | None = None
     length: int = 1
 
     @property
@@ -94,7 +94,7 @@ class Operation:
 
 
 @dataclass(eq=False)
-class Program:
+class TracedProgram:
     """Operations in order. Of a loop's body, inputs are constants, carry and slices; outputs carry and slices."""
 
     inputs: list[Value]
@@ -111,13 +111,13 @@ class Program:
 
 def read_program(
     closed: ClosedJaxpr, inputs: list[Value], num_devices: int, branch_shares: Sequence[float] = ()
-) -> Program:
+) -> TracedProgram:
     """`inputs` are the arguments, flat, with the split they come with. `branch_shares`: how often each branch of a
     conditional with that many is taken, where it is known."""
     operations: list[Operation] = []
     reader = _Reader(num_devices, branch_shares)
     outputs = reader.read(closed.jaxpr, [*_constants(closed), *inputs], operations)
-    return Program(inputs, outputs, operations)
+    return TracedProgram(inputs, outputs, operations)
 
 
 @dataclass
@@ -221,7 +221,7 @@ class _Reader:
         operations.append(Operation("while", "loop", inputs, outputs, body=body))
         return outputs
 
-    def _body(self, closed: ClosedJaxpr, inputs: list[Value], num_constants: int, num_carry: int) -> Program:
+    def _body(self, closed: ClosedJaxpr, inputs: list[Value], num_constants: int, num_carry: int) -> TracedProgram:
         """A carry may start unsplit, as zeros do, and become split: read again with what it became."""
         carry = inputs[num_constants : num_constants + num_carry]
         while True:
@@ -229,7 +229,7 @@ class _Reader:
             outputs = self.read(closed.jaxpr, [*_constants(closed), *inputs], operations)
             grown = [max(v.splits, o.splits, key=math.prod) for v, o in zip(carry, outputs, strict=False)]
             if all(v.splits == splits for v, splits in zip(carry, grown, strict=True)):
-                return Program(inputs, outputs, operations, num_constants, num_carry, is_body=True)
+                return TracedProgram(inputs, outputs, operations, num_constants, num_carry, is_body=True)
             for v, splits in zip(carry, grown, strict=True):
                 v.splits = splits
 

@@ -10,7 +10,7 @@ import math
 import re
 from statistics import mean
 
-from trillora.preflight.hlo.parse import Computation, Instruction, Program, Shape, integers
+from trillora.preflight.hlo.parse import Computation, HloProgram, Instruction, Shape, integers
 from trillora.preflight.hlo.work import CUDNN_ATTENTION, target
 
 PALLAS_TARGET = "tpu_custom_call"
@@ -28,7 +28,7 @@ def is_kernel(instruction: Instruction) -> bool:
     return name == PALLAS_TARGET or CUDNN_ATTENTION.match(name) is not None
 
 
-def kernel_flops(program: Program, computation: Computation, kernel: Instruction) -> float | None:
+def kernel_flops(program: HloProgram, computation: Computation, kernel: Instruction) -> float | None:
     """None where neither the kernel nor its name tell."""
     if CUDNN_ATTENTION.match(target(kernel)):
         return _cudnn_flops(computation, kernel)
@@ -51,7 +51,7 @@ def _attention_operands(computation: Computation, kernel: Instruction) -> list[S
     return [shape for shape in shapes if shape.dtype in _FLOATS and len(shape.dims) >= 3]
 
 
-def _splash_flops(program: Program, computation: Computation, kernel: Instruction) -> float | None:
+def _splash_flops(program: HloProgram, computation: Computation, kernel: Instruction) -> float | None:
     arrays = _attention_operands(computation, kernel)
     if len(arrays) < 3:
         return None
@@ -82,7 +82,7 @@ def _seen_share(computation: Computation, kernel: Instruction) -> float:
     return sum(min(row + 1, width) for row in range(num_rows)) / num_rows**2
 
 
-def _forward_share(program: Program, query: Shape) -> float:
+def _forward_share(program: HloProgram, query: Shape) -> float:
     """The backward kernel's table is not narrowed by a window, the forward kernel's is; every backward kernel has a
     forward one, so on average they compute the same blocks."""
     shares = [

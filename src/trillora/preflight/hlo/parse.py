@@ -150,7 +150,7 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class Program:
+class HloProgram:
     computations: dict[str, Computation]
     entry: Computation
 
@@ -160,7 +160,7 @@ class Program:
         return self.computations.get(next(filter(None, names), ""))
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloProgram:
     """The computations of a program. A line that is no instruction belongs to the one before: attributes of kernels
     stretch over several."""
     computations: dict[str, Computation] = {}
@@ -189,7 +189,7 @@ def parse(text: str) -> Program:
     finish()
     if entry is None:
         raise ValueError("the text holds no ENTRY computation: it is not the HLO of a compiled program")
-    return Program(computations, entry)
+    return HloProgram(computations, entry)
 
 
 def _parse_instruction(line: str) -> Instruction:
@@ -256,7 +256,7 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def trip_count(program: Program, caller: Computation, loop: Instruction) -> int | None:
+def trip_count(program: HloProgram, caller: Computation, loop: Instruction) -> int | None:
     """How often a loop turns: told by the compiler, else worked out from its counter; None where that fails."""
     told = re.search(r"\"known_trip_count\":\{\"n\":\"(\d+)\"", loop.attributes)
     if told:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 
 from trillora.devices.slices import Chip
 from trillora.preflight.hlo.kernels import beside_bytes, head_width, is_kernel, kernel_flops
-from trillora.preflight.hlo.parse import HOST, Computation, Instruction, Program, parse, trip_count
+from trillora.preflight.hlo.parse import HOST, Computation, HloProgram, Instruction, parse, trip_count
 from trillora.preflight.hlo.work import Transfer, Work, target
 
 HOP_SECONDS = 1e-6  # a collective's wait for each neighbour, at most MOST_HOPS of them
@@ -173,7 +173,7 @@ class _Timeline:
 
 @dataclass
 class _Walk:
-    program: Program
+    program: HloProgram
     work: Work
     chip: Chip
     has_cycles: bool

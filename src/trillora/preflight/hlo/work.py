@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from trillora.preflight.hlo.parse import HBM, HOST, RELABELLING, Computation, Instruction, Program, Shape, integers
+from trillora.preflight.hlo.parse import HBM, HOST, RELABELLING, Computation, HloProgram, Instruction, Shape, integers
 
 COLLECTIVES = frozenset(
     {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"}
@@ -45,7 +45,7 @@ class Transfer:
 class Work:
     """Counts for the instructions of one program."""
 
-    program: Program
+    program: HloProgram
     num_devices: int
     matrix_unit: int = 1
     on_gpu: bool = False  # where every memory space but the host's lies in the device's memory

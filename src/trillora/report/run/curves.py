@@ -17,11 +17,11 @@ from trillora.report.run.charts import (
     smoothed,
     spread,
 )
-from trillora.report.run.read import Run, StepLine
+from trillora.report.run.read import RunRecord, StepLine
 from trillora.report.run.text import say_number, say_rate, say_short
 
 
-def curves(run: Run) -> str:
+def curves(run: RunRecord) -> str:
     if not run.steps and not run.evaluations:
         return ""
     first, last = 0 if run.evaluations and run.evaluations[0].step == 0 else 1, max(run.last_step, 2)
@@ -38,7 +38,7 @@ def curves(run: Run) -> str:
     return (loss.html() if loss else "") + (f'<div class="charts">{"".join(drawn)}</div>' if drawn else "")
 
 
-def _borders(run: Run) -> list[tuple[float, str]]:
+def _borders(run: RunRecord) -> list[tuple[float, str]]:
     """Where each stage begins: as planned, else as it happened."""
     planned = [
         (float(max(stage.first_step - 1, 0)), stage.name) for stage in run.stages if stage.first_step is not None
@@ -46,7 +46,7 @@ def _borders(run: Run) -> list[tuple[float, str]]:
     return planned or [(next(lines).step - 1.0, name) for name, lines in groupby(run.steps, lambda line: line.stage)]
 
 
-def _loss(run: Run, first: int, last: int, borders: list[tuple[float, str]]) -> Chart | None:
+def _loss(run: RunRecord, first: int, last: int, borders: list[tuple[float, str]]) -> Chart | None:
     raw = [_finite(lines, lambda line: line.loss) for lines in _by_stage(run)]
     raw = [stretch for stretch in raw if stretch]
     smooth = [smoothed(calmed(stretch), max(len(stretch) / 30, 2)) for stretch in raw]
@@ -99,7 +99,7 @@ def _highest(values: list[float], calm: float) -> float:
     return top if top - low <= 1.5 * (usual - low) else usual + 0.08 * (usual - low)
 
 
-def _hover(run: Run, smooth: list[list[Point]]) -> list[tuple[float, str]]:
+def _hover(run: RunRecord, smooth: list[list[Point]]) -> list[tuple[float, str]]:
     means = {x: y for stretch in smooth for x, y in stretch}
     words: dict[float, list[str]] = {}
     for line in spread(run.steps, MAX_STRIPS):
@@ -115,7 +115,7 @@ def _hover(run: Run, smooth: list[list[Point]]) -> list[tuple[float, str]]:
 
 
 def _small(
-    run: Run,
+    run: RunRecord,
     title: str,
     value_of: Callable[[StepLine], float | None],
     say: Callable[[float], str],
@@ -150,7 +150,7 @@ def as_noise(points: list[Point]) -> list[Line]:
     return [Line("raw", [points]), Line("smooth", [smoothed(calmed(points), max(len(points) / 100, 1))])]
 
 
-def _by_stage(run: Run) -> list[list[StepLine]]:
+def _by_stage(run: RunRecord) -> list[list[StepLine]]:
     return [list(lines) for _, lines in groupby(run.steps, lambda line: line.stage)]
 
 

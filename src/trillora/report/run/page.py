@@ -11,9 +11,9 @@ from trillora.data.excerpt import shortened
 from trillora.report.html import card, coloured, document, text, tiles
 from trillora.report.run import charts, results
 from trillora.report.run.curves import curves
-from trillora.report.run.read import Run, Stage, whole, words
+from trillora.report.run.read import RunRecord, StageRecord, whole, words
 from trillora.report.run.text import (
-    Verdict,
+    RunStatus,
     before_and_after,
     quoted,
     say_moment,
@@ -56,7 +56,7 @@ footer { margin-top: 1.5rem; font-size: .85rem; }
 """
 
 
-def page(run: Run) -> str:
+def page(run: RunRecord) -> str:
     title = f"{_model_name(run)} on {_data_name(run)}" if _data_name(run) else _model_name(run)
     facts = [say_moment(run.started), _machine(run)]
     body = "\n".join(
@@ -80,30 +80,30 @@ def page(run: Run) -> str:
     return document(title, body, charts.STYLE + results.STYLE + STYLE)
 
 
-def _model_name(run: Run) -> str:
+def _model_name(run: RunRecord) -> str:
     name = words(run.model, "name") or run.folder.resolve().name
     return name.rstrip("/").rpartition("/")[2] or name
 
 
-def _data_name(run: Run) -> str:
+def _data_name(run: RunRecord) -> str:
     names = list(dict.fromkeys(Path(file.name).name for stage in run.stages for file in stage.files))
     shown = ", ".join(names[:2])
     return f"{shown} and {len(names) - 2:,} more" if len(names) > 2 else shown
 
 
-def _machine(run: Run) -> str:
+def _machine(run: RunRecord) -> str:
     device, count = words(run.environment, "device"), whole(run.environment, "num_devices")
     device = device or words(run.environment, "backend")
     return f"{count} x {device}" if device and count and count > 1 else device
 
 
-def _verdict(found: Verdict) -> str:
+def _verdict(found: RunStatus) -> str:
     more = "".join(f"<p>{text(line)}</p>" for line in found.more)
     command = f"<pre>{text(found.command)}</pre>" if found.command else ""
     return f'<div class="verdict {found.kind}">{text(found.what)}{more}{command}</div>'
 
 
-def _tiles(run: Run) -> list[tuple[str, str, bool]]:
+def _tiles(run: RunRecord) -> list[tuple[str, str, bool]]:
     facts: list[tuple[str, str, bool]] = []
     pair = before_and_after(run)
     losses = [line.loss for line in run.steps if line.loss is not None]
@@ -140,7 +140,7 @@ def _change(before: str, after: str) -> str:
     return f"<small>{text(before)} →</small> {text(after)}"
 
 
-def _stage(stage: Stage, is_one_of_many: bool) -> str:
+def _stage(stage: StageRecord, is_one_of_many: bool) -> str:
     title = f"<h3>{text(stage.name)}</h3>" if is_one_of_many else ""
     plan = [
         f"{stage.num_steps:,} steps" if stage.num_steps else "",
@@ -172,7 +172,7 @@ def _token_bar(counts: dict[str, float]) -> str:
     return f'<div class="stack" style="margin-top:.7rem">{bars}</div><div class="key">{key}</div>'
 
 
-def _files(stage: Stage) -> str:
+def _files(stage: StageRecord) -> str:
     if not stage.files:
         return ""
     head = '<tr><th>file</th><th>format</th><th class="number">rows</th><th>sha256</th></tr>'
@@ -185,7 +185,7 @@ def _files(stage: Stage) -> str:
     return f'<div class="scroll" style="margin-top:.7rem"><table>{head}{lines}</table></div>{_rest(len(stage.files))}'
 
 
-def _skips(run: Run) -> str:
+def _skips(run: RunRecord) -> str:
     if not run.skips:
         return ""
     head = '<tr><th class="number">step</th><th>stage</th><th>reason</th><th>rows</th></tr>'
@@ -198,7 +198,7 @@ def _skips(run: Run) -> str:
     return f'{why}<div class="scroll"><table>{head}{lines}</table></div>{_rest(len(run.skips))}'
 
 
-def _use(run: Run) -> str:
+def _use(run: RunRecord) -> str:
     if run.adapter is None:
         return ""
     folder = run.folder / run.adapter
@@ -217,7 +217,7 @@ model = PeftModel.from_pretrained(base, {adapter})"""
     )
 
 
-def _history(run: Run) -> str:
+def _history(run: RunRecord) -> str:
     lines = "".join(
         f'<tr><td class="moment">{text(say_moment(happening.time, MOMENT_OF_MANY))}</td>'
         f"<td>{text(happening.event)}</td>"
@@ -231,7 +231,7 @@ def _history(run: Run) -> str:
     return table + (broken if run.num_unreadable else "")
 
 
-def _model_facts(run: Run) -> dict[str, Any]:
+def _model_facts(run: RunRecord) -> dict[str, Any]:
     facts: dict[str, Any] = {"base model": words(run.model, "name")} if words(run.model, "name") else {}
     total, trained = whole(run.model, "num_parameters"), whole(run.model, "num_trained")
     if total:
@@ -256,7 +256,7 @@ def _plain(value: Any) -> str:
     return ", ".join(_plain(inner) for inner in value) if isinstance(value, list) else str(value)
 
 
-def _recipe(run: Run) -> str:
+def _recipe(run: RunRecord) -> str:
     if not run.recipe.strip():
         return ""
     rest = len(run.recipe) - MAX_RECIPE
@@ -276,6 +276,6 @@ def _and_more(count: int) -> str:
     return f" … and {count:,} more" if count > 0 else ""
 
 
-def _footer(run: Run) -> str:
+def _footer(run: RunRecord) -> str:
     version = f"Trillora {run.version}" if run.version else "Trillora"
     return f'<footer class="faint">{text(version)} · {text(seen_from_here(run.folder))}</footer>'

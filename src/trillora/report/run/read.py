@@ -46,7 +46,7 @@ class EvaluationLine:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerRecord:
     """What the model said to a prompt after a step."""
 
     step: int
@@ -81,7 +81,7 @@ class DataFileFacts:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageRecord:
     name: str
     first_step: int | None
     num_steps: int | None
@@ -95,7 +95,7 @@ class Stage:
 
 
 @dataclass
-class Run:
+class RunRecord:
     folder: Path
     version: str = ""
     started: str = ""
@@ -103,10 +103,10 @@ class Run:
     environment: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
     num_steps: int | None = None
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[StageRecord] = field(default_factory=list)
     steps: list[StepLine] = field(default_factory=list)  # in order, each once
     evaluations: list[EvaluationLine] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[AnswerRecord] = field(default_factory=list)
     skips: list[SkipLine] = field(default_factory=list)
     history: list[Happening] = field(default_factory=list)
     evaluated: dict[str, Any] = field(default_factory=dict)  # eval.json
@@ -121,7 +121,7 @@ class Run:
         return max([0, *(line.step for line in self.steps[-1:]), *(line.step for line in self.evaluations[-1:])])
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     if not any((folder / name).is_file() for name in FILES):
         raise TrilloraError(
             "There is no run here: none of its files is in the folder."
@@ -131,7 +131,7 @@ def read_run(folder: Path) -> Run:
             do="give the folder that was named with --out when the run was started",
         )
     known = secrets_of_environment()
-    run = Run(folder, recipe=mask_settings(_text_of(folder / "resolved.yaml"), known))
+    run = RunRecord(folder, recipe=mask_settings(_text_of(folder / "resolved.yaml"), known))
     _read_facts(run, _mapping(_json_of(folder / "run.json", known)))
     _read_metrics(run, known)
     for raw in _lines(folder / "history.jsonl", run):
@@ -175,14 +175,14 @@ def mappings(values: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [_mapping(item) for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _read_facts(run: Run, facts: dict[str, Any]) -> None:
+def _read_facts(run: RunRecord, facts: dict[str, Any]) -> None:
     run.version, run.started = words(facts, "trillora"), words(facts, "started")
     run.model, run.environment = _mapping(facts.get("model")), _mapping(facts.get("environment"))
     run.identity, run.num_steps = _mapping(facts.get("identity")), whole(facts, "num_steps")
     for stage in mappings(facts, "stages"):
         data = _mapping(stage.get("data"))
         run.stages.append(
-            Stage(
+            StageRecord(
                 name=words(stage, "name"),
                 first_step=whole(stage, "first_step"),
                 num_steps=whole(stage, "num_steps"),
@@ -203,10 +203,10 @@ def _read_facts(run: Run, facts: dict[str, Any]) -> None:
         )
 
 
-def _read_metrics(run: Run, known: tuple[str, ...]) -> None:
+def _read_metrics(run: RunRecord, known: tuple[str, ...]) -> None:
     steps: dict[int, StepLine] = {}  # what a resumed run writes again, replaces
     evaluations: dict[tuple[int, str], EvaluationLine] = {}
-    answers: dict[tuple[int, str], Answer] = {}
+    answers: dict[tuple[int, str], AnswerRecord] = {}
     skips: dict[int, SkipLine] = {}
     mask = lru_cache(100)(partial(mask_secrets, known=known))
     for raw in _lines(run.folder / "metrics.jsonl", run):
@@ -232,7 +232,7 @@ def _read_metrics(run: Run, known: tuple[str, ...]) -> None:
                 for sample in mappings(line, "samples"):
                     expected = sample.get("expected")
                     prompt = words(sample, "prompt")
-                    answers[step, prompt] = Answer(
+                    answers[step, prompt] = AnswerRecord(
                         step, prompt, words(sample, "answer"), None if expected is None else str(expected)
                     )
             case "skipped":
@@ -260,7 +260,7 @@ def _step_line(step: int, stage: str, line: dict[str, Any]) -> StepLine:
     )
 
 
-def _find_adapter(run: Run, known: tuple[str, ...]) -> None:
+def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
     """The finished adapter, else that of the newest checkpoint."""
     folders = {}
     try:
@@ -281,7 +281,7 @@ def _find_adapter(run: Run, known: tuple[str, ...]) -> None:
     run.base = mask_secrets(run.base, known)
 
 
-def _lines(file: Path, run: Run) -> Iterator[dict[str, Any]]:
+def _lines(file: Path, run: RunRecord) -> Iterator[dict[str, Any]]:
     """The objects of a log. Its last line may be half written; others that cannot be read are counted."""
     lines = _bytes_of(file).split(b"\n")
     for place, line in enumerate(lines):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trillora.report.html import text
-from trillora.report.run.read import Answer, Run, finite, mappings, number, whole, words
+from trillora.report.run.read import AnswerRecord, RunRecord, finite, mappings, number, whole, words
 from trillora.report.run.text import say_number, say_share
 
 MAX_SAMPLES = 12
@@ -38,9 +38,9 @@ td.adapted { font-weight: 600; }
 """
 
 
-def samples(run: Run) -> str:
+def samples(run: RunRecord) -> str:
     """For each prompt the first answer and the last one."""
-    told: dict[str, list[Answer]] = {}
+    told: dict[str, list[AnswerRecord]] = {}
     for answer in run.answers:
         told.setdefault(answer.prompt, []).append(answer)
     latest_first = sorted(told.values(), key=lambda answers: -answers[-1].step)
@@ -50,7 +50,7 @@ def samples(run: Run) -> str:
     return shown
 
 
-def _sample(first: Answer, last: Answer) -> str:
+def _sample(first: AnswerRecord, last: AnswerRecord) -> str:
     sides = [] if first is last else [_says("before", f"Before{_when(first)}", first.answer, last.expected)]
     side = "after" if last.step else "before"
     sides.append(_says(side, f"{side.capitalize()}{_when(last)}", last.answer, last.expected))
@@ -59,7 +59,7 @@ def _sample(first: Answer, last: Answer) -> str:
     return _conversation(last.prompt, sides)
 
 
-def _when(answer: Answer) -> str:
+def _when(answer: AnswerRecord) -> str:
     return f", step {answer.step:,}" if answer.step else ", the base model"
 
 
@@ -94,7 +94,7 @@ def shorter(long: str) -> str:
     return f"{long[:half]}\n[… {len(long) - 2 * half:,} characters …]\n{long[-half:]}"
 
 
-def test_set(run: Run) -> str:
+def test_set(run: RunRecord) -> str:
     found = run.evaluated
     base, adapter, guess = (_part(found, name) for name in ("base", "adapter", "majority"))
     if not base and not adapter:

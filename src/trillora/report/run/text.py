@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from trillora.report.run.read import EvaluationLine, Run, StepLine
+from trillora.report.run.read import EvaluationLine, RunRecord, StepLine
 from trillora.secrets import mask_secrets, secrets_of_environment
 
 NOT_KNOWN = "?"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunStatus:
     """What became of the run: a word for its colour, a sentence, and what follows from it."""
 
     kind: str  # finished, running, stopped, diverged
@@ -25,7 +25,7 @@ class Verdict:
     command: str = ""
 
 
-def verdict(run: Run) -> Verdict:
+def verdict(run: RunRecord) -> RunStatus:
     last = run.history[-1] if run.history else None
     event = last.event if last else ""
     at = last.step if last and last.step is not None else run.last_step
@@ -41,20 +41,22 @@ def verdict(run: Run) -> Verdict:
         early = run.num_steps is not None and at < run.num_steps
         how = f"Finished early at {steps}{reason}" if early else f"Finished: {at:,} {'step' if at == 1 else 'steps'}"
         time = total_seconds(run.steps)
-        return Verdict("finished", how if early else f"{how} in {say_time(time)}." if time else f"{how}.", _gains(run))
+        return RunStatus(
+            "finished", how if early else f"{how} in {say_time(time)}." if time else f"{how}.", _gains(run)
+        )
     if event == "diverged":
         listed = "; the skipped rows are listed below" if run.skips else ""
         advice = f"A lower learning rate, or more warm-up steps, usually helps{listed}."
-        return Verdict("diverged", f"Diverged at {steps}{reason}", (saved, advice))
+        return RunStatus("diverged", f"Diverged at {steps}{reason}", (saved, advice))
     if event == "stopped":
         more = (*_gains(run), f"{saved} The same command continues the run:")
-        return Verdict("stopped", f"Stopped at {steps}{reason}", more, again)
+        return RunStatus("stopped", f"Stopped at {steps}{reason}", more, again)
     steps = f"step {run.last_step:,}" + (f" of {run.num_steps:,}" if run.num_steps else "")
     more = (*_gains(run), "If no process is at work on it any more, the same command continues it:")
-    return Verdict("running", f"Under way: {steps} when this page was written.", more, again)
+    return RunStatus("running", f"Under way: {steps} when this page was written.", more, again)
 
 
-def _gains(run: Run) -> tuple[str, ...]:
+def _gains(run: RunRecord) -> tuple[str, ...]:
     pair = before_and_after(run)
     if pair is None:
         return ()
@@ -71,7 +73,7 @@ def _gains(run: Run) -> tuple[str, ...]:
     return (f"{words}.",)
 
 
-def before_and_after(run: Run) -> tuple[EvaluationLine, EvaluationLine] | None:
+def before_and_after(run: RunRecord) -> tuple[EvaluationLine, EvaluationLine] | None:
     """The first and the last evaluation of the last stage: stages have evaluation sets of their own."""
     if not run.evaluations:
         return None

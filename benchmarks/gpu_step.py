@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from trillora.model.loading.weights import random_weights
     from trillora.recipe.load import load_recipe
     from trillora.step.autotune import choose, step_bytes
-    from trillora.train.trainer import place_state
+    from trillora.training.trainer import place_state
 
     recipe = load_recipe(
         {

@@ -33,7 +33,7 @@ def main() -> int:
     from trillora.quickstart import run
     from trillora.recipe.load import load_recipe
     from trillora.step.build import lora_spec
-    from trillora.train.trainer import train
+    from trillora.training.trainer import train
 
     with tempfile.TemporaryDirectory() as work:
         data = Path(work) / "findings.jsonl"

@@ -21,7 +21,7 @@ import pytest
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Saved, ignore_events
 from trillora.files.storage import MARK, LocalStorage, open_storage
-from trillora.train.checkpoint import Checkpoints, Damaged, Saver
+from trillora.training.checkpoint import Checkpoints, Damaged, Saver
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
 SOURCE = Path(__file__).parent.parent / "src"
@@ -165,7 +165,7 @@ def test_nothing_valid_is_none_and_every_loss_is_told(checkpoints: Checkpoints, 
 
 
 def test_hostile_checksums_are_damage_and_never_a_traceback(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    from trillora.train.checkpoint import _seal
+    from trillora.training.checkpoint import _seal
 
     path = tmp_path / "step-00000030" / MARK
     sums = {"sha256": "0" * 64, "size": 1}
@@ -183,7 +183,7 @@ def test_hostile_checksums_are_damage_and_never_a_traceback(checkpoints: Checkpo
 def test_a_checkpoint_of_a_later_version_stops_instead_of_being_passed_over(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    from trillora.train.checkpoint import _seal
+    from trillora.training.checkpoint import _seal
 
     (tmp_path / "step-00000030" / MARK).write_bytes(_seal({"format": 2, "step": 30, "novel": []}))
     with pytest.raises(TrilloraError, match="has format 2") as caught:
@@ -251,7 +251,7 @@ def test_the_checksums_are_last_and_readable(tmp_path: Path) -> None:
 WRITER = """
 import random, sys
 sys.path.insert(0, sys.argv[1])
-from trillora.train.checkpoint import Checkpoints
+from trillora.training.checkpoint import Checkpoints
 from trillora.files.storage import open_storage
 checkpoints = Checkpoints(open_storage(sys.argv[2]))
 checkpoints.clean()

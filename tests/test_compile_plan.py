@@ -22,8 +22,8 @@ from trillora.data.batches import Batches
 from trillora.events import Note, Step
 from trillora.recipe.load import load_recipe
 from trillora.step.compile_guard import COMPILE_EVENTS, CompileWatch, Planned, UnplannedProgram, describe
-from trillora.train import loop, validation
-from trillora.train.trainer import train
+from trillora.training import loop, validation
+from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
 
@@ -185,7 +185,7 @@ def test_program_outside_the_plan_is_stopped_before_it_is_compiled(
     # The metrics of step 3 are read while step 4 runs.
     assert len(seen) == 3 and "running_mean" in error.what and "float32[3]" in error.what
     assert "step 4 of stage" in error.what and "8 x 64" in error.what
-    assert str(error.where).startswith("trillora.train.loop, line ")
+    assert str(error.where).startswith("trillora.training.loop, line ")
     assert not compiled["running_mean"]
 
 

@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 from trillora.cli import app
 from trillora.data.questions import Question, last_question, question_of
 from trillora.errors import TrilloraError
-from trillora.evaluate.evaluate import (
+from trillora.evaluation.evaluate import (
     Evaluation,
     Example,
     ask,
@@ -40,13 +40,13 @@ from trillora.evaluate.evaluate import (
     recipe_with_data,
     token_scores,
 )
-from trillora.evaluate.scores import Scores
+from trillora.evaluation.scores import Scores
 from trillora.events import Alarm, Progress, ignore_events
-from trillora.generate.generator import Generator
-from trillora.generate.prompts import Prompts
+from trillora.generation.generator import Generator
+from trillora.generation.prompts import Prompts
 from trillora.recipe.load import load_recipe
 from trillora.report.eval_table import show
-from trillora.train.trainer import train
+from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
 ROUNDING = 2e-5  # float32 sums in another order

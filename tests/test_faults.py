@@ -19,10 +19,10 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Step
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.recipe.load import load_recipe
-from trillora.train.checkpoint import Checkpoints
-from trillora.train.divergence import Health
-from trillora.train.loop import Diverged
-from trillora.train.trainer import train
+from trillora.training.checkpoint import Checkpoints
+from trillora.training.divergence import Health
+from trillora.training.loop import Diverged
+from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
 

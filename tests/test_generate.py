@@ -26,9 +26,9 @@ from trillora.cli import app
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.sampling import GREEDY, Sampling, choose, token_keys
 from trillora.errors import TrilloraError
-from trillora.generate.chat import GREETING, converse
-from trillora.generate.generator import Generator, bucket_length
-from trillora.generate.prompts import Prompts
+from trillora.generation.chat import GREETING, converse
+from trillora.generation.generator import Generator, bucket_length
+from trillora.generation.prompts import Prompts
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import stack
@@ -36,7 +36,7 @@ from trillora.model.loading.source import find_model, load_config
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.step.build import weight_shardings
-from trillora.train.trainer import train
+from trillora.training.trainer import train
 
 NUM_NEW = 12
 LENGTHS = (5, 17, 11)  # with the new tokens, beyond the window of 8 that the sliding models have

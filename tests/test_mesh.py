@@ -24,7 +24,7 @@ from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
 from trillora.step.autotune import by_hardware, choose_mesh
 from trillora.step.build import assemble, shard_adapter
-from trillora.train.trainer import train
+from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
 

@@ -36,7 +36,7 @@ from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
 from trillora.step import build as assembly_module
 from trillora.step.build import assemble, decayed_leaves
-from trillora.train.trainer import train
+from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
 

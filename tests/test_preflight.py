@@ -30,7 +30,7 @@ from trillora.preflight.inputs import KNOWN_MODELS, describe_model, fingerprint,
 from trillora.preflight.verdict import changed, ladder, preflight
 from trillora.recipe.load import load_recipe
 from trillora.step import autotune
-from trillora.train import trainer
+from trillora.training import trainer
 
 needs_compiler = [
     pytest.mark.tpu_compiler,

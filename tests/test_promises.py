@@ -33,7 +33,7 @@ from trillora.events import Alarm, Step, ignore_events
 from trillora.model.loading.source import load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
-from trillora.train.trainer import train
+from trillora.training.trainer import train
 
 Record = Callable[[str, object], None]
 COMPILE = "/jax/core/compile/backend_compile_duration"

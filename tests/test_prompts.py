@@ -6,7 +6,7 @@ import pytest
 from chat_tokenizers import FAMILIES, chat_tokenizer
 
 from trillora.errors import TrilloraError
-from trillora.generate.prompts import Prompts
+from trillora.generation.prompts import Prompts
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -22,8 +22,8 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Note
 from trillora.files.storage import open_storage
 from trillora.recipe.load import load_recipe
-from trillora.train.checkpoint import Checkpoints
-from trillora.train.trainer import TrainResult, train
+from trillora.training.checkpoint import Checkpoints
+from trillora.training.trainer import TrainResult, train
 
 pytestmark = pytest.mark.core
 

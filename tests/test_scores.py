@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from trillora.evaluate.scores import MAX_DEPTH, Score, canonical, majority, parse_object, score, summarise
+from trillora.evaluation.scores import MAX_DEPTH, Score, canonical, majority, parse_object, score, summarise
 
 VERDICT = '{"severity": "high", "area": "storage", "count": 2}'
 

@@ -20,7 +20,7 @@ from trillora.model.loading.source import find_model, load_config, load_tokenize
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.step.build import lora_spec
-from trillora.train.trainer import train
+from trillora.training.trainer import train
 
 
 @pytest.fixture(scope="module")

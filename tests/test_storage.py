@@ -28,7 +28,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Saved
 from trillora.files import atomic
 from trillora.files.storage import MARK, LocalStorage, RemoteStorage, Storage, open_storage
-from trillora.train.checkpoint import Checkpoints, Saver
+from trillora.training.checkpoint import Checkpoints, Saver
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
 NUM_MIXTURES = 40 if FULL_DOSE else 4  # of lost and kept, beside the four pure cases
@@ -518,7 +518,7 @@ def test_a_link_in_place_of_a_checkpoint_is_not_followed(tmp_path: Path) -> None
 
 def test_these_modules_import_nothing_heavy() -> None:
     code = (
-        "import sys, trillora.train.checkpoint, trillora.train.run_lock\n"
+        "import sys, trillora.training.checkpoint, trillora.training.run_lock\n"
         "print({'jax', 'torch', 'numpy', 'fsspec', 'pydantic', 'psutil', 'trillora.recipe.load'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -18,7 +18,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Chosen, Step
 from trillora.model.adapters import load_adapter
 from trillora.recipe.load import load_recipe
-from trillora.train.trainer import train
+from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
 

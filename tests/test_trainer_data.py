@@ -23,8 +23,8 @@ from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import load_config, load_tokenizer
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
-from trillora.train.loop import NUM_AHEAD, placed_batches
-from trillora.train.trainer import train
+from trillora.training.loop import NUM_AHEAD, placed_batches
+from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
 

@@ -11,7 +11,7 @@ from chat_tokenizers import chat_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trillora.files.storage import open_storage
-from trillora.train.checkpoint import Checkpoints
+from trillora.training.checkpoint import Checkpoints
 
 TIMES = {"seconds", "tokens_per_second", "memory_gib", "peak_fraction"}  # what a clock or the machine decides
 # Wide enough that weights are really split over a mesh (`mesh.SMALL`).

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["trillora.cli", "trillora.train.trainer"])
+CONTEXT.set_forkserver_preload(["trillora.cli", "trillora.training.trainer"])
 
 
 class WarmRun:

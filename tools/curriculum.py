@@ -139,7 +139,7 @@ def show_losses(run: Path) -> int:
 
 def show_answers(run: Path, held_out: Path) -> int:
     """Whether questions never seen are answered in the form of the chats, and whether the answers end."""
-    from trillora.generate.generator import Generator
+    from trillora.generation.generator import Generator
 
     rows = [json.loads(line)["messages"] for line in held_out.read_text("utf-8").splitlines()][:NUM_QUESTIONS]
     questions = [row[0]["content"] for row in rows]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trillora.events import Listener
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import Recipe
-    from trillora.train.trainer import TrainResult
+    from trillora.training.trainer import TrainResult
 
 __all__ = ["Recipe", "TrilloraError", "__version__", "ask_compiler", "inspect_data", "load_recipe", "train"]
 
@@ -40,7 +40,7 @@ def train(
 
     from trillora.recipe.load import load_recipe
     from trillora.report.console import console_listener
-    from trillora.train.trainer import train as run
+    from trillora.training.trainer import train as run
 
     loaded = load_recipe(recipe, overrides)
     if listener is not None:

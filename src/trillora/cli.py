@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 import trillora
 from trillora.errors import TrilloraError
 from trillora.events import Event, Listener, Progress, to_json
-from trillora.train.signals import EXIT_STOPPED
+from trillora.training.signals import EXIT_STOPPED
 
 EXIT_NO_GO = 1
 EXIT_MISTAKE = 2
@@ -86,7 +86,7 @@ def train(
 
     loaded = load_recipe(recipe, overrides or ())
     with _reporting(as_json) as listener:
-        from trillora.train import trainer
+        from trillora.training import trainer
 
         result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
     if result.stopped is not None:
@@ -232,7 +232,7 @@ def generate(
 
     with _progress_on_stderr() as listener:
         from trillora.engine.sampling import Sampling
-        from trillora.generate.generator import Generator
+        from trillora.generation.generator import Generator
 
         generator = Generator.open(name, with_adapter=not base, listener=listener)
         sampling = Sampling(temperature, top_p, seed=seed)
@@ -258,8 +258,8 @@ def chat(
     """Talk with a trained run or any chat model."""
     with _progress_on_stderr() as listener:
         from trillora.engine.sampling import Sampling
-        from trillora.generate.chat import converse
-        from trillora.generate.generator import Generator
+        from trillora.generation.chat import converse
+        from trillora.generation.generator import Generator
 
         generator = Generator.open(name, with_adapter=not base, listener=listener)
 
@@ -292,7 +292,7 @@ def evaluate(
     import json
 
     with _progress_on_stderr() as listener:
-        from trillora.evaluate import evaluate as tests
+        from trillora.evaluation import evaluate as tests
 
         result = tests.evaluate(
             run, data, max_rows=rows, max_tokens=max_tokens, with_base=not no_base, listener=listener

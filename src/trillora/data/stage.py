@@ -17,7 +17,7 @@ from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, ignore_events
 from trillora.recipe.schema import Stage, StageRecipe
-from trillora.train.run_identity import text_digest
+from trillora.training.run_identity import text_digest
 
 EXAMPLE_TOKENS = 600  # of a row shown in the report
 

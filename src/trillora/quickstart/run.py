@@ -10,12 +10,12 @@ import itertools
 from importlib import resources
 from pathlib import Path
 
-from trillora.evaluate.evaluate import Evaluation, evaluate
+from trillora.evaluation.evaluate import Evaluation, evaluate
 from trillora.events import Listener, Note
 from trillora.files.atomic import write_file
 from trillora.recipe.load import load_recipe
 from trillora.report.run.write import write_report
-from trillora.train.trainer import TrainResult, train
+from trillora.training.trainer import TrainResult, train
 
 NUM_TRAINED = 208  # of 1,285 findings, for a CPU's sake; services take turns, so all are shown
 NUM_TESTED = 40  # of 128

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trillora.data.excerpt import visible
-from trillora.evaluate.evaluate import Evaluation, Example
-from trillora.evaluate.scores import Scores
+from trillora.evaluation.evaluate import Evaluation, Example
+from trillora.evaluation.scores import Scores
 
 NUM_SHOWN = 3  # examples
 NUM_FIELDS = 20

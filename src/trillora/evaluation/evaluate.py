@@ -1,6 +1,6 @@
 """How good a run is on rows it has not seen: loss of their trained tokens, and answers to their questions.
 
-    from trillora.evaluate.evaluate import evaluate
+    from trillora.evaluation.evaluate import evaluate
     print(evaluate("runs/first", "test.jsonl").to_dict())
 
 Rows are read as the run's recipe reads them, and the adapter is compared with its base: the same programs, with an
@@ -30,10 +30,10 @@ from trillora.data.tokenizing.store import KINDS
 from trillora.devices.mesh import put_batch
 from trillora.engine.step import make_eval_step
 from trillora.errors import TrilloraError
-from trillora.evaluate.scores import Scores, majority, score, summarise
+from trillora.evaluation.scores import Scores, majority, score, summarise
 from trillora.events import Alarm, Listener, Progress, ignore_events
 from trillora.files.atomic import write_file
-from trillora.generate.generator import Generator
+from trillora.generation.generator import Generator
 from trillora.model.layout import Tree
 from trillora.model.loading.source import find_model, load_tokenizer
 from trillora.recipe.load import load_recipe

@@ -29,12 +29,12 @@ from trillora.model.layout import Tree
 from trillora.report.run.write import write_report
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Programs, shape_text
-from trillora.train.checkpoint import Checkpoints, Saver
-from trillora.train.divergence import Health
-from trillora.train.run_folder import RunFolder
-from trillora.train.signals import Stop
-from trillora.train.state_files import METRICS_FILE, to_files
-from trillora.train.validation import Figures, Measures, Sampler, peak_memory_gib
+from trillora.training.checkpoint import Checkpoints, Saver
+from trillora.training.divergence import Health
+from trillora.training.run_folder import RunFolder
+from trillora.training.signals import Stop
+from trillora.training.state_files import METRICS_FILE, to_files
+from trillora.training.validation import Figures, Measures, Sampler, peak_memory_gib
 
 NUM_AHEAD = 2  # batches made before they are needed
 SAVE_SHARE = 0.02  # of the time that checkpoints may take

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from trillora.engine.sampling import Sampling
 from trillora.errors import TrilloraError
-from trillora.generate.generator import Generator
-from trillora.generate.prompts import Message
+from trillora.generation.generator import Generator
+from trillora.generation.prompts import Message
 
 GREETING = "Ask away. /reset starts over, /quit leaves."
 

@@ -1,6 +1,6 @@
 """Text from a run or a model: prompts in batches, lengths in buckets, two programs for each.
 
-    from trillora.generate.generator import Generator
+    from trillora.generation.generator import Generator
     answers = Generator.open("runs/first").generate(["What is LoRA?"])
 
 A bucket is a number of rows, of prompt slots and of cache slots. Its two programs, one that reads prompts and one that
@@ -23,7 +23,7 @@ from trillora.devices.mesh import BATCH_AXES, MeshShape, batch_sharding, find_de
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress, ignore_events
-from trillora.generate.prompts import Prompt, Prompts, configured_stops
+from trillora.generation.prompts import Prompt, Prompts, configured_stops
 from trillora.model.adapters import fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder

@@ -43,16 +43,16 @@ from trillora.step.autotune import Plan, choose
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, describe, shape_text
 from trillora.tracking import tracking_listener
-from trillora.train import manifest
-from trillora.train.checkpoint import Checkpoints, Saver, with_checksums
-from trillora.train.divergence import Health
-from trillora.train.loop import Diverged, Position, Run, StageLoop
-from trillora.train.run_folder import RunFolder, losses
-from trillora.train.run_identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
-from trillora.train.run_lock import lock_run
-from trillora.train.signals import Interrupted, Stop
-from trillora.train.state_files import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
-from trillora.train.validation import EvalPlan, Measures, make_measures, wanted_measures
+from trillora.training import manifest
+from trillora.training.checkpoint import Checkpoints, Saver, with_checksums
+from trillora.training.divergence import Health
+from trillora.training.loop import Diverged, Position, Run, StageLoop
+from trillora.training.run_folder import RunFolder, losses
+from trillora.training.run_identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
+from trillora.training.run_lock import lock_run
+from trillora.training.signals import Interrupted, Stop
+from trillora.training.state_files import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
+from trillora.training.validation import EvalPlan, Measures, make_measures, wanted_measures
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from trillora.devices.mesh import local_rows, put_batch
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Sample
-from trillora.generate.generator import Generator, bucket_length
-from trillora.generate.prompts import Prompts, configured_stops
+from trillora.generation.generator import Generator, bucket_length
+from trillora.generation.prompts import Prompts, configured_stops
 from trillora.model.layout import Tree
 from trillora.model.limits import why_not_decode
 from trillora.model.loading.source import OpenModel

@@ -13,7 +13,7 @@ from trillora.data.stage import StageData
 from trillora.recipe.schema import Recipe
 from trillora.secrets import mask_values
 from trillora.step.build import Assembly
-from trillora.train.run_identity import fixed_options
+from trillora.training.run_identity import fixed_options
 from trillora.version import __version__
 
 LIBRARIES = ("jax", "torch", "transformers", "torchax")

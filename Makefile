@@ -14,7 +14,7 @@ help:
 	@echo "make lint           ruff and mypy only"
 	@echo "make compat         the core tests on the oldest supported libraries"
 	@echo "make architectures  try every model architecture; writes docs/ARCHITECTURES.md"
-	@echo "make real-data      fetch public data sets and look at each with trillora data"
+	@echo "make real-data      fetch public data sets and look at each with trillora inspect"
 	@echo "make soak           the promises about runs at full dose, hours; PART=kills for one; writes dev/SOAK.md"
 	@echo "make clean          remove environments and caches"
 

@@ -90,8 +90,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 def measure(number: int, keep: Path | None) -> dict[str, Any]:
     import jax
 
+    from trillora.devices.chips import chip_of
     from trillora.devices.mesh import find_devices
-    from trillora.devices.slices import chip_of
     from trillora.events import ignore_events
     from trillora.preflight.estimate.estimate import estimate, kind_shares
     from trillora.preflight.hlo.simulate import simulate

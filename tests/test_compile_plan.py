@@ -38,11 +38,11 @@ def two_stages(folder: Path) -> dict[str, Any]:
     settings = tiny_run.recipe(
         folder,
         train={"checkpoint_every": 2, "keep_checkpoints": 100},
-        evaluate={"every": 2, "samples": 3, "max_tokens": 4},
+        evaluate={"every_steps": 2, "num_samples": 3, "max_tokens": 4},
     )
     del settings["train"]["steps"]
     data = settings.pop("data")
-    first = {**data, "split": {"validation": 0.3}, "pack": False, "buckets": 3}
+    first = {**data, "split": {"validation": 0.3}, "pack": False, "num_length_buckets": 3}
     return {
         **settings,
         "stages": [
@@ -149,7 +149,7 @@ def test_a_single_array_of_another_shape_stops_the_run(
 def test_evaluation_of_another_shape_stops_the_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = tiny_run.recipe(folder, data={"split": {"validation": 0.3}}, evaluate={"samples": 0})
+    settings = tiny_run.recipe(folder, data={"split": {"validation": 0.3}}, evaluate={"num_samples": 0})
     monkeypatch.setattr(validation.Evaluator, "_placed", lambda self, n: loop.put_batch(whole_batch(self), self._mesh))
     with pytest.raises(UnplannedProgram) as caught:
         train(load_recipe(settings), tmp_path / "run")

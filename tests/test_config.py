@@ -370,7 +370,7 @@ def test_resolved_stages_read_back_with_what_was_chosen_for_each(tmp_path: Path)
     recipe = load_recipe(STAGED)
     choices = [
         choice_in_stage(recipe, 1, Choice("train.micro_batch_size", 4, "fits")),
-        choice_in_stage(recipe, 0, Choice("data.today", "2026-01-02", "the template asks")),
+        choice_in_stage(recipe, 0, Choice("data.template_date", "2026-01-02", "the template asks")),
         choice_in_stage(recipe, 0, Choice("engine.remat", "full", "fits")),
     ]
     text = dump_resolved(recipe, choices)
@@ -379,7 +379,7 @@ def test_resolved_stages_read_back_with_what_was_chosen_for_each(tmp_path: Path)
     assert again == resolve(recipe, choices)
     first, second = stages_of(again)
     assert (first.recipe.train.micro_batch_size, second.recipe.train.micro_batch_size) == ("auto", 4)
-    assert first.recipe.data.today == "2026-01-02" and second.recipe.engine.remat == "full"
+    assert first.recipe.data.template_date == "2026-01-02" and second.recipe.engine.remat == "full"
 
 
 def test_overrides_reach_a_stage_by_its_number() -> None:

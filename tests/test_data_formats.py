@@ -439,7 +439,7 @@ def recipe_data(name: str) -> dict[str, Any]:
 
 
 def rows_at(document: Any, where: str) -> list[Any]:
-    """What `rows: a.*.*` means, the slow and obvious way."""
+    """What `row_path: a.*.*` means, the slow and obvious way."""
     found = [document]
     for step in where.split("."):
         if step == "*":
@@ -457,7 +457,7 @@ def finding_rows(name: str) -> list[dict[str, Any]]:
         if "compressed" in document:
             assert document["compression_method"] == "gzip"
             document = json.loads(gzip.decompress(bytes.fromhex(document["data"])))
-        rows += rows_at(document, data["rows"])
+        rows += rows_at(document, data["row_path"])
     return rows
 
 

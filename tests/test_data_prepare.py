@@ -100,7 +100,7 @@ def test_second_start_finds_the_tokens_and_any_change_makes_them_anew(tmp_path: 
     assert not load(path, TOKENIZER, tmp_path, sequence_length=99).is_new  # only truncation depends on it
     assert load(path, TOKENIZER, tmp_path, train_on="everything").is_new
     assert load(path, chat_tokenizer("chatml-bare"), tmp_path).is_new
-    assert load(path, TOKENIZER, tmp_path, too_long="truncate-left").is_new
+    assert load(path, TOKENIZER, tmp_path, on_too_long="truncate-left").is_new
     path.rename(tmp_path / "moved.jsonl")
     moved = load(tmp_path / "moved.jsonl", TOKENIZER, tmp_path)
     assert not moved.is_new  # the content counts, not the name
@@ -255,8 +255,8 @@ def test_rows_too_long_are_dropped_up_to_one_percent_and_then_refused(tmp_path: 
     assert f"{tmp_path / 'many.jsonl'}:1" in str(caught.value.where)
     assert len(many.fitted("train", longest)[0]) == 10
     with pytest.raises(TrilloraError):
-        load(tmp_path / "few.jsonl", TOKENIZER, tmp_path, too_long="refuse").fitted("train", 64)
-    dropped, lost = load(tmp_path / "many.jsonl", TOKENIZER, tmp_path, too_long="drop").fitted("train", 64)
+        load(tmp_path / "few.jsonl", TOKENIZER, tmp_path, on_too_long="refuse").fitted("train", 64)
+    dropped, lost = load(tmp_path / "many.jsonl", TOKENIZER, tmp_path, on_too_long="drop").fitted("train", 64)
     assert (len(dropped), lost.num_rows) == (0, 10)
 
 
@@ -275,7 +275,7 @@ def test_truncation_shortens_prompts_and_keeps_answers_whole(tmp_path: Path, sid
     pair = {"prompt": start + "dog " * 200 + end, "completion": "It is a dog."}
     hopeless = question("short", "y " * 300)
     path = write(tmp_path / "a.jsonl", [long, HELLO, hopeless])
-    dataset = load(path, TOKENIZER, tmp_path, sequence_length=80, too_long=f"truncate-{side}", on_bad_row="skip")
+    dataset = load(path, TOKENIZER, tmp_path, sequence_length=80, on_too_long=f"truncate-{side}", on_bad_row="skip")
     document = dataset.documents()[0]
     assert 60 < len(document) <= 80
     text = TOKENIZER.decode(document.tokens.tolist())
@@ -290,7 +290,7 @@ def test_truncation_shortens_prompts_and_keeps_answers_whole(tmp_path: Path, sid
     with pytest.raises(TrilloraError, match="1 of 3 rows"):  # no prompt to shorten: counted, not cut
         dataset.fitted("train", 80)
     pairs = load(
-        write(tmp_path / "b.jsonl", [pair]), TOKENIZER, tmp_path, sequence_length=80, too_long=f"truncate-{side}"
+        write(tmp_path / "b.jsonl", [pair]), TOKENIZER, tmp_path, sequence_length=80, on_too_long=f"truncate-{side}"
     )
     text = TOKENIZER.decode(pairs.documents()[0].tokens.tolist())
     assert len(pairs.documents()[0]) <= 80
@@ -415,10 +415,10 @@ def test_date_a_template_asks_for_is_chosen_once_and_kept(tmp_path: Path) -> Non
     (tmp_path / "dated.jinja").write_text(template)
     settings = {"model": "m", "data": {"path": str(path), "chat_template": str(tmp_path / "dated.jinja")}}
     _, chosen = settle(load_recipe(settings), TOKENIZER)
-    assert [choice.path for choice in chosen] == ["data.today"]
-    settings["data"]["today"] = "2024-07-26"  # type: ignore[index]
+    assert [choice.path for choice in chosen] == ["data.template_date"]
+    settings["data"]["template_date"] = "2024-07-26"  # type: ignore[index]
     kept, nothing = settle(load_recipe(settings), TOKENIZER)
     assert nothing == []
-    rendered = render(HELLO, TOKENIZER, "messages", chat_template=template, today=kept.data.today)
+    rendered = render(HELLO, TOKENIZER, "messages", chat_template=template, template_date=kept.data.template_date)
     assert TOKENIZER.decode(rendered.tokens.tolist()).startswith("26 Jul 2024")
     assert settle(load_recipe({"model": "m", "data": str(path)}), TOKENIZER)[1] == []

@@ -1,4 +1,4 @@
-"""`trillora data`: its counts against a slow count of our own, what it refuses, and that data stays data on every
+"""`trillora inspect`: its counts against a slow count of our own, what it refuses, and that data stays data on every
 screen."""
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typer.testing import CliRunner
 
 import trillora
 from trillora.cli import app
-from trillora.data.excerpt import MAX_CHARACTERS, Gap, Piece, pieces_of, shortened, visible
+from trillora.data.excerpt import MAX_CHARACTERS, Gap, Piece, pieces_of, shortened
 from trillora.data.lengths import bin_edges
 from trillora.data.summary import DataReport, inspect
 from trillora.recipe.load import load_recipe
 from trillora.report.data.page import page
 from trillora.report.data.screen import show
+from trillora.safe_text import visible
 
 ESCAPE = "\x1b[2Jgone"
 SCRIPT = "<script>alert('x')</script>"
@@ -95,7 +96,7 @@ def printed(report: DataReport, **options: Any) -> str:
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["data", *arguments])
+    result = CliRunner().invoke(app, ["inspect", *arguments])
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -124,7 +125,7 @@ def test_packing_changes_padding_only(look: Look) -> None:
 
 def test_buckets_are_all_named_and_filled(look: Look) -> None:
     rows = [chat("Why?", "Yes." * n) for n in (1, 60)]
-    report = look(rows, train={"sequence_length": 512}, pack=False, buckets=4)
+    report = look(rows, train={"sequence_length": 512}, pack=False, num_length_buckets=4)
     assert len(report.sequence_lengths) == 2
     slots = report.trained_tokens + report.masked_tokens + report.padded_tokens
     assert slots == sum(report.sequence_lengths)
@@ -168,18 +169,18 @@ def test_rows_too_long_are_counted_and_refused(look: Look) -> None:
     assert not report.verdict.ready and f"{length:,}" in report.verdict.do
     assert sum(bin.rows for bin in report.lengths.bins if not bin.fits) == 1
     assert report.trained_tokens == sum(counted_slowly(row)[1] for row in CHATS)  # what would be left
-    dropped = look([*CHATS, chat("Why?", "Because. " * 100)], too_long="drop")
+    dropped = look([*CHATS, chat("Why?", "Because. " * 100)], on_too_long="drop")
     assert dropped.verdict.ready and dropped.lost == type(report.lost)(**{**vars(report.lost), "refused": False})
 
 
 def test_nothing_left_to_train_is_refused_with_a_report(look: Look) -> None:
-    report = look([chat("Why?", "Because. " * 100)], too_long="drop")
+    report = look([chat("Why?", "Because. " * 100)], on_too_long="drop")
     assert not report.verdict.ready and report.steps_per_epoch == 0 and report.packed_fill is None
     assert "would be refused" in printed(report) and "would be refused" in page(report)
 
 
 def test_shortened_rows_are_counted(look: Look) -> None:
-    report = look([chat("Why? " * 200, "So."), *CHATS], too_long="truncate-middle")
+    report = look([chat("Why? " * 200, "So."), *CHATS], on_too_long="truncate-middle")
     assert (report.shortened_rows, report.verdict.ready) == (1, True)
 
 
@@ -322,7 +323,7 @@ def test_a_pipe_of_any_encoding_gets_the_whole_report(folder: Path) -> None:
         "PYTHONPATH": str(Path(trillora.__file__).parent.parent),
         "PYTHONIOENCODING": "latin-1",
     }
-    command = [sys.executable, "-m", "trillora", "data", str(recipe)]
+    command = [sys.executable, "-m", "trillora", "inspect", str(recipe)]
     result = subprocess.run(command, capture_output=True, check=False, env=environment)
     text = result.stdout.decode("latin-1")
     assert result.returncode == 0, result.stderr.decode()

@@ -17,8 +17,8 @@ import tiny_models
 from jax.sharding import NamedSharding, PartitionSpec
 from transformers import MistralConfig
 
+from trillora.devices.chips import CHIPS
 from trillora.devices.mesh import MeshShape, make_mesh
-from trillora.devices.slices import CHIPS
 from trillora.engine.attention import MaskRule, ScoreScaling
 from trillora.engine.attention import attend as attention
 from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, schedule, trace

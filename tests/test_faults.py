@@ -191,7 +191,7 @@ def test_best_evaluation_is_kept_and_patience_ends_a_stage(folder: Path, tmp_pat
         folder,
         data={"path": str(few), "validation": str(others)},
         train={"steps": 200, "batch_size": 4, "learning_rate": 3e-2},
-        evaluate={"every": 5, "samples": 0, "patience": 3},
+        evaluate={"every_steps": 5, "num_samples": 0, "patience": 3},
     )
     events: list[Any] = []
     train(load_recipe(settings), tmp_path / "run", listener=events.append)

@@ -12,16 +12,13 @@ import sys
 
 import pytest
 
+from trillora.devices.chips import CHIPS, GPUS, chip_of, peak_tflops
 from trillora.devices.slices import (
-    CHIPS,
     COMPILE_ONLY_ENVIRONMENT,
-    GPUS,
     LENT,
     SLICES,
-    chip_of,
     find_slice,
     larger_slices,
-    peak_tflops,
 )
 from trillora.errors import TrilloraError
 
@@ -141,7 +138,8 @@ def test_a_gpu_is_known_by_what_jax_calls_it() -> None:
 COUNT_DEVICES = """
 import json
 from jax.experimental import topologies
-from trillora.devices.slices import DEVICE_KINDS, SLICES
+from trillora.devices.chips import DEVICE_KINDS
+from trillora.devices.slices import SLICES
 
 counted = {}
 for name, place in SLICES.items():

@@ -47,7 +47,7 @@ def recipe_file(folder: Path, name: str, **train: Any) -> Path:
         train=options,
         lora={"dropout": 0.1},
         data={"validation": str(folder / "others.jsonl")},
-        evaluate={"every": EVALUATE_EVERY, "samples": 0},
+        evaluate={"every_steps": EVALUATE_EVERY, "num_samples": 0},
     )
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(settings), "utf-8")

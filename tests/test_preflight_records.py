@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from dose import FULL
 
-from trillora.devices.slices import CHIPS, find_slice
+from trillora.devices.chips import CHIPS
+from trillora.devices.slices import find_slice
 from trillora.events import ignore_events
 from trillora.preflight.client import CompilerClient, ask, versions
 

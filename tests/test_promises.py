@@ -72,7 +72,7 @@ def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
         data={"pack": False, "validation": str(tmp_path / "held-out.jsonl")},
         lora={"rank": 8, "alpha": 16},
         train={"steps": 45, "max_grad_norm": 1.0 if outcome == "clipped" else 0.1},
-        evaluate={"every": 45, "samples": 0},
+        evaluate={"every_steps": 45, "num_samples": 0},
     )
     train(load_recipe(settings), tmp_path / "clean")
     assert not metrics(tmp_path / "clean", "skipped")
@@ -173,7 +173,7 @@ def test_a_long_run_stays_as_it_began(folder: Path, tmp_path: Path, record_prope
         folder,
         data={"validation": str(folder / "chats.jsonl")},
         train={"steps": NUM_STEPS, "batch_size": 1, "checkpoint_every": NUM_STEPS // 100 or 1, "learning_rate": 1e-4},
-        evaluate={"every": NUM_STEPS // 3, "samples": 0, "max_documents": 8},
+        evaluate={"every_steps": NUM_STEPS // 3, "num_samples": 0, "max_documents": 8},
     )
     watch = Watch(tmp_path / "run" / "checkpoints")
     jax.monitoring.register_event_duration_secs_listener(watch.hear)
@@ -239,7 +239,7 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
         folder,
         data={"path": str(place / "data"), "split": {"validation": 0.2, "test": 0.2}},
         train={"steps": 4, "checkpoint_every": 2},
-        evaluate={"every": 2, "samples": 1, "max_tokens": 4},
+        evaluate={"every_steps": 2, "num_samples": 1, "max_tokens": 4},
     )
     (place / "recipe.yaml").write_text(json.dumps(settings))
     environment = {
@@ -249,14 +249,14 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     before = tree(place)
-    in_address = f"train.checkpoint_to=memory://me:{IN_ADDRESS}@bucket/run"
+    in_address = f"train.checkpoint_dir=memory://me:{IN_ADDRESS}@bucket/run"
     outputs = []
     for arguments in (
         ["train", str(place / "recipe.yaml"), "--out", str(run)],
         ["train", str(place / "recipe.yaml"), in_address, "--out", str(place / "inner" / "addressed"), "--json"],
         ["eval", str(run), "--max-tokens", "4"],
         ["generate", str(run), "--prompt", "What is 3 plus 4?", "--max-tokens", "4"],
-        *([["data", str(place / "recipe.yaml")], ["report", str(run)], ["doctor"]] if FULL else []),
+        *([["inspect", str(place / "recipe.yaml")], ["report", str(run)], ["doctor"]] if FULL else []),
     ):
         process = trillora(*arguments, environment=environment, cwd=place / "data")
         output, errors = process.communicate(timeout=WAIT)
@@ -331,8 +331,8 @@ def test_no_secret_is_told_or_written(watched: Watched, record_property: Record)
     [
         {"data": {"path": f"https://me:{IN_ADDRESS}@127.0.0.1:9/rows.jsonl"}},
         {"data": {"path": f"https://127.0.0.1:9/rows.jsonl?token={IN_ADDRESS}"}},
-        {"train": {"checkpoint_to": f"ftp://me:{IN_ADDRESS}@127.0.0.1:9/run"}},
-        {"train": {"checkpoint_to": f"s3://key:{IN_ADDRESS}@bucket/run"}},
+        {"train": {"checkpoint_dir": f"ftp://me:{IN_ADDRESS}@127.0.0.1:9/run"}},
+        {"train": {"checkpoint_dir": f"s3://key:{IN_ADDRESS}@bucket/run"}},
         {"train": {"chekpoint_to": f"s3://key:{IN_ADDRESS}@bucket/run"}},
         {"train": {"steps": f"s3://key:{IN_ADDRESS}@bucket/run"}},
     ],

@@ -39,7 +39,7 @@ def two_stages(folder: Path, num_first: int = 11, num_epochs: int = 3) -> dict[s
         folder,
         lora={"dropout": 0.1},
         train={"checkpoint_every": 4, "keep_checkpoints": 100, "schedule": "cosine"},
-        evaluate={"every": 5, "samples": 1, "max_tokens": 4},
+        evaluate={"every_steps": 5, "num_samples": 1, "max_tokens": 4},
     )
     del settings["train"]["steps"]
     data = settings.pop("data")
@@ -184,7 +184,7 @@ def test_what_has_changed_is_refused_by_name(folder: Path, whole: Path, tmp_path
 
     # Moved files are the same files, and what does not touch the numbers may change.
     same_content["train"] |= {"checkpoint_every": 3, "keep_checkpoints": 50, "time_limit": "1h"}
-    same_content["evaluate"]["every"] = 7
+    same_content["evaluate"]["every_steps"] = 7
     train(load_recipe(same_content), run)
     name = "adapter/adapter_model.safetensors"
     assert (run / name).read_bytes() == (whole / name).read_bytes()
@@ -231,7 +231,7 @@ def test_devices_may_change_on_the_way(folder: Path, tmp_path: Path) -> None:
 def test_checkpoints_at_an_address_outlive_the_machine(folder: Path, tmp_path: Path) -> None:
     """The run's folder is lost; the same command on another machine goes on from the address."""
     settings = tiny_run.recipe(
-        folder, train={"steps": 6, "checkpoint_every": 2, "checkpoint_to": "memory://bucket/run"}
+        folder, train={"steps": 6, "checkpoint_every": 2, "checkpoint_dir": "memory://bucket/run"}
     )
     plain = tmp_path / "plain"
     train(load_recipe(tiny_run.recipe(folder, train={"steps": 6})), plain)

@@ -13,7 +13,8 @@ from functools import cache
 
 import pytest
 
-from trillora.devices.slices import CHIPS, COMPILE_ONLY_ENVIRONMENT, Chip
+from trillora.devices.chips import CHIPS, Chip
+from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT
 from trillora.preflight.hlo.parse import Shape, parse, trip_count
 from trillora.preflight.hlo.simulate import HOP_SECONDS, TPU, VECTOR_CYCLES, StepTime, simulate
 
@@ -466,7 +467,8 @@ COMPILE = textwrap.dedent(
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-    from trillora.devices.slices import CHIPS, find_slice
+    from trillora.devices.chips import CHIPS
+    from trillora.devices.slices import find_slice
     from trillora.preflight.hlo.simulate import simulate
 
     chip = sys.argv[1]

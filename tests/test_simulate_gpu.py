@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from trillora.devices.slices import GPUS
+from trillora.devices.chips import GPUS
 from trillora.preflight.hlo.kernels import CUDNN_BACKWARD_PASSES, CUDNN_BLOCK
 from trillora.preflight.hlo.simulate import GPU, simulate
 

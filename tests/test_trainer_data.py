@@ -61,7 +61,7 @@ def losses_by_document(batches: Batches, folder: Path) -> dict[tuple[int, ...], 
 def test_packed_and_bucketed_rows_give_every_token_the_loss_it_has_alone(folder: Path) -> None:
     packed = batches_of(folder, 192, pack=True)
     alone = batches_of(folder, 192, pack=False)
-    bucketed = batches_of(folder, 192, pack=False, buckets=4)
+    bucketed = batches_of(folder, 192, pack=False, num_length_buckets=4)
     assert packed.num_rows < alone.num_rows == bucketed.num_rows == 21
     assert len(bucketed.lengths) > 1
     expected = losses_by_document(alone, folder)
@@ -75,8 +75,10 @@ def test_packed_and_bucketed_rows_give_every_token_the_loss_it_has_alone(folder:
 
 def test_bucketed_run_compiles_one_program_a_length_and_says_so(folder: Path, tmp_path: Path) -> None:
     events: list[Any] = []
-    settings = tiny_run.recipe(folder, data={"pack": False, "buckets": 4}, train={"steps": None, "epochs": 2})
-    lengths = batches_of(folder, pack=False, buckets=4).lengths
+    settings = tiny_run.recipe(
+        folder, data={"pack": False, "num_length_buckets": 4}, train={"steps": None, "epochs": 2}
+    )
+    lengths = batches_of(folder, pack=False, num_length_buckets=4).lengths
     result = train(load_recipe(settings), tmp_path / "run", listener=events.append)
     assert result.num_compiles == len({*lengths, 64})
     said = [event.text for event in events if isinstance(event, Note)]
@@ -114,7 +116,7 @@ def test_any_json_trains_through_a_template(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "rows.json").write_text(json.dumps({"found": {"net": rows}}))
     data = {
         "path": str(tmp_path / "rows.json"),
-        "rows": "found.*",
+        "row_path": "found.*",
         "template": {"prompt": "{{ finding | tojson }}\n", "completion": "{{ {'risk': risk} | tojson }}"},
     }
     result = train(load_recipe(tiny_run.recipe(folder, data=data, train={"steps": 8})), tmp_path / "run")

@@ -1,8 +1,8 @@
-"""Real data sets for `trillora data`, fetched with pip when wanted: nothing of them lies in this repository.
+"""Real data sets for `trillora inspect`, fetched with pip when wanted: nothing of them lies in this repository.
 
-    python tools/real_data.py                  # fetch all, look at each with `trillora data`, one line of a table each
+    python tools/real_data.py                  # fetch all and run `trillora inspect` on each: one table row per set
     python tools/real_data.py prowler cwe      # these two only
-    python tools/real_data.py --fetch-only     # then: trillora data recipes/real/cwe.yaml data.path=FOLDER/cwe.csv
+    python tools/real_data.py --fetch-only     # then: trillora inspect recipes/real/cwe.yaml data.path=FOLDER/cwe.csv
 
 Each set is a file, or some files, inside a wheel, which is a zip archive: it is taken out as it is, and the package is
 neither installed nor run. Where a set is many files they go into a zip archive of their own, because the wheel has
@@ -92,7 +92,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(names)}; all without it")
     parser.add_argument("--folder", type=Path, default=default_folder(), help="where the files go (%(default)s)")
-    parser.add_argument("--fetch-only", action="store_true", help="do not run `trillora data`")
+    parser.add_argument("--fetch-only", action="store_true", help="do not run `trillora inspect`")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(names))
     if unknown:
@@ -162,13 +162,13 @@ def checksum(path: Path) -> str:
 
 
 def look(real_set: RealSet, file: Path) -> dict[str, Any]:
-    """What `trillora data` says of a set."""
+    """What `trillora inspect` says of a set."""
     recipe = RECIPES / f"{real_set.name}.yaml"
-    command = [sys.executable, "-m", "trillora", "data", str(recipe), f"data.path={file}", "--json"]
+    command = [sys.executable, "-m", "trillora", "inspect", str(recipe), f"data.path={file}", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         said = (result.stderr or result.stdout)[-4000:]
-        raise RealDataError(f"`trillora data` ended with {result.returncode}:\n{said}")
+        raise RealDataError(f"`trillora inspect` ended with {result.returncode}:\n{said}")
     report: dict[str, Any] = json.loads(result.stdout)
     return report
 

@@ -27,7 +27,8 @@ from typing import NoReturn
 
 from tpu_published_rates import PUBLISHED, Published
 
-from trillora.devices.slices import CHIPS, COMPILE_ONLY_ENVIRONMENT, find_slice
+from trillora.devices.chips import CHIPS
+from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT, find_slice
 from trillora.files.cache_dir import cache_root
 
 PACKAGES = ("jax", "libtpu", "transformers")

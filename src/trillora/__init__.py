@@ -50,7 +50,7 @@ def train(
 
 
 def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> list[DataReport]:
-    """Shows what a recipe's data would train, as `trillora data` does, and returns the figures of each stage."""
+    """Shows what a recipe's data would train, as `trillora inspect` does, and returns the figures of each stage."""
     from rich.console import Console
 
     from trillora.data.summary import inspect

@@ -150,7 +150,7 @@ def preflight(
 
 
 @app.command()
-def data(
+def inspect(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The YAML file that describes the run.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options on top, as in data.on_bad_row=skip.")
@@ -174,14 +174,14 @@ def data(
         sys.stdout.reconfigure(errors="backslashreplace")  # data has letters a terminal may not
     # Progress goes to stderr: stdout is the report's.
     with console_listener(Console(stderr=True, highlight=False)) as listener:
-        from trillora.data.summary import inspect
+        from trillora.data.summary import inspect as summarise
         from trillora.recipe.schema import stages_of
 
         stages = [s for s in stages_of(loaded) if stage in (None, s.name)]
         if not stages:
             names = " ".join(s.name for s in stages_of(loaded))
             raise TrilloraError(f"No stage is called {stage}.", where="--stage", do=f"one of: {names}")
-        reports = {s.name: inspect(s.recipe, _only_progress(listener)) for s in stages}
+        reports = {s.name: summarise(s.recipe, _only_progress(listener)) for s in stages}
     for name, report in reports.items():
         if as_json:
             import json
@@ -373,12 +373,6 @@ def schema() -> None:
     from trillora.recipe.load import recipe_schema
 
     print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    _print_version(True)
 
 
 @contextmanager

@@ -155,10 +155,10 @@ def _too_long(
     if sequence_length < almost < length_that_keeps(documents, 1.0):
         ways.append(f"{almost:,} to lose at most {MAX_LOSS:.0%} of the trained tokens")
     if policy == "text":
-        ways.append("data.too_long: split to cut texts into pieces, without loss")
+        ways.append("data.on_too_long: split to cut texts into pieces, without loss")
     elif not policy.startswith("truncate"):
-        ways.append("data.too_long: truncate-middle to shorten prompts and keep answers")
-    ways.append("data.too_long: drop to train without these rows")
+        ways.append("data.on_too_long: truncate-middle to shorten prompts and keep answers")
+    ways.append("data.on_too_long: drop to train without these rows")
     return TrilloraError(
         f"{int(lost_N.sum()):,} of {len(documents):,} rows are longer than sequence_length {sequence_length:,}, and "
         f"with them {share:.1%} of the trained tokens would be lost.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +11,6 @@ from typing import Any
 MAX_CHARACTERS = 2400  # of the example that people are shown
 MAX_PIECES = 40
 MIN_PIECE = 60  # characters a piece keeps at least
-_HARMLESS = "\n\u200c\u200d"  # the last two join letters and emoji
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,6 @@ def shortened(pieces: Sequence[Piece]) -> list[Piece | Gap]:
     return short
 
 
-def visible(text: str) -> str:
-    """Text that can do nothing but be read: control and direction characters are spelled out, newlines stay."""
-    return "".join(c if c.isprintable() or c in _HARMLESS or _is_space(c) else _spelled(c) for c in text)
-
-
 def _without_middle(piece: Piece, longest: int) -> list[Piece | Gap]:
     if len(piece.text) <= longest:
         return [piece]
@@ -95,11 +88,3 @@ def _agreement(text: str, other: str) -> int:
     """Length of the common beginning."""
     differing = (index for index, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
     return next(differing, min(len(text), len(other)))
-
-
-def _is_space(character: str) -> bool:
-    return unicodedata.category(character) == "Zs"
-
-
-def _spelled(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

@@ -52,7 +52,11 @@ def fitted_or_refused(
     dataset: Dataset, documents: Documents, sequence_length: int
 ) -> tuple[Documents, Lost, TrilloraError | None]:
     """As training fits them; where training would refuse, what is left without the rows that are too long."""
-    kinds, policy, place = dataset.store.rows["kind"][documents.rows_N], dataset.options.too_long, dataset.store.place
+    kinds, policy, place = (
+        dataset.store.rows["kind"][documents.rows_N],
+        dataset.options.on_too_long,
+        dataset.store.place,
+    )
     try:
         return *fit(documents, kinds, sequence_length, policy, place), None
     except TrilloraError as refusal:

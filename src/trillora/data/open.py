@@ -1,4 +1,4 @@
-"""A recipe's data section made ready: what training and `trillora data` both start from."""
+"""A recipe's data section made ready: what training and `trillora inspect` both start from."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from trillora.recipe.schema import DataSection, StageRecipe
 def settle(recipe: StageRecipe, tokenizer: Tokenizer) -> tuple[StageRecipe, list[Chosen]]:
     """The recipe with what its data section leaves open: the date, where the chat template asks for it."""
     template = chat_template(recipe.data, tokenizer)
-    if template is None or "strftime_now" not in template or recipe.data.today is not None:
+    if template is None or "strftime_now" not in template or recipe.data.template_date is not None:
         return recipe, []
     today = datetime.date.today().isoformat()
-    chosen = [Chosen("data.today", today, "the chat template writes the date; a continued run must write the same")]
+    chosen = [
+        Chosen("data.template_date", today, "the chat template writes the date; a continued run must write the same")
+    ]
     return resolve(recipe, chosen), chosen
 
 
@@ -58,13 +60,13 @@ def data_options(data: DataSection, tokenizer: Tokenizer, *, lenient: bool = Fal
         sources=sources,
         format=data.format,
         template=template,
-        rows=data.rows,
+        row_path=data.row_path,
         schema=None if data.json_schema is None else _read_schema(data.json_schema),
         chat_template=None if named is None else chat_template(data, tokenizer),
         train_on=data.train_on,
-        too_long=data.too_long,
+        on_too_long=data.on_too_long,
         on_bad_row="skip" if lenient else data.on_bad_row,
-        today=data.today or DataOptions.today,
+        template_date=data.template_date or DataOptions.template_date,
         validation=data.split.validation if data.split else 0.0,
         test=data.split.test if data.split else 0.0,
     )

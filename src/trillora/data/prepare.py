@@ -58,13 +58,13 @@ class DataOptions:
     sources: tuple[Source, ...]
     format: str = "auto"
     template: dict[str, str] | None = None
-    rows: str | None = None  # where rows lie inside a JSON document
+    row_path: str | None = None  # where rows lie inside a JSON document
     schema: dict[str, Any] | None = None
     chat_template: str | None = None  # the text of one, instead of the tokenizer's own
     train_on: str = "auto"
-    too_long: str = "auto"
+    on_too_long: str = "auto"
     on_bad_row: str = "refuse"
-    today: str = "2024-07-26"
+    template_date: str = "2024-07-26"
     validation: float = 0.0
     test: float = 0.0
 
@@ -127,7 +127,7 @@ class Dataset:
         """The documents of one part, each at most `sequence_length` long, and what that cost."""
         documents = self.documents(part, seed)
         kinds = self.store.rows["kind"][documents.rows_N]
-        return fit(documents, kinds, sequence_length, self.options.too_long, self.store.place)
+        return fit(documents, kinds, sequence_length, self.options.on_too_long, self.store.place)
 
     def batches(
         self, *, sequence_length: int, batch_size: int, seed: int, pack: bool, num_buckets: int = 1, part: str = "train"
@@ -158,14 +158,19 @@ def prepare(
     encoder = Encoder(tokenizer)
     settings = render_settings(options, tokenizer, encoder)
     files = expand([source.path for source in options.sources])
-    truncates = options.too_long.startswith("truncate")
+    truncates = options.on_too_long.startswith("truncate")
     names = [file.name for file in files]
     described = [{"source": file.source, "size": file.size, "sha256": file.sha256()} for file in files]
     question = [
         FORMAT,
         described,
         dataclasses.asdict(settings),
-        [options.format, options.rows, options.too_long if truncates else None, sequence_length if truncates else None],
+        [
+            options.format,
+            options.row_path,
+            options.on_too_long if truncates else None,
+            sequence_length if truncates else None,
+        ],
         hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode("utf-8", "surrogatepass")).hexdigest(),
     ]
     key = hashlib.sha256(json.dumps(question, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -245,7 +250,7 @@ class _Making:
                     yield Batch(number, self._format((number, member), some), some)
 
     def _rows(self, number: int, file: DataFile) -> Iterator[RawRow]:
-        for row in read_rows(file, rows=self._options.rows, consumed=self._consumed):
+        for row in read_rows(file, rows=self._options.row_path, consumed=self._consumed):
             if isinstance(row, Fault):
                 self._problem(_Found(number, *row))
             else:
@@ -301,7 +306,7 @@ class _Making:
     ) -> TokenizedDocument:
         """The row with less of its prompt, or as it was where only its answer is too long."""
         assert self._truncate_to is not None and isinstance(script, RenderedRow)
-        side = self._options.too_long.removeprefix("truncate-")
+        side = self._options.on_too_long.removeprefix("truncate-")
         per_token = len(script.text) / len(document)
         taken, shorter = 0, document
         for _ in range(8):
@@ -344,7 +349,7 @@ def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder
         template=options.template,
         chat_template=template,
         chat_words=dict(tokenizer.special_tokens_map),
-        today=options.today,
+        template_date=options.template_date,
         schema=options.schema,
     )
 

@@ -109,7 +109,7 @@ def training_batches(dataset: Dataset, recipe: StageRecipe) -> Batches:
         batch_size=recipe.train.batch_size,
         seed=recipe.train.seed,
         pack=recipe.data.pack,
-        num_buckets=recipe.data.buckets,
+        num_buckets=recipe.data.num_length_buckets,
     )
 
 

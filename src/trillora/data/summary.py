@@ -1,4 +1,4 @@
-"""What a recipe's data would train, counted before anything is trained: `trillora data`.
+"""What a recipe's data would train, counted before anything is trained: `trillora inspect`.
 
 `inspect` prepares the rows exactly as training does, but notes what training would refuse instead of stopping there.
 The report is plain values: `terminal` and `page` show it to people, `to_dict` to programs.
@@ -16,7 +16,7 @@ import numpy as np
 
 from trillora.data.batches import Batches
 from trillora.data.documents import PARTS, Documents, part_of
-from trillora.data.excerpt import Piece, pieces_of, visible
+from trillora.data.excerpt import Piece, pieces_of
 from trillora.data.lengths import Lengths, LostFacts, fitted_or_refused, length_facts, lost_facts
 from trillora.data.open import chat_template, open_dataset, settle
 from trillora.data.prepare import Dataset
@@ -28,6 +28,7 @@ from trillora.events import Listener, ignore_events
 from trillora.model.limits import check_rows
 from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.recipe.schema import StageRecipe
+from trillora.safe_text import visible
 
 NUM_BAD_SHOWN = 5
 
@@ -103,7 +104,7 @@ class DataReport:
     batch_size: int
     pack: bool
     train_on: str
-    too_long: str
+    on_too_long: str
     on_bad_row: str
     rows: int
     bad_rows: int
@@ -156,7 +157,7 @@ def inspect(recipe: StageRecipe, listener: Listener = ignore_events) -> DataRepo
         batch_size=recipe.train.batch_size,
         pack=recipe.data.pack,
         train_on=options.train_on,
-        too_long=options.too_long,
+        on_too_long=options.on_too_long,
         on_bad_row=recipe.data.on_bad_row,
         **_row_facts(dataset),
         **_epoch_facts(batches),
@@ -177,7 +178,7 @@ def _batches(recipe: StageRecipe, fitted: Documents) -> tuple[Batches | None, Tr
             sequence_length=train.sequence_length,
             seed=train.seed,
             pack=data.pack,
-            num_buckets=data.buckets,
+            num_buckets=data.num_length_buckets,
         ), None
     except TrilloraError as refusal:
         return None, refusal

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trillora.devices.slices import has_accelerator
+from trillora.devices.chips import has_accelerator
 from trillora.errors import TrilloraError
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"

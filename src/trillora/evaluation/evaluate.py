@@ -194,7 +194,7 @@ def _fitted(dataset: Dataset, part: str, sequence_length: int, listener: Listene
     documents = dataset.documents(part)
     kinds = dataset.store.rows["kind"][documents.rows_N]
     fits = (documents.lengths_N <= sequence_length) | (kinds == KINDS.index("text"))
-    policy = "drop" if dataset.options.too_long == "drop" else "split"
+    policy = "drop" if dataset.options.on_too_long == "drop" else "split"
     kept, lost = fit(documents.take(fits), kinds[fits], sequence_length, policy, dataset.store.place)
     num_lost = lost.num_rows + int((~fits).sum())
     if num_lost:
@@ -284,7 +284,7 @@ def _batches(recipe: StageRecipe, documents: Documents, batch_size: int) -> Batc
             sequence_length=recipe.train.sequence_length,
             seed=0,
             pack=recipe.data.pack,
-            num_buckets=recipe.data.buckets,
+            num_buckets=recipe.data.num_length_buckets,
         )
 
     batches = made(batch_size)

@@ -335,7 +335,7 @@ def _prompts(folder: Path, config: Any, recipe: Recipe | None, run: Path) -> Pro
     own = run / "adapter" / "chat_template.jinja"
     if recipe is not None and own.is_file():
         template = own.read_text("utf-8")
-    today = stages_of(recipe)[-1].recipe.data.today if recipe is not None else None
+    today = stages_of(recipe)[-1].recipe.data.template_date if recipe is not None else None
     return Prompts(tokenizer, template=template, today=today, stops=configured_stops(folder, config))
 
 

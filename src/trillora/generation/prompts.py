@@ -41,7 +41,7 @@ class Prompts:
             added_words=self._encoder.added_words,
             chat_template=template,
             chat_words=words,
-            today=date.isoformat(),
+            template_date=date.isoformat(),
         )
         try:
             self._renderer = Renderer(settings)

@@ -26,7 +26,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from trillora.devices.slices import CHIPS, DEVICE_KINDS, Chip, Slice, find_slice
+from trillora.devices.chips import CHIPS, DEVICE_KINDS, Chip
+from trillora.devices.slices import Slice, find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, to_json
 from trillora.model.loading.source import load_config

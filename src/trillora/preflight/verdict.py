@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trillora.devices.slices import CHIPS, Slice, find_slice, larger_slices
+from trillora.devices.chips import CHIPS
+from trillora.devices.slices import Slice, find_slice, larger_slices
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, ignore_events
 from trillora.files.atomic import write_file
@@ -245,7 +246,7 @@ class _Preflight:
     def _evaluation_seconds(self, stage: AskedStage, result: dict[str, Any]) -> float:
         if not stage.num_evaluated:
             return 0.0
-        every = stage.recipe.evaluate.every
+        every = stage.recipe.evaluate.every_steps
         times = 10 if every == "auto" else math.ceil(stage.num_steps / every)
         batches = math.ceil(stage.num_evaluated / stage.recipe.train.batch_size)
         return times * batches * float(result["step_seconds"]) * FORWARD_SHARE

@@ -243,8 +243,8 @@ def _locate(tree: dict[str, Any], folder: Path) -> None:
         tree["stages"] = {number: _located_stage(stage, folder) for number, stage in stages.items()}
     elif isinstance(stages, list):
         tree["stages"] = [_located_stage(stage, folder) for stage in stages]
-    if isinstance(train, Mapping) and isinstance(to := train.get("checkpoint_to"), str) and "://" not in to:
-        tree["train"] = {**train, "checkpoint_to": os.path.abspath(folder / Path(to).expanduser())}
+    if isinstance(train, Mapping) and isinstance(to := train.get("checkpoint_dir"), str) and "://" not in to:
+        tree["train"] = {**train, "checkpoint_dir": os.path.abspath(folder / Path(to).expanduser())}
     # A bare word may be a hub id, so only what can be nothing but a folder is one.
     if (
         isinstance(model, Mapping)

@@ -45,6 +45,16 @@ ELSEWHERE = {
     "gradient_checkpointing": "engine.remat",
     "attn_implementation": "engine.attention",
 }
+# Our own earlier names, by their full path: most are common words that other sections may use.
+RENAMED = {
+    "data.rows": "data.row_path",
+    "data.today": "data.template_date",
+    "data.too_long": "data.on_too_long",
+    "data.buckets": "data.num_length_buckets",
+    "evaluate.every": "evaluate.every_steps",
+    "evaluate.samples": "evaluate.num_samples",
+    "train.checkpoint_to": "train.checkpoint_dir",
+}
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,11 @@ def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> 
     siblings = [leaf for p, leaf in leaves.items() if p.rpartition(".")[0] == parent]
     listing = f"{f'Options of {parent}' if parent else 'Options'}: {' '.join(siblings)}"
     homes = {leaf: p for p, leaf in reversed(leaves.items())}  # a name that several sections know: the first
-    meant = homes.get(name) or ELSEWHERE.get(name)
+    in_stage = path.startswith("stages.data.")
+    meant = RENAMED.get(path.removeprefix("stages.") if in_stage else path)
+    if meant is not None and in_stage:
+        meant = f"stages.{meant}"
+    meant = meant or homes.get(name) or ELSEWHERE.get(name)
     if meant is None and (close := nearest(name, siblings)):
         meant = f"{parent}.{close}" if parent else close
     elif meant is None and (close := nearest(name, leaves.values())):

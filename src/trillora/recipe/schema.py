@@ -121,7 +121,7 @@ class DataSection(Section):
         default="auto", description="What a row is; auto looks at the rows of each file."
     )
     template: TemplateSection | None = Field(default=None, description="How to make a training row of any JSON object.")
-    rows: str | None = Field(
+    row_path: str | None = Field(
         default=None, min_length=1, description="Where rows lie inside a JSON document: data.findings.*.* for example."
     )
     json_schema: str | None = Field(
@@ -137,7 +137,7 @@ class DataSection(Section):
         description="Which tokens the loss sees: all answers, the last, the completion, or everything; auto takes "
         "the completion where rows tell it apart from a prompt, else all answers.",
     )
-    too_long: Literal["auto", "refuse", "drop", "split", "truncate-left", "truncate-middle"] = Field(
+    on_too_long: Literal["auto", "refuse", "drop", "split", "truncate-left", "truncate-middle"] = Field(
         default="auto",
         description="Rows longer than a sequence: auto splits texts and drops others up to 1 % of the trained tokens; "
         "truncate shortens prompts and keeps answers.",
@@ -150,10 +150,10 @@ class DataSection(Section):
         default=None, min_length=1, description="A file of rows to evaluate on, instead of a share of these."
     )
     pack: bool = Field(default=True, description="Put several short rows into one sequence instead of padding each.")
-    buckets: Annotated[int, Field(ge=1, le=16)] = Field(
+    num_length_buckets: Annotated[int, Field(ge=1, le=16)] = Field(
         default=1, description="Sequence lengths used when rows are not packed; each is compiled for."
     )
-    today: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = Field(
+    template_date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = Field(
         default=None, description="The date a chat template hears when it asks; chosen once, at the first start."
     )
 
@@ -161,14 +161,18 @@ class DataSection(Section):
     def _fits_together(self) -> DataSection:
         if self.template is not None and self.format != "auto":
             raise _conflict("template", "Both data.format and data.template are given.", "keep one of the two")
-        if self.too_long.startswith("truncate") and self.train_on == "everything":
-            what = "data.too_long shortens what is not trained, and with data.train_on: everything all of it is."
-            raise _conflict("too_long", what, "use drop or refuse, or train on the answers")
+        if self.on_too_long.startswith("truncate") and self.train_on == "everything":
+            what = "data.on_too_long shortens what is not trained, and with data.train_on: everything all of it is."
+            raise _conflict("on_too_long", what, "use drop or refuse, or train on the answers")
         if self.validation is not None and self.split is not None and self.split.validation:
             what = "Both data.validation and a share for it in data.split are given."
             raise _conflict("validation", what, "keep one of the two, or set data.split.validation to 0")
-        if self.pack and self.buckets != 1:
-            raise _conflict("buckets", "data.buckets is for rows that are not packed.", "set data.pack to no as well")
+        if self.pack and self.num_length_buckets != 1:
+            raise _conflict(
+                "num_length_buckets",
+                "data.num_length_buckets is for rows that are not packed.",
+                "set data.pack to no as well",
+            )
         return self
 
 
@@ -223,7 +227,7 @@ class TrainSection(Section):
         default="auto", description="Steps between checkpoints; auto spends at most 2 % of the time on them."
     )
     keep_checkpoints: int = Field(default=2, ge=2, description="Newest checkpoints kept; the best is kept beside them.")
-    checkpoint_to: str | None = Field(
+    checkpoint_dir: str | None = Field(
         default=None,
         min_length=1,
         description="Folder or address (gs://bucket/run) for checkpoints; in the run's folder when not given.",
@@ -306,9 +310,9 @@ class StageSection(Section):
 class EvaluateSection(Section):
     """What is measured while it learns, on rows kept out of training."""
 
-    every: Auto | Count = Field(default="auto", description="Steps between evaluations; auto makes ten of a run.")
+    every_steps: Auto | Count = Field(default="auto", description="Steps between evaluations; auto makes ten of a run.")
     max_documents: Count = Field(default=256, description="Rows of the evaluation set, always the same ones.")
-    samples: int = Field(default=3, ge=0, le=64, description="Prompts of that set answered at every evaluation.")
+    num_samples: int = Field(default=3, ge=0, le=64, description="Prompts of that set answered at every evaluation.")
     prompts: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         default=None, description="Prompts of your own to answer instead."
     )

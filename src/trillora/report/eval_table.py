@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trillora.data.excerpt import visible
 from trillora.evaluation.evaluate import Evaluation, Example
 from trillora.evaluation.scores import Scores
+from trillora.safe_text import visible
 
 NUM_SHOWN = 3  # examples
 NUM_FIELDS = 20

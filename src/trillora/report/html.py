@@ -8,7 +8,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from trillora.data.excerpt import Gap, Piece, visible
+from trillora.data.excerpt import Gap, Piece
+from trillora.safe_text import visible
 
 # Names of colours: back, card, text, faint, line, trained, masked, padded, special, bad, edge (of a sequence).
 STYLE = """

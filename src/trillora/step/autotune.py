@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import psutil
 
+from trillora.devices.chips import chip_of
 from trillora.devices.mesh import MeshShape, make_mesh
-from trillora.devices.slices import chip_of
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
 from trillora.recipe.load import resolve

@@ -140,7 +140,7 @@ class StageLoop:
         self._started = self._last_report = self._last_save = time.perf_counter()
         self._step_seconds = 0.0
         self._num_done = 0  # steps of this process
-        every = stage.recipe.evaluate.every
+        every = stage.recipe.evaluate.every_steps
         assert every != "auto"
         self._evaluate_every = every
 

@@ -22,7 +22,7 @@ FREE = (
     *("hardware", "evaluate", "track"),
     *("engine.remat", "engine.attention", "engine.loss_chunk"),
     *("train.micro_batch_size", "train.max_bad_steps", "train.checkpoint_every", "train.keep_checkpoints"),
-    *("train.checkpoint_to", "train.time_limit", "stages.micro_batch_size"),
+    *("train.checkpoint_dir", "train.time_limit", "stages.micro_batch_size"),
     # Known by their content.
     *("model.name", "model.revision", "data.path", "data.validation", "stages.data.path", "stages.data.validation"),
 )

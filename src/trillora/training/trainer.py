@@ -22,8 +22,8 @@ import jax
 
 from trillora.data.batches import Batches
 from trillora.data.stage import StageData, read_stage
+from trillora.devices.chips import peak_tflops
 from trillora.devices.mesh import any_process, find_devices, join_cluster, remember_programs, same_everywhere
-from trillora.devices.slices import peak_tflops
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Chosen, Listener, Note, Progress, ignore_events
@@ -107,7 +107,7 @@ class _Training:
         self._watch = CompileWatch()
         self._listener = self._watch.allow_compiling(listener)
         self._accept_changes = accept_changes
-        self._checkpoints = Checkpoints(open_storage(recipe.train.checkpoint_to or folder.path / "checkpoints"))
+        self._checkpoints = Checkpoints(open_storage(recipe.train.checkpoint_dir or folder.path / "checkpoints"))
 
     def run(self) -> TrainResult:
         recipe, listener = self._recipe, self._listener
@@ -251,7 +251,7 @@ class _Training:
         if not same_everywhere(found[0] if found else -1):
             raise TrilloraError(
                 "The processes of this run do not see the same checkpoints.",
-                where="train.checkpoint_to",
+                where="train.checkpoint_dir",
                 do="give a folder or an address that all of them can read, as gs://bucket/run",
             )
         return found
@@ -260,7 +260,7 @@ class _Training:
         """Every stage's rows, and digests of all that the run is made of."""
         recipe = self._recipe
         if facts:  # the date a template writes was chosen at the first start
-            dates = [Chosen(*choice) for choice in facts["choices"] if choice[0].endswith("data.today")]
+            dates = [Chosen(*choice) for choice in facts["choices"] if choice[0].endswith("data.template_date")]
             recipe = resolve(recipe, still_open(recipe, dates))
         with ThreadPoolExecutor(1) as beside:
             weights = beside.submit(weights_digest, opened.folder, weight_files(opened.folder))
@@ -303,8 +303,8 @@ class _Training:
         for number, stage in enumerate(stages):
             decide(number, stage.settled)
         num_steps = sum(stage.num_steps for stage in stages)
-        if recipe.evaluate.every == "auto":
-            every = Chosen("evaluate.every", max(1, math.ceil(num_steps / 10)), f"ten times in {num_steps} steps")
+        if recipe.evaluate.every_steps == "auto":
+            every = Chosen("evaluate.every_steps", max(1, math.ceil(num_steps / 10)), f"ten times in {num_steps} steps")
             decide(0, [every])
         plans: dict[int, Plan] = {}
         left = range(min(first, len(stages) - 1), len(stages))
@@ -426,7 +426,7 @@ def _kept_choices(facts: dict[str, Any] | None, devices: list[Any]) -> list[Chos
     choices = [Chosen(*choice) for choice in facts["choices"]]
     if facts["devices"] == manifest.describe_devices(devices):
         return choices
-    return [c for c in choices if c.path == "engine.layers" or c.path.endswith("data.today")]
+    return [c for c in choices if c.path == "engine.layers" or c.path.endswith("data.template_date")]
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

@@ -101,7 +101,7 @@ class Sampler:
             raise TrilloraError(
                 "A prompt to sample from leaves no room for an answer.",
                 where="evaluate.prompts",
-                do=f"keep prompts below {longest} tokens, or set evaluate.samples to 0",
+                do=f"keep prompts below {longest} tokens, or set evaluate.num_samples to 0",
             )
         written = self._generator.continue_tokens([q.prompt for q in questions], max_tokens=room)
         # An adapter is given up to the next step: nothing here may hold on to it.
@@ -145,7 +145,7 @@ def wanted_measures(stage: StageData, opened: OpenModel, listener: Listener) -> 
     options, rows = stage.recipe.evaluate, stage.recipe.train.micro_batch_size
     assert rows != "auto"
     batches = evaluation_batches(stage, rows)
-    if not (options.prompts or (options.samples and stage.evaluation is not None)):
+    if not (options.prompts or (options.num_samples and stage.evaluation is not None)):
         return EvalPlan(stage.name, batches)
     why_not = why_not_decode(opened.config)
     if jax.process_count() > 1:
@@ -156,12 +156,12 @@ def wanted_measures(stage: StageData, opened: OpenModel, listener: Listener) -> 
     tokenizer = opened.tokenizer
     template = stage.template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
     stops = configured_stops(opened.folder, opened.config)
-    prompts = Prompts(tokenizer, template=template, today=stage.recipe.data.today, stops=stops)
+    prompts = Prompts(tokenizer, template=template, today=stage.recipe.data.template_date, stops=stops)
     if options.prompts:
         questions = [Question(tuple(prompts.encode(prompt)), ()) for prompt in options.prompts]
     else:
         assert stage.evaluation is not None
-        questions = sample_questions(stage.evaluation, options.samples)
+        questions = sample_questions(stage.evaluation, options.num_samples)
     listener(Note(f"{len(questions)} prompts are answered at every evaluation"))
     return EvalPlan(stage.name, batches, prompts, tuple(questions), options.max_tokens)
 

@@ -62,7 +62,7 @@ def _member_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter
     """The rows of one file or archive member, then what ended them before their time."""
     if rows and kind.format != "json":
         what = f'"rows" says where rows lie in a .json document; this file is {kind.format}.'
-        yield Fault(at.member, 0, what, "leave data.rows out, or name only .json files")
+        yield Fault(at.member, 0, what, "leave data.row_path out, or name only .json files")
         return
     try:
         found = _format_rows(source, kind, at, rows, meter)

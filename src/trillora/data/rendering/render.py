@@ -41,7 +41,7 @@ class RenderSettings:
     template: dict[str, str] | None = None  # the recipe's, in place of a format
     chat_template: str | None = None
     chat_words: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token and the like, for that template
-    today: str = "2024-07-26"  # what a chat template hears when it asks for the date
+    template_date: str = "2024-07-26"  # what a chat template hears when it asks for the date
     schema: dict[str, Any] | None = None
 
 
@@ -77,7 +77,7 @@ class Renderer:
         self._chat: ChatTemplate | None = None
         self._answers: AnswerFinder | None = None
         if settings.chat_template is not None:
-            today = datetime.date.fromisoformat(settings.today)
+            today = datetime.date.fromisoformat(settings.template_date)
             self._chat = ChatTemplate(settings.chat_template, settings.chat_words, today)
             self._answers = AnswerFinder(self._chat, self._words)
 
@@ -315,7 +315,7 @@ def shortened(example: Example, cut: Cut) -> Example:
         case Pair(prompt, completion):
             return Pair(_without(prompt, cut.side, cut.num_characters), completion)
         case Text():
-            raise BadRow("A text cannot be truncated: all of it is trained.", "use too_long: split")
+            raise BadRow("A text cannot be truncated: all of it is trained.", "use data.on_too_long: split")
     messages, left = list(example.messages), cut.num_characters
     while left > 0:
         lengths = [len(m["content"]) if m["role"] != "assistant" and m.get("content") else 0 for m in messages]

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from trillora.devices.chips import CHIPS, Chip
 from trillora.devices.mesh import FSDP_AXIS
-from trillora.devices.slices import CHIPS, Chip
 from trillora.preflight.estimate.traced import Operation, TracedProgram, Value, read_program
 from trillora.preflight.hlo.simulate import (
     GPU,

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from trillora.devices.slices import Chip
+from trillora.devices.chips import Chip
 from trillora.preflight.hlo.kernels import beside_bytes, head_width, is_kernel, kernel_flops
 from trillora.preflight.hlo.parse import HOST, Computation, HloProgram, Instruction, parse, trip_count
 from trillora.preflight.hlo.work import Transfer, Work, target

@@ -10,9 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trillora.data.excerpt import Gap, Piece, shortened, visible
+from trillora.data.excerpt import Gap, Piece, shortened
 from trillora.data.summary import DataReport
 from trillora.report.data.text import nearby, say_bytes, say_count, say_epoch, say_lost, say_rows
+from trillora.safe_text import visible
 
 BAR = 32  # characters of the longest bar
 TRAINED, MASKED, SPECIAL, TRAINED_SPECIAL = "bold green", "dim", "cyan", "bold cyan underline"

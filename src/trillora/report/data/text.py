@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from trillora.data.excerpt import visible
 from trillora.data.summary import DataReport
+from trillora.safe_text import visible
 
 
 def say_bytes(count: int | None) -> str:
@@ -72,7 +72,7 @@ def say_rows(report: DataReport) -> list[tuple[str, str]]:
         facts.append(("bad rows", "none"))
     facts.append(("duplicates", f"{report.duplicate_rows:,}" if report.duplicate_rows else "none"))
     if report.shortened_rows:
-        facts.append(("shortened", f"{report.shortened_rows:,} rows, to fit (data.too_long: {report.too_long})"))
+        facts.append(("shortened", f"{report.shortened_rows:,} rows, to fit (data.on_too_long: {report.on_too_long})"))
     facts.append(("split", _counts(report.splits)))
     if any(source.weight != 1 for source in report.sources) or len(report.sources) > 1:
         facts += [

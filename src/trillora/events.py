@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Progress:
     label: str
     done: int
     total: int
+    unit: Literal["", "bytes"] = ""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 from trillora.data.excerpt import shortened
 from trillora.data.summary import DataReport
 from trillora.errors import TrilloraError
-from trillora.report.data.text import say_bytes, say_epoch, say_lost, say_rows
+from trillora.report.data.text import say_epoch, say_lost, say_rows
 from trillora.report.html import card, coloured, document, text, tiles
+from trillora.report.numbers import format_bytes
 
 
 def write_page(report: DataReport, file: Path) -> None:
@@ -131,7 +132,7 @@ def _files(report: DataReport) -> str:
     )
     lines = "".join(
         f'<tr><td class="name">{text(file.name)}</td><td>{text(file.format)}</td>'
-        f'<td class="number">{file.rows:,}</td><td class="number">{say_bytes(file.bytes)}</td>'
+        f'<td class="number">{file.rows:,}</td><td class="number">{format_bytes(file.bytes)}</td>'
         f"<td><code>{file.sha256[:12]}</code></td></tr>"
         for file in report.files
     )

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from trillora.data.excerpt import Gap, Piece, shortened
 from trillora.data.summary import DataReport
-from trillora.report.data.text import nearby, say_bytes, say_count, say_epoch, say_lost, say_rows
+from trillora.report.data.text import nearby, say_epoch, say_lost, say_rows
+from trillora.report.numbers import format_bytes, format_count
 from trillora.safe_text import visible
 
 BAR = 32  # characters of the longest bar
@@ -51,9 +52,9 @@ def _show_files(report: DataReport, console: Console) -> None:
     console.print(Text(f"Data for {visible(report.model)}", "bold"))
     table = _grid(5, right=(2, 3))
     for file in report.files[:NUM_FILES]:
-        size = say_bytes(file.bytes)
+        size = format_bytes(file.bytes)
         name = Text(nearby(file.name))
-        table.add_row(name, file.format, say_count(file.rows, "row", "rows"), size, Text(file.sha256[:12], "dim"))
+        table.add_row(name, file.format, format_count(file.rows, "row", "rows"), size, Text(file.sha256[:12], "dim"))
     _print(console, table)
     if len(report.files) > NUM_FILES:
         _print(console, Text(f"and {len(report.files) - NUM_FILES:,} more files", "dim"))

@@ -5,21 +5,8 @@ from __future__ import annotations
 import os
 
 from trillora.data.summary import DataReport
+from trillora.report.numbers import format_count
 from trillora.safe_text import visible
-
-
-def say_bytes(count: int | None) -> str:
-    if count is None:
-        return "?"
-    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if size >= 100 or units[0] == "B" else f"{size:.1f} {units[0]}"
-
-
-def say_count(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"
 
 
 def say_lost(report: DataReport) -> str:
@@ -29,7 +16,7 @@ def say_lost(report: DataReport) -> str:
         return "There is no row to train on."
     split = ""
     if lost.split_rows:
-        texts = say_count(lost.split_rows, "long text is", "long texts are")
+        texts = format_count(lost.split_rows, "long text is", "long texts are")
         split = f" {texts} split into pieces of {report.sequence_length:,} tokens."
     if not lost.rows:
         return f"Nothing is lost:{split or f' every row fits into {report.sequence_length:,} tokens.'}"
@@ -37,7 +24,7 @@ def say_lost(report: DataReport) -> str:
     ways = f"{lost.length_that_keeps_all:,} tokens keep all"
     if report.sequence_length < almost < lost.length_that_keeps_all:
         ways += f", {almost:,} keep 99 %"
-    rows = say_count(lost.rows, "row is", "rows are")
+    rows = format_count(lost.rows, "row is", "rows are")
     fate = "training would refuse" if lost.refused else "left out"
     return (
         f"{rows} longer than {report.sequence_length:,} tokens, with {lost.trained_tokens:,} trained tokens "
@@ -51,13 +38,13 @@ def say_epoch(report: DataReport) -> str:
     shapes = " and ".join(f"{length:,}" for length in report.sequence_lengths)
     how = "packed" if report.pack else "one row each"
     filler = (
-        f", completed with {say_count(report.filler_sequences, 'empty one', 'empty ones')}"
+        f", completed with {format_count(report.filler_sequences, 'empty one', 'empty ones')}"
         if report.filler_sequences
         else ""
     )
     return (
-        f"{say_count(report.sequences, 'sequence', 'sequences')} of {shapes} tokens ({how}), "
-        f"{report.packed_fill or 0:.1%} filled; {say_count(report.steps_per_epoch, 'step', 'steps')} "
+        f"{format_count(report.sequences, 'sequence', 'sequences')} of {shapes} tokens ({how}), "
+        f"{report.packed_fill or 0:.1%} filled; {format_count(report.steps_per_epoch, 'step', 'steps')} "
         f"of {report.batch_size:,}{filler}."
     )
 
@@ -76,7 +63,7 @@ def say_rows(report: DataReport) -> list[tuple[str, str]]:
     facts.append(("split", _counts(report.splits)))
     if any(source.weight != 1 for source in report.sources) or len(report.sources) > 1:
         facts += [
-            ("source", f"{nearby(s.path)}  ({say_count(s.rows, 'row', 'rows')}, each {s.weight:g} x)")
+            ("source", f"{nearby(s.path)}  ({format_count(s.rows, 'row', 'rows')}, each {s.weight:g} x)")
             for s in report.sources
         ]
     if report.chat_template is not None:

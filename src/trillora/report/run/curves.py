@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from itertools import groupby
 
+from trillora.report.numbers import format_number, format_rate, format_short
 from trillora.report.run.charts import (
     MAX_MARKS,
     MAX_STRIPS,
@@ -18,7 +19,6 @@ from trillora.report.run.charts import (
     spread,
 )
 from trillora.report.run.read import RunRecord, StepLine
-from trillora.report.run.text import say_number, say_rate, say_short
 
 
 def curves(run: RunRecord) -> str:
@@ -27,11 +27,11 @@ def curves(run: RunRecord) -> str:
     first, last = 0 if run.evaluations and run.evaluations[0].step == 0 else 1, max(run.last_step, 2)
     borders = _borders(run)
     small = [
-        _small(run, "Learning rate", lambda line: line.learning_rate, say_rate, as_it_is, first, last, borders),
+        _small(run, "Learning rate", lambda line: line.learning_rate, format_rate, as_it_is, first, last, borders),
         _small(
-            run, "Tokens per second", lambda line: line.tokens_per_second, say_short, as_noise, first, last, borders
+            run, "Tokens per second", lambda line: line.tokens_per_second, format_short, as_noise, first, last, borders
         ),
-        _small(run, "Memory, GiB", lambda line: line.memory_gib, say_short, as_it_is, first, last, borders),
+        _small(run, "Memory, GiB", lambda line: line.memory_gib, format_short, as_it_is, first, last, borders),
     ]
     drawn = [chart.html() for chart in small if chart]
     loss = _loss(run, first, last, borders)
@@ -68,9 +68,9 @@ def _loss(run: RunRecord, first: int, last: int, borders: list[tuple[float, str]
     ][-1:]
     key = [("smooth", "line", "training, smoothed"), ("raw", "line", "each step")] if raw else []
     key += [("evaluation", "dot", "evaluation")] if evaluations else []
-    key += [("best", "dot", f"best {say_number(best[0][1])}")] if best else []
+    key += [("best", "dot", f"best {format_number(best[0][1])}")] if best else []
     key += [("missed", "dot", "skipped")] if missed else []
-    key += [("cut", "dot", f"beyond the chart, up to {say_number(max(y for _, y in cut))}")] if cut else []
+    key += [("cut", "dot", f"beyond the chart, up to {format_number(max(y for _, y in cut))}")] if cut else []
     return Chart(
         title="Loss",
         lines=[Line("raw", raw), Line("smooth", smooth), Line("evaluation", evaluations)],
@@ -104,13 +104,13 @@ def _hover(run: RunRecord, smooth: list[list[Point]]) -> list[tuple[float, str]]
     words: dict[float, list[str]] = {}
     for line in spread(run.steps, MAX_STRIPS):
         parts = [f"step {line.step:,}" + (f" · {line.stage}" if len(run.stages) > 1 else "")]
-        parts.append("skipped" if line.skipped else f"loss {say_number(line.loss)}")
+        parts.append("skipped" if line.skipped else f"loss {format_number(line.loss)}")
         if line.step in means:
-            parts.append(f"smoothed {say_number(means[line.step])}")
+            parts.append(f"smoothed {format_number(means[line.step])}")
         words[line.step] = parts
     for evaluation in spread(run.evaluations, MAX_MARKS):
         parts = words.setdefault(evaluation.step, [f"step {evaluation.step:,}"])
-        parts.append(f"evaluation {say_number(evaluation.loss)}")
+        parts.append(f"evaluation {format_number(evaluation.loss)}")
     return [(step, "\n".join(words[step])) for step in sorted(words)]
 
 

@@ -9,23 +9,18 @@ from typing import Any
 
 from trillora.data.excerpt import shortened
 from trillora.report.html import card, coloured, document, text, tiles
+from trillora.report.numbers import (
+    format_duration,
+    format_number,
+    format_percent,
+    format_rate,
+    format_short,
+    format_time,
+)
 from trillora.report.run import charts, results
 from trillora.report.run.curves import curves
 from trillora.report.run.read import RunRecord, StageRecord, whole, words
-from trillora.report.run.text import (
-    RunStatus,
-    before_and_after,
-    quoted,
-    say_moment,
-    say_number,
-    say_rate,
-    say_share,
-    say_short,
-    say_time,
-    seen_from_here,
-    total_seconds,
-    verdict,
-)
+from trillora.report.run.text import RunStatus, before_and_after, quoted, seen_from_here, total_seconds, verdict
 
 MAX_LISTED = 50  # rows of any table that a long run makes long
 MAX_RECIPE = 60_000  # characters
@@ -58,7 +53,7 @@ footer { margin-top: 1.5rem; font-size: .85rem; }
 
 def page(run: RunRecord) -> str:
     title = f"{_model_name(run)} on {_data_name(run)}" if _data_name(run) else _model_name(run)
-    facts = [say_moment(run.started), _machine(run)]
+    facts = [format_time(run.started), _machine(run)]
     body = "\n".join(
         (
             f'<h1>{text(title)}</h1>\n<div class="faint">{text(" · ".join(fact for fact in facts if fact))}</div>',
@@ -109,27 +104,27 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, bool]]:
     losses = [line.loss for line in run.steps if line.loss is not None]
     if pair is not None:
         before, after = pair
-        facts.append((_change(say_number(before.loss), say_number(after.loss)), "evaluation loss", False))
-        facts.append((_change(say_number(before.perplexity), say_number(after.perplexity)), "perplexity", False))
+        facts.append((_change(format_number(before.loss), format_number(after.loss)), "evaluation loss", False))
+        facts.append((_change(format_number(before.perplexity), format_number(after.perplexity)), "perplexity", False))
         if before.accuracy is not None and after.accuracy is not None:
-            shares = (say_share(round(share, 2)) for share in (before.accuracy, after.accuracy))
+            shares = (format_percent(round(share, 2)) for share in (before.accuracy, after.accuracy))
             facts.append((_change(*shares), "token accuracy", False))
     elif losses:
-        facts.append((_change(say_number(losses[0]), say_number(losses[-1])), "training loss", False))
+        facts.append((_change(format_number(losses[0]), format_number(losses[-1])), "training loss", False))
     tokens, seconds = sum(line.num_tokens for line in run.steps), total_seconds(run.steps)
     if tokens:
-        facts.append((say_short(tokens), "tokens trained on", False))
+        facts.append((format_short(tokens), "tokens trained on", False))
     if seconds:
-        facts.append((say_time(seconds), "training time", False))
+        facts.append((format_duration(seconds), "training time", False))
     speeds = [line.tokens_per_second for line in run.steps if line.tokens_per_second]
     if speeds:
-        facts.append((say_short(statistics.median(speeds)), "tokens per second", False))
+        facts.append((format_short(statistics.median(speeds)), "tokens per second", False))
     peaks = [line.peak_fraction for line in run.steps if line.peak_fraction]
     if peaks:
-        facts.append((say_share(statistics.median(peaks)), "of the chip's peak", False))
+        facts.append((format_percent(statistics.median(peaks)), "of the chip's peak", False))
     memory = [line.memory_gib for line in run.steps if line.memory_gib]
     if memory:
-        facts.append((f"{say_number(max(memory))} <small>GiB</small>", "memory", False))
+        facts.append((f"{format_number(max(memory))} <small>GiB</small>", "memory", False))
     skipped = max(sum(line.skipped for line in run.steps), len(run.skips))
     if run.steps:
         facts.append((f"{skipped:,}", "skipped steps", skipped > 0))
@@ -146,7 +141,7 @@ def _stage(stage: StageRecord, is_one_of_many: bool) -> str:
         f"{stage.num_steps:,} steps" if stage.num_steps else "",
         f"of {stage.batch_size:,} sequences" if stage.batch_size else "",
         f"of {stage.sequence_length:,} tokens" if stage.sequence_length else "",
-        f"learning rate {say_rate(stage.learning_rate)}" if stage.learning_rate is not None else "",
+        f"learning rate {format_rate(stage.learning_rate)}" if stage.learning_rate is not None else "",
     ]
     counts = [(name, stage.counts[name]) for name in ("documents", "rows", "tokens") if name in stage.counts]
     held = [f"{int(count):,} {'sequences' if name == 'rows' else name}" for name, count in counts]
@@ -167,7 +162,7 @@ def _token_bar(counts: dict[str, float]) -> str:
     names = {"trained": "trained", "masked": "context", "padded": "padding"}
     bars = "".join(f'<div class="{n}-fill" style="width:{count / total:.3%}"></div>' for n, count in parts.items())
     key = "".join(
-        f'<span><i class="{n}-fill"></i>{names[n]} {say_short(c)} ({c / total:.1%})</span>' for n, c in parts.items()
+        f'<span><i class="{n}-fill"></i>{names[n]} {format_short(c)} ({c / total:.1%})</span>' for n, c in parts.items()
     )
     return f'<div class="stack" style="margin-top:.7rem">{bars}</div><div class="key">{key}</div>'
 
@@ -219,7 +214,7 @@ model = PeftModel.from_pretrained(base, {adapter})"""
 
 def _history(run: RunRecord) -> str:
     lines = "".join(
-        f'<tr><td class="moment">{text(say_moment(happening.time, MOMENT_OF_MANY))}</td>'
+        f'<tr><td class="moment">{text(format_time(happening.time, MOMENT_OF_MANY))}</td>'
         f"<td>{text(happening.event)}</td>"
         f'<td class="number">{"" if happening.step is None else f"{happening.step:,}"}</td>'
         f'<td class="name">{text(happening.reason)}</td><td>{text(happening.machine)}</td></tr>'

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from trillora.report.html import text
+from trillora.report.numbers import format_number, format_percent
 from trillora.report.run.read import AnswerRecord, RunRecord, finite, mappings, number, whole, words
-from trillora.report.run.text import say_number, say_share
 
 MAX_SAMPLES = 12
 MAX_CHARACTERS = 3000  # of one text; the middle of a longer one is left out
@@ -107,7 +107,7 @@ def test_set(run: RunRecord) -> str:
         values = [number(part, name) for part in (base, adapter)]
         if any(value is not None for value in values):
             cells = "".join(
-                f'<td class="number{kind}">{say_number(value)}</td>'
+                f'<td class="number{kind}">{format_number(value)}</td>'
                 for kind, value in zip(("", " adapted"), values, strict=True)
             )
             lines.append(f"<tr><td>{label}</td>{cells}<td></td></tr>")
@@ -143,7 +143,7 @@ def _share_line(label: str, base: dict[str, Any], adapter: dict[str, Any], guess
 def _meter(share: float | None) -> str:
     if share is None or not math.isfinite(share):
         return ""
-    return f'{say_share(share)}<div class="meter"><i style="width:{min(max(share, 0), 1):.1%}"></i></div>'
+    return f'{format_percent(share)}<div class="meter"><i style="width:{min(max(share, 0), 1):.1%}"></i></div>'
 
 
 def _examples(found: dict[str, Any]) -> str:

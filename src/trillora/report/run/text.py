@@ -6,13 +6,11 @@ import math
 import os
 import shlex
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
+from trillora.report.numbers import format_duration, format_number, format_percent
 from trillora.report.run.read import EvaluationLine, RunRecord, StepLine
 from trillora.secrets import mask_secrets, secrets_of_environment
-
-NOT_KNOWN = "?"
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def verdict(run: RunRecord) -> RunStatus:
         how = f"Finished early at {steps}{reason}" if early else f"Finished: {at:,} {'step' if at == 1 else 'steps'}"
         time = total_seconds(run.steps)
         return RunStatus(
-            "finished", how if early else f"{how} in {say_time(time)}." if time else f"{how}.", _gains(run)
+            "finished", how if early else f"{how} in {format_duration(time)}." if time else f"{how}.", _gains(run)
         )
     if event == "diverged":
         listed = "; the skipped rows are listed below" if run.skips else ""
@@ -65,11 +63,11 @@ def _gains(run: RunRecord) -> tuple[str, ...]:
         return ()
     change = after.loss / before.loss - 1
     how = "fell" if change < 0 else "rose"
-    words = f"Evaluation loss {how} by {say_share(round(abs(change), 2))}, "
-    words += f"from {say_number(before.loss)} to {say_number(after.loss)}"
+    words = f"Evaluation loss {how} by {format_percent(round(abs(change), 2))}, "
+    words += f"from {format_number(before.loss)} to {format_number(after.loss)}"
     if before.accuracy is not None and after.accuracy is not None:
-        words += f"; the likeliest token is right in {say_share(after.accuracy)} of places, before in "
-        words += f"{say_share(before.accuracy)}"
+        words += f"; the likeliest token is right in {format_percent(after.accuracy)} of places, before in "
+        words += f"{format_percent(before.accuracy)}"
     return (f"{words}.",)
 
 
@@ -89,66 +87,6 @@ def total_seconds(steps: list[StepLine]) -> float:
         seconds = line.seconds if line.seconds is not None and line.seconds > 0 else last
         total, last = (total + last, seconds) if seconds < last else (total, seconds)
     return total + last
-
-
-def say_number(value: float | None) -> str:
-    """Three figures that count."""
-    if value is None:
-        return NOT_KNOWN
-    if not math.isfinite(value):
-        return str(value)
-    size = abs(value)
-    if size >= 1e6 or 0 < size < 1e-3:
-        return f"{value:.2e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
-    if size >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3f}" if size else "0"
-
-
-def say_rate(value: float | None) -> str:
-    """A learning rate: 2e-4."""
-    if value is None:
-        return NOT_KNOWN
-    if not value:
-        return "0"
-    digits, _, power = f"{value:.2e}".partition("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
-
-
-def say_short(value: float | None) -> str:
-    """12.3k, for axes and tiles."""
-    if value is None:
-        return NOT_KNOWN
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit * 0.9995:
-            scaled = value / unit
-            return f"{scaled:.0f}{name}" if scaled >= 100 else f"{scaled:.1f}".removesuffix(".0") + name
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}".removesuffix(".0")
-
-
-def say_share(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return NOT_KNOWN
-    return f"{value:.1%}".replace(".0%", "%").replace("%", "\u00a0%")  # kept on one line
-
-
-def say_time(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def say_moment(text: str, how: str = "%d %B %Y, %H:%M %Z") -> str:
-    """An ISO time as people write it; as it is where it is none."""
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return text
-    return moment.strftime(how).lstrip("0").rstrip()
 
 
 def seen_from_here(path: Path) -> str:

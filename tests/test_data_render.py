@@ -405,9 +405,20 @@ def test_template_that_looks_into_planted_content_is_refused_with_the_token_name
         render_chat(messages, with_template(looking), "everything")
 
 
-def test_forgetting_what_was_learnt_of_a_template_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "_MAX_REMEMBERED", 1)
+def test_clearing_the_cache_of_a_template_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "_MAX_CACHED", 1)
     prove_conversations(chat_tokenizer("qwen3"), FAMILIES["qwen3"], 20, seed=5)
+
+
+def test_the_worked_example_of_the_spans_module_holds() -> None:
+    tokenizer = chat_tokenizer("chatml-bare")
+    renderer = renderer_of(tokenizer, "assistant")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    script = renderer.script(json.dumps({"messages": messages}).encode(), "messages")
+    assert spans.__doc__ is not None
+    written = (json.dumps(messages), script.text.replace("\n", "\\n"), str(script.supervised[0]))
+    assert all(part in spans.__doc__ for part in written)
+    assert script.text[slice(*script.supervised[0])] == "Hello!<|im_end|>"
 
 
 def with_template(template: str | None) -> PreTrainedTokenizerFast:
@@ -421,11 +432,11 @@ def with_template(template: str | None) -> PreTrainedTokenizerFast:
         (None, "no chat template"),
         (
             "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}",
-            "stop token behind it cannot be found",
+            "followed by a stop token, was not found",
         ),
         (
             "{% for m in messages %}{{ m['content'] }}{{ messages | length }}{{ '<|im_end|>' }}{% endfor %}",
-            "stop token behind it cannot be found",
+            "followed by a stop token, was not found",
         ),
         ("{{ raise_exception('no way') }}", "refuses this conversation: no way"),
         ("{% for m in messages %}{{ m['content']", "is no Jinja template: .* in line 1"),
@@ -447,7 +458,7 @@ def test_the_next_turns_header_does_not_pass_for_a_stop_token() -> None:
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    with pytest.raises(TrilloraError, match="stop token behind it cannot be found"):
+    with pytest.raises(TrilloraError, match="followed by a stop token, was not found"):
         render_chat([*HELLO, HELLO[0]], with_template(template))
 
 

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from chat_tokenizers import chat_tokenizer
 from data_files import (
     FORMATS,
     MIB,
@@ -34,12 +35,14 @@ from data_files import (
     write,
     zip_of,
 )
+from rendering import load
 
 from trillora.data.reading import archives, streams
 from trillora.data.reading.cursor import MAX_ROW_BYTES
 from trillora.data.reading.files import DataFile, expand
 from trillora.data.reading.readers import read_rows
 from trillora.data.rows import Fault, RawRow
+from trillora.errors import TrilloraError
 
 # -- formats and what they are wrapped in ------------------------------------------------------------------------------
 
@@ -330,6 +333,25 @@ def test_mutated_files_give_rows_and_faults_and_never_a_traceback(tmp_path: Path
             assert found and all(isinstance(row, RawRow | Fault) for row in found)
             num_faults += sum(isinstance(row, Fault) for row in found)
     assert num_faults > 300
+
+
+@pytest.mark.parametrize(("suffix", "make"), [(".zip", zip_of), (".tar", tar_of)])
+def test_a_bad_row_in_an_archive_is_named_with_how_to_skip_it(
+    tmp_path: Path, suffix: str, make: Callable[[dict[str, bytes]], bytes]
+) -> None:
+    members = {"a.jsonl": as_jsonl(), "dir/b.csv": b"text\none\ntwo,three\nfour\n"}
+    path = write(tmp_path, f"data{suffix}", make(members))
+    tokenizer = chat_tokenizer("chatml")
+    with pytest.raises(TrilloraError, match="This record has 2 fields; the header has 1") as caught:
+        load(path, tokenizer, tmp_path)
+    assert caught.value.where == f"{path}!dir/b.csv:2"
+    assert "separator" in caught.value.do
+    assert caught.value.do.endswith("; or set data.on_bad_row: skip to train without b.csv:2")
+    lenient = load(path, tokenizer, tmp_path, on_bad_row="skip")  # the advice is true
+    assert (len(lenient.documents()), lenient.num_problems) == (len(ROWS) + 2, 1)
+    with pytest.raises(TrilloraError) as cached:  # what a lenient run stored refuses with the same advice
+        load(path, tokenizer, tmp_path)
+    assert (cached.value.where, cached.value.do) == (caught.value.where, caught.value.do)
 
 
 # -- hostile archives --------------------------------------------------------------------------------------------------

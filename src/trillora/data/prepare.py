@@ -29,7 +29,7 @@ from trillora.data.reading.readers import read_rows
 from trillora.data.rendering import formats
 from trillora.data.rendering.pool import Batch, Pool
 from trillora.data.rendering.render import Cut, RenderedRow, RenderSettings, parse
-from trillora.data.rows import BadRow, Fault, RawRow, place
+from trillora.data.rows import BadRow, Fault, RawRow, place, refused
 from trillora.data.tokenizing.encode import Encoder, TokenizedDocument, Tokenizer
 from trillora.data.tokenizing.store import KINDS, ROW, Store, StoreWriter, open_store
 from trillora.errors import TrilloraError
@@ -188,7 +188,7 @@ def prepare(
     dataset = Dataset(store, options, tokenizer.pad_token_id or 0, is_new)
     if dataset.num_problems and options.on_bad_row == "refuse":
         first = dataset.problems[0]
-        raise TrilloraError(first.what, where=first.where, do=first.do)
+        raise refused(first.what, first.where, first.do)
     return dataset
 
 
@@ -323,8 +323,10 @@ class _Making:
 
     def _problem(self, found: _Found, *, past_limit: bool = False) -> None:
         self._num_past_limit += past_limit
-        if self._options.on_bad_row == "refuse" or self._num_past_limit > MAX_PAST_LIMIT:
-            where = place(self._files[found.file].name, found.member, found.line)
+        where = place(self._files[found.file].name, found.member, found.line)
+        if self._options.on_bad_row == "refuse":
+            raise refused(found.what, where, found.do)
+        if self._num_past_limit > MAX_PAST_LIMIT:
             raise TrilloraError(found.what, where=where, do=found.do)
         self._num_problems += 1
         self._reasons[_reason(found.what)] += 1

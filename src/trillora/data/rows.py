@@ -1,9 +1,12 @@
-"""What travels between the parts of this layer: rows as they are read, what they mean, and what was wrong with them."""
+"""The types shared by reading, rendering and tokenizing: raw rows, what a row means, and what is wrong with it."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from trillora.errors import TrilloraError
 
 Message = dict[str, Any]
 
@@ -11,13 +14,13 @@ Message = dict[str, Any]
 class RawRow(NamedTuple):
     """One row as JSON text, not yet parsed."""
 
-    member: str  # path inside an archive, "" outside of one
+    member: str  # path inside an archive, "" for a plain file
     line: int  # counted from 1; in files without lines, the number of the record
-    raw: bytes  # UTF-8, if the file is right
+    raw: bytes  # UTF-8 if the file is correct
 
 
 class Fault(NamedTuple):
-    """Something that could not be read while the rest could."""
+    """A row, or a part of a file, that could not be read."""
 
     member: str
     line: int
@@ -26,27 +29,27 @@ class Fault(NamedTuple):
 
 
 class BadRow(Exception):
-    """A row that cannot be trained on. Whoever knows its place makes a `TrilloraError` of it, or counts it."""
+    """A row that cannot be trained on. The caller, which knows its place, counts it or raises `refused`."""
 
     def __init__(self, what: str, do: str, past_limit: bool = False) -> None:
         super().__init__(what)
         self.what = what
         self.do = do
-        self.past_limit = past_limit  # it cost all the time or memory a row may cost
+        self.past_limit = past_limit  # it used up the time or memory limit of a row
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, checked."""
+    """A validated conversation."""
 
     messages: list[Message]
     tools: list[Any] | None = None
-    num_prompt: int = 0  # leading turns that only set the scene, where the row tells prompt and completion apart
+    num_prompt: int = 0  # leading turns that belong to the prompt, where the row separates prompt and completion
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Raw text in two parts: the second is trained, no chat template is used."""
+    """Raw text in two parts. Only the second is trained; no chat template is used."""
 
     prompt: str
     completion: str
@@ -54,7 +57,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Text:
-    """One document, trained whole."""
+    """One text, trained from start to end."""
 
     text: str
 
@@ -63,6 +66,16 @@ Example = Chat | Pair | Text
 
 
 def place(file: str, member: str = "", line: int = 0) -> str:
-    """How people are told where something stands: `file:line`, or `archive!member:line`."""
+    """The location of a row in messages: `file:line`, or `archive!member:line`."""
     name = f"{file}!{member}" if member else file
     return f"{name}:{line}" if line else name
+
+
+def refused(what: str, where: str, do: str) -> TrilloraError:
+    """The error for a bad row, or an unreadable part of a file, under `data.on_bad_row: refuse`. `where`: see `place`.
+
+    >>> refused("This row is not JSON.", "data.zip!chats/b.jsonl:3", "correct it").do
+    'correct it; or set data.on_bad_row: skip to train without b.jsonl:3'
+    """
+    bad = re.split(r"[/!]", where)[-1]
+    return TrilloraError(what, where=where, do=f"{do}; or set data.on_bad_row: skip to train without {bad}")

@@ -21,6 +21,7 @@ from trillora.data.lengths import Lengths, LostFacts, fitted_or_refused, length_
 from trillora.data.open import chat_template, open_dataset, settle
 from trillora.data.prepare import Dataset
 from trillora.data.reading.files import without_secrets
+from trillora.data.rows import refused
 from trillora.data.tokenizing.encode import Tokenizer
 from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
@@ -190,7 +191,7 @@ def _bad_row(recipe: StageRecipe, dataset: Dataset) -> TrilloraError | None:
     first = dataset.problems[0]
     others = dataset.num_problems - 1
     more = f" ({others:,} more {'row is' if others == 1 else 'rows are'} bad)" if others else ""
-    return TrilloraError(f"{first.what}{more}", where=first.where, do=f"{first.do}; or set data.on_bad_row to skip")
+    return refused(f"{first.what}{more}", first.where, first.do)
 
 
 def _not_for_the_model(recipe: StageRecipe, folder: Path) -> TrilloraError | None:

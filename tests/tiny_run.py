@@ -13,7 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trillora.files.storage import open_storage
 from trillora.training.checkpoint import Checkpoints
 
-TIMES = {"seconds", "tokens_per_second", "memory_gib", "peak_fraction"}  # what a clock or the machine decides
+TIMES = {
+    "seconds",
+    "seconds_left",
+    "tokens_per_second",
+    "memory_gib",
+    "peak_fraction",
+}  # what a clock or the machine decides
 # Wide enough that weights are really split over a mesh (`mesh.SMALL`).
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 

@@ -1,6 +1,11 @@
-"""What a run says while it goes: small facts, handed to a listener that prints, draws or stores them.
+"""What a run reports while it works: small dataclasses, passed to a listener that prints, draws or stores them.
 
-The parts that work know these and nothing of terminals; `console` shows them to people, `to_json` to programs.
+    listener(Note("Model smollm2"))
+    listener(Step(step=1, num_steps=100, stage="chat", loss=2.31, ...))
+
+The working parts know these events and nothing about terminals: `report.console` shows them to people, `to_json` to
+programs. Events of the types in `METRICS` are also the lines of `metrics.jsonl`: these dataclasses are the only
+declaration of its fields, for the run that writes the file and for the report that reads it.
 """
 
 from __future__ import annotations
@@ -8,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,14 +21,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Note:
-    """Something a person should read once."""
+    """A message to read once."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A recipe value the machine chose, and why."""
+    """A recipe value that was chosen automatically, and why."""
 
     path: str  # dotted, as in the recipe: "train.micro_batch_size"
     value: Any
@@ -31,7 +37,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a piece of work has come."""
+    """How much of a piece of work is done."""
 
     label: str
     done: int
@@ -41,46 +47,62 @@ class Progress:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something that went wrong and did not stop the run."""
+    """A failure that did not stop the run."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step, after it happened."""
+    """One completed optimizer step."""
 
-    step: int  # 1 is the first of the run
+    step: int  # the first step of the run is 1
     num_steps: int  # of all stages
     stage: str
     loss: float  # mean over the supervised tokens of the whole batch
     learning_rate: float
     grad_norm: float  # before clipping
-    skipped: bool  # loss or gradient was not finite, or far out of line: nothing was changed
-    tokens_per_second: float  # slots of the batch, padding included
-    seconds: float  # since this process began to train
+    skipped: bool  # the loss or gradient was not finite, or the gradient was an outlier: no weight was changed
+    tokens_per_second: float  # all token positions of the batch, padding included
+    seconds: float  # since this process started training
     seconds_left: float
-    padding: float  # share of this batch's slots
-    memory_gib: float | None = None  # most a device has held; of this process on a CPU
-    peak_fraction: float | None = None  # of the chips' arithmetic, where it is known
+    padding: float  # fraction of the batch's token positions
+    memory_gib: float | None = None  # peak memory of a device; on a CPU, memory of this process
+    peak_fraction: float | None = None  # of the devices' peak FLOP/s, where that is known
+    num_tokens: int = 0  # supervised tokens of the batch
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A step whose update was not applied, and the data rows of its batch."""
+
+    step: int
+    stage: str
+    reason: str
+    rows: tuple[str, ...]  # "file:line"
+
+    @property
+    def text(self) -> str:
+        more = f" and {len(self.rows) - 3} more" if len(self.rows) > 3 else ""
+        return f"Step {self.step} was skipped: {self.reason}. Rows in its batch: {', '.join(self.rows[:3])}{more}"
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The fixed evaluation set after a step; step 0 is the base."""
+    """Metrics on the fixed evaluation set after a step; step 0 is the base model."""
 
     step: int
     stage: str
     loss: float
     perplexity: float
-    accuracy: float  # share of trained tokens that were the likeliest
+    accuracy: float  # fraction of supervised tokens that the model ranks first
     num_tokens: int
     is_best: bool
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model says to one fixed prompt."""
+    """The model's answer to one fixed prompt."""
 
     prompt: str
     answer: str
@@ -89,7 +111,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Answers after a step; step 0 is the base."""
+    """Answers after a step; step 0 is the base model."""
 
     step: int
     stage: str
@@ -98,29 +120,65 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint lies where it belongs, whole."""
+    """A checkpoint was written completely."""
 
     step: int
     where: str
-    seconds: float  # spent writing, beside the training
+    seconds: float  # spent writing, in the background
 
 
-Event = Note | Alarm | Chosen | Progress | Step | Evaluated | Sampled | Saved
+@dataclass(frozen=True)
+class HistoryEntry:
+    """A line of history.jsonl: what happened to the run as a whole. Not sent to listeners."""
+
+    time: str  # ISO 8601
+    event: str  # started, resumed, stopped, diverged, finished
+    step: int | None
+    reason: str
+    machine: str
+
+
+Metric = Step | Skipped | Evaluated | Sampled
+Event = Note | Alarm | Chosen | Progress | Saved | Metric
 Listener = Callable[[Event], None]
+QUIET_SECONDS = 2.0  # progress is reported only for work that takes longer
+
+# The `kind` of a line of metrics.jsonl. The names are part of the file format: old files use them too.
+METRICS: dict[str, type[Metric]] = {"step": Step, "skipped": Skipped, "evaluation": Evaluated, "samples": Sampled}
+_KIND_OF = {event_type: kind for kind, event_type in METRICS.items()}
 
 
 def ignore_events(event: Event) -> None:
-    """The listener of those who do not listen."""
+    """A listener that does nothing."""
+
+
+def progress_reporter(listener: Listener, label: str, unit: Literal["", "bytes"] = "") -> Callable[[int, int], None]:
+    """Returns a function `report(done, total)` that sends Progress events. Work shorter than two seconds sends none."""
+    start = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        if time.monotonic() - start >= QUIET_SECONDS:
+            listener(Progress(label, done, total, unit))
+
+    return report
 
 
 def to_json(event: Event) -> str:
-    """One line of JSON: the event's kind, then its fields."""
-    fields = {name: plain(value) for name, value in dataclasses.asdict(event).items()}
-    return json.dumps({"event": type(event).__name__.lower(), **fields}, allow_nan=False, default=str)
+    """One line of JSON: the name of the event, then its fields."""
+    return _to_line({"event": type(event).__name__.lower()}, event)
 
 
-def plain(value: Any) -> Any:
-    """What JSON can hold: NaN and infinity, unknown to it, become words."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+def to_metrics_line(event: Event) -> str | None:
+    """The event as a line of metrics.jsonl; None if it is not a metric."""
+    kind = _KIND_OF.get(type(event))
+    return None if kind is None else _to_line({"kind": kind}, event)
+
+
+def _to_line(head: dict[str, str], event: Event) -> str:
+    fields = {name: _plain(value) for name, value in dataclasses.asdict(event).items()}
+    return json.dumps({**head, **fields}, allow_nan=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are written as the strings "nan" and "inf"."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

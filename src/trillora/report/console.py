@@ -30,7 +30,20 @@ from rich.table import Table
 from rich.text import Text
 
 from trillora.doctor import Finding
-from trillora.events import Alarm, Chosen, Evaluated, Event, Listener, Note, Progress, Sample, Sampled, Saved, Step
+from trillora.events import (
+    Alarm,
+    Chosen,
+    Evaluated,
+    Event,
+    Listener,
+    Note,
+    Progress,
+    Sample,
+    Sampled,
+    Saved,
+    Skipped,
+    Step,
+)
 
 KEPT_STEPS = 20  # steps of a run that stay on the screen
 LOGGED_PARTS = 10  # lines a log gets for one piece of work
@@ -219,7 +232,7 @@ class _PlainLines:
             case Note(text):
                 self._tell_held()
                 self._print(text)
-            case Alarm(text):
+            case Alarm(text=text) | Skipped(text=text):
                 self._tell_held()
                 self._print(f"alarm: {text}")
             case Chosen():
@@ -326,7 +339,7 @@ class _LivePanel:
         match event:
             case Note(text):
                 self._print(Text(readable(text)))
-            case Alarm(text):
+            case Alarm(text=text) | Skipped(text=text):
                 self._print(Text(readable(f"alarm: {text}"), "bold red"))
             case Chosen(path, value, reason):
                 value = (readable(str(value)), "bold")

@@ -1,4 +1,4 @@
-"""Is the run still learning? Told step by step from the losses, the same way however often it was interrupted."""
+"""Detects divergence from the losses of the steps. Its state is part of a checkpoint, so resuming changes nothing."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-WORSE_THAN_GUESSING = 1.5  # times the loss of guessing: no use is that bad by chance
-FALLEN_BACK = 3.0  # above the lowest the smoothed loss has been: perplexity twenty times what it was
-SMOOTHING = 0.1
+WORSE_THAN_GUESSING = 1.5  # times the loss of guessing: no useful model reaches it by chance
+FALLEN_BACK = 3.0  # above the lowest smoothed loss: twenty times the perplexity
+SMOOTHING = 0.1  # weight of the newest loss in the moving average
 
 
 @dataclass
-class Health:
-    """A step is bad if it was skipped, if its loss is absurd, or if nothing the adapter does changes the loss any more,
-    as behind norms that a huge adapter saturates; many in a row are a run that is lost."""
+class DivergenceMonitor:
+    """Counts bad steps in a row. A step is bad if it was skipped, if its loss is absurd, or if its gradient is zero: a
+    huge adapter saturates the model's norms, and nothing it does changes the loss any more."""
 
-    guessing: float  # loss of a model that knows nothing: the logarithm of the vocabulary
+    guessing: float  # loss of uniform guessing: the logarithm of the vocabulary size
     num_bad: int = 0  # in a row
-    first_bad: int | None = None  # of these
-    smooth: float | None = None
-    lowest: float = math.inf
+    first_bad: int | None = None  # first step of that row
+    smooth: float | None = None  # moving average of the loss
+    lowest: float = math.inf  # of the moving average
 
-    def see(self, step: int, loss: float, grad_norm: float, skipped: bool) -> None:
-        """Steps count from 1; a step's loss is that of the state before it."""
+    def observe(self, step: int, loss: float, grad_norm: float, skipped: bool) -> None:
+        """Add a step. Steps count from 1; a step's loss is that of the state before it."""
         if skipped or grad_norm == 0 or self._is_absurd(loss):
             self.first_bad = step if self.num_bad == 0 else self.first_bad
             self.num_bad += 1
@@ -37,13 +37,13 @@ class Health:
         return not loss <= limit  # NaN is absurd too
 
     def new_stage(self) -> None:
-        """Other data has another loss."""
+        """Forget the losses: those of other data are not comparable."""
         self.smooth, self.lowest = None, math.inf
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "lowest": None if math.isinf(self.lowest) else self.lowest}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Health:
+    def from_dict(cls, values: dict[str, Any]) -> DivergenceMonitor:
         lowest = values["lowest"]
         return cls(**{**values, "lowest": math.inf if lowest is None else lowest})

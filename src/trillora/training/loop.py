@@ -1,8 +1,8 @@
-"""The steps of one stage: train, measure, save, and find out when to end.
+"""The training loop of one stage: train, evaluate, save, and decide when to stop.
 
-The device never waits for the host but where it must: a step's metrics are read while the next one runs, batches are
-made ahead, checkpoints are copied on the device and written beside the training. Whatever decides about the numbers is
-part of `Position`, so that a run continued from any checkpoint does as one that was never interrupted.
+The device rarely waits for the host: the metrics of a step are read while the next step runs, batches are built ahead,
+and checkpoints are copied on the device and written in the background. All state that influences the numbers is in
+`TrainState` and `Position`, so a run resumed from any checkpoint ends exactly like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ from trillora.data.stage import StageData
 from trillora.devices.mesh import any_process, local_rows, put_batch
 from trillora.engine.step import StepMetrics, TrainState
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, Step
+from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, Skipped, Step
 from trillora.model.layout import Tree
 from trillora.report.run.write import write_report
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Programs, shape_text
 from trillora.training.checkpoint import Checkpoints, Saver
-from trillora.training.divergence import Health
+from trillora.training.divergence import DivergenceMonitor
 from trillora.training.run_folder import RunFolder
 from trillora.training.signals import Stop
 from trillora.training.state_files import METRICS_FILE, to_files
 from trillora.training.validation import Figures, Measures, Sampler, peak_memory_gib
 
-NUM_AHEAD = 2  # batches made before they are needed
-SAVE_SHARE = 0.02  # of the time that checkpoints may take
-SAVE_SECONDS = (30.0, 600.0)  # between two of them, at least and at most
-WHY_SKIPPED = {1: "the loss or its gradient was not finite", 2: "the gradient was far longer than any before"}
+NUM_AHEAD = 2  # batches built before they are needed
+SAVE_SHARE = 0.02  # fraction of the time that may be spent on saving checkpoints
+SAVE_SECONDS = (30.0, 600.0)  # minimum and maximum time between two checkpoints
+WHY_SKIPPED = {1: "the loss or its gradient was not finite", 2: "the gradient norm was far above its usual range"}
 
 
 class Diverged(TrilloraError):
-    """The run is lost from some step on; what was good is kept."""
+    """Training diverged; the last good checkpoint is kept."""
 
     exit_code = 76
 
 
-class _GivenUp(Exception):
-    """A signal came while something was measured that can be measured again."""
+class _Abandoned(Exception):
+    """A signal arrived during an evaluation. The resumed run repeats it."""
 
 
 @dataclass
 class Position:
-    """Where a run stands, besides its arrays."""
+    """The progress of a run: everything a checkpoint stores except arrays."""
 
-    health: Health
+    health: DivergenceMonitor  # the name is part of the checkpoint format
     stage: int = 0
-    step: int = 0  # of the stage, done
-    global_step: int = 0
-    measured_at: int | None = None  # step of the stage that was last measured
-    best_loss: float | None = None  # of the stage, by evaluation
-    best_step: int | None = None  # global
-    num_worse: int = 0  # evaluations since the best
-    stage_is_over: bool = False  # before its last step
+    step: int = 0  # completed steps of the stage
+    global_step: int = 0  # completed steps of the run
+    measured_at: int | None = None  # step of the stage that was last evaluated
+    best_loss: float | None = None  # lowest evaluation loss of the stage
+    best_step: int | None = None  # its global step
+    num_worse: int = 0  # evaluations since then
+    stage_is_over: bool = False  # ended early by `evaluate.patience`
 
     def next_stage(self, *, is_end: bool) -> None:
         self.stage += 1
-        if not is_end:  # a run that is over still knows its best
+        if not is_end:  # a finished run keeps its best step
             self.step, self.measured_at, self.stage_is_over = 0, None, False
             self.best_loss, self.best_step, self.num_worse = None, None, 0
             self.health.new_stage()
@@ -78,12 +78,12 @@ class Position:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
-        return cls(**{**values, "health": Health.from_dict(values["health"])})
+        return cls(**{**values, "health": DivergenceMonitor.from_dict(values["health"])})
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all stages share."""
+    """What all stages of a run share."""
 
     folder: RunFolder
     listener: Listener
@@ -91,16 +91,16 @@ class Run:
     checkpoints: Checkpoints
     saver: Saver
     keep_checkpoints: int
-    assembly: Assembly  # of any stage: the state has one shape
+    assembly: Assembly  # of any stage: the shapes of the state are the same in all of them
     copy: Callable[[TrainState], TrainState]
-    facts: dict[str, Any]  # of the run, for every checkpoint
+    facts: dict[str, Any]  # stored in every checkpoint
     base_name: str
     num_steps: int  # of all stages
     watch: CompileWatch
-    peak_seconds_per_token: float  # as a share of a second of all the chips' arithmetic; 0 where that is not known
+    peak_seconds_per_token: float  # on all chips together at peak FLOP/s; 0 if the peak is unknown
 
     def save(self, state: TrainState, position: Position) -> None:
-        """Copy the state, and write it while training goes on."""
+        """Copy the state, and write the copy in the background."""
         step, facts = position.global_step, {**self.facts, "position": position.to_dict()}
         copied, keep = self.copy(state), self.keep_checkpoints
         protect = () if position.best_step is None else (position.best_step,)
@@ -116,7 +116,7 @@ class Run:
         if jax.process_index() == 0:
             try:
                 write_report(self.folder.path)
-            except Exception as error:  # whatever is wrong with a page, the run is worth more
+            except Exception as error:  # a broken report must not stop training
                 self.listener(Alarm(f"The report could not be written: {error!r}"))
 
 
@@ -145,11 +145,11 @@ class StageLoop:
         self._evaluate_every = every
 
     def train(self, state: TrainState) -> tuple[TrainState, str | None]:
-        """The state when the stage is over, or when something outside says to stop, and what that was."""
+        """Train to the end of the stage or to an external stop; return the state and the reason for the stop."""
         position, stage = self._position, self._stage
         if self._measuring_is_due():
             self._measure(state.adapter)
-        if self._measuring_is_due():  # given up for a signal: nothing has changed since the last checkpoint
+        if self._measuring_is_due():  # abandoned because of a signal; no step was made since the last checkpoint
             return state, self._run.stop.reason()
         self._run.stop.begin_training()
         self._started = self._last_report = time.perf_counter()
@@ -169,18 +169,18 @@ class StageLoop:
             self._report()  # waits for the step
             improved = self._measuring_is_due() and self._measure(state.adapter)
             if self._measuring_is_due():
-                stopped = True  # given up for a signal; the run goes on with the measuring
+                stopped = True  # abandoned because of a signal; the resumed run starts with this evaluation
             elif position.stage_is_over or position.step == stage.num_steps:
-                break  # saved as the beginning of what comes next
+                break  # the trainer saves it as the first state of the next stage
             if stopped or ((save or improved) and not position.health.num_bad):
-                self._save(state)  # what is not known to be good replaces nothing
+                self._save(state)  # after a bad step a save must not replace a good checkpoint
             if stopped:
                 return state, self._run.stop.reason(self._next_seconds()) or "another process of the run"
         self._report()
         return state, None
 
     def _report(self) -> None:
-        """Read the metrics of the latest step, and tell them."""
+        """Read the metrics of the latest step and send them to the listener."""
         if self._pending is None:
             return
         (number, metrics), self._pending = self._pending, None
@@ -191,57 +191,47 @@ class StageLoop:
         step = position.global_step - position.step + number + 1
         rate = stage.batches.batch_size * stage.batches.length_of(number) / self._step_seconds
         seconds = now - self._started
-        times: dict[str, Any] = {
-            "tokens_per_second": round(rate, 1),
-            "seconds": round(seconds, 3),
-            "memory_gib": peak_memory_gib(self._assembly.mesh, lambda: psutil.Process().memory_info().rss),
-            "peak_fraction": rate * run.peak_seconds_per_token or None,
-        }
-        padding = stage.padding_of(number)
-        run.folder.add_metrics("step", step=step, stage=stage.name, **values, padding=padding, **times)
+        skipped, loss, grad_norm = values["skipped"], values["loss"], values["grad_norm"]
         run.listener(
             Step(
                 step=step,
                 num_steps=run.num_steps,
                 stage=stage.name,
-                loss=values["loss"],
+                loss=loss,
                 learning_rate=values["learning_rate"],
-                grad_norm=values["grad_norm"],
-                skipped=bool(values["skipped"]),
-                seconds_left=seconds / max(self._num_done, 1) * (run.num_steps - step),
-                padding=padding,
-                **times,
+                grad_norm=grad_norm,
+                skipped=bool(skipped),
+                tokens_per_second=round(rate, 1),
+                seconds=round(seconds, 3),
+                seconds_left=round(seconds / max(self._num_done, 1) * (run.num_steps - step), 3),
+                padding=stage.padding_of(number),
+                memory_gib=peak_memory_gib(self._assembly.mesh, lambda: psutil.Process().memory_info().rss),
+                peak_fraction=rate * run.peak_seconds_per_token or None,
+                num_tokens=round(values["num_tokens"]),
             )
         )
-        if values["skipped"]:
-            self._tell_skipped(step, number, WHY_SKIPPED[values["skipped"]])
-        position.health.see(step, values["loss"], values["grad_norm"], bool(values["skipped"]))
+        if skipped:
+            run.listener(Skipped(step, stage.name, WHY_SKIPPED[skipped], tuple(stage.places_of(number))))
+        position.health.observe(step, loss, grad_norm, bool(skipped))
         if position.health.num_bad >= self._options.max_bad_steps:
             raise self._diverged()
 
-    def _tell_skipped(self, step: int, number: int, reason: str) -> None:
-        rows = self._stage.places_of(number)
-        self._run.folder.add_metrics("skipped", step=step, stage=self._stage.name, reason=reason, rows=rows)
-        more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-        self._run.listener(Alarm(f"Step {step} changed nothing: {reason}. Its rows: {', '.join(rows[:3])}{more}"))
-
     def _diverged(self) -> Diverged:
-        """The state before the first bad loss is itself suspect: its loss was not seen to be good."""
+        """Remove the checkpoints that may be bad. A step's loss is that of the state before it, so the state of step
+        `first_bad - 1` is bad too."""
         health, run = self._position.health, self._run
         assert health.first_bad is not None
         run.saver.wait()
         if jax.process_index() == 0:
             run.checkpoints.remove_after(health.first_bad - 2)
         good = run.checkpoints.steps()
-        kept = (
-            f"the last good state is {run.checkpoints.where(good[-1])}" if good else "there was no good state to keep"
-        )
+        kept = f"the last good state is {run.checkpoints.where(good[-1])}" if good else "there is no good checkpoint"
         return Diverged(
-            f"The run has diverged: {health.num_bad} steps in a row were skipped, without gradient or worse than "
-            f"guessing, from step {health.first_bad} on; {kept}.",
+            f"Training diverged: starting with step {health.first_bad}, {health.num_bad} steps in a row were skipped, "
+            f"had no gradient, or had a loss worse than guessing; {kept}.",
             where=f"{run.folder.path}, stage {self._stage.name}",
-            do=f"lower train.learning_rate (it is {self._options.learning_rate:g}) and start anew, or go on from the "
-            "last good state with --accept-changes; metrics.jsonl names the rows of skipped steps",
+            do=f"lower train.learning_rate (now {self._options.learning_rate:g}) and start a new run, or resume from "
+            "the last good state with --accept-changes; metrics.jsonl lists the rows of skipped steps",
         )
 
     def _measuring_is_due(self) -> bool:
@@ -252,65 +242,61 @@ class StageLoop:
         return position.step == 0 or is_last or position.global_step % self._evaluate_every == 0
 
     def _measure(self, adapter: Tree) -> bool:
-        """Evaluate and sample; whether this is the best so far. Given up for a signal: a continued run measures."""
+        """Evaluate and sample; return True for the best loss so far. A signal aborts it; the resumed run repeats it."""
         evaluator, sampler = self._measures.evaluator, self._measures.sampler
         self._run.watch.doing = f"the evaluation after step {self._position.global_step}"
         try:
-            figures = evaluator.measure(adapter, self._base, self._ask) if evaluator is not None else None
-            self._ask()
+            figures = evaluator.measure(adapter, self._base, self._check_signal) if evaluator is not None else None
+            self._check_signal()
             samples = self._answers(sampler, adapter) if sampler is not None else ()
-        except _GivenUp:
+        except _Abandoned:
             return False
         improved = figures is not None and self._judge(figures)
         if samples:
-            told: dict[str, Any] = {"step": self._position.global_step, "stage": self._stage.name}
-            self._run.folder.add_metrics("samples", **told, samples=[asdict(sample) for sample in samples])
-            self._run.listener(Sampled(**told, samples=samples))
+            self._run.listener(Sampled(self._position.global_step, self._stage.name, samples))
         self._position.measured_at = self._position.step
         self._run.update_report()
-        self._last_report = time.perf_counter()  # the next step's time is its own
+        self._last_report = time.perf_counter()  # evaluation time is not part of the next step's time
         return improved
 
     def _answers(self, sampler: Sampler, adapter: Tree) -> tuple[Sample, ...]:
-        # The plan has their programs; they are compiled when first needed, which a continued run may not come to.
+        # Their programs are in the plan but are compiled on first use: a resumed run may not need them.
         with contextlib.nullcontext() if sampler.has_answered else self._run.watch.allowing():
             return sampler.answer(self._measures.questions, adapter)
 
     def _judge(self, figures: Figures) -> bool:
-        """Tell the figures, and whether they are the best; end a stage that gets no better."""
+        """Report the metrics, return True for the best loss so far, and end a stage that no longer improves."""
         position, run = self._position, self._run
         improved = position.step > 0 and (position.best_loss is None or figures.loss < position.best_loss)
         if improved:
             position.best_loss, position.best_step, position.num_worse = figures.loss, position.global_step, 0
         elif position.step > 0:
             position.num_worse += 1
-        told = {"step": position.global_step, "stage": self._stage.name, **asdict(figures), "is_best": improved}
-        run.folder.add_metrics("evaluation", **told)
-        run.listener(Evaluated(**told))
+        run.listener(Evaluated(position.global_step, self._stage.name, **asdict(figures), is_best=improved))
         patience = self._stage.recipe.evaluate.patience
         if patience is not None and position.num_worse >= patience:
             position.stage_is_over = True
-            run.listener(Note(f"Stage {self._stage.name} ends: {patience} evaluations without a better loss"))
+            run.listener(Note(f"Stage {self._stage.name} ends: no better loss in {patience} evaluations"))
         return improved
 
-    def _ask(self) -> None:
-        # Processes of one run measure together or not at all.
+    def _check_signal(self) -> None:
+        # Several processes evaluate together: one of them must not leave alone.
         if self._run.stop.signalled and jax.process_count() == 1:
-            raise _GivenUp
+            raise _Abandoned
 
     def _stop_is_due(self) -> bool:
         return self._run.stop.reason(self._next_seconds()) is not None
 
     def _next_seconds(self) -> float:
-        """What one more step and a checkpoint would take."""
+        """Estimated time of one more step and a checkpoint."""
         return 1.5 * self._step_seconds + (self._run.saver.seconds or 0.0)
 
     def _save_is_due(self) -> bool:
         every, saver = self._options.checkpoint_every, self._run.saver
         if every != "auto":
             return self._position.global_step % every == 0
-        wanted = min(max((saver.seconds or 0.0) / SAVE_SHARE, SAVE_SECONDS[0]), SAVE_SECONDS[1])
-        return not saver.busy and time.perf_counter() - self._last_save > wanted
+        interval = min(max((saver.seconds or 0.0) / SAVE_SHARE, SAVE_SECONDS[0]), SAVE_SECONDS[1])
+        return not saver.busy and time.perf_counter() - self._last_save > interval
 
     def _save(self, state: TrainState) -> None:
         self._run.save(state, self._position)
@@ -318,7 +304,7 @@ class StageLoop:
 
 
 def placed_batches(batches: Batches, steps: range, mesh: Mesh) -> Iterator[dict[str, jax.Array]]:
-    """The batches of these steps on the devices; the next one is made and sent while the last one is worked on."""
+    """The batches of these steps, on the devices. A thread builds and sends the next ones during the current step."""
     rows = local_rows(batches.batch_size, mesh)
 
     def make(step: int) -> dict[str, jax.Array]:

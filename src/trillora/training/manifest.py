@@ -1,4 +1,4 @@
-"""What a run is made of, written down: `run.json` for people and the report, and the part every checkpoint carries."""
+"""What a run is made from: `run.json` for people and the report, and the facts that every checkpoint stores."""
 
 from __future__ import annotations
 
@@ -28,9 +28,14 @@ def describe_devices(devices: Sequence[Any]) -> str:
 
 
 def of_run(
-    recipe: Recipe, stages: Sequence[StageData], assembly: Assembly, identity: dict[str, str], tokenizer: Any
+    recipe: Recipe,
+    stages: Sequence[StageData],
+    assembly: Assembly,
+    identity: dict[str, str],
+    tokenizer: Any,
+    base_name: str,
 ) -> dict[str, Any]:
-    """`run.json`."""
+    """The content of `run.json`. `base_name` is what `from_pretrained` loads the base model from."""
     model, mesh = assembly.model, assembly.mesh
     first_steps = [1 + sum(stage.num_steps for stage in stages[:number]) for number in range(len(stages))]
     return mask_values(
@@ -40,6 +45,7 @@ def of_run(
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "model": {
                 "name": recipe.model.name,
+                "base_name": base_name,
                 "num_parameters": sum(math.prod(leaf.shape) for leaf in model.layout.values()),
                 "num_trained": sum(math.prod(leaf.shape) for leaf in model.adapter_layout.values()),
             },
@@ -62,7 +68,7 @@ def of_run(
 def of_checkpoint(
     recipe: Recipe, choices: Sequence[Any], identity: dict[str, str], devices: Sequence[Any]
 ) -> dict[str, Any]:
-    """What a later start compares itself with, and the choices it keeps."""
+    """What a resumed run is compared with, and the automatic choices it keeps."""
     return {
         "identity": identity,
         "options": mask_values(fixed_options(recipe)),

@@ -1,7 +1,7 @@
-"""A run's folder: the files a person and the report read, each written so that a crash leaves it readable.
+"""A run's folder: the files for people and for the report, written so that a crash leaves them readable.
 
-`metrics.jsonl` is a function of the recipe but for the fields that tell time; `history.jsonl` is what happened to the
-run; `run.json` what it is made of.
+`metrics.jsonl` has one event per line (`trillora.events`). The recipe determines its content, except for times, speeds
+and memory. `history.jsonl` records starts and stops of the run, `run.json` what it was made from.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Listener, ignore_events, plain
+from trillora.events import Alarm, Event, HistoryEntry, Listener, ignore_events, to_metrics_line
 from trillora.files.atomic import write_file
 
 
 class RunFolder:
-    """Written by one process of a run; the others are told not to write."""
+    """Only one process of a run writes; for the others every write is a no-op."""
 
     def __init__(self, path: Path, *, writes: bool = True, listener: Listener = ignore_events) -> None:
         self.path, self._writes, self._listener = path, writes, listener
-        self._waiting: dict[Path, bytes] = {}
-        self._told = False
+        self._waiting: dict[Path, bytes] = {}  # lines that a full disk refused
+        self._has_alarmed = False
         if path.exists() and not path.is_dir():
-            raise TrilloraError("A run is a folder; this is a file.", where=str(path), do="choose another --out")
+            raise TrilloraError("--out must be a folder, not a file.", where=str(path), do="choose another --out")
         if writes:
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise TrilloraError(
-                    f"The run's folder cannot be made: {error.strerror}.", where=str(path), do="choose another --out"
+                    f"The run's folder cannot be created: {error.strerror}.", where=str(path), do="choose another --out"
                 ) from error
 
     @property
@@ -49,7 +49,7 @@ class RunFolder:
         self._replace(self.path / name, text.encode())
 
     def start_metrics(self, content: bytes = b"") -> None:
-        """The metrics as they were at a checkpoint: what came after it will come again."""
+        """Reset the metrics to those of a checkpoint. Later lines are removed: their steps are trained again."""
         self._replace(self.metrics_file, content)
 
     def _replace(self, file: Path, content: bytes) -> None:
@@ -61,14 +61,21 @@ class RunFolder:
             raise TrilloraError(
                 f"The run's folder cannot be written to: {error.strerror}.",
                 where=str(file),
-                do="make room there and give the same command again, or choose another --out",
+                do="free disk space and run the same command again, or choose another --out",
             ) from error
 
-    def add_metrics(self, kind: str, **values: Any) -> None:
-        self._append(self.metrics_file, {"kind": kind, **values})
+    def recording(self, listener: Listener) -> Listener:
+        """A listener that writes every metric as a line of metrics.jsonl, then passes the event to `listener`."""
+
+        def listen(event: Event) -> None:
+            if (line := to_metrics_line(event)) is not None:
+                self._append(self.metrics_file, line)
+            listener(event)
+
+        return listen
 
     def metrics_so_far(self) -> Callable[[], bytes]:
-        """The metrics up to now, to be read later."""
+        """A function that reads the metrics as they are now, even if it is called later."""
         waiting = self._waiting.get(self.metrics_file, b"")
         size = self.metrics_file.stat().st_size
 
@@ -80,15 +87,14 @@ class RunFolder:
 
     def add_history(self, event: str, step: int, reason: str = "") -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        line = {"time": now, "event": event, "step": step, "reason": reason, "machine": platform.node()}
-        self._append(self.path / "history.jsonl", line)
+        entry = HistoryEntry(now, event, step, reason, platform.node())
+        self._append(self.path / "history.jsonl", json.dumps(asdict(entry)))
 
-    def _append(self, file: Path, values: dict[str, Any]) -> None:
-        """A line that a full disk refuses waits for the next one: a run does not end for want of a log."""
+    def _append(self, file: Path, line: str) -> None:
+        """Add a line. It is kept in memory while the disk is full: logging never stops training."""
         if not self._writes:
             return
-        line = json.dumps({key: plain(value) for key, value in values.items()}, allow_nan=False) + "\n"
-        waiting = self._waiting.pop(file, b"") + line.encode()
+        waiting = self._waiting.pop(file, b"") + line.encode() + b"\n"
         size = file.stat().st_size if file.exists() else 0
         try:
             with open(file, "ab") as stream:
@@ -97,9 +103,9 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 os.truncate(file, size)
             self._waiting[file] = waiting
-            if not self._told:
-                self._listener(Alarm(f"{file} cannot be written: {error.strerror}. Its lines are kept in memory."))
-            self._told = True
+            if not self._has_alarmed:
+                self._listener(Alarm(f"{file} cannot be written: {error.strerror}. New lines are kept in memory."))
+            self._has_alarmed = True
 
 
 def losses(metrics: Path) -> list[float]:

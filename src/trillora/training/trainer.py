@@ -45,14 +45,14 @@ from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, 
 from trillora.tracking import tracking_listener
 from trillora.training import manifest
 from trillora.training.checkpoint import Checkpoints, Saver, with_checksums
-from trillora.training.divergence import Health
+from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Diverged, Position, Run, StageLoop
 from trillora.training.run_folder import RunFolder, losses
 from trillora.training.run_identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
 from trillora.training.run_lock import lock_run
 from trillora.training.signals import Interrupted, Stop
 from trillora.training.state_files import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
-from trillora.training.validation import EvalPlan, Measures, make_measures, wanted_measures
+from trillora.training.validation import EvalPlan, Measures, make_measures, plan_evaluation
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Training:
         saved = self._newest()
         facts = read_facts(saved[1]) if saved else None
         stages, identity = self._read_stages(opened, facts)
-        position = Position(Health(math.log(opened.config.get_text_config().vocab_size)))
+        position = Position(DivergenceMonitor(math.log(opened.config.get_text_config().vocab_size)))
         if facts:
             position = Position.from_dict(facts["position"])
             self._check_unchanged(facts, identity, position.global_step)
@@ -130,10 +130,10 @@ class _Training:
         stages = [dataclasses.replace(stage, recipe=plan.recipe) for stage, plan in zip(stages, plans, strict=True)]
         resolved, assembly = resolve(recipe, choices), plans[min(position.stage, len(plans) - 1)].assembly
         self._folder.write("resolved.yaml", mask_settings(dump_resolved(resolved, choices)))
-        of_run = manifest.of_run(resolved, stages, assembly, identity, opened.tokenizer)
+        of_run = manifest.of_run(resolved, stages, assembly, identity, opened.tokenizer, named.name)
         self._folder.write("run.json", json.dumps(of_run, indent=1) + "\n")
         left = range(position.stage, len(stages))
-        to_measure = [wanted_measures(stages[number], opened, listener) for number in left]
+        to_measure = [plan_evaluation(stages[number], opened, listener) for number in left]
         if left:
             planned = planned_programs([stages[number] for number in left], to_measure, is_new=saved is None)
             listener(Note(describe(planned)))
@@ -322,7 +322,7 @@ class _Training:
         track, folder = resolved.track, self._folder.path
         config = mask_values(resolved.model_dump(mode="json"))
         with tracking_listener(folder, first_step, track.services, track.project, config, self._listener) as listener:
-            yield listener
+            yield self._folder.recording(listener)
 
     def _write_adapter(self, run: Run, position: Position, stage: StageData) -> Path | None:
         """The adapter of the best evaluation, or of the last step, in PEFT's format: written whole and read back."""

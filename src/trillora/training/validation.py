@@ -140,7 +140,7 @@ class EvalPlan:
             yield Planned(f"the answers of stage {self.stage}", 2 * len(slots), shapes)
 
 
-def wanted_measures(stage: StageData, opened: OpenModel, listener: Listener) -> EvalPlan:
+def plan_evaluation(stage: StageData, opened: OpenModel, listener: Listener) -> EvalPlan:
     """What the stage's recipe asks for, as far as it can be had."""
     options, rows = stage.recipe.evaluate, stage.recipe.train.micro_batch_size
     assert rows != "auto"

@@ -16,13 +16,14 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
+from trillora.devices.versions import matches_pin, pinned_version
 from trillora.files.cache_dir import cache_root
 
 State = Literal["ok", "warning", "broken"]
@@ -30,6 +31,7 @@ GIB = 2**30
 LEAST_MEMORY, LEAST_DISK = 4 * GIB, 8 * GIB
 OLDEST_PYTHON = (3, 11)
 NEEDED = ("torch", "torchax", "jax", "jaxlib", "optax", "transformers", "tokenizers", "safetensors", "huggingface_hub")
+PINS = (("jax", "libtpu"), ("trillora", "torchax"))  # (package, the one it requires in an exact version)
 SECONDS_FOR_JAX = 120
 # Says as JSON what jax sees; errors go to the other stream.
 ASK_JAX = """\
@@ -85,7 +87,7 @@ def this_machine() -> Machine:
     return Machine(
         python=(sys.version_info.major, sys.version_info.minor),
         versions=names,
-        requirements={**_pins("jax", "libtpu"), **_pins("trillora", "torchax")},
+        requirements={package: pin for owner, package in PINS if (pin := pinned_version(owner, package))},
         environment=os.environ,
         devices=_ask_jax(),
         chip_files=tuple(map(str, sorted(chips))),
@@ -117,7 +119,7 @@ def _packages(machine: Machine) -> Iterator[Finding]:
         yield Finding("jax and jaxlib", "broken", what, f"pip install jaxlib=={versions['jax']}")
     for name, wanted in machine.requirements.items():
         found = versions.get(name)
-        if found is not None and not _satisfies(found, wanted):
+        if found is not None and not matches_pin(found, wanted):
             owner = "jax" if name == "libtpu" else "trillora"
             what = f"{name} {found} is not what {owner} was made for ({wanted})."
             yield Finding(name, "broken", what, f'pip install "{name}{wanted}"')
@@ -211,21 +213,6 @@ def _drive(machine: Machine) -> Iterator[Finding]:
     else:
         what = "Google Drive is not mounted: what a run leaves is lost with the session."
         yield Finding("Drive", "warning", what, "from google.colab import drive; drive.mount('/content/drive')")
-
-
-def _pins(owner: str, name: str) -> dict[str, str]:
-    """What an installed package asks of another one."""
-    try:
-        wanted: Iterable[str] = importlib.metadata.requires(owner) or ()
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    pins = [match[1] for line in wanted if (match := re.match(rf"{name}\s*\(?(==[\w.*]+)", line))]
-    return {name: pins[0]} if pins else {}
-
-
-def _satisfies(version: str, wanted: str) -> bool:
-    exact = wanted.removeprefix("==")
-    return version.startswith(exact[:-1]) if exact.endswith("*") else version == exact
 
 
 def _ask_jax() -> dict[str, Any]:

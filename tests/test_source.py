@@ -1,4 +1,4 @@
-"""A model is found, or refused with the reason, before anything of it is opened; only data is ever fetched."""
+"""Finding a model: by name, with clear errors, and without running or downloading code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trillora.errors import TrilloraError
 from trillora.model.loading import source
-from trillora.model.loading.source import find_model, load_config, load_tokenizer, weight_files
+from trillora.model.loading.source import (
+    OpenModel,
+    base_name,
+    find_model,
+    load_config,
+    load_tokenizer,
+    weight_files,
+)
 
 CONFIG = {
     "model_type": "llama",
@@ -44,7 +51,7 @@ def tokenizer_json() -> str:
 
 
 def write_model(folder: Path, **config: Any) -> Path:
-    """A small but complete model folder; keyword arguments change its config."""
+    """Writes a small but complete model folder; keyword arguments change its config."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     (folder / "tokenizer.json").write_text(tokenizer_json())
@@ -64,22 +71,37 @@ def refused(call: Callable[[], Any]) -> TrilloraError:
 # ---- folders
 
 
-def test_complete_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_complete_folder_is_used_as_it_is(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     assert find_model(str(folder)) == folder
     assert load_config(folder).hidden_size == 16
     assert load_tokenizer(folder).encode("hello world") == [1, 2]
 
 
-def test_weights_are_not_needed_when_not_asked_for(tmp_path: Path) -> None:
+def test_without_weights_only_the_description_is_needed(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     (folder / "model.safetensors").unlink()
     assert find_model(str(folder), with_weights=False) == folder
 
 
 def test_smollm2_is_the_embedded_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(source, "smollm2_folder", lambda say: tmp_path)
+    monkeypatch.setattr(source, "smollm2_folder", lambda: tmp_path)
     assert find_model("smollm2") == tmp_path
+
+
+def test_base_name_loads_the_same_model_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    monkeypatch.setattr(source, "smollm2_folder", lambda: folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, expected in (
+        ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        (str(folder), str(folder)),
+        ("model", str(folder)),
+        ("~/model", str(folder)),
+    ):
+        assert OpenModel.open(name, revision=None, trust_remote_code=False).base_name == expected
+    assert base_name("org/name") == "org/name"
 
 
 @pytest.mark.parametrize("name", ["./modle", "/nowhere/at/all/modle", "~/modle", "a/b/modle", "smolm2"])
@@ -98,7 +120,7 @@ def test_folder_without_config_is_refused(tmp_path: Path) -> None:
     error = refused(lambda: find_model(str(tmp_path)))
     assert "no config.json" in error.what
     assert error.where == str(tmp_path)
-    assert "whole model" in error.do
+    assert "complete model" in error.do
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\udcff"])
@@ -117,7 +139,7 @@ def test_broken_config_is_refused(content: str, tmp_path: Path) -> None:
         ("pytorch_model.bin", "pickle files (pytorch_model.bin), which can run code", "save_pretrained"),
         ("consolidated.00.pth", "pickle files (consolidated.00.pth)", "save_pretrained"),
         ("weights.pt", "pickle files (weights.pt)", "save_pretrained"),
-        ("model.Q4_K_M.gguf", "a GGUF file (model.Q4_K_M.gguf)", "safetensors files it was made from"),
+        ("model.Q4_K_M.gguf", "a GGUF file (model.Q4_K_M.gguf)", "safetensors files that it was made from"),
         ("adapter_model.safetensors", "no model.safetensors and no model.safetensors.index.json", "transformers"),
     ],
 )
@@ -147,14 +169,14 @@ def test_index_must_name_files_that_are_there(tmp_path: Path) -> None:
     assert "missing: ../outside.safetensors" in refused(lambda: find_model(str(folder))).what
     (folder.parent / "outside.safetensors").unlink()
     index.write_text("{}")
-    assert "names no tensors" in refused(lambda: find_model(str(folder))).what
+    assert "lists no tensors" in refused(lambda: find_model(str(folder))).what
 
 
 # ---- code that comes with a model
 
 
 def write_hostile(folder: Path, marker: Path, **config: Any) -> Path:
-    """A model whose code, the moment it is imported, leaves a marker."""
+    """Writes a model whose code creates a marker file when it is imported."""
     code = "from pathlib import Path\nfrom transformers import PreTrainedConfig\n"
     code += f"Path({str(marker)!r}).touch()\nclass Config(PreTrainedConfig):\n    model_type = 'hostile'\n"
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
@@ -163,20 +185,20 @@ def write_hostile(folder: Path, marker: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model_type", ["hostile", "t5", None, ["llama"]])  # t5: known, but not as a causal model
+@pytest.mark.parametrize("model_type", ["hostile", "t5", None, ["llama"]])  # t5: supported, but not a causal model
 def test_code_in_a_model_is_refused_and_not_run(model_type: Any, tmp_path: Path) -> None:
     marker = tmp_path / "code-was-run"
     folder = write_hostile(tmp_path / "model", marker, model_type=model_type)
     for call in (lambda: find_model(str(folder)), lambda: load_config(folder)):
         error = refused(call)
-        assert "Python code of its own (auto_map)" in error.what
+        assert "needs its own Python code (auto_map)" in error.what
         assert error.where == str(folder / "config.json")
         assert "trust_remote_code" in error.do
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_model_that_transformers_knows_loads_without_the_code_it_brings(trust: bool, tmp_path: Path) -> None:
+def test_model_that_transformers_supports_loads_without_its_own_code(trust: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     marker = tmp_path / "code-was-run"
@@ -190,7 +212,7 @@ def test_model_that_transformers_knows_loads_without_the_code_it_brings(trust: b
 
 
 def test_trusted_code_in_a_local_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the two tests above: the marker does appear when the code is allowed."""
+    """The control for the two tests above: the marker appears when the code is allowed."""
     marker = tmp_path / "code-was-run"
     folder = write_hostile(tmp_path / "model", marker)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -216,7 +238,7 @@ def test_code_in_a_tokenizer_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "what", "do"),
     [
-        ({"model_type": "llamma"}, "model_type 'llamma' is not a causal language model", "nearest known: 'llama'"),
+        ({"model_type": "llamma"}, "model_type 'llamma' is not a causal language model", "did you mean 'llama'?"),
         ({"model_type": "t5"}, "model_type 't5' is not", "text-generation model"),
         ({"model_type": None}, "model_type 'None' is not", "text-generation model"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification", "LlamaForCausalLM"),
@@ -224,7 +246,7 @@ def test_code_in_a_tokenizer_is_not_run(tmp_path: Path) -> None:
         ({"num_hidden_layers": "many"}, "transformers cannot read this config", "repository"),
     ],
 )
-def test_what_is_not_a_causal_language_model_is_refused(
+def test_other_models_than_causal_language_models_are_refused(
     config: dict[str, Any], what: str, do: str, tmp_path: Path
 ) -> None:
     folder = write_model(tmp_path, **config)
@@ -234,7 +256,7 @@ def test_what_is_not_a_causal_language_model_is_refused(
     assert do in error.do
 
 
-def test_bare_bodies_unnamed_architectures_and_other_case_are_causal_enough(tmp_path: Path) -> None:
+def test_models_without_head_or_architecture_or_in_other_case_are_accepted(tmp_path: Path) -> None:
     for architectures in (["LlamaModel"], [], None, ["LLaMAForCausalLM"]):
         assert load_config(write_model(tmp_path, architectures=architectures)).model_type == "llama"
 
@@ -252,12 +274,12 @@ def test_missing_or_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "tokenizer.json" in error.do
 
 
-# ---- the hub: its real client against a small server that speaks its protocol
+# ---- the hub: its real client and a small server that implements its protocol
 
 
 @dataclass
 class Hub:
-    """Repositories by id, and what was asked of them."""
+    """Repositories by id, and the files that were downloaded."""
 
     repositories: dict[str, dict[str, bytes]]
     gated: set[str] = field(default_factory=set)
@@ -359,11 +381,11 @@ print("ANSWER " + json.dumps(answer))
 
 
 def ask(address: str, cache: Path, name: str, **how: Any) -> dict[str, str]:
-    """find_model in a process of its own: the hub's client reads its address and token once, when imported."""
+    """Runs find_model in a new process: the hub's client reads its address and token once, when it is imported."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
         "HF_ENDPOINT": address,
-        "HF_HUB_OFFLINE": "0",  # the hub asked is this test's own
+        "HF_HUB_OFFLINE": "0",  # the server of this test
         "HF_HOME": str(cache),
         "HF_TOKEN": SECRET,
         "PYTHONPATH": os.pathsep.join(
@@ -379,16 +401,18 @@ def ask(address: str, cache: Path, name: str, **how: Any) -> dict[str, str]:
     return answer
 
 
-def test_hub_model_is_fetched_without_anything_that_can_run(hub: Hub, tmp_path: Path) -> None:
+def test_hub_model_is_downloaded_without_executable_files(hub: Hub, tmp_path: Path) -> None:
     needed = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     light = ask(hub.address, tmp_path / "light", "org/whole", with_weights=False)
     assert set(hub.fetched) == needed
     assert Path(light["folder"]).name == COMMIT
     hub.fetched.clear()
-    answer = ask(hub.address, tmp_path / "cache", "org/whole", trust_remote_code=True)  # it names no code: none comes
+    answer = ask(
+        hub.address, tmp_path / "cache", "org/whole", trust_remote_code=True
+    )  # it names no code, so none is downloaded
     assert set(hub.fetched) == needed | {"model.safetensors"}
     assert {file.name for file in Path(answer["folder"]).iterdir()} == needed | {"model.safetensors"}
-    offline = ask("http://127.0.0.1:9", tmp_path / "cache", "org/whole")  # nobody listens: the cache answers
+    offline = ask("http://127.0.0.1:9", tmp_path / "cache", "org/whole")  # no server: the cache is used
     assert offline == answer
 
 
@@ -397,13 +421,13 @@ def test_unknown_hub_model_is_refused(hub: Hub, tmp_path: Path) -> None:
     answer = ask(hub.address, tmp_path, "org/whoel")
     assert "no model 'org/whoel'" in answer["what"]
     assert answer["where"] == "hub model org/whoel"
-    assert "did you mean 'org/whole'?" in answer["do"]  # a name it has seen
+    assert "did you mean 'org/whole'?" in answer["do"]  # in the cache
     assert "hf auth login" in answer["do"]
 
 
 def test_unknown_revision_is_refused(hub: Hub, tmp_path: Path) -> None:
     answer = ask(hub.address, tmp_path, "org/whole", revision="v9")
-    assert answer["what"] == "'org/whole' has no revision 'v9'."
+    assert answer["what"] == "The model 'org/whole' has no revision 'v9'."
     assert answer["where"] == "hub model org/whole, revision v9"
     assert "branch, tag or full commit" in answer["do"]
 
@@ -416,7 +440,7 @@ def test_gated_hub_model_says_how_to_log_in(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_unreachable_hub_is_named(tmp_path: Path) -> None:
-    answer = ask("http://127.0.0.1:9", tmp_path, "org/whole")  # port 9: nobody listens
+    answer = ask("http://127.0.0.1:9", tmp_path, "org/whole")  # port 9: no server
     assert "cannot be reached" in answer["what"]
     assert answer["where"] == "hub model org/whole"
     assert "smollm2" in answer["do"]
@@ -437,16 +461,16 @@ def test_hub_code_needs_trust_and_a_commit(hub: Hub, tmp_path: Path) -> None:
     assert "trust_remote_code" in untrusted["do"]
     for revision in (None, "main"):
         unpinned = ask(hub.address, tmp_path, "org/coded", trust_remote_code=True, revision=revision)
-        assert "no commit is fixed" in unpinned["what"]
+        assert "not a full commit" in unpinned["what"]
         assert unpinned["where"].endswith("config.json")
         assert "40-digit commit" in unpinned["do"]
-    assert not {"code.py", "model.safetensors"} & set(hub.fetched)  # refused on the description alone
+    assert not {"code.py", "model.safetensors"} & set(hub.fetched)  # refused because of the description alone
     pinned = ask(hub.address, tmp_path, "org/coded", trust_remote_code=True, revision=COMMIT)
     assert (Path(pinned["folder"]) / "code.py").is_file()
     assert not (tmp_path / "code-was-run").exists()
 
 
-def test_hub_code_that_is_not_needed_is_not_fetched(hub: Hub, tmp_path: Path) -> None:
+def test_hub_code_that_is_not_needed_is_not_downloaded(hub: Hub, tmp_path: Path) -> None:
     for trust in (False, True):
         answer = ask(hub.address, tmp_path / str(trust), "org/native", trust_remote_code=trust)
         assert (Path(answer["folder"]) / "model.safetensors").is_file()

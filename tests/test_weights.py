@@ -32,6 +32,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from trillora import events
 from trillora.errors import TrilloraError
 from trillora.model.layout import Layout, Leaf, unstack
 from trillora.model.loading.weights import load_weights, random_weights
@@ -307,15 +308,19 @@ def test_stacks_compile_once_per_shape(tmp_path: Path) -> None:
     assert len(layout) > num_shapes
 
 
-def test_progress_counts_all_bytes(tmp_path: Path) -> None:
+def test_progress_counts_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = llama()
     save_random(config, tmp_path)
     layout = layout_of(meta_model(config), stacked=True)
-    heard: list[tuple[int, int]] = []
-    load_weights(tmp_path, meta_model(config), layout, whole(layout), progress=lambda d, t: heard.append((d, t)))
+    reported: list[Any] = []
+    load_weights(tmp_path, meta_model(config), layout, whole(layout), reported.append)
+    assert reported == [], "work of less than two seconds reports no progress"
+    monkeypatch.setattr(events, "QUIET_SECONDS", 0.0)
+    load_weights(tmp_path, meta_model(config), layout, whole(layout), reported.append)
     total = sum(leaf.num_bytes for leaf in layout.values())
-    assert heard[-1] == (total, total)
-    assert [done for done, _ in heard] == sorted(done for done, _ in heard)
+    assert {(event.label, event.total, event.unit) for event in reported} == {("Loading weights", total, "bytes")}
+    done = [event.done for event in reported]
+    assert done == sorted(done) and done[-1] == total and len(done) > 10
 
 
 # ---- what can be wrong with a checkpoint

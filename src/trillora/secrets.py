@@ -1,7 +1,12 @@
-"""Secrets taken out of whatever is written down or sent away: reports, trackers, logs.
+"""Removes secrets from everything that is shown, saved or sent: messages, reports, logs, trackers.
 
-Three ways to know one: it looks like the keys that services give out; it stands under a name like `password`; it is
-the value of such a variable of this process's environment.
+A secret is recognised by its shape (the keys that services issue), by its name (`password: …`), or because an
+environment variable with such a name has this value. URLs lose their credentials, query and fragment:
+
+    mask_secrets("login with hf_abcdefgh12345")     ->  "login with •••"
+    mask_settings("wandb_key: 12ab\nsteps: 5")      ->  "wandb_key: •••\nsteps: 5"
+    mask_values({"password": "x", "num_tokens": 3}) ->  {"password": "•••", "num_tokens": 3}
+    without_secrets("s3://me:pw@host/runs?sig=abc") ->  "s3://host/runs"
 """
 
 from __future__ import annotations
@@ -10,11 +15,13 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 MASK = "•••"
-SHORTEST = 8  # characters of a text that could hold a key at all
+SHORTEST = 8  # characters; a shorter text cannot contain a key
 
-# Texts are strangers' and long: repetitions that may fail after a long way are bounded, so that time stays linear.
+# The texts are untrusted and may be long. Repetitions that can fail late are bounded, so that matching takes linear
+# time.
 _SHAPES = re.compile(
     r"""(?<![A-Za-z0-9])(?:
       hf_[A-Za-z0-9]{8,} | hf_(?:oauth|jwt)_[\w.-]{8,}        # Hugging Face
@@ -34,11 +41,11 @@ _IN_QUERY = re.compile(
 )
 _BEARER = re.compile(r"\b((?:bearer|basic)\s{1,8})[A-Za-z0-9._~+/=-]{12,}", re.IGNORECASE)
 _PEM = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
-# A bare key of 40 hexadecimal digits is also what a git commit looks like: what says that it is one, stands before it.
+# 40 hexadecimal digits are a key or a git commit. They are kept if the text before them, or their name, says commit.
 _HEX40 = re.compile(r"(?<![0-9A-Za-z])[0-9a-fA-F]{40}(?![0-9A-Za-z])")
 _COMMIT_BEFORE = re.compile(r"(?:revision|commit|sha\w*|digest|hash|snapshots/|@)\W{0,4}$", re.IGNORECASE)
 _DIGEST_NAME = re.compile(r"revision|commit|sha|digest|hash|identity", re.IGNORECASE)
-# `num_tokens`, `eos_token`, `tokenizer` and `key_value` are no secrets.
+# Must not match `num_tokens`, `eos_token`, `tokenizer` and `key_value`.
 _SECRET_NAME = re.compile(
     r"(?:^|[_.\-\s])(?:(?:hf|hub|auth|access|api|bearer|refresh|session|github|wandb|secret)[_-]?token|^token"
     r"|api[_-]?key|access[_-]?key(?:[_-]?id)?|private[_-]?key|wandb[_-]?key|secret(?:[_-]?key)?|client[_-]?secret"
@@ -49,21 +56,57 @@ _SETTING = re.compile(r"(?:^|(?<=[{,\s]))[\"']?(?P<name>[\w.-]+)[\"']?[ \t]*[:=]
 _LINE_VALUE = re.compile(r".+?(?=[ \t]+#|[ \t]*$)", re.MULTILINE)
 _INLINE_VALUE = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^,}\n]+")
 _NOTHING = re.compile(r"(?:null|~|true|false|auto)?\s*(?:[,}#\n]|\Z)")
+_URL = re.compile(r"[A-Za-z][\w+.-]{0,40}://[^\s'\"]*")
 _SECRET_VARIABLE = re.compile(r"TOKEN|API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|ACCESS_KEY")
 
 
 def secrets_of_environment(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Values of variables named like secrets, longest first, but for those that are words, numbers or paths."""
+    """Values of the variables with secret names, longest first. Skips values that are a word, a number or a path."""
     variables = os.environ if environment is None else environment
     values = (value.strip() for name, value in variables.items() if _SECRET_VARIABLE.search(name.upper()))
-    telling = {v for v in values if len(v) >= SHORTEST and not v.isalpha() and not v.isdigit() and "/" not in v[:1]}
-    return tuple(sorted(telling, key=len, reverse=True))
+    kept = {v for v in values if len(v) >= SHORTEST and not v.isalpha() and not v.isdigit() and "/" not in v[:1]}
+    return tuple(sorted(kept, key=len, reverse=True))
+
+
+def without_secrets(url: str) -> str:
+    """The URL without user, password, query and fragment. Of chained URLs (`zip://a::s3://b`) only the first is kept.
+    A text that is not a URL is returned unchanged."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return url
+    return f"{scheme.rpartition(':')[2]}://{re.split('[?#]|::', _split_user(rest)[1])[0]}"
+
+
+def secrets_of_url(url: str) -> tuple[str, ...]:
+    """Every part of a URL that must not be shown, longest first."""
+    user, rest = _split_user(url.partition("://")[2])
+    query, fragment = rest.partition("?")[2], rest.partition("#")[2]
+    values = [field.partition("=")[2] or field for field in query.split("&")]
+    password = user.partition(":")[2] or user  # a user without a password may be a token
+    # A library may parse the URL differently and show only part of the password. Parts of up to three characters are
+    # ignored: they would match ordinary words.
+    parts = [part for part in re.split(r"[^\w.~%+-]", password) if len(part) > 3]
+    secrets = {password, *parts, query, *values, fragment}
+    secrets |= {unquote(secret) for secret in secrets}
+    return tuple(sorted(filter(None, secrets), key=len, reverse=True))
+
+
+def _split_user(rest: str) -> tuple[str, str]:
+    """Splits `user:password@host/path` into `user:password` and `host/path`. A password may contain any character,
+    even those that end a host name."""
+    host = re.split("[/?#]", rest)[0]
+    user, at, after = rest.rpartition("@")
+    return (user, after) if at and ("@" in host or ":" in host) else ("", rest)
+
+
+def mask_urls(text: str, known: Iterable[str] = ()) -> str:
+    """The text with the known secrets replaced, and with `without_secrets` applied to every URL in it."""
+    return _URL.sub(lambda found: without_secrets(found[0]), _replace(text, known))
 
 
 def mask_secrets(text: str, known: Iterable[str] = ()) -> str:
-    """The text with everything that looks like a key, or is one of the known ones, replaced."""
-    for secret in known:
-        text = text.replace(secret, MASK)
+    """The text with the known secrets, and everything that looks like a key, replaced."""
+    text = _replace(text, known)
     if len(text) < SHORTEST:
         return text
     text = _SHAPES.sub(MASK, text)
@@ -75,7 +118,7 @@ def mask_secrets(text: str, known: Iterable[str] = ()) -> str:
 
 
 def mask_settings(text: str, known: Iterable[str] = ()) -> str:
-    """A settings file (YAML, JSON, NAME=value) without secrets, also those told by their name alone."""
+    """A settings file (YAML, JSON, NAME=value) without secrets, including values that only their name marks."""
     parts, end = [], 0
     for setting in _SETTING.finditer(text):
         start = setting.end()
@@ -90,7 +133,7 @@ def mask_settings(text: str, known: Iterable[str] = ()) -> str:
 
 
 def mask_values(value: Any, known: Iterable[str] = (), name: str = "") -> Any:
-    """Plain values, as of JSON, without secrets; `name` is the key they stand under."""
+    """JSON values without secrets; `name` is the key of the value."""
     match value:
         case str():
             if len(value) == 40 and _DIGEST_NAME.search(name) and _HEX40.fullmatch(value):
@@ -107,6 +150,12 @@ def mask_values(value: Any, known: Iterable[str] = (), name: str = "") -> Any:
         case int() | float() if not isinstance(value, bool) and _is_secret_name(name):
             return MASK
     return value
+
+
+def _replace(text: str, secrets: Iterable[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, MASK)
+    return text
 
 
 def _is_secret_name(name: str) -> bool:

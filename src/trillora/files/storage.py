@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import unquote
 
 from trillora.errors import TrilloraError, nearest
 from trillora.files import atomic
+from trillora.secrets import mask_urls, secrets_of_url, without_secrets
 
 MARK = "checksums.json"  # the last file of every set
 
@@ -178,7 +178,7 @@ class RemoteStorage:
 
     def __init__(self, url: str) -> None:
         self.where = without_secrets(url)
-        self._secrets = _secrets(url)
+        self._secrets = secrets_of_url(url)
         self._system, path = self._open(url)
         self._root = str(path).rstrip("/")
         if not self._root:
@@ -345,38 +345,5 @@ class RemoteStorage:
             raise OSError(self._said(error)) from None
 
     def _said(self, error: Exception) -> str:
-        """What an error says, without the secrets of the address."""
-        text = f"{type(error).__name__}: {error}"
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        text = re.sub(r"://[^/\s@]*@", "://", text)
-        return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text)
-
-
-def without_secrets(url: str) -> str:
-    """The address without user, password, query and fragment."""
-    scheme, _, rest = url.partition("://")
-    _, rest = _split_user(rest)
-    return f"{scheme.rpartition(':')[2]}://{re.split('[?#]', rest)[0]}"
-
-
-def _split_user(rest: str) -> tuple[str, str]:
-    """`user:password` and what follows it. A password may hold any character, also those that end a host's name."""
-    host = re.split("[/?#]", rest)[0]
-    if "@" in host or ":" in host:
-        user, at, after = rest.rpartition("@")
-        return (user, after) if at else ("", rest)
-    return "", rest
-
-
-def _secrets(url: str) -> list[str]:
-    """Every piece of an address that nobody should read, longest first."""
-    user, rest = _split_user(url.partition("://")[2])
-    query, fragment = rest.partition("?")[2], rest.partition("#")[2]
-    values = [field.partition("=")[2] or field for field in query.split("&")]
-    password = user.partition(":")[2] or user  # a lone user may be a token
-    # A library may have cut the password where its own reading of the address ends; short bits would hit plain words.
-    bits = [bit for bit in re.split(r"[^\w.~%+-]", password) if len(bit) > 3]
-    pieces = {password, *bits, query, *values, fragment}
-    pieces |= {unquote(piece) for piece in pieces}
-    return sorted(filter(None, pieces), key=len, reverse=True)
+        """The error's name and text, without the secrets of the URL."""
+        return mask_urls(f"{type(error).__name__}: {error}", self._secrets)

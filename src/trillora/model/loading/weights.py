@@ -28,6 +28,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from trillora.errors import TrilloraError, nearest
+from trillora.events import Listener, ignore_events, progress_reporter
 from trillora.model.layout import Layout, Leaf
 from trillora.model.loading.source import weight_files
 
@@ -75,16 +76,16 @@ def load_weights(
     module: torch.nn.Module,
     layout: Layout,
     shardings: Mapping[str, Sharding],
-    *,
-    progress: Callable[[int, int], None] | None = None,
+    listener: Listener = ignore_events,
 ) -> dict[str, jax.Array]:
-    """Every array of `layout`, read from the safetensors files of `folder`.
+    """Reads every array of `layout` from the safetensors files of `folder`.
 
-    `module` is the transformers model with its parameters on the meta device. `progress` hears (bytes done, bytes of
-    all) after each parameter. All names, shapes and types are checked before the first array is made.
+    `module` is the transformers model with its parameters on the meta device. The listener gets the number of bytes
+    loaded. All names, shapes and dtypes are checked before the first array is created.
     """
     sources = resolve_sources(folder, module, layout)
     num_bytes, done = sum(leaf.num_bytes for leaf in layout.values()), 0
+    report = progress_reporter(listener, "Loading weights", "bytes")
     tree: dict[str, jax.Array] = {}
     for key, leaf in layout.items():
         sharding = shardings[key]
@@ -97,8 +98,7 @@ def load_weights(
             # Waiting keeps the host from reading ahead of the devices: its copies would pile up.
             tree[key] = jax.block_until_ready(_write(tree[key], part, layer, sharding) if leaf.stacked else part)
             done += leaf.num_bytes // len(leaf.names)
-            if progress:
-                progress(done, num_bytes)
+            report(done, num_bytes)
     return tree
 
 

@@ -1,0 +1,79 @@
+"""Downloads from the Hugging Face hub, and its errors in plain words.
+
+    download("org/name", "model", revision=None, allow=["*.json"])  ->  the local folder with these files
+
+Files are kept in the hub's own cache. Without a connection, a download that is complete there is still found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from trillora.errors import TrilloraError, nearest
+
+Kind = Literal["model", "dataset"]
+
+
+def download(
+    name: str,
+    kind: Kind,
+    *,
+    revision: str | None,
+    allow: Iterable[str],
+    ignore: Iterable[str] = (),
+    embedded: Sequence[str] = (),
+) -> Path:
+    """Downloads the files that match the patterns and returns their folder, which does not exist if none matches.
+
+    `embedded` names models that need no hub: error messages suggest them.
+    """
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name, repo_type=kind, revision=revision, allow_patterns=list(allow), ignore_patterns=list(ignore)
+            )
+        )
+    except errors.GatedRepoError:
+        what = f"The {kind} '{name}' is gated: its owners must grant you access."
+        do = f"request access on the {kind}'s page, then log in with: hf auth login"
+    except errors.RevisionNotFoundError:
+        what = f"The {kind} '{name}' has no revision '{revision}'."
+        do = f"use a branch, tag or full commit listed on the {kind}'s page, or remove the revision"
+    except errors.RepositoryNotFoundError:
+        meant = nearest(name, [*_cached(kind), *embedded])
+        what = f"The hub has no {kind} '{name}' that you can access, and there is no local path '{name}'."
+        do = (f"did you mean '{meant}'? " if meant else "") + "Check the spelling; if it is private: hf auth login"
+    except (errors.LocalEntryNotFoundError, ConnectionError):
+        what = f"There is no local path '{name}', and the hub cannot be reached to download the {kind}."
+        do = "check the path, the connection and HF_HUB_OFFLINE"
+        do += f"; or use the embedded model: {' '.join(embedded)}" if embedded else ""
+    except errors.HFValidationError:
+        what = f"'{name}' is neither a local path nor a valid {kind} id."
+        do = "use an existing path or an id of the form owner/name"
+    except Exception as error:  # errors of the HTTP library; only their type is shown, their text may contain headers
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        what = f"Downloading '{name}' failed: {type(error).__name__}" + (f", status {status}" if status else "") + "."
+        do = "check the connection and the free disk space, then run again: finished files are kept"
+    raise TrilloraError(what, where=f"hub {kind} {name}" + (f", revision {revision}" if revision else ""), do=do)
+
+
+def list_files(name: str, revision: str) -> set[str] | None:
+    """All file names of a model's revision; None if the hub cannot be reached."""
+    from huggingface_hub import HfApi
+
+    try:
+        return set(HfApi().list_repo_files(name, revision=revision))
+    except Exception:  # used only to explain another error in more detail
+        return None
+
+
+def _cached(kind: Kind) -> list[str]:
+    """Ids in the local cache, whose folders are called models--org--name."""
+    from huggingface_hub import constants
+
+    folders = Path(constants.HF_HUB_CACHE).glob(f"{kind}s--*--*")
+    return [folder.name.removeprefix(f"{kind}s--").replace("--", "/", 1) for folder in folders]

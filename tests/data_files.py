@@ -1,4 +1,4 @@
-"""Small data files of every kind, made for a test, and what our readers find in them."""
+"""Small data files of every kind for the tests, and functions that read them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def write(folder: Path, name: str, data: bytes) -> str:
 
 
 def read(path: str, rows: str | None = None) -> list[RawRow | Fault]:
-    """Everything a file gives; progress always ends at its size."""
+    """All rows and faults of a file. The reported progress must add up to its size."""
     (file,) = expand([path])
     progress: list[int] = []
     found = list(read_rows(file, rows=rows, consumed=progress.append))

@@ -1,4 +1,4 @@
-"""From what a recipe names to files: paths, globs, folders, addresses and data sets of the hub."""
+"""Expanding the paths of a recipe to files: paths, globs, folders, URLs and hub datasets."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from data_files import (
-    ROWS,
-    as_jsonl,
-    as_parquet,
-    split,
-    write,
-    zip_of,
-)
+from data_files import ROWS, as_jsonl, as_parquet, split, write, zip_of
 
 from trillora.data.reading.files import DataFile, expand, kind_of
 from trillora.data.reading.readers import read_rows
@@ -55,12 +48,12 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
         ("a.zip", ("zip", "")),
     ],
 )
-def test_suffixes_say_the_kind(name: str, kind: tuple[str, str]) -> None:
+def test_the_suffixes_give_the_kind(name: str, kind: tuple[str, str]) -> None:
     assert kind_of(name) == kind
 
 
 @pytest.mark.parametrize("name", ["a", "a.gz", "a.zip.gz", "jsonl", "a.exe", ".gz"])
-def test_other_suffixes_are_no_data(name: str) -> None:
+def test_files_with_other_suffixes_are_not_data(name: str) -> None:
     assert kind_of(name) is None
 
 
@@ -70,9 +63,9 @@ def test_other_suffixes_are_no_data(name: str) -> None:
         ("missing.jsonl", "does not exist"),
         ("missing/*.jsonl", "no data file"),
         ("empty", "no data file"),
-        ("other.exe", "does not say what it holds"),
+        ("other.exe", "suffix of this file is unknown"),
         ("*.exe", "among the 1 files"),
-        ("pipe.jsonl", "no regular file"),
+        ("pipe.jsonl", "not a regular file"),
         ("dangling.jsonl", "No such file"),
         ("", "is empty"),
         ("a\0b", "NUL"),
@@ -88,13 +81,13 @@ def test_an_entry_without_data_is_an_error_that_says_what_to_do(
     (tmp_path / "empty").mkdir()
     write(tmp_path, "other.exe", b"x")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    os.symlink("nowhere", tmp_path / "dangling.jsonl")
+    os.symlink("missing", tmp_path / "dangling.jsonl")
     with pytest.raises(TrilloraError, match=word) as error:
         expand([entry])
     assert error.value.do and error.value.where is not None
 
 
-def test_addresses_are_read_like_files() -> None:
+def test_urls_are_read_like_files() -> None:
     store = fsspec.filesystem("memory")
     store.pipe({"/sources/b.jsonl.gz": gzip.compress(as_jsonl()), "/sources/a/x.zip": zip_of({"a.json": as_jsonl()})})
     store.pipe({"/sources/a/t.parquet": as_parquet(), "/sources/README.md": b"x"})
@@ -111,7 +104,7 @@ def test_addresses_are_read_like_files() -> None:
         store.rm("/sources", recursive=True)
 
 
-def test_secrets_of_an_address_are_never_shown() -> None:
+def test_secrets_of_a_url_are_never_shown() -> None:
     with pytest.raises(TrilloraError) as error:
         expand(["nosuch://user:hunter2@host/x.jsonl?signature=hunter2"])
     assert "hunter2" not in str(error.value) and error.value.__cause__ is None
@@ -119,7 +112,7 @@ def test_secrets_of_an_address_are_never_shown() -> None:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub cache as huggingface_hub lays it out, with one dataset; the tests run with HF_HUB_OFFLINE."""
+    """A hub cache in the layout of huggingface_hub, with one dataset; the tests run with HF_HUB_OFFLINE."""
     from huggingface_hub import constants
 
     repository = tmp_path / "cache" / "datasets--owner--talks"
@@ -135,20 +128,20 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return repository
 
 
-def test_a_dataset_of_the_hub_is_read_from_its_cache(hub_cache: Path) -> None:
+def test_a_hub_dataset_is_read_from_the_cache(hub_cache: Path) -> None:
     files = expand(["owner/talks", f"owner/talks@{'0123456789abcdef0123456789abcdef01234567'}"])
     assert [file.name for file in files[:2]] == ["owner/talks/data/more.json", "owner/talks/data/train.jsonl"]
     assert [file.source for file in files] == [0, 0, 1, 1]
     assert all(split(list(read_rows(file, consumed=lambda count: None))) == (ROWS, []) for file in files)
 
 
-def test_a_folder_goes_before_a_dataset_of_the_same_name(hub_cache: Path, tmp_path: Path) -> None:
+def test_a_folder_has_precedence_over_a_dataset_of_the_same_name(hub_cache: Path, tmp_path: Path) -> None:
     write(tmp_path, "owner/talks/mine.jsonl", as_jsonl())
     assert [file.name for file in expand(["owner/talks"])] == ["owner/talks/mine.jsonl"]
 
 
 @pytest.mark.parametrize("entry", ["owner/nothing", "owner/talks@v2"])
-def test_a_dataset_that_cannot_be_had_says_so(hub_cache: Path, entry: str) -> None:
+def test_a_dataset_that_is_not_available_is_an_error(hub_cache: Path, entry: str) -> None:
     with pytest.raises(TrilloraError, match="cannot be reached") as error:
         expand([entry])
     assert "HF_HUB_OFFLINE" in error.value.do
@@ -169,7 +162,7 @@ def test_a_gated_or_missing_dataset_says_how_to_get_it(monkeypatch: pytest.Monke
             expand(["owner/name"])
 
 
-def test_a_file_that_vanishes_ends_the_run_with_its_name(tmp_path: Path) -> None:
+def test_a_file_that_disappears_stops_the_run_with_its_name(tmp_path: Path) -> None:
     (file,) = expand([write(tmp_path, "a.jsonl", as_jsonl())])
     os.remove(file.path)
     for work in (lambda: list(read_rows(file, consumed=lambda count: None)), file.sha256):

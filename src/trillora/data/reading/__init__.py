@@ -1,1 +1,1 @@
-"""From what a recipe names to raw rows: files, archives and streams read in place, in bounded memory."""
+"""Reads the data files of a recipe into raw rows: files, archives and streams, in place and in bounded memory."""

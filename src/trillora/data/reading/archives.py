@@ -1,8 +1,8 @@
-"""Members of tar and zip archives, read in place one after the other: nothing is ever written to disk.
+"""Members of tar and zip archives, read in place one after the other. Nothing is written to disk.
 
-A member is only a name and a stream, so a hostile name can reach no file; it is refused all the same, because an
-archive with such names is not what its owner thinks. Tar headers are walked here rather than by `tarfile`, which reads
-extended headers of any size into memory; zip directories are read by `zipfile` through a guard on their size.
+A member is only a name and a stream, so a hostile name can reach no file. Such names are refused nevertheless: an
+archive that has them is not what its owner thinks. Tar headers are parsed here, because `tarfile` reads extended
+headers of any size into memory. Zip directories are read by `zipfile`, with a limit on their size.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, cast
 
 from trillora.data.reading.files import KNOWN, Kind, found_data
-from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, read_up_to
+from trillora.data.reading.streams import BLOCK, FETCH_AGAIN, Damage, Meter, RawFile, Stream, read_up_to
 from trillora.data.rows import Fault
 from trillora.errors import TrilloraError
+from trillora.safe_text import visible_line
 
 MAX_MEMBERS = 100_000
 _MAX_DIRECTORY = 48 << 20  # bytes of a zip directory: 100,000 members with names of 400 characters
 _MAX_EXTENDED_HEADER = 1 << 20  # bytes of a tar member's long name or pax records
-_SECTOR = 512  # tar counts in these
-_FETCH_AGAIN = "copy or download the archive again, completely"
-_MAKE_AGAIN = "make the archive again from plain files, or unpack it yourself and name the folder"
+_SECTOR = 512  # the unit of a tar archive, bytes
+_PACK_AGAIN = "create the archive again from plain files, or unpack it and put the folder in data.path"
 _TAR_KINDS = {
     tarfile.SYMTYPE: "a symbolic link",
     tarfile.LNKTYPE: "a hard link",
@@ -42,7 +42,7 @@ _ZIP_KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
 }
-_ZIP_ERRORS = (  # OSError is a seek to nowhere: a failing disk is a TrilloraError already
+_ZIP_ERRORS = (  # OSError is a seek to an invalid position; a failing disk is already a TrilloraError
     *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError),
     *(OSError, ValueError, OverflowError, LookupError),
 )
@@ -50,7 +50,7 @@ _ZIP_ERRORS = (  # OSError is a seek to nowhere: a failing disk is a TrilloraErr
 
 @dataclass(frozen=True)
 class Member:
-    """A data file in an archive. Its stream is good until the next member is asked for."""
+    """A data file in an archive. Its stream is valid until the next member is requested."""
 
     name: str
     kind: Kind
@@ -63,52 +63,54 @@ class _Gate:
 
     num_members: int = 0
     num_read: int = 0
-    ignored: list[str] = field(default_factory=list)  # the first few
+    ignored: list[str] = field(default_factory=list)  # names of the first few
     num_ignored: int = 0
 
     def count(self) -> None:
         self.num_members += 1
         if self.num_members > MAX_MEMBERS:
-            raise Damage(f"The archive has more than {MAX_MEMBERS:,} members.", "put the rows into fewer, larger files")
+            raise _too_many_members()
 
-    def check(self, name: str) -> Kind | Fault | None:
-        """The kind of a regular member; None for one that is no data."""
+    def check(self, name: str, stream: Stream) -> Member | Fault | None:
+        """A regular file of the archive; None if it is not a data file."""
         parts = re.split(r"[/\\]", name)
         if not name or parts[0] == "" or re.match(r"[A-Za-z]:", name):
-            return Fault(shown(name), 0, "The archive member has an absolute path; it is not read.", _MAKE_AGAIN)
+            return _unread(name, "has an absolute path")
         if ".." in parts:
-            return Fault(shown(name), 0, 'The archive member has ".." in its path; it is not read.', _MAKE_AGAIN)
+            return _unread(name, 'has ".." in its path')
         kind = found_data("/".join(part for part in parts if part not in ("", ".")))
         if kind is None:
             self.num_ignored += 1
             if len(self.ignored) < 5:
-                self.ignored.append(shown(name))
-        elif kind.is_archive:
-            return Fault(shown(name), 0, "An archive inside an archive is not read.", "unpack the outer one")
-        else:
-            self.num_read += 1
-        return kind
+                self.ignored.append(_shown(name))
+            return None
+        if kind.is_archive:
+            return _unread(name, "is an archive inside an archive", "unpack the outer archive")
+        self.num_read += 1
+        return Member(_shown(name), kind, stream)
 
     def verdict(self) -> Iterator[Fault]:
+        """A fault if no member could be read."""
         if not self.num_read:
-            others = f" {self.num_ignored} members have other names: {', '.join(self.ignored)}." if self.ignored else ""
-            yield Fault("", 0, f"The archive has no data file that can be read.{others}", f"suffixes read: {KNOWN}")
+            others = f" Its {self.num_ignored} other files: {', '.join(self.ignored)}." if self.ignored else ""
+            do = f"add data files to the archive; supported suffixes: {KNOWN}"
+            yield Fault("", 0, f"The archive has no data file that can be read.{others}", do)
 
 
 class _TarPart:
-    """The bytes of one member, out of the archive's stream."""
+    """The bytes of one member, read from the archive's stream."""
 
     def __init__(self, source: Stream, size: int) -> None:
         self._source = source
         self._left = size
         self._padding = -size % _SECTOR
-        self.lost = False  # the archive itself broke, so nothing comes after this member
+        self.lost = False  # the archive itself is damaged, so no member follows
 
     def read(self, size: int, /) -> bytes:
         try:
             data = self._source.read(min(size, self._left))
             if not data and size and self._left:
-                raise Damage("The archive ends inside this member: it was cut.", _FETCH_AGAIN)
+                raise Damage("The archive ends inside this member: it was cut.", FETCH_AGAIN)
         except Damage:
             self.lost = True
             raise
@@ -116,7 +118,7 @@ class _TarPart:
         return data
 
     def skip(self) -> None:
-        """On to the next header."""
+        """Advance to the next header."""
         self._left += self._padding
         self._padding = 0
         while self._left:
@@ -140,18 +142,16 @@ def tar_members(source: Stream) -> Iterator[Member | Fault]:
         has_bytes = header.type not in (*_TAR_KINDS, tarfile.DIRTYPE)
         part = _TarPart(source, size if has_bytes else 0)
         if header.type not in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
-            name = header.name if long_name is None else long_name
-            found = _tar_member(gate, name, header, sparse)
-            if isinstance(found, Kind):
-                yield Member(shown(name), found, part)
-            elif found is not None:
+            found = _tar_member(gate, header.name if long_name is None else long_name, header, sparse, part)
+            if found is not None:
                 yield found
             long_name, long_size, sparse = None, None, False
         if part.lost:
             return
         part.skip()
     if _has_more(source):
-        yield Fault("", 0, "The archive goes on behind its end mark; that is not read.", _MAKE_AGAIN)
+        what = "The archive has data after its end mark, which is not read (two archives joined?)."
+        yield Fault("", 0, what, _PACK_AGAIN)
     yield from gate.verdict()
 
 
@@ -160,8 +160,8 @@ def zip_members(source: RawFile, meter: Meter) -> Iterator[Member | Fault]:
     try:
         archive = zipfile.ZipFile(cast(BinaryIO, guard))
     except _ZIP_ERRORS as error:
-        what = f"This is no zip archive, or it was cut ({error}): its list of members stands at its end."
-        raise Damage(what, _FETCH_AGAIN) from None
+        what = f"This is not a zip archive, or it was cut: its list of members, at its end, is missing ({error})."
+        raise Damage(what, FETCH_AGAIN) from None
     guard.opening = False
     gate = _Gate()
     with archive:
@@ -169,56 +169,60 @@ def zip_members(source: RawFile, meter: Meter) -> Iterator[Member | Fault]:
             gate.count()
             if info.is_dir():
                 continue
-            found = _zip_member(gate, info)
-            if isinstance(found, Kind):
-                yield Member(shown(info.filename), found, _ZipPart(archive, info, meter))
-            elif found is not None:
+            found = _zip_member(gate, info, _ZipPart(archive, info, meter))
+            if found is not None:
                 yield found
     yield from gate.verdict()
 
 
-def shown(name: str) -> str:
-    """A member's name as it can be printed: what is no character, or moves the cursor, is replaced."""
-    clean = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in clean[:500])
+def _shown(name: str) -> str:
+    return visible_line(name[:500])
+
+
+def _unread(name: str, why: str, do: str = _PACK_AGAIN) -> Fault:
+    return Fault(_shown(name), 0, f"This archive member {why}; it is not read.", do)
+
+
+def _too_many_members() -> Damage:
+    return Damage(f"The archive has more than {MAX_MEMBERS:,} members.", "put the rows into fewer, larger files")
 
 
 def _tar_header(source: Stream) -> tarfile.TarInfo | None:
     """The next header, or None at the end mark."""
     sector = read_up_to(source, _SECTOR)
     if len(sector) < _SECTOR:
-        raise Damage("The tar archive ends without its end mark: it was cut, or is no tar archive.", _FETCH_AGAIN)
+        raise Damage("The tar archive has no end mark: it was cut, or is not a tar archive.", FETCH_AGAIN)
     if not sector.strip(b"\0"):
         return None
     try:
         header = tarfile.TarInfo.frombuf(sector, "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError, OverflowError) as error:
-        raise Damage(f"This is no tar archive, or it is damaged: {error}.", _FETCH_AGAIN) from None
+        raise Damage(f"This is not a tar archive, or it is damaged: {error}.", FETCH_AGAIN) from None
     if header.size < 0:
-        raise Damage("The tar archive is damaged: a member has a negative size.", _FETCH_AGAIN)
+        raise Damage("The tar archive is damaged: a member has a negative size.", FETCH_AGAIN)
     if header.type == tarfile.GNUTYPE_SPARSE:
         more = sector[482]
-        while more:  # the map of a sparse file goes on in sectors of its own
+        while more:  # the map of a sparse file continues in further sectors
             sector = read_up_to(source, _SECTOR)
             more = sector[504] if len(sector) == _SECTOR else 0
     return header
 
 
-def _tar_member(gate: _Gate, name: str, header: tarfile.TarInfo, sparse: bool) -> Kind | Fault | None:
+def _tar_member(gate: _Gate, name: str, header: tarfile.TarInfo, sparse: bool, part: _TarPart) -> Member | Fault | None:
     if header.type == tarfile.DIRTYPE:
         return None
     if header.type in _TAR_KINDS:
-        what = f"The archive member is {_TAR_KINDS[header.type]}; it is not read."
-        return Fault(shown(name), 0, what, _MAKE_AGAIN)
+        return _unread(name, f"is {_TAR_KINDS[header.type]}")
     if sparse or header.type not in tarfile.REGULAR_TYPES or header.type == tarfile.GNUTYPE_SPARSE:
-        return Fault(shown(name), 0, "The archive member is a sparse or unknown kind of file.", _MAKE_AGAIN)
-    return gate.check(name)
+        return _unread(name, "is a sparse file or of an unknown kind")
+    return gate.check(name, part)
 
 
 def _extended(source: Stream, header: tarfile.TarInfo) -> dict[str, str]:
-    """What an extended header says about the next member: the records of pax, or GNU's long name as `path`."""
+    """What an extended header says about the next member: pax records, or GNU's long name as `path`."""
     if header.size > _MAX_EXTENDED_HEADER:
-        raise Damage(f"A header of the tar archive has {header.size:,} bytes, which none needs.", _MAKE_AGAIN)
+        what = f"A header of the tar archive has {header.size:,} bytes; the limit is {_MAX_EXTENDED_HEADER >> 20} MiB."
+        raise Damage(what, _PACK_AGAIN)
     part = _TarPart(source, header.size)
     data = read_up_to(part, header.size)
     part.skip()
@@ -229,7 +233,7 @@ def _extended(source: Stream, header: tarfile.TarInfo) -> dict[str, str]:
         length = _number(data.partition(b" ")[0].decode("ascii", "replace"))
         key, equals, value = data[:length].partition(b" ")[2].partition(b"=")
         if not equals or length > len(data) or not value.endswith(b"\n"):
-            raise Damage("A pax header of the tar archive is damaged.", _FETCH_AGAIN)
+            raise Damage("A pax header of the tar archive is damaged.", FETCH_AGAIN)
         records[key.decode("utf-8", "replace")] = value[:-1].decode("utf-8", "surrogateescape")
         data = data[length:]
     return records
@@ -237,12 +241,12 @@ def _extended(source: Stream, header: tarfile.TarInfo) -> dict[str, str]:
 
 def _number(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise Damage("A pax header of the tar archive is damaged: a length is no number.", _FETCH_AGAIN)
+        raise Damage("A pax header of the tar archive is damaged: a length is not a number.", FETCH_AGAIN)
     return int(text)
 
 
 def _has_more(source: Stream) -> bool:
-    """Whether anything but zeros follows. Reading on also verifies the checksum at the end of a .tar.gz."""
+    """Whether anything but zeros follows. Reading to the end also verifies the checksum of a .tar.gz."""
     more = False
     while block := source.read(BLOCK):
         more = more or bool(block.strip(b"\0"))
@@ -250,7 +254,7 @@ def _has_more(source: Stream) -> bool:
 
 
 class _ZipGuard:
-    """The archive's file, refusing to read a directory larger than we can hold."""
+    """The archive's file. Refuses to read a directory that is too large to keep in memory."""
 
     def __init__(self, source: RawFile) -> None:
         self._source = source
@@ -259,22 +263,23 @@ class _ZipGuard:
 
     def read(self, size: int = -1, /) -> bytes:
         if self.opening and size > _MAX_DIRECTORY:
-            raise Damage(f"The zip archive's list of members has {size:,} bytes.", _MAKE_AGAIN)
+            what = f"The zip archive's list of members has {size:,} bytes; the limit is {_MAX_DIRECTORY >> 20} MiB."
+            raise Damage(what, _PACK_AGAIN)
         data = self._source.read(size)
-        if self.opening and data.count(b"PK\x01\x02") > MAX_MEMBERS:  # how every entry of the list begins
-            raise Damage(f"The archive has more than {MAX_MEMBERS:,} members.", "put the rows into fewer, larger files")
+        if self.opening and data.count(b"PK\x01\x02") > MAX_MEMBERS:  # the signature of every entry of the list
+            raise _too_many_members()
         return data
 
 
 class _ZipPart:
-    """The bytes of one member; opened when first read, as others may be skipped."""
+    """The bytes of one member. It is opened by the first read, since members may be skipped."""
 
     def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo, meter: Meter) -> None:
         self._archive = archive
         self._info = info
         self._meter = meter
         self._stream: zipfile.ZipExtFile | None = None
-        self._made = 0
+        self._num_bytes = 0
 
     def read(self, size: int, /) -> bytes:
         try:
@@ -284,25 +289,24 @@ class _ZipPart:
         except TrilloraError:
             raise
         except _ZIP_ERRORS as error:
-            raise Damage(
-                f"The archive member is damaged or cut: {error or type(error).__name__}.", _FETCH_AGAIN
-            ) from None
-        self._made += len(data)
-        self._meter.made(len(data), of_stream=self._made, from_bytes=self._info.compress_size)
+            what = f"This archive member is damaged or cut: {error or type(error).__name__}."
+            raise Damage(what, FETCH_AGAIN) from None
+        self._num_bytes += len(data)
+        self._meter.produce(len(data), of_stream=self._num_bytes, from_bytes=self._info.compress_size)
         return data
 
 
-def _zip_member(gate: _Gate, info: zipfile.ZipInfo) -> Kind | Fault | None:
+def _zip_member(gate: _Gate, info: zipfile.ZipInfo, part: _ZipPart) -> Member | Fault | None:
     name = info.filename
     kind = _ZIP_KINDS.get(stat.S_IFMT(info.external_attr >> 16))
     if kind:
-        return Fault(shown(name), 0, f"The archive member is {kind}; it is not read.", _MAKE_AGAIN)
-    found = gate.check(name)
-    if not isinstance(found, Kind):
+        return _unread(name, f"is {kind}")
+    found = gate.check(name, part)
+    if not isinstance(found, Member):
         return found
     if info.flag_bits & 1:
-        return Fault(shown(name), 0, "The archive member is encrypted.", "unpack it yourself with its password")
+        return _unread(name, "is encrypted", "unpack it with its password, and put the folder in data.path")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        what = f"The archive member is compressed by method {info.compress_type}, which is not read."
-        return Fault(shown(name), 0, what, "make the archive again with the usual deflate")
+        why = f"uses compression method {info.compress_type}"
+        return _unread(name, why, "create the archive again with the usual method, deflate")
     return found

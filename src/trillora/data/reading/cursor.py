@@ -1,4 +1,4 @@
-"""Where reading stands, and how a record becomes a row or a fault with its number."""
+"""Numbers the records of a file, and turns each into a `RawRow` or a `Fault`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from trillora.data.rows import Fault, RawRow
 
 MAX_ROW_BYTES = 32 << 20
 SAVE_AS_UTF8 = "save the file as UTF-8"
-SHORTEN = "shorten this row, or split it in several"
+SHORTEN = "shorten this row, or split it into several rows"
 
 
 class Cursor:
-    """How many records were given, good or bad, and of which archive member."""
+    """Counts the records of one file or archive member, good and bad."""
 
     def __init__(self, member: str = "") -> None:
         self.member = member
         self.line = 0
-        self.keys: list[str] = []  # the first of the document's own
+        self.keys: list[str] = []  # the first keys of a JSON document
         self._to_json = json.JSONEncoder(ensure_ascii=False, default=_plain).encode
 
     def row(self, raw: bytes, size: int) -> RawRow | Fault:
-        """The next record. No bytes mean that it was too long to be held."""
+        """The next record. Empty `raw` means that it exceeded the limit and was not kept."""
         if not raw:
             return self.fault(too_long(size), SHORTEN)
         try:
@@ -37,30 +37,30 @@ class Cursor:
         return RawRow(self.member, self.line, raw)
 
     def record(self, record: dict[str, Any]) -> RawRow | Fault:
-        """The next record as JSON text. NaN and infinity go through: whoever parses the row refuses them."""
+        """The next record as JSON text. NaN and infinity pass; the parser of the row refuses them."""
         try:
             raw = self._to_json(record).encode("utf-8")
         except UnicodeEncodeError:
-            return self.fault("This record has bytes that are not UTF-8.", SAVE_AS_UTF8)
+            return self.fault("This record contains bytes that are not UTF-8.", SAVE_AS_UTF8)
         except (TypeError, ValueError, RecursionError) as error:
-            return self.fault(f"This record has a value that JSON cannot hold: {error}.", "leave that column out")
+            return self.fault(f"This record has a value that JSON cannot represent: {error}.", "remove that column")
         if len(raw) > MAX_ROW_BYTES:
             return self.fault(too_long(len(raw)), SHORTEN)
         self.line += 1
         return RawRow(self.member, self.line, raw)
 
     def fault(self, what: str, do: str) -> Fault:
-        """The next record, which is none."""
+        """The next record, which cannot be used."""
         self.line += 1
         return Fault(self.member, self.line, what, do)
 
 
 def too_long(size: int) -> str:
-    return f"This row has {size:,} bytes; one row may have {MAX_ROW_BYTES >> 20} MiB."
+    return f"This row has {size:,} bytes; the limit is {MAX_ROW_BYTES >> 20} MiB."
 
 
 def _plain(value: object) -> str:
-    """Values of parquet that JSON has no word for."""
+    """Parquet values that have no JSON type, as text."""
     if isinstance(value, bytes):
         return value.decode("utf-8")
     if isinstance(value, datetime.date | datetime.time):

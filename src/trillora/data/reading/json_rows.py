@@ -1,8 +1,14 @@
-"""Rows of a JSON document, found without holding or parsing it: only where values begin and end is looked at.
+"""Rows of a JSON document of any size, in the memory of one row: only the ends of values are located, not parsed.
 
-Memory is bounded by one row. A document is an array of rows, {"data": [rows]}, one row, several of these one after the
-other, or anything with rows at a path such as `data.findings.*.*`. A document {"compressed": true, "data": "…"}, hex
-of gzip of a document, is unwrapped first. Whether a row is valid JSON is for its reader to say.
+These documents all have the rows {"a": 1} and {"a": 2}:
+
+    [{"a": 1}, {"a": 2}]
+    {"version": 3, "data": [{"a": 1}, {"a": 2}]}
+    {"a": 1} {"a": 2}                                        (documents one after the other, as in JSON Lines)
+    {"x": {"high": [{"a": 1}], "low": [{"a": 2}]}}           (with the path `x.*`)
+    {"compressed": true, "data": "1f8b..."}                  (hex of gzip of any of the above)
+
+Any other object is one row. Whether a row is valid JSON is checked when it is parsed.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from trillora.data.reading.cursor import MAX_ROW_BYTES, Cursor
 from trillora.data.reading.streams import BLOCK, Damage, Decompressed, Meter, Stream, as_utf8
 from trillora.data.rows import Fault, RawRow
 
-MAX_DOCUMENT_BYTES = 256 << 20  # of a document that must be held whole: one that is compressed inside JSON
+MAX_PACKED_BYTES = 256 << 20  # a compressed document inside JSON is read into memory as a whole
 _MAX_KEY_BYTES = 1 << 16
 _MAX_SCALAR_BYTES = 1 << 20
 
@@ -25,35 +31,35 @@ _COMMA = re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 _SCALAR = re.compile(rb'[^\s,:\[\]{}"]*+')
 _IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-# Everything up to a bracket that matters: strings are passed over whole, and so are the two innermost levels.
+# Skips to the next bracket that matters: strings and the two innermost levels are matched as a whole.
 _PLAIN = rb'[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _INNER = rb"[\[{](?:" + _PLAIN + rb")*+[\]}]"
 _RUN = re.compile(rb"(?:" + _PLAIN + rb"|[\[{](?:" + _PLAIN + rb"|" + _INNER + rb")*+[\]}])*+", re.DOTALL)
 
 
 def json_rows(stream: Stream, at: Cursor, rows: str | None, meter: Meter) -> Iterator[RawRow | Fault]:
-    """The rows of a document; `rows` is the path to them, keys and `*` with dots between."""
+    """The rows of a document. `rows` is the path to them: keys and `*`, separated by dots."""
     path = tuple(rows.split(".")) if rows else None
     scan = Scanner(stream)
     yield from _documents(scan, at, path, meter, wrapped=False)
     if path and not at.line and scan.position:
         keys = f" Its keys: {' '.join(at.keys)}." if at.keys else ""
-        what = f"This document has nothing at rows: {rows}.{keys}"
-        yield Fault(at.member, 0, what, "name keys of the document with dots between; * stands for any key or element")
+        what = f"This document has nothing at data.row_path: {rows}.{keys}"
+        yield Fault(at.member, 0, what, "write keys of the document, separated by dots; * matches any key or element")
 
 
 class Scanner:
-    """Steps through JSON text, value by value. Positions are counted from the beginning of the text."""
+    """Steps through JSON text value by value. Positions count bytes from the start of the text."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._buffer = b""
         self._base = 0  # position of the buffer
         self._at = 0  # inside the buffer
-        self._pin: int | None = None  # from this position on the text is kept: it may turn out to be one row
+        self._pin: int | None = None  # text from this position on is kept, since it may be one row
 
     def peek(self, keep: int | None = None) -> bytes:
-        """The next byte that is not space; b"" at the end."""
+        """The next byte that is not whitespace; b"" at the end."""
         while True:
             self._at = _SPACE.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._buffer):
@@ -62,7 +68,7 @@ class Scanner:
                 return b""
 
     def take(self, *expected: bytes) -> bytes:
-        """The next byte that is not space, which must be one of these."""
+        """Consume the next byte that is not whitespace, which must be one of these."""
         found = self.peek()
         if found not in expected:
             raise self.broken(f"expected {' or '.join(byte.decode() for byte in expected)}")
@@ -70,7 +76,7 @@ class Scanner:
         return found
 
     def value(self, limit: int) -> tuple[bytes, int]:
-        """The bytes of the next value and how many they are; no bytes if they are more than `limit`."""
+        """The bytes of the next value, and their number; b"" if there are more than `limit`."""
         first = self.peek()
         start = self._base + self._at
         if first in (b"{", b"["):
@@ -86,7 +92,7 @@ class Scanner:
         self.value(0)
 
     def object_keys(self) -> Iterator[str]:
-        """The keys of an object. Whoever asks passes each value before asking for the next key."""
+        """The keys of an object. The caller must consume each value before the next key."""
         self.take(b"{")
         if self.peek() == b"}":
             self._at += 1
@@ -98,17 +104,17 @@ class Scanner:
             try:
                 key = str(json.loads(raw.decode("utf-8"), strict=False))
             except ValueError:
-                raise self.broken("this key is too long or not valid") from None
+                raise self.broken("this key is too long or invalid") from None
             self.take(b":")
             yield key
             if self.take(b",", b"}") == b"}":
                 return
 
     def whole_elements(self) -> Iterator[bytes]:
-        """The next elements of an array, as far as they and the comma behind them lie in the buffer.
+        """The next elements of an array that are in the buffer together with the comma after them.
 
-        The json module finds their ends several times faster than our own steps; what it does not like is left to them.
-        Never more than two blocks are parsed, because parsed values may take fifty times the memory of their text.
+        The json module finds their ends several times faster than `value`, which handles what this leaves over. At most
+        two blocks are parsed, because parsed values may take fifty times the memory of their text.
         """
         self.peek()
         text = self._buffer[self._at : self._at + 2 * BLOCK].decode("utf-8", "surrogateescape")
@@ -123,7 +129,7 @@ class Scanner:
             return
 
     def whole_line(self) -> bytes:
-        """The object that fills the rest of this line and is one row; b"" if it cannot be told so easily."""
+        """The rest of this line if it is one object that is a row, else b"". A fast path for JSON Lines."""
         end = self._buffer.find(b"\n", self._at, self._at + 2 * BLOCK)
         line = self._buffer[self._at : max(end, 0)].strip()
         try:
@@ -135,7 +141,7 @@ class Scanner:
         return line
 
     def elements(self) -> Iterator[None]:
-        """Stops at each element of an array, to be passed before the next."""
+        """Yields at each element of an array. The caller must consume it before the next."""
         self.take(b"[")
         if self.peek() == b"]":
             self._at += 1
@@ -146,7 +152,7 @@ class Scanner:
                 return
 
     def at_rows(self) -> bool:
-        """Whether an array comes whose first element, if any, is an object."""
+        """Whether the next value is an array whose first element, if any, is an object."""
         if self.peek() != b"[":
             return False
         start = self._base + self._at
@@ -159,7 +165,7 @@ class Scanner:
         self._pin = self._base + self._at
 
     def unpin(self) -> bytes:
-        """The text since the pin, or b"" if it was longer than a row may be."""
+        """The text since `pin`, or b"" if it is longer than a row may be."""
         pin, self._pin = self._pin, None
         if pin is None or self._base + self._at - pin > MAX_ROW_BYTES:
             return b""
@@ -170,7 +176,7 @@ class Scanner:
         return self._base + self._at
 
     def broken(self, why: str) -> Damage:
-        return Damage(f"This is not valid JSON at byte {self.position + 1}: {why}.", "correct the file there")
+        return Damage(f"This is not valid JSON at byte {self.position + 1}: {why}.", "correct the file at this byte")
 
     def _pass_nested(self, start: int, limit: int) -> None:
         depth = 1
@@ -194,7 +200,7 @@ class Scanner:
             if self._at < len(self._buffer) and self._buffer[self._at] == 0x22:
                 self._at += 1
                 return
-            self._must_have_more(start, limit)  # at the end, or at a backslash whose letter is still to come
+            self._must_have_more(start, limit)  # end of the buffer, perhaps after a backslash
 
     def _pass_scalar(self, start: int) -> None:
         while True:
@@ -203,20 +209,20 @@ class Scanner:
             if end < len(self._buffer) or not self._more(start):
                 break
             if self.position - start > _MAX_SCALAR_BYTES:
-                raise self.broken("this is no number")
+                raise self.broken("this is not a number")
         if self.position == start:
             raise self.broken("expected a value")
 
     def _must_have_more(self, start: int, limit: int) -> None:
         if not self._more(start if self.position - start <= limit else None):
             raise Damage(
-                f"The file ends inside the value that begins at byte {start + 1}: it was cut, or a bracket or quote "
-                "is never closed.",
-                "copy or download the file again, or correct it there",
+                f"The file ends inside the value that starts at byte {start + 1}: a closing bracket or quote is "
+                "missing, or the file was cut.",
+                "add the missing closing bracket or quote, or copy the file again",
             )
 
     def _more(self, keep: int | None) -> bool:
-        """Read on, keeping the text from position `keep`, else from here."""
+        """Read the next block, and keep the text from position `keep` on (default: from here)."""
         here = self.position
         keep = here if keep is None else keep
         if self._pin is not None:
@@ -225,7 +231,7 @@ class Scanner:
             else:
                 keep = min(keep, self._pin)
         kept = self._buffer[keep - self._base :]
-        block = self._stream.read(max(BLOCK, len(kept) // 2))  # growing, so that long rows are not copied for ever
+        block = self._stream.read(max(BLOCK, len(kept) // 2))  # growing, so that a long row is copied only a few times
         self._buffer, self._base, self._at = kept + block, keep, here - keep
         return bool(block)
 
@@ -233,7 +239,7 @@ class Scanner:
 def _documents(
     scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Meter, *, wrapped: bool
 ) -> Iterator[RawRow | Fault]:
-    """One document after the other: JSON Lines in a .json file are common."""
+    """All documents of the text: .json files often contain JSON Lines."""
     while first := scan.peek():
         if first == b"{" and path is None and (line := scan.whole_line()):
             yield at.row(line, len(line))
@@ -248,7 +254,7 @@ def _documents(
 def _object(
     scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Meter, *, wrapped: bool
 ) -> Iterator[RawRow | Fault]:
-    """An object at the top: a row, {"data": [rows]}, a compressed document, or what `path` leads into."""
+    """A top-level object: a row, {"data": [rows]}, a compressed document, or the start of `path`."""
     compressed = has_rows = False
     packed: tuple[bytes, int] | None = None
     start = scan.position
@@ -261,7 +267,7 @@ def _object(
         if key == "compressed" and first == b"t" and not wrapped:
             compressed = scan.value(_MAX_KEY_BYTES)[0] == b"true"
         elif key == "data" and first == b'"' and not wrapped:
-            packed = scan.value(MAX_DOCUMENT_BYTES)
+            packed = scan.value(MAX_PACKED_BYTES)
         elif path is None and key == "data" and scan.at_rows():
             has_rows = True
             scan.unpin()
@@ -278,7 +284,7 @@ def _object(
 
 
 def _walk(scan: Scanner, at: Cursor, path: tuple[str, ...]) -> Iterator[RawRow | Fault]:
-    """The rows at `path` below the next value; a list at the end of it is a list of rows."""
+    """The rows at `path` inside the next value. A list at the end of the path is a list of rows."""
     first = scan.peek()
     if not path and first == b"[":
         for _ in scan.elements():
@@ -303,10 +309,11 @@ def _walk(scan: Scanner, at: Cursor, path: tuple[str, ...]) -> Iterator[RawRow |
 def _unwrapped(packed: bytes, size: int, meter: Meter) -> Scanner:
     """The document inside {"compressed": true, "data": "…"}."""
     if not packed:
-        what = f"The compressed document has {size:,} bytes; at most {MAX_DOCUMENT_BYTES >> 20} MiB are unwrapped."
-        raise Damage(what, "decompress it yourself into a .json file, or split it")
+        what = f"The compressed document has {size:,} bytes; the limit is {MAX_PACKED_BYTES >> 20} MiB."
+        raise Damage(what, "decompress it into a .json file, or split it")
     try:
         inner = bytes.fromhex(packed[1:-1].decode("ascii"))
     except ValueError:
-        raise Damage('The "data" of the compressed document is not hexadecimal.', "write hex of gzip of JSON") from None
+        what = 'The "data" of the compressed document is not hexadecimal.'
+        raise Damage(what, 'write the hexadecimal form of the gzipped JSON to "data"') from None
     return Scanner(as_utf8(Decompressed(io.BytesIO(inner), "gzip", meter)))

@@ -1,8 +1,13 @@
-"""Rows of one data file, as a stream: whatever the format, each comes out as the JSON text of one row.
+"""Rows of one data file as a stream. Whatever the format, each row is returned as JSON text.
 
-What cannot be read is a `Fault` between the rows, and reading goes on behind it where that is possible. Memory is
-bounded by the longest row allowed, never by the file. Rows are not parsed here: that takes time, and needs
-limits of its own.
+`a.csv` with the lines `text`, `one`, `two,three`, `four` gives
+
+    RawRow("", 1, b'{"text": "one"}')
+    Fault("", 2, "This record has 2 fields; the header has 1.", "quote fields that ...")
+    RawRow("", 3, b'{"text": "four"}')
+
+What cannot be read is a `Fault` between the rows; reading continues after it where possible. Memory is bounded by the
+longest allowed row, not by the file. Rows are parsed later, in worker processes with limits.
 """
 
 from __future__ import annotations
@@ -17,22 +22,22 @@ from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream,
 from trillora.data.reading.tables import csv_rows, parquet_rows
 from trillora.data.rows import Fault, RawRow
 
-MAX_DOCUMENT_BYTES = 8 << 20  # a longer text file is cut at line ends into documents of about this size
+MAX_TEXT_BYTES = 8 << 20  # a longer text file is split at line ends into rows of about this size
 
 Rows = Iterator[RawRow | Fault]
 
 
 def read_rows(file: DataFile, *, rows: str | None = None, consumed: Callable[[int], None]) -> Rows:
-    """All rows of a file in order. `rows`: where they lie in a .json document; `consumed` gets bytes as they are used.
+    """All rows of a file in order. `rows`: the path to them in a .json document. `consumed` is called with byte counts.
 
-    A failing disk or network is raised as a TrilloraError: to go on would train on another data set at each run.
+    A failing disk or network raises a TrilloraError: continuing would train each run on a different data set.
     """
     kind = kind_of(file.name)
-    assert kind is not None, "expand() gives only files with a known suffix"
+    assert kind is not None, "expand() returns only files with a known suffix"
     meter = Meter(file.size, consumed)
     try:
         stream = file.open()
-    except Exception as error:  # remote stores raise what they like
+    except Exception as error:  # remote stores have their own exception types
         raise cannot_read(file.name, error) from None
     with stream:
         raw = RawFile(stream, file.name, meter)
@@ -59,20 +64,21 @@ def _archive_rows(raw: RawFile, kind: Kind, rows: str | None, meter: Meter) -> R
 
 
 def _member_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter: Meter) -> Rows:
-    """The rows of one file or archive member, then what ended them before their time."""
+    """The rows of one file or archive member; if the rest cannot be read, a fault is the last item."""
     if rows and kind.format != "json":
-        what = f'"rows" says where rows lie in a .json document; this file is {kind.format}.'
-        yield Fault(at.member, 0, what, "leave data.row_path out, or name only .json files")
+        what = f"data.row_path is a path inside a .json document; this file is {kind.format}."
+        yield Fault(at.member, 0, what, "remove data.row_path, or put only .json files in data.path")
         return
     try:
         found = _format_rows(source, kind, at, rows, meter)
         first = next(found, None)
         if first is None:
-            first = Fault(at.member, 0, "This file is empty: it has no row.", "remove it, or put rows in")
+            first = Fault(at.member, 0, "This file is empty: it has no row.", "remove the file, or add rows to it")
         yield first
         yield from found
     except Damage as damage:
-        yield Fault(at.member, at.line + 1, damage.what, damage.do)
+        rest = " The rest of the file is not read." if at.line else ""
+        yield Fault(at.member, at.line + 1, damage.what + rest, damage.do)
 
 
 def _format_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter: Meter) -> Rows:
@@ -89,10 +95,10 @@ def _format_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter
 
 
 def _jsonl_rows(stream: Stream, at: Cursor) -> Rows:
-    """Lines that are not blank. A block is split at once: this loop is the speed of everything behind it."""
+    """Lines that are not blank. A whole block is split at once: this loop limits the speed of all data preparation."""
     member = at.member
     line = 1
-    held: list[bytes] = []  # of a line longer than the block
+    held: list[bytes] = []  # parts of a line longer than the block
     num_held = 0
     while True:
         at.line = line - 1
@@ -122,10 +128,10 @@ def _jsonl_rows(stream: Stream, at: Cursor) -> Rows:
 
 
 def _text_rows(stream: Stream, at: Cursor) -> Rows:
-    """One document, or several if the file is long."""
+    """The file as one row, or as several if it is long."""
     text = bytearray()
     position = 0  # of `text` in the file
-    num_lost = 0  # bytes so far of a line that is too long
+    num_lost = 0  # bytes of a line above the limit
     while block := stream.read(BLOCK):
         if num_lost:
             end = block.find(b"\n") + 1
@@ -136,10 +142,10 @@ def _text_rows(stream: Stream, at: Cursor) -> Rows:
             position, num_lost = position + num_lost, 0
             block = block[end:]
         text += block
-        if len(text) < MAX_DOCUMENT_BYTES:
+        if len(text) < MAX_TEXT_BYTES:
             continue
         if cut := text.rfind(b"\n") + 1:
-            yield from _document(bytes(text[:cut]), position, at)
+            yield from _text_row(bytes(text[:cut]), position, at)
             position += cut
             del text[:cut]
         elif len(text) > MAX_ROW_BYTES:
@@ -147,11 +153,11 @@ def _text_rows(stream: Stream, at: Cursor) -> Rows:
             text.clear()
     if num_lost:
         yield at.row(b"", num_lost)
-    yield from _document(bytes(text), position, at)
+    yield from _text_row(bytes(text), position, at)
 
 
-def _document(document: bytes, position: int, at: Cursor) -> Rows:
-    """Nothing for blank text. Line ends become plain newlines."""
+def _text_row(document: bytes, position: int, at: Cursor) -> Rows:
+    """One row, or none if the text is blank. Line ends become \\n."""
     if not document.strip():
         return
     try:

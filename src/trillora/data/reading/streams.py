@@ -1,7 +1,7 @@
-"""Bytes as a stream, whatever they are wrapped in, with a bound on everything a hostile file could make grow.
+"""Byte streams with decompression and decoding; everything that a hostile file could make grow is bounded.
 
-A `Stream` gives blocks until b"". The parts wrap each other: the file itself (counted by a `Meter`), decompression, and
-text brought to UTF-8. What is wrong with the bytes is raised as `Damage`, after all bytes before it were given.
+A `Stream` returns blocks until b"". Streams are nested: the file (counted by a `Meter`), decompression, conversion to
+UTF-8. Damaged bytes raise `Damage`, after all bytes before them were returned.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, BinaryIO, Protocol
 from trillora.data.reading.files import cannot_read
 from trillora.errors import TrilloraError
 
-BLOCK = 1 << 18  # bytes asked for at a time: small enough to stay in the processor's cache
-MAX_RATIO = 200  # decompressed bytes per compressed one; text gives 3 to 20
-FREE_BYTES = 64 << 20  # what every stream may give before the ratio counts
+BLOCK = 1 << 18  # bytes per read: small enough for the processor's cache
+MAX_RATIO = 200  # decompressed bytes per compressed byte; text has 3 to 20
+FREE_BYTES = 64 << 20  # every stream may produce this much before the ratio is checked
 FREE_BYTES_OF_FILE = 8 * FREE_BYTES  # the same for all members of one archive together
-_ZSTD_SLICE = 1 << 10  # a zstd block gives at most 128 KiB for 4 bytes, so that one slice gives at most 32 MiB
-_ZSTD_WINDOW = 1 << 27  # bytes the decoder must remember; 128 MiB is also the limit of the zstd command
+_ZSTD_SLICE = 1 << 10  # 4 bytes of zstd expand to at most 128 KiB, so one slice to at most 32 MiB
+_ZSTD_WINDOW = 1 << 27  # bytes of history in the decoder; 128 MiB is also the limit of the zstd command
+FETCH_AGAIN = "copy or download the file again, completely"
 _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
@@ -30,7 +31,7 @@ _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
 
 
 class Damage(Exception):
-    """The bytes from here on cannot be used."""
+    """The bytes from here on are unusable."""
 
     def __init__(self, what: str, do: str) -> None:
         super().__init__(what)
@@ -40,20 +41,20 @@ class Damage(Exception):
 
 class Stream(Protocol):
     def read(self, size: int, /) -> bytes:
-        """At most `size` bytes, perhaps fewer; b"" only at the end."""
+        """At most `size` bytes; b"" only at the end."""
 
 
 class Meter:
-    """Counts the bytes of one file as they are used, and what decompression makes of them."""
+    """Counts the bytes read from one file, and the bytes that decompression produces."""
 
     def __init__(self, size: int, consumed: Callable[[int], None]) -> None:
         self._size = size
         self._consumed = consumed
         self._taken = 0
-        self._made = 0
+        self._produced = 0
 
     def take(self, count: int) -> None:
-        """Bytes read from the file. Those read twice (an archive's directory) count once."""
+        """Count bytes read from the file. Bytes read twice (an archive's directory) count once."""
         if self._size:
             count = min(count, self._size - self._taken)
         self._taken += count
@@ -63,28 +64,28 @@ class Meter:
     def finish(self) -> None:
         self.take(max(0, self._size - self._taken))
 
-    def made(self, count: int, *, of_stream: int, from_bytes: int) -> None:
-        """`count` more bytes came out of a stream that has now given `of_stream` for `from_bytes` compressed ones."""
-        self._made += count
+    def produce(self, count: int, *, of_stream: int, from_bytes: int) -> None:
+        """Count decompressed bytes. Their stream has produced `of_stream` bytes from `from_bytes` compressed ones."""
+        self._produced += count
         if of_stream > MAX_RATIO * from_bytes + FREE_BYTES:
             raise _bomb(of_stream, from_bytes, FREE_BYTES)
-        if self._made > MAX_RATIO * self._taken + FREE_BYTES_OF_FILE:
-            raise _bomb(self._made, self._taken, FREE_BYTES_OF_FILE)
+        if self._produced > MAX_RATIO * self._taken + FREE_BYTES_OF_FILE:
+            raise _bomb(self._produced, self._taken, FREE_BYTES_OF_FILE)
 
 
 class RawFile:
-    """The file itself. A failing disk or network is no fault of the data: it ends the run."""
+    """The file itself. A failing disk or network is not a fault of the data: it stops the run."""
 
     def __init__(self, stream: BinaryIO, name: str, meter: Meter) -> None:
         self._stream = stream
         self._name = name
         self._meter = meter
-        self.closed = False  # for pyarrow, which asks
+        self.closed = False  # pyarrow reads this
 
     def read(self, size: int = -1, /) -> bytes:
         try:
             data = self._stream.read(size)
-        except Exception as error:  # remote stores raise what they like
+        except Exception as error:  # remote stores have their own exception types
             raise cannot_read(self._name, error) from None
         self._meter.take(len(data))
         return data
@@ -102,20 +103,20 @@ class RawFile:
         return True
 
     def close(self) -> None:
-        self.closed = True  # whoever opened the file closes it
+        self.closed = True  # the file is closed by the code that opened it
 
 
 class Decompressed:
-    """A gzip or zstd stream, also of several parts one after the other, as those tools accept it."""
+    """A gzip or zstd stream. Several concatenated parts are allowed, as in those tools."""
 
     def __init__(self, source: Stream, compression: str, meter: Meter) -> None:
         self._source = source
         self._compression = compression
         self._meter = meter
-        self._decoder: Any = None  # none between two parts
+        self._decoder: Any = None  # None between two parts
         self._input = b""
         self._output = b""
-        self._given = 0  # of the output
+        self._given = 0  # bytes of the output already returned
         self._num_parts = self._num_in = self._num_out = 0
 
     def read(self, size: int, /) -> bytes:
@@ -126,20 +127,17 @@ class Decompressed:
             if self._decoder is None and not self._begin_part():
                 return b""
             if not self._input:
-                raise Damage(
-                    f"The {self._compression} data ends too early: the file was cut.",
-                    "copy or download the file again, completely",
-                )
+                raise Damage(f"The {self._compression} data ends too early: the file was cut.", FETCH_AGAIN)
             self._output, self._given = self._step(), 0
             self._num_out += len(self._output)
-            self._meter.made(len(self._output), of_stream=self._num_out, from_bytes=self._num_in)
+            self._meter.produce(len(self._output), of_stream=self._num_out, from_bytes=self._num_in)
         start, self._given = self._given, min(self._given + size, len(self._output))
         return self._output[start : self._given]
 
     def _begin_part(self) -> bool:
         """Set up the decoder; False at the end of the stream."""
         if self._num_parts and self._compression == "gzip":
-            while self._input and not (stripped := self._input.lstrip(b"\0")):  # tape drives fill up with zeros
+            while self._input and not (stripped := self._input.lstrip(b"\0")):  # padding of tape drives
                 self._input = self._source.read(BLOCK)
                 self._num_in += len(self._input)
             self._input = stripped if self._input else b""
@@ -161,9 +159,9 @@ class Decompressed:
                 self._input = self._input[_ZSTD_SLICE:]
         except MemoryError:
             raise
-        except Exception as error:  # zlib.error, or an error of zstandard, which may not be installed
+        except Exception as error:  # zlib.error, or one of zstandard, which may not be installed
             what = f"This is not {self._compression} data, or it is damaged: {error}."
-            raise Damage(what, "copy or download the file again; check that its suffix is right") from None
+            raise Damage(what, f"check that the suffix is right; {FETCH_AGAIN}") from None
         if decoder.eof:
             self._input = decoder.unused_data + self._input
             self._decoder = None
@@ -171,12 +169,12 @@ class Decompressed:
 
 
 class _Utf8:
-    """A stream whose first bytes were looked at, and which is brought to UTF-8 if it is in another encoding."""
+    """A stream whose first bytes are already read, converted to UTF-8 if it has another encoding."""
 
     def __init__(self, head: bytes, source: Stream, encoding: str) -> None:
         self._head = head
         self._source = source
-        # Half a surrogate pair becomes bytes that are not UTF-8, so that only its own row is refused.
+        # Half of a surrogate pair becomes invalid UTF-8, so that only its own row is refused.
         self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass") if encoding else None
 
     def read(self, size: int, /) -> bytes:
@@ -198,7 +196,7 @@ def decompressed(source: Stream, compression: str, meter: Meter) -> Stream:
 
 
 def as_utf8(source: Stream) -> Stream:
-    """The text without byte order mark, in UTF-8 if the mark says UTF-16 or UTF-32. Bytes are not checked otherwise."""
+    """The text without its byte order mark; UTF-16 and UTF-32 with a mark become UTF-8. Other bytes are not checked."""
     head = read_up_to(source, 4)
     for mark, encoding in _BYTE_ORDER_MARKS:
         if head.startswith(mark):
@@ -219,13 +217,13 @@ def _zstd_decoder() -> Any:
     try:
         import zstandard
     except ImportError:
-        raise TrilloraError("Reading .zst needs the package zstandard.", do="pip install zstandard") from None
+        raise TrilloraError("Reading .zst files needs the package zstandard.", do="pip install zstandard") from None
     return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
 
 
-def _bomb(made: int, taken: int, free: int) -> Damage:
+def _bomb(produced: int, taken: int, free: int) -> Damage:
     return Damage(
-        f"{taken:,} compressed bytes have become {made:,}: more than {MAX_RATIO} for one and {free >> 20} MiB are "
-        "taken for a compression bomb.",
-        "remove it; if you trust it, decompress it yourself and name the result",
+        f"This looks like a compression bomb: {taken:,} compressed bytes became {produced:,}. The limit is "
+        f"{free >> 20} MiB plus {MAX_RATIO} times the compressed size.",
+        "remove the file; if you trust it, decompress it and put the result in data.path",
     )

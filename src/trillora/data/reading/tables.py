@@ -1,4 +1,4 @@
-"""Rows of tables: CSV and TSV with a header line, parquet. Each record becomes the JSON text of one object."""
+"""Rows of tables: CSV and TSV with a header line, and Parquet. Each record becomes the JSON text of one object."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any, NamedTuple
 
 from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, Cursor, too_long
 from trillora.data.reading.files import Kind
-from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, decompressed, read_up_to
+from trillora.data.reading.streams import BLOCK, FETCH_AGAIN, Damage, Meter, RawFile, Stream, decompressed, read_up_to
 from trillora.data.rows import Fault, RawRow
 from trillora.errors import TrilloraError
 
-MAX_HELD_PARQUET = 256 << 20  # a parquet file inside something else must be held: its index stands at its end
+MAX_HELD_PARQUET = 256 << 20  # inside an archive, a Parquet file is read into memory: its index is at its end
 _PARQUET_ROWS = 256  # decoded at a time
 
 
 class _TooLong(NamedTuple):
-    """A line that was not held."""
+    """A line above the limit, which was not kept."""
 
     size: int
     num_quotes: int
 
 
 class _CsvLines:
-    """Lines for the csv module, which joins those of one record itself; what it would join is counted here."""
+    """Lines for the csv module, which joins the lines of one record; this limits how much it joins."""
 
     def __init__(self, stream: Stream) -> None:
         self._lines = _lines(stream)
         self._size = 0  # bytes of the record so far
-        self.too_long: list[int] = []  # sizes of records passed over, for whoever reads the records to report
+        self.too_long: list[int] = []  # sizes of skipped records, to be reported by the reader
         self.ended_inside = False
 
     def begin_record(self) -> None:
@@ -45,20 +45,18 @@ class _CsvLines:
             if isinstance(line, bytes) and self._size + size <= MAX_ROW_BYTES:
                 self._size += size
                 return line.decode("utf-8", "surrogateescape")
-            # A record ends where its quotes are even. Inside one, that is lost with the line.
+            # A record ends where the number of quotes is even; once a line inside a record is lost, its end is unknown.
             if isinstance(line, bytes) or self._size or line.num_quotes % 2:
-                raise Damage(
-                    f"{too_long(self._size + size)} What follows is not read: a quote seems never to be closed.",
-                    "close the quote, or shorten this row",
-                )
+                what = f"{too_long(self._size + size)} Probably a closing quote is missing."
+                raise Damage(what, "add the missing closing quote, or shorten this row")
             self.too_long.append(size)
         self.ended_inside = self._size > 0
         raise StopIteration
 
 
 def _lines(stream: Stream) -> Iterator[bytes | _TooLong]:
-    """Lines with their ends."""
-    held: list[bytes] = []  # of a line longer than the block
+    """Lines, including their line ends."""
+    held: list[bytes] = []  # parts of a line longer than the block
     size = num_lost_quotes = 0
     while block := stream.read(BLOCK):
         for line in block.splitlines(keepends=True):
@@ -79,8 +77,8 @@ def _lines(stream: Stream) -> Iterator[bytes | _TooLong]:
 
 
 def csv_rows(stream: Stream, at: Cursor, delimiter: str) -> Iterator[RawRow | Fault]:
-    """Each record below the header as an object of strings."""
-    csv.field_size_limit(MAX_ROW_BYTES)  # of the process; the module's own 128 KiB are less than a long answer
+    """Each record after the header as an object of strings."""
+    csv.field_size_limit(MAX_ROW_BYTES)  # process-wide; the default of 128 KiB is less than a long answer
     lines = _CsvLines(stream)
     records = csv.reader(lines, delimiter=delimiter)
     header: list[str] | None = None
@@ -89,20 +87,21 @@ def csv_rows(stream: Stream, at: Cursor, delimiter: str) -> Iterator[RawRow | Fa
         try:
             record = next(records, None)
         except csv.Error as error:
-            raise Damage(f"This is not valid CSV: {error}.", "correct the file there, or save it again") from None
+            raise Damage(f"This is not valid CSV: {error}.", "correct this line, or export the table again") from None
         while lines.too_long:
             yield at.row(b"", lines.too_long.pop(0))
         if record is None:
             return
         if lines.ended_inside:
-            raise Damage("The file ends inside a quoted field: it was cut, or a quote is never closed.", "close it")
+            what = "The file ends inside a quoted field: a closing quote is missing, or the file was cut."
+            raise Damage(what, "add the missing closing quote, or copy the file again")
         if not record:
             continue
         if header is None:
             header = _checked_header(record)
         elif len(record) < len(header) or any(record[len(header) :]):  # some writers end every record with a separator
             what = f"This record has {len(record)} fields; the header has {len(header)}."
-            yield at.fault(what, "quote fields that hold the separator, and give every record all fields")
+            yield at.fault(what, "quote fields that contain the separator, and write every field of the record")
         else:
             yield at.record(dict(zip(header, record, strict=False)))
 
@@ -110,28 +109,28 @@ def csv_rows(stream: Stream, at: Cursor, delimiter: str) -> Iterator[RawRow | Fa
 def _checked_header(names: list[str]) -> list[str]:
     twice = {name for name in names if names.count(name) > 1} if len(names) < 1000 else set()
     if twice or len(names) >= 1000:
-        what = f"columns called {min(twice)!r} twice" if twice else f"{len(names):,} columns"
-        raise Damage(f"The header has {what}.", "give each column its own name in the first line")
+        what = f"two columns called {min(twice)!r}" if twice else f"{len(names):,} columns; the limit is 999"
+        raise Damage(f"The header has {what}.", "keep only the columns you need, each with its own name")
     if any(not name.isprintable() for name in names):
         raise Damage("The header is not UTF-8 text.", SAVE_AS_UTF8)
     return names
 
 
 def parquet_rows(source: Stream, kind: Kind, at: Cursor, meter: Meter) -> Iterator[RawRow | Fault]:
-    """Decoded some rows at a time. Only a file of its own can be read in place; others are held."""
+    """Rows of a Parquet file, decoded a few at a time. Inside an archive it is first read into memory."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise TrilloraError("Reading .parquet needs the package pyarrow.", do="pip install pyarrow") from None
+        raise TrilloraError("Reading .parquet files needs the package pyarrow.", do="pip install pyarrow") from None
     file: RawFile | io.BytesIO
     if isinstance(source, RawFile) and not kind.compression:
         file = source
     else:
         data = read_up_to(decompressed(source, kind.compression, meter), MAX_HELD_PARQUET + 1)
         if len(data) > MAX_HELD_PARQUET:
-            what = f"A parquet file inside another file may have {MAX_HELD_PARQUET >> 20} MiB; this one has more."
-            raise Damage(what, "unpack it, and name the .parquet file itself")
+            what = f"This Parquet file inside an archive is larger than {MAX_HELD_PARQUET >> 20} MiB."
+            raise Damage(what, "unpack it, and put the .parquet file itself in data.path")
         file = io.BytesIO(data)
     try:
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
@@ -140,17 +139,17 @@ def parquet_rows(source: Stream, kind: Kind, at: Cursor, meter: Meter) -> Iterat
                 if isinstance(record, dict):
                     yield at.record(record)
                 else:
-                    yield at.fault(f"This record cannot be read: {record}.", "write the file again")
+                    yield at.fault(f"This record cannot be read: {record}.", "correct or remove it in the source")
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0][:200]
-        what = f"This is no parquet file, or it is cut or damaged: {reason.rstrip('.')}."
-        raise Damage(what, "copy or download the file again, completely") from None
+        what = f"This is not a Parquet file, or it is damaged: {reason.rstrip('.')}."
+        raise Damage(what, FETCH_AGAIN) from None
 
 
 def _records(batch: Any) -> Iterable[dict[str, Any] | Exception]:
     try:
         return batch.to_pylist()
-    except (ValueError, OverflowError):  # text that is not UTF-8, a date out of range: look which rows have it
+    except (ValueError, OverflowError):  # text that is not UTF-8, a date out of range: find the rows that have it
         return [_record(batch, number) for number in range(batch.num_rows)]
 
 

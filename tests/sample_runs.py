@@ -1,4 +1,4 @@
-"""Run folders made by hand, as a run leaves them: two stages, spikes, skipped steps, evaluations, answers in JSON."""
+"""Generated run folders: two stages, loss spikes, skipped steps, evaluations, JSON answers, one interruption."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def write_run(folder: Path, num_steps: int = 300, *, seed: int = 0, ended: str =
         metrics = [line for line in metrics if line["step"] <= num_steps * 3 // 5]
     write_lines(folder / "metrics.jsonl", metrics)
     last = max(line["step"] for line in metrics)
-    happened = [
+    history = [
         ("2026-11-14T09:12:03+00:00", "started", 0, "", "spot-1"),
         ("2026-11-14T09:31:40+00:00", "stopped", border, "SIGTERM: the machine was taken away", "spot-1"),
         ("2026-11-14T09:35:11+00:00", "resumed", border, "", "spot-2"),
     ]
     reasons = {"finished": "", "stopped": "time limit of 30m reached", "diverged": "5 steps in a row were not finite"}
     if ended != "running":
-        happened.append(("2026-11-14T10:02:57+00:00", ended, last, reasons[ended], "spot-2"))
+        history.append(("2026-11-14T10:02:57+00:00", ended, last, reasons[ended], "spot-2"))
     keys = ("time", "event", "step", "reason", "machine")
-    write_lines(folder / "history.jsonl", [dict(zip(keys, line, strict=True)) for line in happened])
+    write_lines(folder / "history.jsonl", [dict(zip(keys, line, strict=True)) for line in history])
     (folder / "run.json").write_text(json.dumps(facts(num_steps, border)), "utf-8")
     (folder / "resolved.yaml").write_text(RECIPE, "utf-8")
     for step in range(50, last + 1, 50):
@@ -66,7 +66,7 @@ def _metrics(num_steps: int, border: int, dice: random.Random) -> Iterable[dict[
             loss = calm + 9.0
         peak = 5e-4 if stage == "romanian" else 2e-4
         rate = peak * min(1.0, done * 10) * 0.5 * (1 + math.cos(math.pi * done))
-        started = border if step == border + 1 else started  # the clock of the resumed process
+        started = border if step == border + 1 else started  # the resumed process counts time from its own start
         yield {
             "kind": "step",
             "step": step,
@@ -113,7 +113,7 @@ def _samples(step: int, stage: str) -> dict[str, Any]:
 def _adapter(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "adapter_model.safetensors").write_bytes(b"\x08" + bytes(7) + b"{}      ")
-    config = {"base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+    config = {"base_model_name_or_path": "smollm2"}  # of an older version; run.json has the name on the hub
     (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
 
 
@@ -144,7 +144,8 @@ def facts(num_steps: int, border: int) -> dict[str, Any]:
         "started": "2026-11-14T09:12:03+00:00",
         "num_steps": num_steps,
         "model": {
-            "name": "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "name": "smollm2",
+            "base_name": "HuggingFaceTB/SmolLM2-135M-Instruct",
             "num_parameters": 134_515_008,
             "num_trained": 4_884_480,
         },

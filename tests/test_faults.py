@@ -16,11 +16,11 @@ import tiny_run
 from safetensors.numpy import load, load_file, save_file
 
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Evaluated, Step
+from trillora.events import Alarm, Evaluated, Skipped, Step
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.recipe.load import load_recipe
 from trillora.training.checkpoint import Checkpoints
-from trillora.training.divergence import Health
+from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Diverged
 from trillora.training.trainer import train
 
@@ -70,7 +70,7 @@ def test_batch_without_a_number_changes_nothing_and_names_its_rows(poisoned: Pat
         train(
             load_recipe(settings),
             tmp_path / "run",
-            listener=lambda e: alarms.append(e.text) if isinstance(e, Alarm) else None,
+            listener=lambda e: alarms.append(e.text) if isinstance(e, Alarm | Skipped) else None,
         )
     skipped = lines(tmp_path / "run", "skipped")
     assert len(skipped) == 3 and all("chats.jsonl:" in row for line in skipped for row in line["rows"])
@@ -108,22 +108,22 @@ def test_mad_learning_rate_from_the_start_leaves_no_checkpoint(folder: Path, tmp
     )
     with pytest.raises(Diverged) as caught:
         train(load_recipe(settings), tmp_path / "run")
-    assert "no good state" in caught.value.what and checkpoints_of(tmp_path / "run").steps() == []
+    assert "no good checkpoint" in caught.value.what and checkpoints_of(tmp_path / "run").steps() == []
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_health_raises_no_alarm_over_clean_losses_and_sees_a_lost_run(seed: int) -> None:
     """R9's other half, on the rule itself: noisy losses that fall, with single wild steps, are healthy."""
     dice = np.random.default_rng(seed)
-    health = Health(math.log(50_000))
+    health = DivergenceMonitor(math.log(50_000))
     for step in range(1, 2001):
         loss = 1.5 + 2.5 * math.exp(-step / 300) + dice.normal(0, 0.4) + (4 if dice.random() < 0.01 else 0)
-        health.see(step, loss, 0.5, skipped=bool(dice.random() < 0.005))
+        health.observe(step, loss, 0.5, skipped=bool(dice.random() < 0.005))
         assert health.num_bad < 4
-    again = Health.from_dict(json.loads(json.dumps(health.to_dict())))
+    again = DivergenceMonitor.from_dict(json.loads(json.dumps(health.to_dict())))
     assert again == health
     for step in range(2001, 2011):
-        health.see(step, 9.0 + dice.normal(0, 0.5), 0.5, skipped=False)
+        health.observe(step, 9.0 + dice.normal(0, 0.5), 0.5, skipped=False)
     assert health.num_bad >= 10 and health.first_bad is not None and health.first_bad >= 1999
 
 

@@ -29,7 +29,7 @@ from tiny_run import checkpoints_of, metrics
 
 from trillora.data.stage import read_stage
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Step, ignore_events
+from trillora.events import Alarm, Skipped, Step, ignore_events
 from trillora.model.loading.source import load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
@@ -115,7 +115,7 @@ def test_clean_runs_raise_no_alarm(folder: Path, tmp_path: Path, seed: int, reco
     result = train(
         load_recipe(settings),
         tmp_path / "run",
-        listener=lambda event: alarms.append(event.text) if isinstance(event, Alarm) else None,
+        listener=lambda event: alarms.append(event.text) if isinstance(event, Alarm | Skipped) else None,
     )
     assert not alarms and len(result.losses) == 100 and result.losses[-1] < result.losses[0]
     assert not metrics(tmp_path / "run", "skipped")

@@ -1,27 +1,33 @@
-"""The report of a run: what it says, that any folder gives one, that nothing in it acts, and how a browser sees it."""
+"""The report of a run: its content, damaged run folders, hostile content, and how a browser shows it."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 from sample_runs import EVALUATED, facts, write_lines, write_run
 
 from trillora.errors import TrilloraError
+from trillora.events import Evaluated, Note, Sample, Sampled, Skipped, Step, to_metrics_line
+from trillora.recipe.load import load_recipe
 from trillora.report.run.charts import calmed, nice_ticks, smoothed, thinned
 from trillora.report.run.read import read_run
-from trillora.report.run.text import total_seconds
+from trillora.report.run.status import total_seconds
 from trillora.report.run.write import write_report
 from trillora.secrets import MASK, mask_secrets, mask_settings, mask_values, secrets_of_environment
+from trillora.training.trainer import train
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -64,12 +70,12 @@ class Page(HTMLParser):
             self.text += data
 
 
-# What it says
+# Content
 
 
-def test_a_finished_run_is_told_in_the_order_people_want(run: Path) -> None:
+def test_report_of_a_finished_run_is_complete_and_in_order(run: Path) -> None:
     text = Page(report(run)).text
-    told = [
+    expected = [
         *("SmolLM2-135M-Instruct on ro-wiki.txt.zst, findings.jsonl", "14 November 2026", "8 x TPU v5e"),
         *(
             "Finished: 300 steps in 20 min.",
@@ -80,20 +86,20 @@ def test_a_finished_run_is_told_in_the_order_people_want(run: Path) -> None:
         ),
         *("tokens trained on", "training time", "tokens per second", "memory", "skipped steps"),
         *("Curves", "evaluation", "best", "romanian", "Learning rate", "Tokens per second", "Memory, GiB"),
-        *("Answers, before and after", "AwsEc2Snapshot", "the base model", "Sure! Here", "step 300", "Expected"),
+        *("Answers before and after", "AwsEc2Snapshot", "the base model", "Sure! Here", "step 300", "Expected"),
         *("Test set", "findings-test.jsonl, 200 rows", "valid JSON", "100", "severity", "47", "Data"),
-        *("120 steps of 8 sequences of 512 tokens", "4,120 documents", "One training row", "Munții Apuseni"),
+        *("120 steps of 8 sequences of 512 tokens", "4,120 documents", "One training document", "Munții Apuseni"),
         *("Skipped steps", "210", "the loss was not finite", "findings.jsonl:812", "Use the result", "trillora chat"),
-        *("PeftModel", "What happened", "SIGTERM", "resumed", "finished", "Environment", "0.10.2"),
-        *("What was used", "134,515,008", "c1c1", "Recipe", "micro_batch_size: 4", "Trillora 0.5.0"),
+        *("PeftModel", "History", "SIGTERM", "resumed", "finished", "Environment", "0.10.2"),
+        *("Model and data", "134,515,008", "c1c1", "Resolved recipe", "micro_batch_size: 4", "Trillora 0.5.0"),
     ]
     place = 0
-    for words in told:
+    for words in expected:
         assert words in text[place:], words
         place = text.index(words, place)
 
 
-def test_the_row_is_coloured_by_what_is_trained(run: Path) -> None:
+def test_trained_parts_of_the_example_are_marked(run: Path) -> None:
     assert re.search(r"<mark>\{&quot;provider&quot;[^<]*</mark><mark><span class=\"special\">&lt;\|im_end", report(run))
 
 
@@ -102,30 +108,86 @@ def test_the_row_is_coloured_by_what_is_trained(run: Path) -> None:
     [
         ("stopped", "Stopped at step 180 of 300: time limit of 30m reached."),
         ("diverged", "Diverged at step 180 of 300: 5 steps in a row were not finite."),
-        ("running", "Under way: step 180 of 300"),
+        ("running", "Running: step 180 of 300"),
     ],
 )
-def test_a_run_that_is_not_finished_says_so_and_how_to_go_on(tmp_path: Path, ended: str, words: str) -> None:
+def test_unfinished_run_says_so_and_how_to_resume(tmp_path: Path, ended: str, words: str) -> None:
     run = write_run(tmp_path / "a run", ended=ended)
     text = Page(report(run)).text
     assert words in text
-    assert ("newest checkpoint is of step 150" in text) == (ended != "running")
+    assert ("newest checkpoint is from step 150" in text) == (ended != "running")
     assert (f"trillora train '{run}/resolved.yaml' --out '{run}'" in text) == (ended != "diverged")
-    assert "checkpoints/step-00000150" in text  # what to load meanwhile
+    assert "checkpoints/step-00000150" in text  # the snippet loads the newest checkpoint
 
 
-def test_code_to_load_the_result_is_python_and_names_the_adapter(run: Path) -> None:
-    code = Page(report(run)).text
-    code = code[code.index("from peft") : code.index("What happened")]
+def snippet(page: str) -> str:
+    """The printed Python code that loads the adapter."""
+    text = Page(page).text
+    return text[text.index("from peft") : text.index("History")]
+
+
+def test_snippet_names_the_adapter_and_the_base_on_the_hub(run: Path) -> None:
+    code = snippet(report(run))
     compile(code, "report", "exec")
     assert json.dumps(str(run / "adapter")) in code and '"HuggingFaceTB/SmolLM2-135M-Instruct"' in code
+    assert '"smollm2"' not in code, "a short name of ours, unknown to the hub"
 
 
-def test_answers_equal_as_json_count_as_expected(run: Path) -> None:
-    assert report(run).count(">as expected<") == 2 + 1  # two of the three prompts; the test set's, spaced otherwise
+def test_snippet_runs_as_printed(tmp_path: Path) -> None:
+    """In a new process in another directory, offline, with the PEFT and transformers that are installed."""
+    tiny_run.write_small(tmp_path)
+    train(load_recipe(tiny_run.recipe(tmp_path, train={"steps": 2})), tmp_path / "run")
+    code = snippet((tmp_path / "run" / "report.html").read_text("utf-8"))
+    code += "\nprint(sum('lora_B' in name and bool(p.any()) for name, p in model.named_parameters()))"
+    (tmp_path / "elsewhere").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "elsewhere",
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 2 * 7, "both layers, seven trained matrices each"
 
 
-def test_lines_written_again_by_a_resumed_run_replace_the_first(run: Path) -> None:
+def test_equal_json_counts_as_the_expected_answer(run: Path) -> None:
+    assert report(run).count(">as expected<") == 2 + 1  # two of the three prompts; one example with other spacing
+
+
+def test_metrics_are_read_back_as_the_events_that_were_written(run: Path) -> None:
+    step = Step(7, 9, "chat", 1.5, 1e-3, 0.5, True, 1234.0, 2.0, 9.0, 0.1, 1.25, None, num_tokens=80)
+    bad = replace(step, step=8, loss=math.inf, grad_norm=-math.inf)
+    events: list[Any] = [
+        *(step, bad, Skipped(7, "chat", "the loss was not finite", ("a.jsonl:3", "b.jsonl:4"))),
+        *(
+            Evaluated(7, "chat", 1.0, math.e, 0.5, 100, True),
+            Sampled(7, "chat", (Sample("p", "a"), Sample("p", "a", "x"))),
+        ),
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{to_metrics_line(event)}\n" for event in events))
+    read = read_run(run)
+    assert [*read.steps, *read.skips, *read.evaluations, *read.samples] == events
+    assert to_metrics_line(Note("not a metric")) is None
+
+
+def test_metrics_of_older_versions_are_read(run: Path) -> None:
+    """They have no num_steps and seconds_left, and `skipped` is 0, 1 or 2."""
+    old = [
+        '{"kind": "step", "step": 1, "stage": "a", "loss": 2.5, "num_tokens": 90.0, "grad_norm": 1.0, '
+        '"learning_rate": 0.01, "skipped": 2, "padding": 0.25, "tokens_per_second": 10.0, "seconds": 1.5}',
+        '{"kind": "evaluation", "step": 1, "stage": "a", "loss": 2.0, "perplexity": 7.4, "accuracy": 0.5, '
+        '"num_tokens": 9, "is_best": true}',
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(old) + "\n")
+    read = read_run(run)
+    (step,), (evaluated,) = read.steps, read.evaluations
+    assert (step.loss, step.num_tokens, step.skipped, step.seconds) == (2.5, 90, True, 1.5)
+    assert evaluated == Evaluated(1, "a", 2.0, 7.4, 0.5, 9, True) and read.num_unreadable == 0
+
+
+def test_repeated_steps_replace_earlier_lines(run: Path) -> None:
     again = [{"kind": "step", "step": step, "stage": "chat", "loss": 7.0} for step in (299, 300)]
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in again)
@@ -133,11 +195,11 @@ def test_lines_written_again_by_a_resumed_run_replace_the_first(run: Path) -> No
     assert len(read.steps) == 300 and [line.loss for line in read.steps[-3:]][1:] == [7.0, 7.0]
 
 
-def test_time_is_that_of_all_processes(run: Path) -> None:
-    assert total_seconds(read_run(run).steps) == pytest.approx(4.1 * 300)  # the second one's clock began at 121
+def test_training_time_is_the_sum_over_all_processes(run: Path) -> None:
+    assert total_seconds(read_run(run).steps) == pytest.approx(4.1 * 300)  # the second process started at step 121
 
 
-def test_a_page_is_written_anew_whole_and_alone(run: Path) -> None:
+def test_report_replaces_the_old_page_and_leaves_no_other_file(run: Path) -> None:
     (run / "report.html").write_text("old")
     before = {path.name for path in run.iterdir()}
     assert write_report(run) == run / "report.html"
@@ -145,7 +207,7 @@ def test_a_page_is_written_anew_whole_and_alone(run: Path) -> None:
     assert (run / "report.html").read_text("utf-8").endswith("</html>\n")
 
 
-# Any folder
+# Damaged folders
 
 
 @pytest.mark.parametrize("missing", FILES)
@@ -161,8 +223,8 @@ def test_one_file_makes_a_run(tmp_path: Path, run: Path, only: str) -> None:
     Page(report(tmp_path / "other"))
 
 
-def test_no_run_at_all_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrilloraError, match="no run here"):
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrilloraError, match="not a run folder"):
         write_report(tmp_path)
     with pytest.raises(TrilloraError, match="does not exist"):
         write_report(tmp_path / "nowhere")
@@ -229,18 +291,18 @@ def test_every_value_may_be_anything(tmp_path: Path, value: Any) -> None:
         Page(report(run))
 
 
-def test_unreadable_lines_are_counted_but_not_a_last_one_cut_short(run: Path) -> None:
+def test_unreadable_lines_are_counted_except_an_incomplete_last_one(run: Path) -> None:
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe not json\n[1, 2]\n{"kind": "st')
     assert read_run(run).num_unreadable == 2
-    assert "2 lines of the logs cannot be read" in report(run)
+    assert "2 log lines are unreadable" in report(run)
 
 
 def test_a_long_run_is_a_small_page_and_keeps_its_spikes(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=12_000)
     page = report(run)
     assert len(page.encode()) < 1_000_000
-    assert "beyond the chart, up to 11.5" in page
+    assert "above the chart, up to 11.5" in page
     points = [(float(step), 1.0) for step in range(100_000)]
     points[77_777], points[31_415] = (77_777.0, 9.0), (31_415.0, -9.0)
     kept = thinned(points)
@@ -250,9 +312,9 @@ def test_a_long_run_is_a_small_page_and_keeps_its_spikes(tmp_path: Path) -> None
 
 def test_a_thousand_stages_files_and_prompts_stay_a_small_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=20)
-    told = facts(20, 8)
-    told["stages"][1]["files"] *= 1000
-    (run / "run.json").write_text(json.dumps(told))
+    manifest = facts(20, 8)
+    manifest["stages"][1]["files"] *= 1000
+    (run / "run.json").write_text(json.dumps(manifest))
     samples = [{"prompt": f"{number} " * 3000, "answer": "x" * 20_000, "expected": None} for number in range(60)]
     skips = [{"kind": "skipped", "step": n, "stage": "chat", "reason": "?", "rows": ["f:1"] * 99} for n in range(999)]
     write_lines(run / "metrics.jsonl", [{"kind": "samples", "step": 1, "stage": "chat", "samples": samples}, *skips])
@@ -269,7 +331,7 @@ def test_ticks_are_few_and_span_the_values(low: float, high: float) -> None:
     assert ticks[0] <= low + slack and ticks[-1] >= high - slack and 2 <= len(ticks) <= 8
 
 
-def test_a_lone_spike_does_not_move_the_smooth_line_and_a_constant_stays() -> None:
+def test_a_single_spike_does_not_move_the_smooth_line() -> None:
     points = [(float(step), 2.0) for step in range(100)]
     points[50] = (50.0, 100.0)
     assert smoothed(calmed(points), 5) == [(float(step), pytest.approx(2.0)) for step in range(100)]
@@ -283,7 +345,7 @@ def test_a_report_needs_no_jax_and_no_torch(run: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Nothing acts, nothing leaks
+# Hostile content and secrets
 
 HOSTILE = (
     '</style></title></pre><script>console.log("OWNED")</script>'
@@ -400,7 +462,7 @@ def test_what_looks_like_a_secret_is_masked(name: str) -> None:
     "text", ["?key", "eyJ-", "eyJ", "://a", "bearer ", "hf_", "a: ", "token: ", "-----BEGIN PRIVATE KEY-----"]
 )
 def test_long_hostile_texts_are_masked_in_linear_time(text: str) -> None:
-    long = text * (100_000 // len(text))  # minutes, were it quadratic
+    long = text * (100_000 // len(text))  # quadratic code would take minutes
     assert mask_settings(long) and mask_secrets(long)
 
 
@@ -418,7 +480,7 @@ def test_long_hostile_texts_are_masked_in_linear_time(text: str) -> None:
         "The password policy is weak: secrets are not rotated.",
     ],
 )
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_text_without_secrets_is_unchanged(text: str) -> None:
     assert mask_settings(text) == text
 
 
@@ -446,7 +508,7 @@ def test_values_named_like_secrets_are_masked_at_any_depth() -> None:
     assert masked == {"a": [{"password": MASK, "rank": 8}], "identity": {"model": "ab" * 20}, "pin": {"token": MASK}}
 
 
-def test_secrets_of_the_environment_are_those_named_so() -> None:
+def test_secrets_of_the_environment_are_found_by_name() -> None:
     environment = {"HF_TOKEN": "canary-1", "MY_API_KEY": "canary-22", "PATH": "/usr/bin-1", "TOKEN_FILE": "/run/a-1"}
     assert secrets_of_environment({**environment, "USE_TOKEN": "yes", "KEY_SECRET": "12345678"}) == (
         "canary-22",
@@ -457,11 +519,11 @@ def test_secrets_of_the_environment_are_those_named_so() -> None:
 def test_no_secret_reaches_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_SERVICE_TOKEN", "canary-of-the-environment-0")
     everything = " ".join([*CANARIES.values(), "canary-of-the-environment-0"])
-    told = facts(300, 120)
-    told["model"]["name"] = told["stages"][0]["name"] = told["identity"]["data"] = everything
-    told["stages"][0]["files"][0]["name"] = told["stages"][1]["example"][1]["text"] = everything
-    told["environment"][everything] = everything
-    (run / "run.json").write_text(json.dumps(told))
+    manifest = facts(300, 120)
+    manifest["model"]["name"] = manifest["model"]["base_name"] = manifest["identity"]["data"] = everything
+    manifest["stages"][0]["name"] = manifest["stages"][0]["files"][0]["name"] = everything
+    manifest["stages"][1]["example"][1]["text"] = manifest["environment"][everything] = everything
+    (run / "run.json").write_text(json.dumps(manifest))
     (run / "resolved.yaml").write_text(f"data: {json.dumps(everything)}\ntracking: {{api_key: canary}}\n")
     (run / "eval.json").write_text(json.dumps({**EVALUATED, "data": everything, "majority": {everything: 0.5}}))
     sample = {"prompt": everything, "answer": everything, "expected": everything}
@@ -482,7 +544,7 @@ def test_no_secret_reaches_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def browse(page: Path, folder: Path, *options: str, width: int = 1200) -> tuple[list[str], list[str], str]:
-    """Lines of the console, addresses asked for, and what was printed."""
+    """Console lines, requested URLs, and standard output."""
     log = folder / "net.json"
     switches = [
         *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-sync"),
@@ -493,13 +555,13 @@ def browse(page: Path, folder: Path, *options: str, width: int = 1200) -> tuple[
     command = [str(CHROMIUM), *switches, page.as_uri()]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     console = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
-    # The browser asks things on its own behalf, too; what a page asks for has an origin.
-    asked = re.findall(r'"initiator":"(?!not an origin)[^"]*".*?"url":"([^"]+)"', log.read_text("utf-8", "replace"))
-    return console, asked, result.stdout
+    # The browser makes requests of its own. Those of the page have an origin.
+    requested = re.findall(r'"initiator":"(?!not an origin)[^"]*".*?"url":"([^"]+)"', log.read_text("utf-8", "replace"))
+    return console, requested, result.stdout
 
 
 def first_pixel(image: Path) -> tuple[int, ...]:
-    """The pixel of a PNG's corner: no filter changes the first bytes of the first line."""
+    """The corner pixel of a PNG: no filter changes the first bytes of the first line."""
     data, place, packed = image.read_bytes(), 8, b""
     while place < len(data):
         length, kind = int.from_bytes(data[place : place + 4], "big"), data[place + 4 : place + 8]
@@ -513,8 +575,8 @@ def test_a_browser_shows_it_in_light_and_dark_without_error_or_request(run: Path
     page, images = write_report(run), []
     for name, option in (("light", "preferredColorScheme=1"), ("dark", "preferredColorScheme=0")):
         images.append(tmp_path / f"{name}.png")
-        console, asked, _ = browse(page, tmp_path, f"--screenshot={images[-1]}", f"--blink-settings={option}")
-        assert console == [] and asked == []
+        console, requested, _ = browse(page, tmp_path, f"--screenshot={images[-1]}", f"--blink-settings={option}")
+        assert console == [] and requested == []
     assert [first_pixel(image) for image in images] == [(0xF4, 0xF5, 0xF3), (0x12, 0x16, 0x14)]
     assert all(image.stat().st_size > 30_000 for image in images)  # an empty page is a few kB
 
@@ -522,27 +584,27 @@ def test_a_browser_shows_it_in_light_and_dark_without_error_or_request(run: Path
 @needs_chromium
 def test_a_hostile_run_does_nothing_in_a_browser(tmp_path: Path) -> None:
     page = write_report(hostile_run(tmp_path))
-    console, asked, _ = browse(page, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
-    assert console == [] and asked == []
+    console, requested, _ = browse(page, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
+    assert console == [] and requested == []
 
 
 @needs_chromium
-def test_the_watch_over_the_browser_sees_scripts_and_requests(tmp_path: Path) -> None:
+def test_browse_reports_scripts_and_requests(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(f"<!DOCTYPE html><body>{HOSTILE}".replace("\x00", ""), "utf-8")
-    console, asked, _ = browse(page, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
-    assert any("OWNED" in line for line in console) and "http://127.0.0.1:9/" in asked
+    console, requested, _ = browse(page, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
+    assert any("OWNED" in line for line in console) and "http://127.0.0.1:9/" in requested
 
 
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 1200])
 def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
-    run = hostile_run(tmp_path)  # long words in every place
+    run = hostile_run(tmp_path)  # long words in every field
     measure = "<script>document.title = 'measured ' + document.documentElement.scrollWidth</script></body>"
     page = report(run).replace("</body>", measure).replace("<details", "<details open")
     inside = tmp_path / "inside.html"
     inside.write_text(re.sub(r"<meta http-equiv[^>]*>", "", page), "utf-8")
-    frame = tmp_path / "frame.html"  # windows have a least width; frames have none
+    frame = tmp_path / "frame.html"  # a window has a minimum width, a frame has none
     frame.write_text(
         f'<!DOCTYPE html><iframe src="inside.html" width="{width}" height="900" style="border:0"></iframe>'
         "<script>onload = () => { document.title = document.querySelector('iframe')"

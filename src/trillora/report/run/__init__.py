@@ -1,1 +1,1 @@
-"""The page of a run, made from its folder alone."""
+"""The report of a run: an HTML page built from its folder."""

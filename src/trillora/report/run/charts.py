@@ -1,7 +1,7 @@
-"""Curves as SVG and HTML, without a script: lines stretch with the page, letters do not, and hovering shows values.
+"""Charts as SVG and HTML without scripts: lines stretch with the page, text does not, and hovering shows values.
 
-The SVG holds lines only and is stretched to the width there is; axis labels and the values under the pointer are HTML
-over it. Long runs are thinned bin by bin, and every bin keeps its least and greatest value, so that no spike is lost.
+The SVG contains only lines and is stretched to the available width. Axis labels and hover values are HTML on top of it.
+Long runs are thinned in bins. Every bin keeps its minimum and maximum, so no spike is lost.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from trillora.report.html import text
 
-WIDTH, HEIGHT = 1000, 300  # of the SVG's own units
-MAX_BINS = 400  # a line has up to four points in each
-MAX_STRIPS = 160  # places where hovering shows values
+WIDTH, HEIGHT = 1000, 300  # in SVG units
+MAX_BINS = 400  # of a line, with up to four points each
+MAX_STRIPS = 160  # vertical strips that show values on hover
 MAX_MARKS = 150
 
 Point = tuple[float, float]
@@ -63,9 +63,9 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Line:
-    """Unbroken stretches of points, drawn in one style."""
+    """Connected stretches of points in one style."""
 
-    kind: str  # a class of the style sheet
+    kind: str  # CSS class
     stretches: list[list[Point]]
 
 
@@ -75,13 +75,13 @@ class Chart:
     lines: list[Line]
     first: float  # step at the left edge
     last: float
-    say: Callable[[float], str]  # a value of the y axis
+    format: Callable[[float], str]  # of values on the y axis
     low: float
-    high: float  # what lies above is cut and marked
-    key: list[tuple[str, str, str]] = field(default_factory=list)  # class, "line" or "dot", name
-    dots: list[tuple[str, list[Point]]] = field(default_factory=list)  # class and places
-    borders: list[tuple[float, str]] = field(default_factory=list)  # where stages begin, and their names
-    hover: list[tuple[float, str]] = field(default_factory=list)  # a step and what is known of it, rising
+    high: float  # values above are clipped and marked
+    key: list[tuple[str, str, str]] = field(default_factory=list)  # CSS class, "line" or "dot", label
+    dots: list[tuple[str, list[Point]]] = field(default_factory=list)  # CSS class and points
+    borders: list[tuple[float, str]] = field(default_factory=list)  # first x of each stage, and its name
+    hover: list[tuple[float, str]] = field(default_factory=list)  # step and text, ascending
     small: bool = False
 
     def html(self) -> str:
@@ -93,7 +93,7 @@ class Chart:
         shapes += [f'<path class="border" d="M{self._x(step)} 0V{HEIGHT}"/>' for step, _ in inner]
         shapes += [self._path(line) for line in self.lines]
         shapes += [f'<path class="{kind}" d="{self._dots(points)}"/>' for kind, points in self.dots if points]
-        labels = [f'<span class="y" style="top:{_percent(self._y(t), HEIGHT)}">{self.say(t)}</span>' for t in ticks]
+        labels = [f'<span class="y" style="top:{_percent(self._y(t), HEIGHT)}">{self.format(t)}</span>' for t in ticks]
         labels += self._steps() + ([] if self.small else self._stages())
         class_name = "chart small" if self.small else "chart"
         return (
@@ -121,7 +121,7 @@ class Chart:
         return f'<path class="{line.kind}" d="{"".join(parts)}"/>' if parts else ""
 
     def _dots(self, points: Sequence[Point]) -> str:
-        # A line of no length with round ends: the only circle that stretching leaves round.
+        # A line of zero length with round caps: the only circle that stays round when the SVG is stretched.
         return "".join(f"M{self._x(x)} {self._y(y)}h0" for x, y in spread(points, MAX_MARKS))
 
     def _key(self) -> str:
@@ -167,7 +167,7 @@ class Chart:
 
 
 def thinned(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
-    """At most four points a bin: the first, the least, the greatest and the last, in their order."""
+    """At most four points per bin, in order: the first, the minimum, the maximum and the last."""
     if len(points) <= 4 * max_bins:
         return list(points)
     kept: list[Point] = []
@@ -179,21 +179,21 @@ def thinned(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
 
 
 def spread(items: Sequence[T], most: int) -> list[T]:
-    """Some of the items, evenly, first and last among them."""
+    """At most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
 
 
 def calmed(points: Sequence[Point]) -> list[Point]:
-    """Each value replaced by the median of the five around it: a lone spike is left to the faint line."""
+    """Running median of five: removes single spikes, which the faint line of raw values still shows."""
     values = [y for _, y in points]
     around = (sorted(values[max(place - 2, 0) : place + 3]) for place in range(len(values)))
     return [(x, near[len(near) // 2]) for (x, _), near in zip(points, around, strict=True)]
 
 
 def smoothed(points: Sequence[Point], width: float) -> list[Point]:
-    """A running mean in which a point counts 1/e after `width` more; without a pull towards zero at the start."""
+    """Exponential moving average: a point's weight falls to 1/e after `width` points. No bias at the start."""
     keep, total, weight, means = math.exp(-1 / width), 0.0, 0.0, []
     for x, y in points:
         total, weight = keep * total + y, keep * weight + 1
@@ -202,7 +202,7 @@ def smoothed(points: Sequence[Point], width: float) -> list[Point]:
 
 
 def nice_ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers that span low to high."""
+    """About `about` round numbers that cover low to high."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low, low + 1]

@@ -1,9 +1,12 @@
-"""The report of a run as one HTML file: no script, no outside request, light or dark as the reader's system is."""
+"""The report of a run as one HTML file: no scripts, no requests, light or dark like the reader's system."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ from trillora.report.numbers import (
 )
 from trillora.report.run import charts, results
 from trillora.report.run.curves import curves
-from trillora.report.run.read import RunRecord, StageRecord, whole, words
-from trillora.report.run.text import RunStatus, before_and_after, quoted, seen_from_here, total_seconds, verdict
+from trillora.report.run.parse import count, words
+from trillora.report.run.read import RunRecord, StageRecord
+from trillora.report.run.status import RunStatus, before_and_after, quoted, run_status, seen_from_here, total_seconds
+from trillora.secrets import mask_secrets, secrets_of_environment
 
-MAX_LISTED = 50  # rows of any table that a long run makes long
+MAX_LISTED = 50  # lines of a table
 MAX_RECIPE = 60_000  # characters
-MOMENT_OF_MANY = "%d %b, %H:%M"  # the page's head has the year
+TIME_FORMAT = "%d %b, %H:%M"  # the head of the page has the year
 
 STYLE = """
 .verdict.stopped, .verdict.running { border-left-color: var(--edge); }
@@ -53,22 +58,23 @@ footer { margin-top: 1.5rem; font-size: .85rem; }
 
 def page(run: RunRecord) -> str:
     title = f"{_model_name(run)} on {_data_name(run)}" if _data_name(run) else _model_name(run)
-    facts = [format_time(run.started), _machine(run)]
+    facts = [format_time(run.manifest.started), _machine(run)]
+    stages = run.manifest.stages
     body = "\n".join(
         (
             f'<h1>{text(title)}</h1>\n<div class="faint">{text(" · ".join(fact for fact in facts if fact))}</div>',
-            _verdict(verdict(run)),
+            _status(run_status(run)),
             tiles(_tiles(run)),
             card("Curves", curves(run)),
-            card("Answers, before and after", results.samples(run)),
+            card("Answers before and after", results.samples(run)),
             card("Test set", results.test_set(run)),
-            card("Data", "".join(_stage(stage, len(run.stages) > 1) for stage in run.stages)),
+            card("Data", "".join(_stage(stage, len(stages) > 1) for stage in stages)),
             card("Skipped steps", _skips(run)),
             card("Use the result", _use(run)),
-            card("What happened", _history(run)),
-            _folded("Environment", _facts(run.environment)),
-            _folded("What was used", _facts({**_model_facts(run), **run.identity})),
-            _folded("Recipe, with everything resolved", _recipe(run)),
+            card("History", _history(run)),
+            _folded("Environment", _facts(run.manifest.environment)),
+            _folded("Model and data", _facts({**_model_facts(run), **run.manifest.identity})),
+            _folded("Resolved recipe", _recipe(run)),
             _footer(run),
         )
     )
@@ -76,59 +82,62 @@ def page(run: RunRecord) -> str:
 
 
 def _model_name(run: RunRecord) -> str:
-    name = words(run.model, "name") or run.folder.resolve().name
+    model = run.manifest.model
+    name = words(model.get("base_name")) or words(model.get("name")) or run.folder.resolve().name
     return name.rstrip("/").rpartition("/")[2] or name
 
 
 def _data_name(run: RunRecord) -> str:
-    names = list(dict.fromkeys(Path(file.name).name for stage in run.stages for file in stage.files))
+    names = list(dict.fromkeys(Path(file.name).name for stage in run.manifest.stages for file in stage.files))
     shown = ", ".join(names[:2])
     return f"{shown} and {len(names) - 2:,} more" if len(names) > 2 else shown
 
 
 def _machine(run: RunRecord) -> str:
-    device, count = words(run.environment, "device"), whole(run.environment, "num_devices")
-    device = device or words(run.environment, "backend")
-    return f"{count} x {device}" if device and count and count > 1 else device
+    environment = run.manifest.environment
+    device = words(environment.get("device")) or words(environment.get("backend"))
+    num_devices = count(environment.get("num_devices")) or 1
+    return f"{num_devices} x {device}" if device and num_devices > 1 else device
 
 
-def _verdict(found: RunStatus) -> str:
-    more = "".join(f"<p>{text(line)}</p>" for line in found.more)
-    command = f"<pre>{text(found.command)}</pre>" if found.command else ""
-    return f'<div class="verdict {found.kind}">{text(found.what)}{more}{command}</div>'
+def _status(status: RunStatus) -> str:
+    more = "".join(f"<p>{text(line)}</p>" for line in status.more)
+    command = f"<pre>{text(status.command)}</pre>" if status.command else ""
+    return f'<div class="verdict {status.kind}">{text(status.what)}{more}{command}</div>'
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str, bool]]:
     facts: list[tuple[str, str, bool]] = []
     pair = before_and_after(run)
-    losses = [line.loss for line in run.steps if line.loss is not None]
     if pair is not None:
         before, after = pair
         facts.append((_change(format_number(before.loss), format_number(after.loss)), "evaluation loss", False))
         facts.append((_change(format_number(before.perplexity), format_number(after.perplexity)), "perplexity", False))
-        if before.accuracy is not None and after.accuracy is not None:
+        if math.isfinite(before.accuracy) and math.isfinite(after.accuracy):
             shares = (format_percent(round(share, 2)) for share in (before.accuracy, after.accuracy))
             facts.append((_change(*shares), "token accuracy", False))
-    elif losses:
-        facts.append((_change(format_number(losses[0]), format_number(losses[-1])), "training loss", False))
-    tokens, seconds = sum(line.num_tokens for line in run.steps), total_seconds(run.steps)
+    elif run.steps:
+        losses = (format_number(step.loss) for step in (run.steps[0], run.steps[-1]))
+        facts.append((_change(*losses), "training loss", False))
+    tokens, seconds = sum(step.num_tokens for step in run.steps), total_seconds(run.steps)
     if tokens:
         facts.append((format_short(tokens), "tokens trained on", False))
     if seconds:
         facts.append((format_duration(seconds), "training time", False))
-    speeds = [line.tokens_per_second for line in run.steps if line.tokens_per_second]
-    if speeds:
+    if speeds := _known(step.tokens_per_second for step in run.steps):
         facts.append((format_short(statistics.median(speeds)), "tokens per second", False))
-    peaks = [line.peak_fraction for line in run.steps if line.peak_fraction]
-    if peaks:
-        facts.append((format_percent(statistics.median(peaks)), "of the chip's peak", False))
-    memory = [line.memory_gib for line in run.steps if line.memory_gib]
-    if memory:
+    if peaks := _known(step.peak_fraction for step in run.steps):
+        facts.append((format_percent(statistics.median(peaks)), "of peak FLOP/s", False))
+    if memory := _known(step.memory_gib for step in run.steps):
         facts.append((f"{format_number(max(memory))} <small>GiB</small>", "memory", False))
-    skipped = max(sum(line.skipped for line in run.steps), len(run.skips))
+    skipped = max(sum(step.skipped for step in run.steps), len(run.skips))
     if run.steps:
         facts.append((f"{skipped:,}", "skipped steps", skipped > 0))
     return facts
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value and math.isfinite(value)]
 
 
 def _change(before: str, after: str) -> str:
@@ -143,13 +152,13 @@ def _stage(stage: StageRecord, is_one_of_many: bool) -> str:
         f"of {stage.sequence_length:,} tokens" if stage.sequence_length else "",
         f"learning rate {format_rate(stage.learning_rate)}" if stage.learning_rate is not None else "",
     ]
-    counts = [(name, stage.counts[name]) for name in ("documents", "rows", "tokens") if name in stage.counts]
-    held = [f"{int(count):,} {'sequences' if name == 'rows' else name}" for name, count in counts]
-    held += [f"{stage.num_evaluated:,} documents to evaluate on"] if stage.num_evaluated else []
-    words_of_plan = " ".join(part for part in plan[:3] if part) + (f", {plan[3]}" if plan[3] else "")
-    lines = "".join(f'<div class="faint">{text(line)}</div>' for line in (words_of_plan, ", ".join(held)) if line)
-    example = f"<h3>One training row</h3>{coloured(shortened(stage.example))}" if stage.example else ""
-    return f"{title}{lines}{_token_bar(stage.counts)}{_files(stage)}{example}"
+    labels = {"documents": "documents", "rows": "sequences", "tokens": "tokens"}
+    counts = [f"{int(stage.data[name]):,} {label}" for name, label in labels.items() if name in stage.data]
+    counts += [f"{stage.num_evaluated:,} evaluation documents"] if stage.num_evaluated else []
+    plan_text = " ".join(part for part in plan[:3] if part) + (f", {plan[3]}" if plan[3] else "")
+    lines = "".join(f'<div class="faint">{text(line)}</div>' for line in (plan_text, ", ".join(counts)) if line)
+    example = f"<h3>One training document</h3>{coloured(shortened(stage.example))}" if stage.example else ""
+    return f"{title}{lines}{_token_bar(stage.data)}{_files(stage)}{example}"
 
 
 def _token_bar(counts: dict[str, float]) -> str:
@@ -160,7 +169,7 @@ def _token_bar(counts: dict[str, float]) -> str:
     parts = {"trained": trained, "masked": max(tokens - trained, 0), "padded": tokens * padding / (1 - padding)}
     total = sum(parts.values())
     names = {"trained": "trained", "masked": "context", "padded": "padding"}
-    bars = "".join(f'<div class="{n}-fill" style="width:{count / total:.3%}"></div>' for n, count in parts.items())
+    bars = "".join(f'<div class="{n}-fill" style="width:{c / total:.3%}"></div>' for n, c in parts.items())
     key = "".join(
         f'<span><i class="{n}-fill"></i>{names[n]} {format_short(c)} ({c / total:.1%})</span>' for n, c in parts.items()
     )
@@ -189,8 +198,8 @@ def _skips(run: RunRecord) -> str:
         f'<td class="name"><code>{text(", ".join(skip.rows[:20]))}{_and_more(len(skip.rows) - 20)}</code></td></tr>'
         for skip in run.skips[:MAX_LISTED]
     )
-    why = '<div class="faint">These batches changed nothing: weights and optimiser stayed as they were.</div>'
-    return f'{why}<div class="scroll"><table>{head}{lines}</table></div>{_rest(len(run.skips))}'
+    note = '<div class="faint">Skipped steps do not change the adapter or the optimizer state.</div>'
+    return f'{note}<div class="scroll"><table>{head}{lines}</table></div>{_rest(len(run.skips))}'
 
 
 def _use(run: RunRecord) -> str:
@@ -198,7 +207,10 @@ def _use(run: RunRecord) -> str:
         return ""
     folder = run.folder / run.adapter
     newest = "" if run.adapter == "adapter" else " This is the newest checkpoint; the run is not finished."
-    base, adapter = (json.dumps(name, ensure_ascii=False) for name in (run.base, seen_from_here(folder)))
+    # Absolute paths: the code runs from any directory.
+    base = os.path.abspath(run.base) if os.path.isdir(run.base) else run.base
+    adapter = mask_secrets(os.path.abspath(folder), secrets_of_environment())
+    base, adapter = (json.dumps(name, ensure_ascii=False) for name in (base, adapter))
     code = f"""from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -206,29 +218,30 @@ base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained({base})
 model = PeftModel.from_pretrained(base, {adapter})"""
     return (
-        f"<div>Talk to it:</div><pre>trillora chat {text(quoted(run.folder))}</pre>"
-        f"<p>Load it anywhere; the adapter is in PEFT's format.{newest}</p>"
+        f"<div>Chat with it:</div><pre>trillora chat {text(quoted(run.folder))}</pre>"
+        f"<p>Load it in Python; the adapter is in PEFT's format.{newest}</p>"
         f'<pre class="code">{text(code)}</pre>'
     )
 
 
 def _history(run: RunRecord) -> str:
     lines = "".join(
-        f'<tr><td class="moment">{text(format_time(happening.time, MOMENT_OF_MANY))}</td>'
-        f"<td>{text(happening.event)}</td>"
-        f'<td class="number">{"" if happening.step is None else f"{happening.step:,}"}</td>'
-        f'<td class="name">{text(happening.reason)}</td><td>{text(happening.machine)}</td></tr>'
-        for happening in run.history[-MAX_LISTED:]
+        f'<tr><td class="moment">{text(format_time(entry.time, TIME_FORMAT))}</td>'
+        f"<td>{text(entry.event)}</td>"
+        f'<td class="number">{"" if entry.step is None else f"{entry.step:,}"}</td>'
+        f'<td class="name">{text(entry.reason)}</td><td>{text(entry.machine)}</td></tr>'
+        for entry in run.history[-MAX_LISTED:]
     )
     head = '<tr><th>time</th><th></th><th class="number">step</th><th>reason</th><th>machine</th></tr>'
     table = f'<div class="scroll"><table>{head}{lines}</table></div>{_rest(len(run.history))}' if lines else ""
-    broken = f'<p class="faint">{run.num_unreadable:,} lines of the logs cannot be read.</p>'
-    return table + (broken if run.num_unreadable else "")
+    unreadable = f'<p class="faint">{run.num_unreadable:,} log lines are unreadable.</p>'
+    return table + (unreadable if run.num_unreadable else "")
 
 
 def _model_facts(run: RunRecord) -> dict[str, Any]:
-    facts: dict[str, Any] = {"base model": words(run.model, "name")} if words(run.model, "name") else {}
-    total, trained = whole(run.model, "num_parameters"), whole(run.model, "num_trained")
+    model = run.manifest.model
+    facts: dict[str, Any] = {"base model": words(model.get("base_name")) or words(model.get("name"))}
+    total, trained = count(model.get("num_parameters")), count(model.get("num_trained"))
     if total:
         facts["parameters"] = f"{total:,}"
     if trained:
@@ -263,14 +276,14 @@ def _folded(title: str, content: str) -> str:
     return f'<details class="card"><summary><h2>{text(title)}</h2></summary>{content}</details>' if content else ""
 
 
-def _rest(count: int) -> str:
-    return f'<p class="faint">{_and_more(count - MAX_LISTED)}</p>' if count > MAX_LISTED else ""
+def _rest(length: int) -> str:
+    return f'<p class="faint">{_and_more(length - MAX_LISTED)}</p>' if length > MAX_LISTED else ""
 
 
-def _and_more(count: int) -> str:
-    return f" … and {count:,} more" if count > 0 else ""
+def _and_more(rest: int) -> str:
+    return f" … and {rest:,} more" if rest > 0 else ""
 
 
 def _footer(run: RunRecord) -> str:
-    version = f"Trillora {run.version}" if run.version else "Trillora"
+    version = f"Trillora {run.manifest.trillora}".rstrip()
     return f'<footer class="faint">{text(version)} · {text(seen_from_here(run.folder))}</footer>'

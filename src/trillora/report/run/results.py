@@ -1,18 +1,19 @@
-"""What the model says: answers before and after, and the test set that `trillora eval` measured."""
+"""Results of a run: the model's answers before and after training, and the test set scores of `trillora eval`."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable
 from typing import Any
 
+from trillora.evaluation.scores import score
+from trillora.events import Sample
 from trillora.report.html import text
 from trillora.report.numbers import format_number, format_percent
-from trillora.report.run.read import AnswerRecord, RunRecord, finite, mappings, number, whole, words
+from trillora.report.run.parse import count, finite, mapping, mappings, number, words
+from trillora.report.run.read import RunRecord
 
 MAX_SAMPLES = 12
-MAX_CHARACTERS = 3000  # of one text; the middle of a longer one is left out
+MAX_CHARACTERS = 3000  # of one text; a longer one loses its middle
 MAX_FIELDS = 60
 
 STYLE = """
@@ -39,52 +40,52 @@ td.adapted { font-weight: 600; }
 
 
 def samples(run: RunRecord) -> str:
-    """For each prompt the first answer and the last one."""
-    told: dict[str, list[AnswerRecord]] = {}
-    for answer in run.answers:
-        told.setdefault(answer.prompt, []).append(answer)
-    latest_first = sorted(told.values(), key=lambda answers: -answers[-1].step)
-    shown = "".join(_sample(answers[0], answers[-1]) for answers in latest_first[:MAX_SAMPLES])
-    if len(told) > MAX_SAMPLES:
-        shown += f'<p class="faint">{len(told) - MAX_SAMPLES:,} more prompts are in metrics.jsonl.</p>'
+    """For each prompt, its first and its last answer."""
+    by_prompt: dict[str, list[tuple[int, Sample]]] = {}
+    for event in run.samples:
+        for sample in event.samples:
+            by_prompt.setdefault(sample.prompt, []).append((event.step, sample))
+    latest_first = sorted(by_prompt.values(), key=lambda answers: -answers[-1][0])
+    shown = "".join(_sample(answers) for answers in latest_first[:MAX_SAMPLES])
+    if len(by_prompt) > MAX_SAMPLES:
+        shown += f'<p class="faint">{len(by_prompt) - MAX_SAMPLES:,} more prompts are in metrics.jsonl.</p>'
     return shown
 
 
-def _sample(first: AnswerRecord, last: AnswerRecord) -> str:
-    sides = [] if first is last else [_says("before", f"Before{_when(first)}", first.answer, last.expected)]
-    side = "after" if last.step else "before"
-    sides.append(_says(side, f"{side.capitalize()}{_when(last)}", last.answer, last.expected))
+def _sample(answers: list[tuple[int, Sample]]) -> str:
+    (first_step, first), (last_step, last) = answers[0], answers[-1]
+    sides = []
+    if len(answers) > 1:
+        sides.append(_answer("before", f"Before, {_when(first_step)}", first.answer, last.expected))
+    side = "after" if last_step else "before"
+    sides.append(_answer(side, f"{side.capitalize()}, {_when(last_step)}", last.answer, last.expected))
     if last.expected is not None:
-        sides.append(_says("expected", "Expected", last.expected, None))
+        sides.append(_answer("expected", "Expected", last.expected, None))
     return _conversation(last.prompt, sides)
 
 
-def _when(answer: AnswerRecord) -> str:
-    return f", step {answer.step:,}" if answer.step else ", the base model"
+def _when(step: int) -> str:
+    return f"step {step:,}" if step else "the base model"
 
 
 def _conversation(prompt: str, sides: Iterable[str]) -> str:
-    asked = f'<div class="label">Prompt</div><div class="prompt">{text(shorter(prompt))}</div>'
-    return f'<div class="sample">{asked}<div class="says">{"".join(sides)}</div></div>'
+    question = f'<div class="label">Prompt</div><div class="prompt">{text(shorter(prompt))}</div>'
+    return f'<div class="sample">{question}<div class="says">{"".join(sides)}</div></div>'
 
 
-def _says(side: str, label: str, answer: str, expected: str | None) -> str:
+def _answer(side: str, label: str, answer: str, expected: str | None) -> str:
     badge = ""
     if expected is not None:
         right = same_answer(answer, expected)
         badge = '<span class="badge">as expected</span>' if right else '<span class="badge no">not as expected</span>'
-    body = text(shorter(answer)) if answer else '<span class="gap">nothing</span>'
+    body = text(shorter(answer)) if answer else '<span class="gap">empty</span>'
     return f'<div class="{side}"><span class="label">{text(label)}</span>{badge}<pre>{body}</pre></div>'
 
 
 def same_answer(answer: str, expected: str) -> bool:
-    """Equal as text, or equal as JSON however it is spaced."""
-    if answer.strip() == expected.strip():
-        return True
-    try:
-        return bool(json.loads(answer) == json.loads(expected))
-    except (ValueError, RecursionError):
-        return False
+    """Equal text, or JSON objects with equal fields: what `trillora eval` counts as correct."""
+    found = score(expected, answer)
+    return found.exact or (found.right_fields is True and all(found.fields.values()))
 
 
 def shorter(long: str) -> str:
@@ -96,44 +97,39 @@ def shorter(long: str) -> str:
 
 def test_set(run: RunRecord) -> str:
     found = run.evaluated
-    base, adapter, guess = (_part(found, name) for name in ("base", "adapter", "majority"))
+    base, adapter, guess = (mapping(found.get(name)) for name in ("base", "adapter", "majority"))
     if not base and not adapter:
         return ""
-    rows = whole(found, "num_rows")
-    what = f"{text(words(found, 'data') or 'test set')}" + (f", {rows:,} rows" if rows is not None else "")
+    rows = count(found.get("num_rows"))
+    what = text(words(found.get("data")) or "test set") + (f", {rows:,} rows" if rows is not None else "")
     head = '<tr><th></th><th class="number">base</th><th class="number">adapter</th><th class="number">{}</th></tr>'
     lines = [head.format("majority guess" if guess else "")]
-    for name, label in (("loss", "loss"), ("perplexity", "perplexity")):
-        values = [number(part, name) for part in (base, adapter)]
+    for name in ("loss", "perplexity"):
+        values = [number(part.get(name)) for part in (base, adapter)]
         if any(value is not None for value in values):
             cells = "".join(
                 f'<td class="number{kind}">{format_number(value)}</td>'
                 for kind, value in zip(("", " adapted"), values, strict=True)
             )
-            lines.append(f"<tr><td>{label}</td>{cells}<td></td></tr>")
+            lines.append(f"<tr><td>{name}</td>{cells}<td></td></tr>")
     shares = (
-        ("accuracy", "likeliest token right"),
-        ("exact_match", "answer exactly right"),
+        ("accuracy", "token accuracy"),
+        ("exact_match", "exact match"),
         ("valid_json", "valid JSON"),
-        ("right_fields", "JSON with the right fields"),
+        ("right_fields", "JSON with the expected fields"),
     )
     lines += [_share_line(label, base, adapter, {}, name) for name, label in shares]
-    fields = {part_name: _part(part, "fields") for part_name, part in (("base", base), ("adapter", adapter))}
-    names = list(dict.fromkeys([*fields["adapter"], *fields["base"], *guess]))
+    of_base, of_adapter = (mapping(part.get("fields")) for part in (base, adapter))
+    names = list(dict.fromkeys([*of_adapter, *of_base, *guess]))
     if names:
-        lines.append('<tr class="group"><td colspan="4">right values, by field</td></tr>')
-        lines += [_share_line(n, fields["base"], fields["adapter"], guess, n) for n in names[:MAX_FIELDS]]
+        lines.append('<tr class="group"><td colspan="4">correct values by field</td></tr>')
+        lines += [_share_line(n, of_base, of_adapter, guess, n) for n in names[:MAX_FIELDS]]
     table = f'<div class="scroll"><table class="scores">{"".join(lines)}</table></div>'
     return f'<div class="faint">{what}</div>{table}{_examples(found)}'
 
 
-def _part(values: dict[str, Any], name: str) -> dict[str, Any]:
-    part = values.get(name)
-    return part if isinstance(part, dict) else {}
-
-
 def _share_line(label: str, base: dict[str, Any], adapter: dict[str, Any], guess: dict[str, Any], name: str) -> str:
-    columns = [("", finite(base, name)), (" adapted", finite(adapter, name)), (" guess", finite(guess, name))]
+    columns = [(kind, finite(part.get(name))) for kind, part in (("", base), (" adapted", adapter), (" guess", guess))]
     if all(value is None for _, value in columns):
         return ""
     cells = "".join(f'<td class="number{kind}">{_meter(value)}</td>' for kind, value in columns)
@@ -141,24 +137,24 @@ def _share_line(label: str, base: dict[str, Any], adapter: dict[str, Any], guess
 
 
 def _meter(share: float | None) -> str:
-    if share is None or not math.isfinite(share):
+    if share is None:
         return ""
     return f'{format_percent(share)}<div class="meter"><i style="width:{min(max(share, 0), 1):.1%}"></i></div>'
 
 
 def _examples(found: dict[str, Any]) -> str:
     shown = []
-    for example in mappings(found, "examples")[:MAX_SAMPLES]:
+    for example in mappings(found.get("examples"))[:MAX_SAMPLES]:
         expected = example.get("expected")
-        known = None if expected is None else str(expected)
+        known = None if expected is None else words(expected)
         sides = [
-            _says(kind, label, words(example, name), known)
+            _answer(kind, label, words(example.get(name)), known)
             for kind, label, name in (("before", "Base", "base"), ("after", "Adapter", "adapter"))
             if example.get(name) is not None
         ]
         if known is not None:
-            sides.append(_says("expected", "Expected", known, None))
-        shown.append(_conversation(words(example, "prompt"), sides))
+            sides.append(_answer("expected", "Expected", known, None))
+        shown.append(_conversation(words(example.get("prompt")), sides))
     if not shown:
         return ""
-    return f"<details><summary>Examples of the test set: {len(shown)}</summary>{''.join(shown)}</details>"
+    return f"<details><summary>Examples from the test set: {len(shown)}</summary>{''.join(shown)}</details>"

@@ -1,4 +1,4 @@
-"""The report of a run, made from its folder alone: while it goes, after it ended, and also after it was killed."""
+"""Writes the report of a run from its folder: during the run, after its end, or after it was killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "report.html"
 
 
 def write_report(run: Path) -> Path:
-    """Writes RUN/report.html, whole or not at all, and says where it lies."""
+    """Write RUN/report.html atomically and return its path."""
     file = run / FILE
     content = page(read_run(run))
     try:

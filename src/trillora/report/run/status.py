@@ -1,0 +1,96 @@
+"""The state of a run in sentences: finished, stopped, diverged or running, and how much better it became."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from trillora.events import Evaluated, Step
+from trillora.report.numbers import format_count, format_duration, format_number, format_percent
+from trillora.report.run.read import RunRecord
+from trillora.secrets import mask_secrets, secrets_of_environment
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    kind: str  # finished, running, stopped, diverged: a class of the style sheet
+    what: str
+    more: tuple[str, ...] = ()
+    command: str = ""  # that resumes the run
+
+
+def run_status(run: RunRecord) -> RunStatus:
+    last = run.history[-1] if run.history else None
+    event = last.event if last else ""
+    at = last.step if last and last.step is not None else run.last_step
+    if not event and run.adapter == "adapter":
+        event = "finished"
+    num_steps = run.manifest.num_steps
+    total = f" of {num_steps:,}" if num_steps else ""
+    reason = f": {last.reason.rstrip('.')}." if last and last.reason else "."
+    again = f"trillora train {quoted(run.folder / 'resolved.yaml')} --out {quoted(run.folder)}"
+    saved = f"The newest checkpoint is from step {run.checkpoints[-1]:,}." if run.checkpoints else "No checkpoint yet."
+    if event == "finished":
+        if num_steps is not None and at < num_steps:
+            return RunStatus("finished", f"Finished early at step {at:,}{total}{reason}", _gains(run))
+        seconds = total_seconds(run.steps)
+        time = f" in {format_duration(seconds)}" if seconds else ""
+        return RunStatus("finished", f"Finished: {format_count(at, 'step', 'steps')}{time}.", _gains(run))
+    if event == "diverged":
+        listed = " The skipped rows are listed below." if run.skips else ""
+        advice = f"A lower learning rate or more warm-up steps usually help.{listed}"
+        return RunStatus("diverged", f"Diverged at step {at:,}{total}{reason}", (saved, advice))
+    if event == "stopped":
+        more = (*_gains(run), f"{saved} To resume the run:")
+        return RunStatus("stopped", f"Stopped at step {at:,}{total}{reason}", more, again)
+    more = (*_gains(run), "If its process has ended, resume the run with:")
+    return RunStatus("running", f"Running: step {run.last_step:,}{total} when this page was written.", more, again)
+
+
+def _gains(run: RunRecord) -> tuple[str, ...]:
+    pair = before_and_after(run)
+    if pair is None:
+        return ()
+    before, after = pair
+    if not 0 < before.loss < math.inf or not after.loss < math.inf:
+        return ()
+    change = after.loss / before.loss - 1
+    how = "fell" if change < 0 else "rose"
+    words = f"Evaluation loss {how} by {format_percent(round(abs(change), 2))}, "
+    words += f"from {format_number(before.loss)} to {format_number(after.loss)}"
+    if math.isfinite(before.accuracy) and math.isfinite(after.accuracy):
+        words += f"; token accuracy changed from {format_percent(before.accuracy)} to {format_percent(after.accuracy)}"
+    return (f"{words}.",)
+
+
+def before_and_after(run: RunRecord) -> tuple[Evaluated, Evaluated] | None:
+    """The first and the last evaluation of the last stage. Each stage has its own evaluation set."""
+    if not run.evaluations:
+        return None
+    stage = run.evaluations[-1].stage
+    of_stage = [event for event in run.evaluations if event.stage == stage]
+    return (of_stage[0], of_stage[-1]) if len(of_stage) > 1 else None
+
+
+def total_seconds(steps: list[Step]) -> float:
+    """Training time of all processes. Each process counts from its own start: a smaller value means a new process."""
+    total = last = 0.0
+    for event in steps:
+        seconds = event.seconds if 0 < event.seconds < math.inf else last
+        total, last = (total + last, seconds) if seconds < last else (total, seconds)
+    return total + last
+
+
+def seen_from_here(path: Path) -> str:
+    """The path, relative to the working directory if it is inside it."""
+    whole, here = os.path.abspath(path), os.getcwd()
+    shown = os.path.relpath(whole, here) if whole.startswith(here + os.sep) else whole
+    return mask_secrets(shown, secrets_of_environment())
+
+
+def quoted(path: Path) -> str:
+    """A path for the command line."""
+    return shlex.quote(seen_from_here(path))

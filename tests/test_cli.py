@@ -1,32 +1,29 @@
-"""The command line and the console: start without weight, speak plainly, exit with the right code."""
+"""The command line: starts fast, prints errors as text, and exits with the right code."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 import trillora
-from trillora.cli import Verbs, app
+from trillora.cli import OLD_VERBS, Verbs, app
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Event, Note, Progress, Step, to_json
+from trillora.quiet import quiet_libraries
 from trillora.recipe.load import recipe_schema
-from trillora.report.console import KEPT_STEPS, LOGGED_PARTS, console_listener
 
 HEAVY = {"jax", "jaxlib", "torch", "torchax", "transformers", "numpy", "tokenizers", "huggingface_hub"}
 
 
-# Where the package under test lies, for a fresh interpreter started in another folder.
+# A new interpreter that is started in another folder must find the package under test.
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(Path(trillora.__file__).parent.parent),
@@ -36,7 +33,7 @@ ENVIRONMENT = {
 
 
 def modules_after(code: str) -> set[str]:
-    """Top-level packages a fresh interpreter has loaded after running the code."""
+    """Top-level packages that a new interpreter has loaded after running the code."""
     code += "\nimport sys; print('loaded:', *{name.partition('.')[0] for name in sys.modules})"
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
@@ -51,7 +48,7 @@ def test_help_loads_nothing_heavy() -> None:
         "with contextlib.suppress(SystemExit): main()"
     )
     assert "typer" in loaded  # the list is real
-    assert loaded & HEAVY == set()
+    assert loaded & (HEAVY | {"rich", "pydantic", "psutil"}) == set()
 
 
 def test_importing_the_package_loads_nothing_but_itself() -> None:
@@ -74,12 +71,80 @@ def test_lazy_names_are_the_real_ones() -> None:
         trillora.nothing  # noqa: B018
 
 
+# Noise of libraries
+
+
+def test_libraries_are_quiet_and_jax_uses_the_cpu_where_there_is_no_accelerator() -> None:
+    laptop: dict[str, str] = {}
+    quiet_libraries("auto", laptop, accelerator=False)
+    assert laptop["JAX_PLATFORMS"] == "cpu" and laptop["TPU_STDERR_LOG_LEVEL"] == "3"
+    assert laptop["TRANSFORMERS_VERBOSITY"] == "error"
+
+
+@pytest.mark.parametrize(("backend", "accelerator"), [("auto", True), ("tpu", True), ("tpu", False), ("gpu", False)])
+def test_jax_chooses_the_device_where_there_is_an_accelerator_or_the_recipe_names_one(
+    backend: str, accelerator: bool
+) -> None:
+    environment: dict[str, str] = {}
+    quiet_libraries(backend, environment, accelerator=accelerator)
+    assert "JAX_PLATFORMS" not in environment
+
+
+def test_variables_of_the_user_stay() -> None:
+    own = {"JAX_PLATFORMS": "cuda", "TF_CPP_MIN_LOG_LEVEL": "0", "TRANSFORMERS_VERBOSITY": "info"}
+    environment = dict(own)
+    quiet_libraries("auto", environment, accelerator=False)
+    assert {name: environment[name] for name in own} == own
+
+
+PROBE = """
+import os, sys
+class Probe:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jax", "transformers"):
+            print("first", name, os.environ.get("JAX_PLATFORMS"), os.environ.get("TRANSFORMERS_VERBOSITY"))
+            sys.stdout.flush()
+            os._exit(0)
+sys.meta_path.insert(0, Probe())
+import trillora.devices.chips
+trillora.devices.chips.has_accelerator = lambda: False
+from trillora.cli import main
+sys.argv = ["trillora", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "r.yaml", "--out", "run"),
+        ("quickstart", "--out", "run"),
+        ("generate", "smollm2", "-p", "hi"),
+        ("chat", "smollm2"),
+        ("eval", "run"),
+        ("inspect", "r.yaml"),
+        ("preflight", "r.yaml", "--on", "v5e-8", "--estimate"),
+    ],
+)
+def test_variables_are_set_before_jax_and_transformers_are_imported(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "r.yaml").write_text("model: smollm2\ndata: a.jsonl\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", PROBE, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    line = [line for line in result.stdout.splitlines() if line.startswith("first")]
+    assert line and line[0].split()[2:] == ["cpu", "error"], result
+
+
+# Errors
+
+
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trillora", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=ENVIRONMENT)
 
 
-def test_a_mistake_in_the_recipe_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_a_mistake_in_the_recipe_is_printed_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("model: smollm2\ndata: a.jsonl\ntrain: {stesp: 3}\n")
     result = run("train", "r.yaml", "--out", "run", cwd=tmp_path)
     assert result.returncode == 2
@@ -95,26 +160,73 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_missing_recipe_is_told(tmp_path: Path) -> None:
+def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
     code, output = invoke("train", str(tmp_path / "no.yaml"), "--out", str(tmp_path / "run"))
     assert (code, "There is no recipe 'no.yaml'" in output) == (2, True)
 
 
-def test_unknown_verb_and_missing_arguments_are_told() -> None:
-    code, output = invoke("trian")
-    assert (code, "'train'" in output) == (2, True)
-    code, output = invoke("train")
-    assert (code, "RECIPE" in output) == (2, True)
+@pytest.mark.parametrize(("verb", "meant"), [("trian", "train"), *OLD_VERBS.items()])
+def test_an_unknown_or_old_command_names_the_right_one(verb: str, meant: str) -> None:
+    code, output = invoke(verb, "r.yaml")
+    assert code == 2
+    assert output.startswith(f"Unknown command '{verb}'.\n  where: command line\n  do:    did you mean {meant}? ")
 
 
-def test_a_run_is_never_written_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "what", "where"),
+    [
+        (["train"], "Missing argument 'RECIPE'", "trillora train"),
+        (["preflight", "r.yaml"], "Missing option '--on'", "trillora preflight"),
+        (["train", "r.yaml", "--otu", "run"], "No such option: --otu", "trillora train"),
+        (["eval", "run", "--rows", "many"], "Invalid value for '--rows'", "trillora eval"),
+        (["--verison"], "No such option: --verison", "trillora"),
+    ],
+)
+def test_wrong_arguments_are_errors_with_what_where_and_do(arguments: list[str], what: str, where: str) -> None:
+    result = CliRunner().invoke(app, arguments, prog_name="trillora")
+    lines = result.output.splitlines()
+    assert result.exit_code == 2
+    assert len(lines) == 3 and what in lines[0]
+    assert lines[1:] == [f"  where: {where}", f"  do:    see `{where} --help`"]
+
+
+def test_without_a_command_the_help_is_printed() -> None:
+    code, output = invoke()
+    assert code == 2
+    verbs = ("train", "inspect", "preflight", "eval", "generate", "chat", "report", "schema", "doctor", "quickstart")
+    assert all(f"  {verb} " in output for verb in verbs)
+
+
+def test_a_slice_without_the_option_on_is_an_error(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: smollm2\ndata: a.jsonl\n")
+    code, output = invoke("preflight", str(recipe), "v5e-8", "--on", "v6e-8")
+    assert (code, "name a slice with --on v5e-8" in output) == (2, True)
+
+
+def test_preflight_reads_several_slices_from_one_or_more_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trillora.preflight import verdict
+
+    def check(recipe: object, slices: list[str], **options: object) -> None:
+        raise TrilloraError(" ".join(slices), do="nothing")
+
+    monkeypatch.setattr(verdict, "preflight", check)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: smollm2\ndata: a.jsonl\n")
+    code, output = invoke("preflight", str(recipe), "train.steps=3", "--on", "v5e-8, v6e-8", "--on", "kaggle")
+    assert (code, output.splitlines()[0]) == (2, "v5e-8 v6e-8 kaggle")
+
+
+def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: smollm2\ndata: a.jsonl\n")
     (tmp_path / "adapter").mkdir()
     code, output = invoke("train", str(recipe), "--out", str(tmp_path))
     assert (code, "already holds a finished run" in output) == (2, True)
     code, output = invoke("train", str(recipe), "--out", str(recipe))
-    assert (code, "this is a file" in output) == (2, True)
+    assert (code, "must be a folder" in output) == (2, True)
 
 
 def test_version_and_schema_are_printed() -> None:
@@ -123,12 +235,12 @@ def test_version_and_schema_are_printed() -> None:
     assert (code, json.loads(output)) == (0, recipe_schema())
 
 
-def test_errors_of_any_verb_become_text_and_an_exit_code() -> None:
+def test_errors_of_any_command_become_text_and_an_exit_code() -> None:
     verbs = typer.Typer(cls=Verbs, pretty_exceptions_enable=False)
 
     @verbs.command()
     def mistake() -> None:
-        raise TrilloraError("what", where="here", do="this")
+        raise TrilloraError("what \x1b[31m", where="here", do="this")
 
     @verbs.command()
     def interrupt() -> None:
@@ -140,52 +252,21 @@ def test_errors_of_any_verb_become_text_and_an_exit_code() -> None:
 
     runner = CliRunner()
     result = runner.invoke(verbs, ["mistake"])
-    assert (result.exit_code, result.output) == (2, "what\n  where: here\n  do:    this\n")
+    assert (result.exit_code, result.output) == (2, "what \\x1b[31m\n  where: here\n  do:    this\n")
     assert runner.invoke(verbs, ["interrupt"]).exit_code == 130
-    assert isinstance(runner.invoke(verbs, ["bug"]).exception, ZeroDivisionError)  # ours to see, whole
+    assert isinstance(runner.invoke(verbs, ["bug"]).exception, ZeroDivisionError)  # a bug keeps its traceback
 
 
-def step(number: int, num_steps: int = 100, loss: float = 2.5) -> Step:
-    left = (num_steps - number) * 2.0
-    return Step(number, num_steps, "all", loss, 2e-4, 1.0, False, 1234.0, number * 2.0, left, 0.0)
+# Events as JSON
 
 
-EVENTS: list[Event] = [
-    Note("loading [bold]model[/bold] [x"),
-    Chosen("engine.layers", "scan", "a TPU compiles it in seconds"),
-    *(Progress("reading weights", done, 1000) for done in range(1001)),
-    *(step(number) for number in range(1, 101)),
-]
+def step(loss: float) -> Step:
+    return Step(1, 100, "all", loss, 2e-4, 1.0, False, 1234.0, 2.0, 198.0, 0.0)
 
 
-def test_a_log_gets_plain_lines() -> None:
-    out = io.StringIO()
-    with console_listener(Console(file=out, highlight=False)) as listener:
-        for event in EVENTS:
-            listener(event)
-    lines = out.getvalue().splitlines()
-    assert lines[0] == "loading [bold]model[/bold] [x"  # text is text, never markup
-    assert lines[1] == "engine.layers = scan  (a TPU compiles it in seconds)"
-    assert sum(line.startswith("reading weights") for line in lines) == LOGGED_PARTS + 1
-    assert lines[-1] == "step 100/100  loss 2.5000  lr 2.00e-04  grad 1.000  1,234 tokens/s  left 0:00:00"
-    assert sum(line.startswith("step") for line in lines) == 100
-    assert "\x1b" not in out.getvalue()
-
-
-def test_a_terminal_keeps_some_of_the_steps_and_moves_one_line() -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120, highlight=False, _environ={"TERM": "xterm"})
-    with console_listener(console) as listener:
-        for event in EVENTS:
-            listener(event)
-    lines = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()))
-    kept = [line for line in lines if line.startswith("step") and "━" not in line]
-    assert KEPT_STEPS <= len(kept) <= KEPT_STEPS + 2
-    assert any("━" in line for line in lines)
-    assert "[bold]model[/bold] [x" in out.getvalue()
-
-
-@pytest.mark.parametrize("event", [EVENTS[0], EVENTS[1], EVENTS[2], step(1), step(1, loss=math.nan)])
+@pytest.mark.parametrize(
+    "event", [Note("a\nb"), Chosen("a.b", 1, "c"), Progress("a", 1, 2, "bytes"), step(2.5), step(math.nan)]
+)
 def test_every_event_is_one_line_of_json(event: Event) -> None:
     line = to_json(event)
     assert "\n" not in line

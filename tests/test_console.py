@@ -1,4 +1,4 @@
-"""What a run looks like: a panel in a terminal, few lines elsewhere, and nothing that fails or obeys strangers."""
+"""How a run is shown: a panel in a terminal, a few lines elsewhere. Untrusted text has no effect on the terminal."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ import pytest
 from rich.console import Console
 
 import trillora
-from trillora.events import Alarm, Chosen, Evaluated, Event, Note, Progress, Sample, Sampled, Saved, Step
-from trillora.report.console import (
-    KEPT_STEPS,
-    LOGGED_PARTS,
-    closed_pipe_safe,
-    console_listener,
-    in_one_line,
-    readable,
-    step_line,
-)
+from trillora.events import Alarm, Chosen, Evaluated, Event, Note, Progress, Sample, Sampled, Saved, Skipped, Step
+from trillora.report import console as console_module
+from trillora.report.console import KEPT_STEPS, LOGGED_PARTS, console_listener, in_one_line, step_line
+from trillora.report.output import closed_pipe_safe
+from trillora.safe_text import visible, visible_line
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\r\x9b1m[bold]b[/bold] \u202eright\x00 :smile:"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(trillora.__file__).parent.parent)}
@@ -36,6 +31,18 @@ ENVIRONMENT.pop("JPY_PARENT_PID", None)
 @pytest.fixture(autouse=True)
 def outside_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+
+
+@pytest.fixture
+def progress_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows the progress of short work too."""
+
+    class Timer:
+        def __init__(self, seconds: float, function: Any, arguments: tuple[Any, ...]) -> None:
+            assert seconds == 2
+            self.start, self.cancel = lambda: function(*arguments), lambda: None
+
+    monkeypatch.setattr(threading, "Timer", Timer)
 
 
 def step(number: int, num_steps: int = 100, **fields: Any) -> Step:
@@ -49,13 +56,15 @@ def evaluated(number: int, loss: float = 1.5, *, is_best: bool = False) -> Evalu
     return Evaluated(number, "chat", loss, math.exp(loss), 0.612, 1000, is_best)
 
 
-# One of every kind, and the odd ones.
+# One event of every kind, and unusual ones.
 EVENTS: list[Event] = [
     Note("loading [bold]model[/bold] [x"),
     Chosen("engine.layers", "scan", "a TPU compiles it in seconds"),
     Alarm("step 3 was skipped"),
     Progress("reading weights", 3, 10),
+    Progress("downloading", 3_000_000, 10_000_000, "bytes"),
     Progress("nothing to do", 0, 0),
+    Skipped(3, "chat", "the loss is not finite", ("a.jsonl:1",)),
     evaluated(0, 3.2, is_best=True),
     Sampled(0, "chat", (Sample("What is it?", "It is.", "It is not."), Sample("And now?", ""))),
     Sampled(0, "chat", ()),
@@ -68,7 +77,7 @@ EVENTS: list[Event] = [
     evaluated(5, math.inf),
     Saved(5, "runs/a/checkpoints/step-00000005", 0.31),
     Note(HOSTILE),
-    Alarm("\ud800 a half of a letter"),
+    Alarm("\ud800 half a surrogate pair"),
     Chosen(HOSTILE, HOSTILE, HOSTILE),
     Progress(HOSTILE, 1, 2),
     Sampled(6, HOSTILE, (Sample(HOSTILE, HOSTILE, HOSTILE),) * 9),
@@ -91,7 +100,7 @@ def terminal(out: io.StringIO, width: int = 80, **options: Any) -> Console:
 
 
 def in_terminal(events: list[Event], width: int = 80) -> str:
-    """All that was written, with the codes a terminal obeys taken out."""
+    """All that was written, without the control sequences."""
     out = io.StringIO()
     with console_listener(terminal(out, width)) as listener:
         for event in events:
@@ -110,7 +119,7 @@ def last_panel(written: str) -> list[str]:
 # Logs
 
 
-def test_a_log_gets_plain_lines() -> None:
+def test_a_log_gets_plain_lines(progress_at_once: None) -> None:
     lines = logged(
         [
             *EVENTS[:3],
@@ -126,8 +135,8 @@ def test_a_log_gets_plain_lines() -> None:
     assert sum(line.startswith("reading weights") for line in lines) == LOGGED_PARTS + 1
     assert sum(line.startswith("step") for line in lines) == 100
     assert lines[-3:] == [
-        "step 100/100  loss 2.5000  lr 2.00e-04  grad 1.000  1,234 tokens/s  left 0:00:00",
-        "evaluation of step 100  loss 1.5000  perplexity 4.48  accuracy 61.2%  best",
+        "step 100/100  loss 2.5000  lr 2.00e-04  grad 1.000  1,234 tokens/s  left 0 s",
+        "evaluation at step 100  loss 1.5000  perplexity 4.48  accuracy 61.2%  best",
         "saved step 100 to run/checkpoints/step-00000100 (0.3 s)",
     ]
     assert "\x1b" not in "".join(lines)
@@ -138,40 +147,40 @@ def test_a_log_gets_plain_lines() -> None:
 )
 def test_a_long_run_has_few_lines_in_a_log(num_steps: int, most: int) -> None:
     lines = logged([step(number, num_steps) for number in range(1, num_steps + 1)])
-    told = [int(re.match(r"step +(\d+)/", line)[1]) for line in lines]  # type: ignore[index]
-    assert len(told) <= most and min(num_steps, 100) <= len(told)
-    assert told == sorted(set(told)) and told[-1] == num_steps
-    assert set(range(1, min(num_steps, 10) + 1)) <= set(told)
+    shown = [int(re.match(r"step +(\d+)/", line)[1]) for line in lines]  # type: ignore[index]
+    assert len(shown) <= most and min(num_steps, 100) <= len(shown)
+    assert shown == sorted(set(shown)) and shown[-1] == num_steps
+    assert set(range(1, min(num_steps, 10) + 1)) <= set(shown)
 
 
 def test_everything_else_is_bounded_in_a_log_and_the_latest_is_never_lost() -> None:
     events: list[Event] = []
-    for number in range(1, 4322):  # and the run ends early
+    for number in range(1, 4322):  # the run ends early
         samples = (Sample(f"q{number}", f"a{number}"),)
         events += [step(number, 5000), evaluated(number), Saved(number, f"s{number}", 0.1)]
         events += [Sampled(number, "chat", samples), Progress("evaluating", 0, 3), Progress("evaluating", 3, 3)]
     lines = logged(events)
     assert 5 * 80 < len(lines) < 5 * 120
     assert [line.split("  ")[0] for line in lines[-6:]] == [
-        *("step 4321/5000", "evaluation of step 4321", "saved step 4321 to s4321 (0.1 s)"),
-        *("samples of step 4321", "", ""),
+        *("step 4321/5000", "evaluation at step 4321", "saved step 4321 to s4321 (0.1 s)"),
+        *("samples at step 4321", "", ""),
     ]
     assert lines[-1] == "  > a4321"
-    assert len(lines) == len(set(lines))  # nothing twice
+    assert len(lines) == len(set(lines))  # no line twice
 
 
-def test_what_was_held_back_is_told_before_a_note() -> None:
+def test_held_lines_are_printed_before_a_note() -> None:
     lines = logged([*(step(number, 10_000) for number in range(1, 151)), Note("stopped by a signal")])
     assert [line[:10] for line in lines[-3:]] == ["step   100", "step   150", "stopped by"]
 
 
-def test_a_resumed_run_tells_its_first_step() -> None:
+def test_a_resumed_run_prints_its_first_step() -> None:
     assert logged([step(537, 10_000), step(538, 10_000)])[0].startswith("step   537/10000")
 
 
-def test_a_stage_that_begins_is_told_and_skipped_steps_are_counted() -> None:
+def test_the_start_of_a_stage_is_printed_and_skipped_steps_are_counted() -> None:
     lines = logged([step(1, stage="text"), step(2, stage="text", skipped=True), step(3, stage="chat")])
-    assert lines[1].endswith("  skipped 1") and lines[2] == "stage chat begins" and lines[3].endswith("  skipped 1")
+    assert lines[1].endswith("  skipped 1") and lines[2] == "stage chat starts" and lines[3].endswith("  skipped 1")
     assert len(lines) == 4
 
 
@@ -181,14 +190,14 @@ def test_a_notebook_gets_about_fifty_lines(monkeypatch: pytest.MonkeyPatch) -> N
         events.append(step(number, 10_000))
         if number % 100 == 0:
             events += [evaluated(number), Saved(number, "there", 0.1), Progress("evaluating", 3, 3)]
-    monkeypatch.setenv("JPY_PARENT_PID", "1")  # what a cell starts with `!` sees, and its output is a terminal
+    monkeypatch.setenv("JPY_PARENT_PID", "1")  # set in commands that a cell starts with `!`
     out = io.StringIO()
     with console_listener(terminal(out)) as listener:
         for event in events:
             listener(event)
     assert 30 <= len(out.getvalue().splitlines()) <= 55
     assert "\x1b" not in out.getvalue()
-    out, inside = io.StringIO(), Console(force_jupyter=True)  # a kernel's own output: lines, no widgets, no HTML
+    out, inside = io.StringIO(), Console(force_jupyter=True)  # output of the kernel itself
     inside.file = out
     with console_listener(inside) as listener:
         for event in events:
@@ -216,10 +225,10 @@ def test_the_panel_shows_the_run(width: int) -> None:
     panel = last_panel(written)
     assert all(len(line) == width for line in panel)
     text = "\n".join(panel)
-    for part in ("─ chat ─", "step 137/300 ━", "46%  left 0:05:26", "loss 1.2500 ", "evaluation 1.9000", "padding 3%"):
+    for part in ("─ chat ─", "step 137/300 ━", "46%  left 5 min", "loss 1.2500 ", "evaluation 1.9000", "padding 3%"):
         assert part in text
     for part in (
-        "best 1.7500 (step 50)",
+        "best 1.7500 at step 50",
         "1,234 tokens/s",
         "41% of peak",
         "memory 13.3 GiB",
@@ -227,26 +236,57 @@ def test_the_panel_shows_the_run(width: int) -> None:
         "saved step",
     ):
         assert part in text
-    assert re.search("█[▁▂▃▄▅▆▇]+!▁", text)  # a loss that falls, then none, then the lowest
-    assert "evaluation of step 50  loss 1.7500  perplexity 5.75  accuracy 61.2%  best\n" in written
+    assert re.search("█[▁▂▃▄▅▆▇]+!▁", text)  # falling losses, a missing one, then the lowest
+    assert "evaluation at step 50  loss 1.7500  perplexity 5.75  accuracy 61.2%  best\n" in written
 
 
 def test_a_terminal_keeps_some_of_the_steps() -> None:
     lines = in_terminal([step(number, 300) for number in range(1, 301)], 120).splitlines()
     kept = [line for line in lines if line.lstrip("\r").startswith("step")]
     assert KEPT_STEPS <= len(kept) <= KEPT_STEPS + 2
-    assert any("100%  took 0:10:00" in line for line in lines[-6:])  # the panel stays as the run's summary
+    assert any("100%  took 10 min" in line for line in lines[-6:])  # the panel stays as a summary
 
 
-def test_other_work_is_a_bar_that_goes_away() -> None:
+@pytest.mark.parametrize(
+    ("work", "amount"),
+    [
+        (Progress("Loading weights", 269_042_688, 538_060_288, "bytes"), "269 MB of 538 MB"),
+        (Progress("Loading weights", 5000, 10_000), "5,000/10,000"),
+    ],
+)
+def test_other_work_is_a_bar_that_disappears(work: Progress, amount: str, progress_at_once: None) -> None:
     out = io.StringIO()
     with console_listener(terminal(out)) as listener:
-        listener(Progress("reading weights", 5, 10))
-        assert re.search(r"reading weights ━+[╸╺]?━+ 5/10", without_codes(out.getvalue()))
+        listener(work)
+        assert re.search(rf"Loading weights ━+[╸╺]?━+ {amount}", without_codes(out.getvalue()))
         before = len(out.getvalue())
-        listener(Progress("reading weights", 10, 10))
-        assert "reading" not in out.getvalue()[before:]
+        listener(Progress(work.label, work.total, work.total, work.unit))
+        assert "Loading" not in out.getvalue()[before:]
     assert "╭" not in out.getvalue()  # nothing was trained
+    assert logged([work]) == [f"Loading weights  {amount}"]
+
+
+@pytest.mark.parametrize("mode", ["terminal", "log", "notebook"])
+def test_progress_is_shown_only_for_work_that_takes_long(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert console_module.PROGRESS_DELAY == 2
+    monkeypatch.setattr(console_module, "PROGRESS_DELAY", 0.2)
+    if mode == "notebook":
+        monkeypatch.setenv("JPY_PARENT_PID", "1")
+    out = io.StringIO()
+    with console_listener(Console(file=out) if mode == "log" else terminal(out)) as listener:
+        for done in range(11):
+            listener(Progress("short", done, 10))
+        listener(Progress("long", 0, 10))
+        listener(Progress("long", 3, 10))
+        assert "long" not in out.getvalue()
+        deadline = time.monotonic() + 30
+        while "long" not in out.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)  # no event arrives: the timer shows the latest one
+        listener(Progress("late", 0, 10))
+    assert "3/10" in out.getvalue() and "0/10" not in out.getvalue()
+    written = out.getvalue()
+    time.sleep(0.4)
+    assert out.getvalue() == written and "short" not in written and "late" not in written
 
 
 def test_samples_are_compact_in_a_terminal() -> None:
@@ -256,7 +296,7 @@ def test_samples_are_compact_in_a_terminal() -> None:
         *(Sample(f"q{number}", "a") for number in range(7)),
     )
     lines = [line.rstrip() for line in in_terminal([Sampled(50, "chat", samples)]).strip("\r\n").splitlines()]
-    assert lines[:3] == ["samples of step 50", "  ? Say it in JSON.", '  > {"a": 1}']
+    assert lines[:3] == ["samples at step 50", "  ? Say it in JSON.", '  > {"a": 1}']
     assert lines[7] == "  = No." and " … " in "".join(lines[3:7])
     assert lines[-1].strip("\r") == "    and 5 more" and len(lines) == 13
     assert max(map(len, lines)) <= 80
@@ -287,12 +327,12 @@ def test_a_terminal_without_a_cursor_gets_lines() -> None:
     assert out.getvalue() == step_line(step(1)) + "\n"
 
 
-# Nothing fails, nothing is obeyed
+# No event raises, and no text controls the terminal
 
 
 @pytest.mark.parametrize("width", [0, 20, 80, 120])  # 0 is a log
-def test_no_event_makes_it_fail(width: int) -> None:
-    assert {type(event) for event in EVENTS} == set(get_args(Event)) and len(get_args(Event)) == 8
+def test_no_event_raises(width: int, progress_at_once: None) -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(Event)) and len(get_args(Event)) == 9
     for event in EVENTS:
         out = io.StringIO()
         console = terminal(out, width) if width else Console(file=out)
@@ -301,7 +341,7 @@ def test_no_event_makes_it_fail(width: int) -> None:
     assert logged(EVENTS) if not width else in_terminal(EVENTS, width)
 
 
-def test_text_of_strangers_is_inert() -> None:
+def test_untrusted_text_has_no_effect(progress_at_once: None) -> None:
     hostile = [event for event in EVENTS if HOSTILE in repr(event) or repr(HOSTILE)[1:-1] in repr(event)]
     assert len(hostile) == 6
     log = "\n".join(logged(hostile))
@@ -314,19 +354,20 @@ def test_text_of_strangers_is_inert() -> None:
         assert all(c.isprintable() or c == "\n" for c in written)
         assert "\\x1b]0;owned\\x07\\x1b[2J" in written and "[bold]b[/bold]" in written and ":smile:" in written
         assert "\\x9b" in written and "\\u202e" in written
-    # Our own codes alone: colours, a cursor that hides and climbs, lines that are erased.
+    # Only our own codes: colours, hiding and moving the cursor, erasing lines.
     codes = set(re.findall(r"\x1b(\[[0-9;?]*[A-Za-z]|.)", out.getvalue()))
     assert {code for code in codes if code[-1] != "m"} <= {"[?25l", "[?25h", "[2K", "[1A"}
     assert "[31m" not in codes and "[0m" in codes
 
 
-def test_letters_stay_letters() -> None:
-    text = "Grüße 你好 👩\u200d💻 a\u00a0b\tc\nd"
-    assert readable(text) == text
+def test_letters_of_any_language_are_unchanged() -> None:
+    text = "Grüße 你好 👩\u200d💻 a\u00a0b\nd"
+    assert visible(text) == text
+    assert visible_line("a\tb\nc") == "a\\tb\\nc"
     assert in_one_line("a\n\n b\tc" + "d" * 100, 30) == "a b c" + "d" * 15 + " … " + "d" * 7
 
 
-def test_a_file_that_knows_few_letters_gets_the_others_spelled() -> None:
+def test_characters_outside_the_encoding_of_a_file_are_escaped() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, "ascii")
     with console_listener(Console(file=file)) as listener:
@@ -355,24 +396,25 @@ def test_threads_share_a_listener() -> None:
 RUN = """
 import sys, time
 from rich.console import Console
-from trillora.report.console import console_listener, let_go_of_closed_output
+from trillora.report.console import console_listener
+from trillora.report.output import flush_output
 from trillora.events import Note, Saved, Step
 with console_listener(Console(stderr=STDERR, force_terminal=TERMINAL)) as listener:
     for i in range(1, 2001):
         listener(Step(i, 2000, "a", 1.0, 1.0, 1.0, False, 1.0, 1.0, 1.0, 0.0))
         listener(Saved(i, "there", 0.0))
         if i == 5:
-            time.sleep(0.3)  # the reader goes away here
+            time.sleep(0.3)  # the reader closes the pipe here
     listener(Note("last"))
 open(sys.argv[1], "w").write("finished")
 print("a last word")
-let_go_of_closed_output()
+flush_output()
 """
 
 
 @pytest.mark.parametrize("shown", [False, True])
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_run_goes_on_when_its_reader_goes_away(tmp_path: Path, stream: str, shown: bool) -> None:
+def test_a_run_continues_when_its_reader_closes_the_pipe(tmp_path: Path, stream: str, shown: bool) -> None:
     code = RUN.replace("STDERR", str(stream == "stderr")).replace("TERMINAL", str(shown))
     command = [sys.executable, "-c", code, str(tmp_path / "done")]
     with (tmp_path / "other").open("wb") as other:
@@ -386,7 +428,7 @@ def test_a_run_goes_on_when_its_reader_goes_away(tmp_path: Path, stream: str, sh
     assert (tmp_path / "other").read_text() == ("" if stream == "stdout" else "a last word\n")
 
 
-def test_a_run_goes_on_when_both_ends_of_a_pipe_are_one_head(tmp_path: Path) -> None:
+def test_a_run_continues_when_head_closes_stdout_and_stderr(tmp_path: Path) -> None:
     code = RUN.replace("STDERR", "False").replace("TERMINAL", "False")
     (tmp_path / "run.py").write_text(code)
     command = f"{sys.executable} run.py done 2>&1 | head -1; echo ${{PIPESTATUS[0]}}"
@@ -396,7 +438,7 @@ def test_a_run_goes_on_when_both_ends_of_a_pipe_are_one_head(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-", ">/dev/full", "2>/dev/full"])
-def test_a_run_goes_on_with_output_that_never_was_open_or_is_full(tmp_path: Path, redirection: str) -> None:
+def test_a_run_continues_when_output_is_closed_or_full_from_the_start(tmp_path: Path, redirection: str) -> None:
     code = RUN.replace("STDERR", str("2>" in redirection)).replace("TERMINAL", "False").replace("0.3", "0")
     (tmp_path / "run.py").write_text(code)
     command = f"{sys.executable} run.py done {redirection}"
@@ -411,7 +453,7 @@ def test_a_terminal_that_hangs_up_does_not_stop_a_run(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stdout=follower, stderr=follower, env={**ENVIRONMENT, "TERM": "xterm"})
     os.close(follower)
     assert os.read(leader, 100)
-    os.close(leader)  # writes fail with EIO from here on
+    os.close(leader)  # writes now fail with EIO
     assert process.wait(60) == 0 and (tmp_path / "done").exists()
 
 

@@ -2,14 +2,15 @@
 
     import trillora
     trillora.inspect_data("recipe.yaml")
-    trillora.ask_compiler("recipe.yaml", on=["kaggle"])
+    trillora.run_preflight("recipe.yaml", on=["kaggle"])
     trillora.train("recipe.yaml", out="runs/first", train={"steps": 60})
 
-Names are loaded when first used, so that importing the package costs nothing.
+The functions below import what they need when they are called, so that `import trillora` is fast.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,28 +22,32 @@ if TYPE_CHECKING:
     from trillora.data.summary import DataReport
     from trillora.errors import TrilloraError
     from trillora.events import Listener
+    from trillora.preflight.result import PreflightResult
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import Recipe
     from trillora.training.trainer import TrainResult
 
-__all__ = ["Recipe", "TrilloraError", "__version__", "ask_compiler", "inspect_data", "load_recipe", "train"]
+__all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load_recipe", "run_preflight", "train"]
 
 
 def train(
     recipe: str | Path | Mapping[str, Any], *, out: str | Path, listener: Listener | None = None, **overrides: Any
 ) -> TrainResult:
-    """Trains by a recipe (a YAML file or a mapping) into the folder `out`.
+    """Trains an adapter by a recipe (a YAML file or a mapping), and writes the run into the folder `out`.
 
-    Overrides go on top, as sections (`train={"steps": 5}`) or dotted (`**{"train.steps": 5}`). Without a listener the
-    run reports as on the command line.
+    Overrides replace options of the recipe: whole sections (`train={"steps": 5}`) or dotted names
+    (`**{"train.steps": 5}`). Without a listener, events are shown as on the command line.
     """
     from pathlib import Path
 
+    from trillora.quiet import quiet_libraries
     from trillora.recipe.load import load_recipe
     from trillora.report.console import console_listener
-    from trillora.training.trainer import train as run
 
     loaded = load_recipe(recipe, overrides)
+    quiet_libraries(loaded.hardware.backend)
+    from trillora.training.trainer import train as run
+
     if listener is not None:
         return run(loaded, Path(out), listener=listener)
     with console_listener() as shown:
@@ -50,7 +55,7 @@ def train(
 
 
 def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> list[DataReport]:
-    """Shows what a recipe's data would train, as `trillora inspect` does, and returns the figures of each stage."""
+    """Shows the data of a recipe, as `trillora inspect` does. Returns one report per stage."""
     from rich.console import Console
 
     from trillora.data.summary import inspect
@@ -64,11 +69,11 @@ def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> li
     return reports
 
 
-def ask_compiler(
+def run_preflight(
     recipe: str | Path | Mapping[str, Any], *, on: Sequence[str], estimate: bool = False, **overrides: Any
-) -> list[dict[str, Any]]:
-    """Shows whether a recipe fits these slices and how long it takes there, as `trillora preflight` does, and returns
-    the answers."""
+) -> list[PreflightResult]:
+    """Shows whether a recipe fits these slices and how long it takes, as `trillora preflight` does. Returns one result
+    per slice."""
     from rich.console import Console
 
     from trillora.preflight.verdict import preflight
@@ -77,22 +82,15 @@ def ask_compiler(
     from trillora.report.preflight_screen import show
 
     with console_listener() as listener:
-        answers = preflight(load_recipe(recipe, overrides), on, estimate=estimate, listener=listener)
-    show(answers, Console(highlight=False))
-    return answers
+        results = preflight(load_recipe(recipe, overrides), on, estimate=estimate, listener=listener)
+    show(results, Console(highlight=False))
+    return results
+
+
+_LAZY = {"Recipe": "trillora.recipe.schema", "TrilloraError": "trillora.errors", "load_recipe": "trillora.recipe.load"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load_recipe":
-        from trillora.recipe.load import load_recipe
-
-        return load_recipe
-    if name == "Recipe":
-        from trillora.recipe.schema import Recipe
-
-        return Recipe
-    if name == "TrilloraError":
-        from trillora.errors import TrilloraError
-
-        return TrilloraError
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'trillora' has no attribute '{name}'")

@@ -1,24 +1,26 @@
-"""Untrusted text made safe to print: a terminal or browser shows every character and obeys none.
+"""Makes untrusted text (data rows, model answers, file names) safe to print in a terminal or a browser.
 
 >>> visible("red\\x1b[31m")
 'red\\\\x1b[31m'
+>>> visible_line("two\\nlines")
+'two\\\\nlines'
 """
 
 from __future__ import annotations
 
 import unicodedata
 
-_HARMLESS = "\n\u200c\u200d"  # newline; the other two join letters and emoji
+_SAFE = "\n\u200c\u200d"  # newline; the two joiners are part of letters and emoji
 
 
 def visible(text: str) -> str:
-    """The text with control and direction characters written as escapes. Newlines stay."""
-    return "".join(c if c.isprintable() or c in _HARMLESS or _is_space(c) else _escaped(c) for c in text)
+    """Writes control and text-direction characters as escapes. Newlines and spaces of any width stay."""
+    return "".join(
+        c if c.isprintable() or c in _SAFE or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
-def _is_space(character: str) -> bool:
-    return unicodedata.category(character) == "Zs"
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+def visible_line(text: str) -> str:
+    """As `visible`, with newlines as escapes too."""
+    return visible(text).replace("\n", "\\n")

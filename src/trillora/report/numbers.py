@@ -1,4 +1,10 @@
-"""Numbers, sizes, durations and dates as people read them: one format for terminal, page and notebook."""
+"""Formats numbers, sizes, durations and dates for people. Terminal, HTML and notebook output all use these functions.
+
+>>> format_number(12345.6), format_short(12345.6), format_rate(2e-4)
+('12,346', '12.3k', '2e-4')
+>>> format_duration(5 * 3600 + 120), format_bytes(538_060_288)
+('5 h 02 min', '538 MB')
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,11 @@ import math
 from datetime import datetime
 
 NOT_KNOWN = "?"
+MAX_DURATION = 1000 * 86400  # seconds; a longer forecast means nothing
 
 
 def format_number(value: float | None) -> str:
-    """Three figures that count."""
+    """Three significant digits, but never fewer than all digits of an integer part below a million."""
     if value is None:
         return NOT_KNOWN
     if not math.isfinite(value):
@@ -23,7 +30,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_rate(value: float | None) -> str:
-    """A learning rate: 2e-4."""
+    """A learning rate."""
     if value is None:
         return NOT_KNOWN
     if not value:
@@ -33,7 +40,7 @@ def format_rate(value: float | None) -> str:
 
 
 def format_short(value: float | None) -> str:
-    """12.3k, for axes and tiles."""
+    """For chart axes and tiles, where space is short."""
     if value is None:
         return NOT_KNOWN
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -44,13 +51,16 @@ def format_short(value: float | None) -> str:
 
 
 def format_percent(value: float | None) -> str:
+    """A fraction as a percentage, with a no-break space before the sign."""
     if value is None or not math.isfinite(value):
         return NOT_KNOWN
-    return f"{value:.1%}".replace(".0%", "%").replace("%", "\u00a0%")  # kept on one line
+    return f"{value:.1%}".replace(".0%", "%").replace("%", "\u00a0%")
 
 
 def format_duration(seconds: float) -> str:
-    if seconds < 60:
+    if not 0 <= seconds < MAX_DURATION:  # also false for NaN
+        return NOT_KNOWN
+    if seconds < 59.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     if minutes < 60:
@@ -59,8 +69,17 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
+def format_seconds(seconds: float) -> str:
+    """A short time with three significant digits: 18.7 ms, 0.90 s, 20.4 s, 2.5 min."""
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    if seconds >= 0.1:
+        return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+    return f"{1000 * seconds:.3g} ms"
+
+
 def format_time(text: str, how: str = "%d %B %Y, %H:%M %Z") -> str:
-    """An ISO time as people write it; as it is where it is none."""
+    """Formats an ISO 8601 time. Returns any other text unchanged."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -69,8 +88,9 @@ def format_time(text: str, how: str = "%d %B %Y, %H:%M %Z") -> str:
 
 
 def format_bytes(count: int | None) -> str:
+    """Decimal units: 1 kB is 1000 bytes."""
     if count is None:
-        return "?"
+        return NOT_KNOWN
     size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size /= 1000

@@ -1,11 +1,11 @@
-"""A two-stage curriculum on real text: the embedded model reads Romanian, then learns to answer questions in it.
+"""A two-stage curriculum on real text: the embedded model trains on Romanian text, then on questions and answers in it.
 
-    python tools/curriculum.py                 # fetch, train on this machine's CPU, print what was learnt
-    python tools/curriculum.py --prepare-only  # write the two data files, for recipes/real/curriculum.yaml
+    python tools/curriculum.py                 # download, train on the CPU, print losses and sample answers
+    python tools/curriculum.py --prepare-only  # only write the data files for recipes/real/curriculum.yaml
 
-The text is Debian's package of Romanian manual pages (GPL-3+), fetched when wanted: nothing of it lies in this
-repository. Stage one reads the pages as raw text; stage two answers what an option of a command does, as a chat. Needs
-`apt-get` and `dpkg-deb`, so Debian, Ubuntu, Colab or Kaggle.
+The text is Debian's package of Romanian manual pages (GPL-3+); it is downloaded and not part of this repository. Stage
+one trains on the pages as raw text. Stage two trains on chats that ask what an option of a command does. Needs
+`apt-get` and `dpkg-deb`: Debian, Ubuntu, Colab or Kaggle.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "real" / "curriculum.yaml"
 PACKAGE = "manpages-ro"
-NUM_QUESTIONS = 16  # held-out ones, put to base and adapter
-SAME_EVERYWHERE = ("COPYRIGHT", "DREPTURI", "RAPORTAREA", "TRADUCERE", "CONSULTAȚI")  # would be held out and read
-SHORTEST, LONGEST = 15, 240  # characters of an answer
+NUM_QUESTIONS = 16  # held-out questions for base and adapter
+# Sections with the same text in many pages: they would be both in the training and in the held-out data.
+SAME_EVERYWHERE = ("COPYRIGHT", "DREPTURI", "RAPORTAREA", "TRADUCERE", "CONSULTAȚI")
+MIN_ANSWER, MAX_ANSWER = 15, 240  # characters
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=default_folder(), help="where the data files go")
+    parser.add_argument("--folder", type=Path, default=default_folder(), help="folder for the data files")
     parser.add_argument("--out", type=Path, default=Path("runs/curriculum"), help="the run's folder")
     parser.add_argument("--prepare-only", action="store_true", help="write the data files and stop")
     arguments = parser.parse_args()
@@ -53,7 +54,7 @@ def default_folder() -> Path:
 
 
 def prepare(folder: Path) -> tuple[Path, Path, Path]:
-    """Raw text, chats to train on, and chats held out: those of every tenth option."""
+    """Writes raw text, chats to train on, and held-out chats (every tenth question)."""
     pages = list(manual_pages(folder))
     text, chats, held_out = (folder / name for name in ("text.jsonl", "chats.jsonl", "held-out.jsonl"))
     sections = [s.strip() for _, page in pages for s in re.split(r"\n(?=[A-ZĂÂÎȘȚ ]{4,}\n)", plain(page))]
@@ -66,7 +67,7 @@ def prepare(folder: Path) -> tuple[Path, Path, Path]:
     ]
     write_rows(chats, [row for number, row in enumerate(rows) if number % 10])
     write_rows(held_out, rows[::10])
-    print(f"{len(pages)} manual pages: {len(sections)} sections of text, {len(rows)} questions. In {folder}")
+    print(f"{len(pages)} manual pages: {len(sections)} sections of text, {len(rows)} questions, in {folder}")
     return text, chats, held_out
 
 
@@ -75,7 +76,7 @@ def write_rows(file: Path, rows: list[dict[str, object]]) -> None:
 
 
 def manual_pages(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name and source of every page of the package."""
+    """Name and roff source of every page of the package."""
     folder.mkdir(parents=True, exist_ok=True)
     if not list(folder.glob(f"{PACKAGE}_*.deb")):
         subprocess.run(["apt-get", "--quiet", "--quiet", "download", PACKAGE], cwd=folder, check=True)
@@ -83,12 +84,12 @@ def manual_pages(folder: Path) -> Iterator[tuple[str, str]]:
     subprocess.run(["dpkg-deb", "-x", archive.name, "pages"], cwd=folder, check=True)
     for file in sorted((folder / "pages").rglob("man/ro/man*/*.gz")):
         source = gzip.decompress(file.read_bytes()).decode("utf-8", "replace")
-        if not source.startswith(".so "):  # a page that only names another
+        if not source.startswith(".so "):  # an alias of another page
             yield file.name.split(".")[0], source
 
 
 def plain(roff: str) -> str:
-    """The words of a page: headings on lines of their own, macros and font changes gone."""
+    """The text of a page without macros and font changes; headings are on separate lines."""
     lines = []
     for line in roff.splitlines():
         if line.startswith(('.\\"', "'\\\"", ".TH", ".nh", ".ad", ".if", ".ie", ".el", ".de", ".ds", ".nr", "..")):
@@ -111,18 +112,18 @@ def unescape(text: str) -> str:
 
 
 def options(name: str, roff: str) -> Iterator[tuple[str, str]]:
-    """What each option of a command does, as a question and its answer."""
+    """Pairs of question and answer about the options of a command."""
     for item in re.split(r"^\.TP.*$", roff, flags=re.MULTILINE)[1:]:
         tag, _, rest = item.strip().partition("\n")
         option = " ".join(plain(tag).split())
         body = re.split(r"^\.(?:SH|SS|PP|TP|RS|RE|IP)", rest, maxsplit=1, flags=re.MULTILINE)[0]
         answer = " ".join(plain(body).split())
-        if option.startswith("-") and len(option) < 60 and SHORTEST <= len(answer) <= LONGEST:
+        if option.startswith("-") and len(option) < 60 and MIN_ANSWER <= len(answer) <= MAX_ANSWER:
             yield f"Ce face opțiunea {option} a comenzii {name}?", f"Opțiunea {option}: {answer.rstrip('.')}."
 
 
 def show_losses(run: Path) -> int:
-    """What each stage did to the loss of rows it never saw."""
+    """Prints the held-out loss before and after each stage. Returns 0 if both decreased."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     good = True
     print(f"\n{'held-out rows of':<18}{'before':>9}{'after':>9}   perplexity")
@@ -138,7 +139,10 @@ def show_losses(run: Path) -> int:
 
 
 def show_answers(run: Path, held_out: Path) -> int:
-    """Whether questions never seen are answered in the form of the chats, and whether the answers end."""
+    """Prints how many held-out questions are answered in the style of the chats, and how many answers end.
+
+    Returns 0 if the adapter uses the style more often than the base, and in more than half of its answers.
+    """
     from trillora.generation.generator import Generator
 
     rows = [json.loads(line)["messages"] for line in held_out.read_text("utf-8").splitlines()][:NUM_QUESTIONS]
@@ -150,7 +154,7 @@ def show_answers(run: Path, held_out: Path) -> int:
         in_form = sum(answer.text.startswith("Opțiunea -") for answer in answers)
         shares[name] = in_form
         ended = sum(answer.stopped for answer in answers)
-        print(f"{name:<10} {in_form} of {len(answers)} answers in the form of the chats, {ended} end by themselves")
+        print(f"{name:<10} {in_form} of {len(answers)} answers in the style of the chats, {ended} not cut off")
         print(f"           {questions[0]}\n           {answers[0].text[:160]!r}")
     return 0 if shares["adapter"] > max(shares["base"], len(questions) // 2) else 1
 

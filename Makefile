@@ -1,21 +1,21 @@
-# Every target sets its environment up first: once, then whenever pyproject.toml or the set-up script changes.
+# Every target first sets up its environment: once, and again when pyproject.toml or the set-up script changes.
 PYTHON ?= $(shell command -v python3 || command -v python)
 BIN := .venv/bin
 COMPAT := .venv-compat/bin
-# Tests run in several processes: one thread each, or they fight over the cores.
+# Tests run in several processes, so each uses one thread.
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
 .PHONY: help setup quickstart test lint compat architectures real-data soak clean
 
 help:
-	@echo "make quickstart     train a small real model, offline"
-	@echo "make test           lint, types and tests"
-	@echo "make lint           ruff and mypy only"
-	@echo "make compat         the core tests on the oldest supported libraries"
-	@echo "make architectures  try every model architecture; writes docs/ARCHITECTURES.md"
-	@echo "make real-data      fetch public data sets and look at each with trillora inspect"
-	@echo "make soak           the promises about runs at full dose, hours; PART=kills for one; writes dev/SOAK.md"
+	@echo "make quickstart     fine-tune a small chat model on the CPU"
+	@echo "make test           run lint, type checks and tests"
+	@echo "make lint           run only lint and type checks"
+	@echo "make compat         run the core tests with the oldest supported libraries"
+	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
+	@echo "make real-data      download public data sets and run trillora inspect on each"
+	@echo "make soak           run the reliability tests at full scale (hours; PART=kills for one part); writes dev/SOAK.md"
 	@echo "make clean          remove environments and caches"
 
 setup:

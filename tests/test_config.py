@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -13,8 +14,9 @@ from pydantic import ValidationError
 
 from trillora.errors import TrilloraError
 from trillora.recipe import yaml
-from trillora.recipe.load import Choice, choice_in_stage, dump_resolved, load_recipe, options, recipe_schema, resolve
-from trillora.recipe.schema import Recipe, seconds_of, stages_of
+from trillora.recipe.load import load_recipe, options, recipe_schema
+from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage, StepSettings, given_settings
+from trillora.recipe.schema import MeshSection, Recipe, TrainSection, seconds_of, stages_of
 
 ROOT = Path(__file__).parent.parent
 SMALLEST = {"model": "smollm2", "data": "train.jsonl"}
@@ -114,7 +116,7 @@ def test_unknown_key_names_the_nearest_and_the_place(tmp_path: Path, path: str, 
         ("train.optimizer=adam", "did you mean 'adamw'?"),
         ("train.seed=-1", "at least 0"),
         ("engine.attention=spalsh", "did you mean 'splash'?"),
-        ("engine.remat=", "one of auto, none, linear, dots, full"),
+        ("engine.remat=", "auto or one of none, linear, dots, full"),
         ("hardware.devices=0", "auto or a whole number"),
         ("hardware.mesh=8", "auto or a mapping of data, fsdp, tensor"),
         ("data.pack=3", "yes or no"),
@@ -276,31 +278,44 @@ def test_paths_become_absolute_from_the_recipes_folder(tmp_path: Path) -> None:
     assert load_recipe({"model": "m", "data": "sub/train.jsonl"}).data.path == str(Path.cwd() / "sub" / "train.jsonl")
 
 
-CHOICES = [
-    Choice("model.dtype", "float32", "a CPU computes fastest in it"),
-    Choice("train.micro_batch_size", 4, "fits: 3.1 of 15.7 GiB # with a hash: and a colon"),
-    Choice("train.steps", 120, "1 epoch of\n960 rows"),
-    Choice("hardware.mesh", {"data": 1, "fsdp": 8, "tensor": 1}, "the base is split over all"),
-    Choice("lora.targets", ("q_proj", "v_proj"), "all linear layers"),
-]
+SETTINGS = StepSettings(
+    backend="tpu",
+    num_devices=8,
+    mesh=MeshSection(fsdp=8),
+    dtype="bfloat16",
+    layers="scan",
+    attention="splash",
+    loss_chunk=4096,
+    remat="full",
+    micro_batch_size=4,
+)
+REASONS = {
+    "dtype": "the fastest format",
+    "mesh": "the base is split",
+    "micro_batch_size": "fits: 3.1 of 15.7 GiB # with a hash: and\na line break",
+    "every_steps": "ten evaluations in 120 steps",
+}
 
 
 def test_resolved_recipe_reads_back_the_same_with_its_reasons(tmp_path: Path) -> None:
-    recipe = load_recipe(SMALLEST)
-    resolved = resolve(recipe, CHOICES)
-    assert (resolved.train.steps, resolved.train.epochs) == (120, None)
-    text = dump_resolved(recipe, CHOICES)
-    assert text == dump_resolved(resolved, CHOICES)
-    assert load_recipe(recipe_file(tmp_path, text)) == resolved
-    assert "  dtype: float32  # a CPU computes fastest in it\n" in text
-    assert "  mesh: {data: 1, fsdp: 8, tensor: 1}  # the base is split over all\n" in text
-    assert "  steps: 120  # 1 epoch of 960 rows\n" in text
+    recipe = load_recipe(SMALLEST, ["train.steps=120"])
+    resolved = ResolvedRecipe((ResolvedStage("train", SETTINGS, None, REASONS),), evaluate_every=12)
+    filled = resolved.fill(recipe)
+    assert given_settings(stages_of(filled)[0].recipe) == vars(SETTINGS)
+    text = resolved.dump(recipe)
+    assert text == resolved.dump(filled)
+    assert load_recipe(recipe_file(tmp_path, text)) == filled
+    assert "  dtype: bfloat16  # the fastest format\n" in text
+    assert "  mesh: {data: 1, fsdp: 8, tensor: 1}  # the base is split\n" in text
+    assert "  micro_batch_size: 4  # fits: 3.1 of 15.7 GiB # with a hash: and a line break\n" in text
+    assert "  every_steps: 12  # ten evaluations in 120 steps\n" in text
+    assert ResolvedRecipe.from_dict(json.loads(json.dumps(resolved.to_dict()))) == resolved
 
 
-def test_what_the_user_wrote_is_never_resolved_away() -> None:
-    recipe = load_recipe(SMALLEST, ["train.micro_batch_size=2"])
-    with pytest.raises(ValueError, match="given by the user"):
-        resolve(recipe, CHOICES)
+def test_what_the_user_fixed_is_found_and_nothing_else() -> None:
+    (stage,) = stages_of(load_recipe(SMALLEST, ["train.micro_batch_size=2", "engine.remat=none"]))
+    assert given_settings(stage.recipe) == {"micro_batch_size": 2, "remat": "none"}
+    assert set(StepSettings.OPTIONS) == {field.name for field in dataclasses.fields(StepSettings)}
 
 
 def test_any_text_survives_being_written_and_read() -> None:
@@ -340,7 +355,8 @@ def test_schema_has_no_option_the_recipe_lacks_and_none_too_few() -> None:
 def test_nothing_of_the_environment_enters_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "canary")
     recipe = load_recipe({"model": "$HF_TOKEN", "data": "${HF_TOKEN}.jsonl"})
-    assert "canary" not in dump_resolved(recipe, [])
+    resolved = ResolvedRecipe((ResolvedStage("train", SETTINGS, None, {}),), evaluate_every=1)
+    assert "canary" not in resolved.dump(recipe)
 
 
 STAGED = {
@@ -368,18 +384,34 @@ def test_stages_are_recipes_of_their_own() -> None:
 
 def test_resolved_stages_read_back_with_what_was_chosen_for_each(tmp_path: Path) -> None:
     recipe = load_recipe(STAGED)
-    choices = [
-        choice_in_stage(recipe, 1, Choice("train.micro_batch_size", 4, "fits")),
-        choice_in_stage(recipe, 0, Choice("data.template_date", "2026-01-02", "the template asks")),
-        choice_in_stage(recipe, 0, Choice("engine.remat", "full", "fits")),
-    ]
-    text = dump_resolved(recipe, choices)
-    assert "micro_batch_size: 4  # fits" in text
+    other = dataclasses.replace(SETTINGS, micro_batch_size=2)
+    resolved = ResolvedRecipe(
+        (
+            ResolvedStage("text", SETTINGS, "2026-01-02", {"micro_batch_size": "fits", "remat": "fits too"}),
+            ResolvedStage("chat", other, None, {"micro_batch_size": "fits barely"}),
+        ),
+        evaluate_every=5,
+    )
+    text = resolved.dump(recipe)
+    assert "    micro_batch_size: 4  # fits\n" in text and "    micro_batch_size: 2  # fits barely\n" in text
+    assert "  remat: full  # fits too\n" in text
     again = load_recipe(recipe_file(tmp_path, text))
-    assert again == resolve(recipe, choices)
+    assert again == resolved.fill(recipe)
     first, second = stages_of(again)
-    assert (first.recipe.train.micro_batch_size, second.recipe.train.micro_batch_size) == ("auto", 4)
-    assert first.recipe.data.template_date == "2026-01-02" and second.recipe.engine.remat == "full"
+    assert (first.recipe.train.micro_batch_size, second.recipe.train.micro_batch_size) == (4, 2)
+    assert first.recipe.data.template_date == "2026-01-02" and second.recipe.data.template_date is None
+
+
+def test_a_stage_takes_every_option_it_does_not_give_from_train() -> None:
+    given = {"name": "a", "data": "x.txt", "batch_size": 4}
+    recipe = load_recipe(
+        {"model": "m", "train": {"batch_size": 16, "sequence_length": 64, "steps": 9}, "stages": [given]}
+    )
+    (stage,) = stages_of(recipe)
+    assert stage.recipe.train.batch_size == 4
+    others = {name for name in TrainSection.model_fields if name != "batch_size"}
+    assert all(getattr(stage.recipe.train, name) == getattr(recipe.train, name) for name in others)
+    assert set(recipe.model_dump(mode="json")["stages"][0]) == {"name", "data", "optimizer_state", "batch_size"}
 
 
 def test_overrides_reach_a_stage_by_its_number() -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_models
+import tiny_run
 from jax.sharding import NamedSharding, PartitionSpec
 from transformers import MistralConfig
 
@@ -58,7 +59,8 @@ def build(name: str, config: Any, mesh: MeshShape, **options: Any) -> Assembly:
             },
         }
     )
-    return assemble(recipe, config, make_mesh(jax.devices()[: mesh.size], mesh), num_steps=100)
+    settings = tiny_run.step_settings(recipe)
+    return assemble(recipe, settings, config, make_mesh(jax.devices()[: mesh.size], mesh), num_steps=100)
 
 
 @functools.cache

@@ -38,7 +38,7 @@ from trillora.evaluation.evaluate import (
     evaluate,
     read_rows,
     recipe_with_data,
-    token_scores,
+    token_metrics,
 )
 from trillora.evaluation.scores import Scores
 from trillora.events import Alarm, Progress, ignore_events
@@ -180,7 +180,7 @@ def test_packed_loss_equals_unpacked_and_any_batch_size_gives_it(
     assert recipe.data.pack
     unpacked = recipe.model_copy(update={"data": recipe.data.model_copy(update={"pack": False})})
     _, documents = read_rows(recipe, AutoTokenizer.from_pretrained(run.parent / "model"), False, None, ignore_events)
-    scores = token_scores(generator, {"adapter": generator.adapter}, unpacked, documents, 3, ignore_events)["adapter"]
+    scores = token_metrics(generator, {"adapter": generator.adapter}, unpacked, documents, 3, ignore_events)["adapter"]
     assert scores.loss == pytest.approx(tested[0].adapter.loss, rel=ROUNDING)
     assert scores.accuracy == tested[0].adapter.accuracy
 
@@ -207,7 +207,7 @@ def test_without_a_file_the_runs_own_test_rows_are_taken(run: Path, folder: Path
     name, documents = read_rows(recipe, tokenizer, True, None, ignore_events)
     assert 0 < len(documents) == len(own) < len(dataset.store.rows)
     assert all((documents[i].tokens == own[i].tokens).all() for i in range(len(own)))
-    assert str(folder / "chats.jsonl") in name and "kept for the test" in name
+    assert str(folder / "chats.jsonl") in name and "test split" in name
 
 
 def test_some_rows_are_spread_over_all(run: Path, folder: Path, other_chats: Path) -> None:

@@ -18,11 +18,12 @@ import yaml
 from transformers import MixtralConfig
 
 from trillora.devices.mesh import AXES, MeshShape, make_mesh, weight_spec
+from trillora.events import ignore_events
 from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
-from trillora.step.autotune import by_hardware, choose_mesh
+from trillora.step.autotune import Decisions, choose_mesh, decide_by_hardware
 from trillora.step.build import assemble, shard_adapter
 from trillora.training.trainer import train
 
@@ -96,7 +97,8 @@ def test_every_large_weight_is_split_without_naming_it(folder: Path) -> None:
         engine={"layers": "scan", "remat": "none", "attention": "xla", "loss_chunk": 64},
     )
     mesh = make_mesh(jax.devices(), MeshShape(fsdp=4, tensor=2))
-    assembly = assemble(load_recipe(settings), load_config(folder / "model"), mesh, num_steps=1)
+    recipe = load_recipe(settings)
+    assembly = assemble(recipe, tiny_run.step_settings(recipe), load_config(folder / "model"), mesh, num_steps=1)
     layout = assembly.model.layout
     split = {key for key, sharding in assembly.base_shardings.items() if not sharding.is_fully_replicated}
     large = {key for key, leaf in layout.items() if len(leaf.part_shape) == 2 and np.prod(leaf.part_shape) >= 2**16}
@@ -131,15 +133,16 @@ def test_mesh_is_chosen_from_rows_and_memory(
     num_devices: int, batch_size: int, base_gib: int, expected: MeshShape
 ) -> None:
     shape, reason = choose_mesh(num_devices, batch_size, base_gib * 2**30, limit=15.75 * 2**30)
-    assert shape == expected and reason
+    assert MeshShape(shape.data, shape.fsdp, shape.tensor) == expected and reason
 
 
 def test_every_architecture_gets_its_choices() -> None:
     recipe = load_recipe({"model": "any", "data": "any.jsonl"})
     names = tiny_models.buildable()
     for name in names:
-        choices = list(by_hardware(recipe, tiny_models.configuration(name), jax.devices()))
-        assert {c.path for c in choices} >= {"hardware.mesh", "engine.layers", "engine.loss_chunk"}, name
+        decisions = Decisions({}, ignore_events)
+        decide_by_hardware(decisions, recipe, tiny_models.configuration(name), jax.devices())
+        assert decisions.values.keys() >= {"mesh", "layers", "loss_chunk", "dtype", "attention"}, name
     assert len(names) > 100
 
 

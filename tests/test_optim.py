@@ -485,7 +485,8 @@ def test_optimizer_arrays_are_split_where_the_adapter_is(
         engine={"layers": "scan", "remat": "none", "attention": "xla", "loss_chunk": 64},
     )
     mesh = make_mesh(jax.devices(), MeshShape(fsdp=4, tensor=2))
-    assembly = assemble(load_recipe(settings), load_config(folder / "model"), mesh, num_steps=4)
+    recipe = load_recipe(settings)
+    assembly = assemble(recipe, tiny_run.step_settings(recipe), load_config(folder / "model"), mesh, num_steps=4)
     leaves = jax.tree.leaves(assembly.state_shapes.optimizer)
     assert all(len(leaf.sharding.spec) <= len(leaf.shape) for leaf in leaves)
     num_split = sum(not leaf.sharding.is_fully_replicated for leaf in leaves)

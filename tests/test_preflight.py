@@ -163,8 +163,8 @@ def test_a_killed_compiler_is_reported_and_survived(folder: Path) -> None:
 def test_the_compiler_is_mended_and_not_gone_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "has_compiler_builds", lambda: True)
     found = {"jax": "0.10.2", "libtpu": None}
-    monkeypatch.setattr(client, "_version", found.get)
-    monkeypatch.setattr(client, "_pinned", lambda owner, package: "==0.0.42.*")
+    monkeypatch.setattr(client, "installed_version", found.get)
+    monkeypatch.setattr(client, "pinned_version", lambda owner, package: "==0.0.42.*")
     with pytest.raises(TrilloraError, match="not installed") as missing:
         client.choose_method(False)
     assert 'pip install "jax[tpu]==0.10.2"' in missing.value.do
@@ -211,9 +211,9 @@ def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch
     assemble = autotune.assemble
     remats: dict[int, str] = {}
 
-    def remembered(recipe: Any, *rest: Any) -> Any:
-        assembly = dataclasses.replace(assemble(recipe, *rest), state_shapes={})  # nothing but the step counts
-        remats[id(assembly)] = recipe.engine.remat
+    def remembered(recipe: Any, settings: Any, *rest: Any) -> Any:
+        assembly = dataclasses.replace(assemble(recipe, settings, *rest), state_shapes={})  # count only the step
+        remats[id(assembly)] = settings.remat
         kept.append(assembly)
         return assembly
 
@@ -234,12 +234,14 @@ def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch
             return "a program", needs[compiled[-1]]
 
         devices = jax.devices("cpu")[:1]
-        plan = autotune.choose(stage.recipe, config, devices, stage.num_steps, ignore_events, compile_one, guess=guess)
+        plan = autotune.choose(
+            stage.recipe, config, devices, stage.num_steps, ignore_events, compiler=compile_one, guess=guess
+        )
         return plan, guessed, compiled
 
     plan, guessed, compiled = ask({"none": 500.0, "linear": 141.0, "full": 20.0})
     assert (guessed, compiled) == (["full", "linear"], ["full"])
-    assert [attempt.needed for attempt in plan.tried] == [141.0, 20.0] and plan.recipe.engine.remat == "full"
+    assert [attempt.needed for attempt in plan.tried] == [141.0, 20.0] and plan.settings.remat == "full"
     plan, guessed, compiled = ask({"none": 500.0, "linear": 139.0, "full": 20.0})  # may be a bad guess: it is compiled
     assert (guessed, compiled) == (["full", "linear", "none"], ["linear", "full"])
     plan, guessed, compiled = ask({"none": 90.0, "linear": 50.0, "full": 20.0})

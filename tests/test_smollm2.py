@@ -53,7 +53,7 @@ def test_first_ten_steps_equal_pytorch_and_peft(folder: Path, tmp_path: Path) ->
         }
     )
     ours = train(recipe, tmp_path / "run").losses
-    layout = CausalLM(load_config(folder), lora=lora_spec(recipe)).adapter_layout
+    layout = CausalLM(load_config(folder), lora=lora_spec(recipe.lora)).adapter_layout
     theirs = peft_losses(recipe, folder, read_data(recipe, load_tokenizer(folder)), layout, num_steps=10)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert ours[-1] < ours[0]

@@ -11,6 +11,8 @@ from chat_tokenizers import chat_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trillora.files.storage import open_storage
+from trillora.recipe.resolve import StepSettings, given_settings
+from trillora.recipe.schema import MeshSection, Recipe
 from trillora.training.checkpoint import Checkpoints
 
 TIMES = {
@@ -93,6 +95,12 @@ def recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     for name, values in sections.items():
         settings[name] = {**settings.get(name, {}), **values}
     return settings
+
+
+def step_settings(stage: Recipe) -> StepSettings:
+    """The settings of a recipe that fixes everything `assemble` reads."""
+    given = {"backend": "cpu", "num_devices": 1, "mesh": MeshSection(), **given_settings(stage)}
+    return StepSettings(**given)
 
 
 def losses(run: Path) -> list[float]:

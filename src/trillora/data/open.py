@@ -1,4 +1,4 @@
-"""A recipe's data section made ready: what training and `trillora inspect` both start from."""
+"""Opens the data of a recipe: the starting point of both training and `trillora inspect`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from trillora.data.tokenizing.encode import Encoder, Tokenizer
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
 from trillora.files.cache_dir import cache_root
-from trillora.recipe.load import resolve
 from trillora.recipe.schema import DataSection, StageRecipe
 
+TEMPLATE_DATE_REASON = "the chat template writes the date; a resumed run must write the same one"
 
-def settle(recipe: StageRecipe, tokenizer: Tokenizer) -> tuple[StageRecipe, list[Chosen]]:
-    """The recipe with what its data section leaves open: the date, where the chat template asks for it."""
+
+def with_template_date(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener) -> StageRecipe:
+    """The recipe with a date for the chat template: today's, if the template writes one and the recipe gives none."""
     template = chat_template(recipe.data, tokenizer)
     if template is None or "strftime_now" not in template or recipe.data.template_date is not None:
-        return recipe, []
+        return recipe
     today = datetime.date.today().isoformat()
-    chosen = [
-        Chosen("data.template_date", today, "the chat template writes the date; a continued run must write the same")
-    ]
-    return resolve(recipe, chosen), chosen
+    listener(Chosen("data.template_date", today, TEMPLATE_DATE_REASON))
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_date": today})})
 
 
 def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, *, lenient: bool = False) -> Dataset:
-    """The recipe's rows, tokenised. `lenient`: bad rows are noted, whatever the recipe says."""
+    """The recipe's rows, tokenized. With `lenient`, bad rows are only counted, whatever the recipe says."""
     dataset = prepare(
         data_options(recipe.data, tokenizer, lenient=lenient),
         tokenizer,
@@ -41,10 +40,10 @@ def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, 
     for file in dataset.files:
         listener(Note(f"Data {file['name']}: {file['format']}, {file['num_rows']:,} rows"))
     if not dataset.is_new:
-        listener(Note("Data tokenised before; found in the cache"))
+        listener(Note("Data already tokenized: read from the cache"))
     if dataset.num_problems:
         first = dataset.problems[0]
-        listener(Note(f"Data {dataset.num_problems:,} bad rows left out; the first is {first.where}: {first.what}"))
+        listener(Note(f"Data {dataset.num_problems:,} bad rows skipped; the first is {first.where}: {first.what}"))
         if not lenient and not len(dataset.store.rows):
             raise TrilloraError(f"No row can be trained on. The first: {first.what}", where=first.where, do=first.do)
     return dataset
@@ -73,7 +72,7 @@ def data_options(data: DataSection, tokenizer: Tokenizer, *, lenient: bool = Fal
 
 
 def chat_template(data: DataSection, tokenizer: Tokenizer) -> str | None:
-    """The text of the template conversations are rendered with: the recipe's, else the tokenizer's own."""
+    """The chat template as text: the recipe's, or else the tokenizer's own."""
     if data.chat_template is not None:
         encoder = Encoder(tokenizer)
         return find_template(data.chat_template, {*encoder.special_words, *encoder.added_words}, tokenizer.eos_token)
@@ -88,7 +87,9 @@ def _read_schema(path: str) -> dict[str, Any]:
             f"The JSON Schema cannot be read: {error.strerror}.", where=path, do="check data.json_schema"
         ) from None
     except ValueError as error:
-        raise TrilloraError(f"The JSON Schema is not JSON: {error}.", where=path, do="mend the file") from None
+        raise TrilloraError(
+            f"The JSON Schema is not JSON: {error}.", where=path, do="fix the syntax of the file"
+        ) from None
     if not isinstance(schema, dict):
-        raise TrilloraError("A JSON Schema is a JSON object.", where=path, do="write one object into the file")
+        raise TrilloraError("The JSON Schema must be a JSON object.", where=path, do="put one object into the file")
     return schema

@@ -12,12 +12,12 @@ import numpy as np
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.excerpt import pieces_of
-from trillora.data.open import chat_template, open_dataset, settle
+from trillora.data.open import chat_template, open_dataset, with_template_date
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
-from trillora.events import Chosen, Listener, Note, ignore_events
+from trillora.events import Listener, Note, ignore_events
+from trillora.files.digests import text_digest
 from trillora.recipe.schema import Stage, StageRecipe
-from trillora.training.run_identity import text_digest
 
 EXAMPLE_TOKENS = 600  # of a row shown in the report
 
@@ -27,20 +27,19 @@ class StageData:
     """What a stage trains and is measured on."""
 
     name: str
-    recipe: StageRecipe  # with what its data section left open
+    recipe: StageRecipe  # with a date for the chat template, if it needs one
     restarts_optimizer: bool
     dataset: Dataset
     batches: Batches
     evaluation: Documents | None
     num_steps: int
-    settled: tuple[Chosen, ...]
     template: str | None  # the recipe's own chat template, if it names one
 
     def identity(self) -> dict[str, str]:
         """Digests of the tokenised rows, which their files, tokenizer, template and options decide."""
         return {
             f"{self.name} data": text_digest(self.dataset.store.folder.name),
-            f"{self.name} chat template": text_digest(self.template),
+            f"{self.name} chat template": text_digest(self.template or ""),
         }
 
     def places_of(self, step: int) -> list[str]:
@@ -74,8 +73,8 @@ class StageData:
 
 
 def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
-    """A stage without rows is refused by its name."""
-    recipe, settled = settle(stage.recipe, tokenizer)
+    """Reads and tokenizes the data of a stage. Errors name the stage."""
+    recipe = with_template_date(stage.recipe, tokenizer, listener)
     try:
         dataset = open_dataset(recipe, tokenizer, listener)
         batches = training_batches(dataset, recipe)
@@ -93,7 +92,6 @@ def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
         batches=batches,
         evaluation=evaluation,
         num_steps=train.steps or math.ceil((train.epochs or 1) * batches.steps_per_epoch),
-        settled=tuple(settled),
         template=None if recipe.data.chat_template is None else chat_template(recipe.data, tokenizer),
     )
 

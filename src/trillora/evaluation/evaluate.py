@@ -1,10 +1,10 @@
-"""How good a run is on rows it has not seen: loss of their trained tokens, and answers to their questions.
+"""Tests a run on rows it was not trained on: the loss of their trained tokens, and the answers to their prompts.
 
     from trillora.evaluation.evaluate import evaluate
     print(evaluate("runs/first", "test.jsonl").to_dict())
 
-Rows are read as the run's recipe reads them, and the adapter is compared with its base: the same programs, with an
-adapter of zeros. The result is returned and written to the run's `eval.json`.
+Rows are read as the run's recipe says. The adapter is compared with its base, which runs through the same programs with
+an adapter of zeros. The result is returned and written to the run's `eval.json`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from trillora.devices.mesh import put_batch
 from trillora.engine.step import make_eval_step
 from trillora.errors import TrilloraError
 from trillora.evaluation.scores import Scores, majority, score, summarise
+from trillora.evaluation.token_metrics import TokenMetrics, TokenSums
 from trillora.events import Alarm, Listener, Progress, ignore_events
 from trillora.files.atomic import write_file
 from trillora.generation.generator import Generator
 from trillora.model.layout import Tree
-from trillora.model.loading.source import find_model, load_tokenizer
+from trillora.model.loading.source import OpenModel
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
 from trillora.step.build import evaluation_function, loss_chunk_positions
 
 FILE = "eval.json"
 NUM_EXAMPLES = 20
-SPARE_TOKENS = 16  # an answer may be so much longer than the longest expected one before it is cut off
-MOST_TOKENS = 512  # of an answer, unless more are asked for: a base may never stop
-LOSS_CHUNK = 1024  # tokens, where the recipe does not say
+SPARE_TOKENS = 16  # an answer may be this much longer than the longest expected one
+MAX_TOKENS = 512  # default limit of an answer: a base may never stop
+LOSS_CHUNK = 1024  # tokens, if the recipe says auto
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question as people should see it."""
+    """One prompt with its answers, for display."""
 
     prompt: str
     expected: str
@@ -59,18 +60,18 @@ class Example:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured."""
+    """The result of a test."""
 
     data: str
     num_rows: int
     base: Scores | None
     adapter: Scores
-    majority: dict[str, float]  # share of the commonest value of each JSON field
+    majority: dict[str, float]  # fraction of the most common value of each JSON field
     examples: tuple[Example, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As in `eval.json`. NaN and infinity, unknown to JSON, become words."""
-        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
+        """The content of `eval.json`. NaN and infinity, which JSON does not have, become text."""
+        return _json_values(dataclasses.asdict(self))
 
 
 def evaluate(
@@ -84,34 +85,34 @@ def evaluate(
     with_base: bool = True,
     listener: Listener = ignore_events,
 ) -> Evaluation:
-    """Test a run on a data file, or on the test rows it kept out of training.
+    """Tests a run on a data file, or on the test rows of its own split.
 
-    `max_rows` takes that many rows, spread evenly over the data. Answers may have `max_tokens` tokens; when that is not
-    given, a few more than the longest that is expected.
+    `max_rows` limits the test to that many evenly spaced rows. `max_tokens` limits each answer (default: slightly more
+    than the longest expected answer).
     """
     folder = check_run(Path(run).expanduser())
     recipe = recipe_with_data(load_recipe(folder / "resolved.yaml"), folder, data)
     source = recipe.model
-    model = find_model(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
-    tokenizer = load_tokenizer(model)
-    name, documents = read_rows(recipe, tokenizer, data is None, max_rows, listener)
+    opened = OpenModel.open(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+    name, documents = read_rows(recipe, opened.tokenizer, data is None, max_rows, listener)
     num_rows = len(np.unique(documents.rows_N))
 
-    generator = Generator.open(str(folder), backend=backend, batch_size=batch_size, listener=listener)
+    generator = Generator.open(str(folder), opened=opened, backend=backend, batch_size=batch_size, listener=listener)
     adapters = {"adapter": generator.adapter}
     if with_base:
         adapters["base"] = jax.tree.map(jnp.zeros_like, generator.adapter)
-    scores = token_scores(generator, adapters, recipe, documents, batch_size, listener)
+    metrics = token_metrics(generator, adapters, recipe, documents, batch_size, listener)
 
     found = (question_of(documents[index]) for index in range(len(documents)))
     questions = [question for question in found if question is not None]
     expected = [generator.prompts.decode(without_stop(q.expected, generator.prompts.stops)) for q in questions]
     limit = max_tokens if max_tokens is not None else default_limit(questions)
     answers: dict[str, list[str]] = {}
+    scores: dict[str, Scores] = {}
     for which in reversed(adapters):  # the base first, as in every table
         answers[which] = ask(generator, questions, limit, which == "adapter", f"Answers of the {which}", listener)
         judged = summarise([score(*pair) for pair in zip(expected, answers[which], strict=True)])
-        known = scores[which]
+        known = metrics[which]
         scores[which] = dataclasses.replace(
             judged, loss=known.loss, perplexity=known.perplexity, accuracy=known.accuracy
         )
@@ -128,39 +129,39 @@ def evaluate(
 
 
 def check_run(folder: Path) -> Path:
-    """A finished run, or an error that says what this is instead."""
+    """Checks that the folder holds a finished run."""
     if not (folder / "resolved.yaml").is_file():
-        beside = sorted(file.parent.name for file in folder.parent.glob("*/resolved.yaml"))
+        others = sorted(file.parent.name for file in folder.parent.glob("*/resolved.yaml"))
         do = "give the folder that `trillora train --out` wrote"
         raise TrilloraError(
-            "There is no run here: it would hold a resolved.yaml." if folder.is_dir() else "There is no such run.",
+            "This folder is not a run: it has no resolved.yaml." if folder.is_dir() else "There is no such run.",
             where=str(folder),
-            do=f"{do}; runs beside it: {', '.join(beside[:8])}" if beside else do,
+            do=f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do,
         )
     if not (folder / "adapter").is_dir():
         raise TrilloraError(
             "This run has no adapter yet, so there is nothing to test.",
             where=str(folder),
-            do="let it finish: the same `trillora train` command goes on with it",
+            do="finish it first: the same `trillora train` command resumes it",
         )
     return folder
 
 
 def recipe_with_data(recipe: Recipe, run: Path, data: str | Path | None) -> StageRecipe:
-    """The run's recipe, as its last stage had it, with the rows to test on as its data."""
+    """The recipe of the run's last stage, with the test rows as its data."""
     stage = stages_of(recipe)[-1].recipe
     section = stage.data
     changes: dict[str, Any] = {}
     template = run / "adapter" / "chat_template.jinja"
-    if template.is_file():  # a run may be on another machine by now; its template came along
+    if template.is_file():  # the run may have been copied here; its template was copied with it
         changes["chat_template"] = str(template)
     if data is not None:
         changes |= {"path": str(data), "split": None}
     elif section.split is None or not section.split.test:
         raise TrilloraError(
-            "This run kept no rows for a test.",
+            "This run has no test rows of its own.",
             where=f"{run / 'resolved.yaml'}, data.split.test",
-            do="name a file of rows it was not trained on with --data FILE; or train with data.split: {test: 0.1}",
+            do="give a file of rows it was not trained on with --data FILE; or train with data.split: {test: 0.1}",
         )
     return stage.model_copy(update={"data": section.model_copy(update=changes)})
 
@@ -168,9 +169,9 @@ def recipe_with_data(recipe: Recipe, run: Path, data: str | Path | None) -> Stag
 def read_rows(
     recipe: StageRecipe, tokenizer: Any, own_test: bool, max_rows: int | None, listener: Listener
 ) -> tuple[str, Documents]:
-    """What the data is called, and its documents, fitted to the run's length as in training."""
+    """The name of the data, and its documents, fitted to the run's sequence length as in training."""
     if max_rows is not None and max_rows < 1:
-        raise TrilloraError(f"{max_rows} rows are no test.", where="--rows", do="ask for at least 1")
+        raise TrilloraError(f"--rows must be at least 1, got {max_rows}.", where="--rows", do="use 1 or more")
     dataset = open_dataset(recipe, tokenizer, listener)
     name = _name_of(dataset, own_test)
     documents = _fitted(dataset, "test" if own_test else "train", recipe.train.sequence_length, listener)
@@ -178,8 +179,7 @@ def read_rows(
         raise TrilloraError(
             "There is no row to test on.",
             where=name,
-            do="name a file that has rows with --data FILE"
-            + ("; or keep a larger share with data.split.test" if own_test else ""),
+            do="give a file that has rows with --data FILE" + ("; or use a larger data.split.test" if own_test else ""),
         )
     rows = np.unique(documents.rows_N)
     if max_rows is not None and max_rows < len(rows):
@@ -189,8 +189,8 @@ def read_rows(
 
 
 def _fitted(dataset: Dataset, part: str, sequence_length: int, listener: Listener) -> Documents:
-    """Long texts split or left out as in training. Other long rows are left out and counted: a recipe may refuse them,
-    but to a run that is over there is nothing to mend."""
+    """Splits or drops long texts as in training. Other rows that are too long are dropped and counted, even if the
+    recipe refuses them: the run is finished, so its sequence length cannot change."""
     documents = dataset.documents(part)
     kinds = dataset.store.rows["kind"][documents.rows_N]
     fits = (documents.lengths_N <= sequence_length) | (kinds == KINDS.index("text"))
@@ -199,33 +199,39 @@ def _fitted(dataset: Dataset, part: str, sequence_length: int, listener: Listene
     num_lost = lost.num_rows + int((~fits).sum())
     if num_lost:
         rows = "1 row is" if num_lost == 1 else f"{num_lost:,} rows are"
-        listener(Alarm(f"{rows} longer than the run's {sequence_length:,} tokens and left out of the test."))
+        listener(Alarm(f"{rows} longer than the run's {sequence_length:,} tokens and not tested."))
     return kept
 
 
-def token_scores(
+def token_metrics(
     generator: Generator,
     adapters: dict[str, Tree],
     recipe: StageRecipe,
     documents: Documents,
     batch_size: int,
     listener: Listener,
-) -> dict[str, Scores]:
-    """Loss, perplexity and accuracy of every trained token, for each of the adapters by one program."""
+) -> dict[str, TokenMetrics]:
+    """Loss, perplexity and accuracy over all trained tokens, for each adapter, with one program."""
     train, data = recipe.train, recipe.data
-    batches = _batches(recipe, documents, min(batch_size, _rows_that_fit(recipe, batch_size)))
+    batches = Batches(
+        documents,
+        batch_size=min(batch_size, _sequences_that_fit(recipe, batch_size)),
+        sequence_length=train.sequence_length,
+        pack=data.pack,
+        num_buckets=data.num_length_buckets,
+        shrink=True,
+    )
     tokens = LOSS_CHUNK if recipe.engine.loss_chunk == "auto" else recipe.engine.loss_chunk
     chunk = loss_chunk_positions(tokens, batches.batch_size, train.sequence_length)
     step = jax.jit(make_eval_step(evaluation_function(generator.model, chunk, packed=data.pack)))
-    sums = {name: np.zeros(3) for name in adapters}
+    sums = {name: TokenSums() for name in adapters}
     for number in range(batches.steps_per_epoch):
         listener(Progress("Loss of the trained tokens", number, batches.steps_per_epoch))
         batch = put_batch(batches.batch(number), generator.mesh)
         for name, adapter in adapters.items():
-            found = step(adapter, generator.base, batch)
-            sums[name] += [float(found[key]) for key in ("loss", "num_correct", "num_tokens")]
+            sums[name].add(step(adapter, generator.base, batch))
     listener(Progress("Loss of the trained tokens", batches.steps_per_epoch, batches.steps_per_epoch))
-    return {name: _mean_scores(*total) for name, total in sums.items()}
+    return {name: total.metrics() for name, total in sums.items()}
 
 
 def ask(
@@ -236,8 +242,8 @@ def ask(
     label: str,
     listener: Listener,
 ) -> list[str]:
-    """The greedy answer to every question. Questions of like length go together; one near the end of the model's
-    positions goes alone, with as many tokens as it has room for."""
+    """The greedy answer to every question. Questions of similar length are batched. A question close to the model's
+    maximum length runs alone, with as many new tokens as still fit."""
     order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
     rooms = [max_tokens if generator.longest is None else generator.longest - len(q.prompt) for q in questions]
     free = [i for i in order if rooms[i] >= max_tokens]
@@ -247,7 +253,7 @@ def ask(
     answers: dict[int, str] = {}
     for group, limit in groups:
         listener(Progress(label, len(answers), len(questions)))
-        # A last group that is not full would be a shape, and a program, of its own.
+        # An incomplete last group would be a new shape and compile another program, so it is filled up.
         filled = [*group, *group[-1:] * (size - len(group))] if len(free) > size and limit == max_tokens else group
         prompts = [questions[i].prompt for i in filled]
         written = generator.continue_tokens(prompts, max_tokens=limit, adapted=adapted)
@@ -260,64 +266,41 @@ def ask(
 
 def default_limit(questions: Sequence[Question]) -> int:
     longest = max((len(question.expected) for question in questions), default=1)
-    return min(longest + SPARE_TOKENS, MOST_TOKENS)
+    return min(longest + SPARE_TOKENS, MAX_TOKENS)
 
 
 def without_stop(tokens: Sequence[int], stops: Sequence[int]) -> Sequence[int]:
-    """An expected answer as an answer is given: without the token that ends it."""
+    """The expected answer without its stop token, like a generated answer."""
     return tokens[:-1] if tokens and tokens[-1] in stops else tokens
 
 
 def _name_of(dataset: Dataset, own_test: bool) -> str:
     first, *others = [str(file["name"]) for file in dataset.files]
     name = f"{first} and {len(others)} more files" if others else first
-    return f"{name}, the rows kept for the test" if own_test else name
+    return f"{name}, test split" if own_test else name
 
 
-def _batches(recipe: StageRecipe, documents: Documents, batch_size: int) -> Batches:
-    """Rows as in training. Fewer than a batch make a smaller batch."""
-
-    def made(size: int) -> Batches:
-        return Batches(
-            documents,
-            batch_size=size,
-            sequence_length=recipe.train.sequence_length,
-            seed=0,
-            pack=recipe.data.pack,
-            num_buckets=recipe.data.num_length_buckets,
-        )
-
-    batches = made(batch_size)
-    return batches if batches.num_rows >= batch_size else made(batches.num_rows)
-
-
-def _rows_that_fit(recipe: StageRecipe, otherwise: int) -> int:
-    """What a device could train at once it can also read at once."""
-    mesh, rows = recipe.hardware.mesh, recipe.train.micro_batch_size
-    if rows == "auto" or mesh == "auto":
+def _sequences_that_fit(recipe: StageRecipe, otherwise: int) -> int:
+    """A device can evaluate at least as many sequences at once as it could train."""
+    mesh, size = recipe.hardware.mesh, recipe.train.micro_batch_size
+    if size == "auto" or mesh == "auto":
         return otherwise
-    return max(1, rows // (mesh.data * mesh.fsdp))
+    return max(1, size // (mesh.data * mesh.fsdp))
 
 
-def _mean_scores(loss: float, num_correct: float, num_tokens: float) -> Scores:
-    mean = loss / num_tokens
-    perplexity = math.exp(mean) if mean < 700 else mean * math.inf  # NaN stays NaN
-    return Scores(loss=mean, perplexity=perplexity, accuracy=num_correct / num_tokens)
-
-
-def _plain(value: Any) -> Any:
+def _json_values(value: Any) -> Any:
     match value:
         case dict():
-            return {name: _plain(inner) for name, inner in value.items()}
+            return {name: _json_values(inner) for name, inner in value.items()}
         case list() | tuple():
-            return [_plain(inner) for inner in value]
+            return [_json_values(inner) for inner in value]
         case float() if not math.isfinite(value):
             return str(value)
     return value
 
 
 def _save(file: Path, evaluation: Evaluation, listener: Listener) -> None:
-    """Whole or not at all. A run that cannot be written to was still tested: what was found is not thrown away."""
+    """Written atomically. If the run's folder is read-only, the result is still returned."""
     text = json.dumps(evaluation.to_dict(), indent=1, allow_nan=False) + "\n"
     try:
         write_file(file, text)

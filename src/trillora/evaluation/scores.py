@@ -1,7 +1,10 @@
-"""Answers compared with what was expected: equal texts, and for JSON objects their fields.
+"""Compares answers with the expected ones: equal texts, and for JSON objects their fields.
 
-Answers are whatever a model wrote, so they are read with limits: no deep nesting, no numbers without end, no NaN. A
-fence around an answer is a part of it: who asked for JSON is to get JSON.
+    >>> score('{"a": 1, "b": 2}', '{"b": 2.0, "a": 3}')
+    Score(exact=False, valid_json=True, right_fields=True, fields={'a': False, 'b': True})
+
+Answers are untrusted text, so the JSON parser has limits: bounded nesting, no infinite numbers, no NaN. A Markdown
+fence around an answer is part of the answer: a task that expects JSON gets only JSON.
 """
 
 from __future__ import annotations
@@ -14,29 +17,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_DEPTH = 64  # of objects and lists inside each other
-_THOUGHT = "</think>"  # ends what a model says to itself
+MAX_DEPTH = 64  # of nested objects and lists
+_END_OF_THINKING = "</think>"
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
+_INVALID = object()
 
 
 @dataclass(frozen=True)
 class Score:
-    """One answer. What is asked of JSON is None where no JSON object was expected."""
+    """One answer. The JSON measures are None if the expected answer is not a JSON object."""
 
     exact: bool
     valid_json: bool | None
-    right_fields: bool | None  # the expected keys, no other
-    fields: dict[str, bool]  # for every expected key, whether its value is the expected one
+    right_fields: bool | None  # has the expected keys and no others
+    fields: dict[str, bool]  # for every expected key, whether the value is right
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Shares over many answers, and what the loss says of all trained tokens. None: there was nothing to count."""
+    """Fractions over many answers, and the token metrics. None: there was nothing to count."""
 
     loss: float | None = None
     perplexity: float | None = None
-    accuracy: float | None = None  # of trained tokens, how many were the likeliest
+    accuracy: float | None = None  # fraction of trained tokens that were the most likely ones
     exact_match: float | None = None
     valid_json: float | None = None
     right_fields: float | None = None
@@ -44,10 +48,9 @@ class Scores:
 
 
 def score(expected: str, answer: str) -> Score:
-    """Spaces around a text do not count; order of keys, and spaces inside JSON, do not count for its fields. Where
-    thinking is expected before the answer, what was thought does not count either."""
-    if _THOUGHT in expected:
-        expected, answer = _spoken(expected), _spoken(answer)
+    """Surrounding whitespace is ignored. For the fields of JSON, key order and inner whitespace are ignored too. If the
+    expected answer contains thinking, only the text after it is compared."""
+    expected, answer = _without_thinking(expected, answer)
     exact = expected.strip() == answer.strip()
     wanted = parse_object(expected)
     if wanted is None:
@@ -59,13 +62,22 @@ def score(expected: str, answer: str) -> Score:
     return Score(exact, True, found.keys() == wanted.keys(), right)
 
 
+def is_right(expected: str, answer: str) -> bool:
+    """Whether an answer is right: the same text, or the same JSON value in any formatting."""
+    expected, answer = _without_thinking(expected, answer)
+    if expected.strip() == answer.strip():
+        return True
+    wanted, found = _parse(expected), _parse(answer)
+    return wanted is not _INVALID and found is not _INVALID and canonical(wanted) == canonical(found)
+
+
 def summarise(scores: Sequence[Score]) -> Scores:
-    """The shares of all answers."""
+    """The fractions over all answers."""
     names = dict.fromkeys(name for one in scores for name in one.fields)
     return Scores(
-        exact_match=_share(one.exact for one in scores),
-        valid_json=_share(one.valid_json for one in scores if one.valid_json is not None),
-        right_fields=_share(one.right_fields for one in scores if one.right_fields is not None),
+        exact_match=_fraction(one.exact for one in scores),
+        valid_json=_fraction(one.valid_json for one in scores if one.valid_json is not None),
+        right_fields=_fraction(one.right_fields for one in scores if one.right_fields is not None),
         fields={
             name: sum(right) / len(right)
             for name in names
@@ -75,27 +87,22 @@ def summarise(scores: Sequence[Score]) -> Scores:
 
 
 def majority(expected: Iterable[str]) -> dict[str, float]:
-    """What guessing would give: for each field the share of its commonest value among the rows that have the field."""
+    """The score of always guessing the most common value, for each field, over the rows that have the field."""
     values: dict[str, Counter[str]] = {}
     for text in expected:
-        for name, value in (parse_object(_spoken(text)) or {}).items():
+        for name, value in (parse_object(text.rpartition(_END_OF_THINKING)[2]) or {}).items():
             values.setdefault(name, Counter())[canonical(value)] += 1
     return {name: max(counts.values()) / counts.total() for name, counts in values.items()}
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that the text is, or None if it is none, or none that can be trusted."""
-    if _too_deep(text):
-        return None
-    try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-    except (ValueError, RecursionError):  # also Python's own limit on the digits of a number
-        return None
+    """The JSON object in the text; None if it is not one, or exceeds the limits."""
+    value = _parse(text)
     return value if isinstance(value, dict) else None
 
 
 def canonical(value: Any) -> str:
-    """Equal for equal JSON values: 1 and 1.0 are one number, 1 and true are not one value."""
+    """The same text for equal JSON values. 1 and 1.0 are the same number; 1 and true are different values."""
     return json.dumps(_with_plain_numbers(value), sort_keys=True)
 
 
@@ -110,17 +117,29 @@ def _with_plain_numbers(value: Any) -> Any:
     return value
 
 
-def _spoken(text: str) -> str:
-    return text.rpartition(_THOUGHT)[2]
+def _without_thinking(expected: str, answer: str) -> tuple[str, str]:
+    if _END_OF_THINKING not in expected:
+        return expected, answer
+    return expected.rpartition(_END_OF_THINKING)[2], answer.rpartition(_END_OF_THINKING)[2]
 
 
-def _share(hits: Iterable[bool]) -> float | None:
+def _fraction(hits: Iterable[bool]) -> float | None:
     counted = list(hits)
     return sum(counted) / len(counted) if counted else None
 
 
+def _parse(text: str) -> Any:
+    """The JSON value in the text, or `_INVALID`."""
+    if _too_deep(text):
+        return _INVALID
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):  # includes Python's own limit on the digits of a number
+        return _INVALID
+
+
 def _too_deep(text: str) -> bool:
-    """Counted beforehand: how deep the parser itself can go depends on the interpreter."""
+    """Checked before parsing, because the parser's own limit depends on the interpreter."""
     depth = 0
     for bracket in _BRACKET.finditer(_STRING.sub("", text)):
         depth += 1 if bracket[0] in "[{" else -1
@@ -136,5 +155,5 @@ def _refuse(word: str) -> Any:
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ValueError("a number beyond every float")
+        raise ValueError("the number is too large for a float")
     return number

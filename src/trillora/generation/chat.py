@@ -1,4 +1,4 @@
-"""A conversation in a terminal: one line in, an answer word by word out."""
+"""A chat in the terminal: reads one line at a time and streams each answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Message
 
-GREETING = "Ask away. /reset starts over, /quit leaves."
+GREETING = "Type a message. /reset clears the conversation, /quit exits."
 
 
 def converse(
@@ -20,10 +20,10 @@ def converse(
     max_tokens: int,
     sampling: Sampling,
 ) -> None:
-    """Until `/quit`, the end of input or an interrupt; every answer is given with all turns before it in view."""
+    """Chats until `/quit`, the end of input or an interrupt. Each answer sees all messages before it."""
     if not generator.prompts.has_template:
         raise TrilloraError(
-            "This model has no chat template: it continues texts and holds no conversations.",
+            "This model has no chat template: it can continue texts, but not chat.",
             do="use trillora generate, or the chat (“instruct”) version of the model",
         )
     turns: list[Message] = []
@@ -32,7 +32,7 @@ def converse(
         while (line := ask().strip()) != "/quit":
             if line == "/reset":
                 turns = []
-                say("Forgotten.\n")
+                say("Conversation cleared.\n")
             elif line:
                 turns = _exchange(generator, turns, line, say, max_tokens, sampling)
     except (EOFError, KeyboardInterrupt):
@@ -48,15 +48,15 @@ def _exchange(
     max_tokens: int,
     sampling: Sampling,
 ) -> list[Message]:
-    """The turns with this question and its answer; without both where it does not fit."""
-    asked = [*turns, {"role": "user", "content": line}]
+    """The messages with this question and its answer, or unchanged if the question does not fit."""
+    messages = [*turns, {"role": "user", "content": line}]
     answer = ""
     try:
-        for piece in generator.stream(asked, max_tokens=max_tokens, sampling=sampling):
+        for piece in generator.stream(messages, max_tokens=max_tokens, sampling=sampling):
             answer += piece
             say(piece)
     except TrilloraError as error:
         say(f"{error}\n")
         return turns
     say("\n")
-    return [*asked, {"role": "assistant", "content": answer}]
+    return [*messages, {"role": "assistant", "content": answer}]

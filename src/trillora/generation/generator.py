@@ -1,10 +1,10 @@
-"""Text from a run or a model: prompts in batches, lengths in buckets, two programs for each.
+"""Text generation with a run or a model: prompts in batches, lengths in buckets, two programs per bucket.
 
     from trillora.generation.generator import Generator
     answers = Generator.open("runs/first").generate(["What is LoRA?"])
 
-A bucket is a number of rows, of prompt slots and of cache slots. Its two programs, one that reads prompts and one that
-writes tokens, are compiled when the bucket is first needed; temperature, seed and stop tokens are numbers to them.
+A bucket is a number of sequences, of prompt slots and of cache slots. Its two programs, prefill and decode, are
+compiled when the bucket is first used. Temperature, seed and stop tokens are inputs, so changing them compiles nothing.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from jax.sharding import Mesh
 from trillora.devices.mesh import BATCH_AXES, MeshShape, batch_sharding, find_devices, make_mesh, replicated
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
-from trillora.events import Listener, Note, Progress, ignore_events
+from trillora.events import Listener, Note, ignore_events
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
 from trillora.model.adapters import fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
-from trillora.model.loading.source import find_model, load_config, load_tokenizer
+from trillora.model.loading.source import OpenModel
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
 from trillora.recipe.load import load_recipe
-from trillora.recipe.schema import Recipe, stages_of
-from trillora.step.autotune import memory_limit
+from trillora.recipe.schema import Dtype, Recipe, stages_of
+from trillora.step.autotune import fastest_attention, fastest_dtype, memory_limit
 from trillora.step.build import shard_adapter, weight_shardings
 
 SHORTEST_BUCKET = 32  # prompt slots
-ANSWER_STEP = 64  # cache slots for answers come in multiples of this, so that a few tokens more are no new program
-TOKENS_PER_CALL = 32  # written before the host looks whether all rows have stopped
-FULL_DEVICE = 0.6  # share of a device's memory that weights may take before they are split over all devices
+ANSWER_STEP = 64  # cache slots for answers are a multiple of this, so that few lengths need a program of their own
+TOKENS_PER_CALL = 32  # generated before the host checks whether all sequences have stopped
+FULL_DEVICE = 0.6  # fraction of a device's memory that weights may use before they are split over all devices
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said to one prompt."""
+    """The model's answer to one prompt."""
 
     text: str
     tokens: tuple[int, ...]  # without the stop token
     num_prompt_tokens: int
-    stopped: bool  # it ended its answer; else the limit cut it off
+    stopped: bool  # ended by a stop token, not by the length limit
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Bucket:
 
 
 class Generator:
-    """A model, with an adapter or without, that answers prompts. `longest` limits prompt and answer together."""
+    """A model with or without an adapter. `longest` limits the tokens of prompt and answer together."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Generator:
     ) -> None:
         self.prompts, self.batch_size = prompts, batch_size
         self._decoder, self._base, self._mesh = Decoder(model), base, mesh
-        self.adapter = adapter  # may be set anew at any time, to one of the same shapes
+        self.adapter = adapter  # may be replaced at any time by one with the same shapes
         positions = getattr(model.module.config.get_text_config(), "max_position_embeddings", None)
         limits = [limit for limit in (positions, longest) if limit is not None]
         self.longest = min(limits) if limits else None
@@ -88,33 +88,32 @@ class Generator:
         cls,
         name: str,
         *,
+        opened: OpenModel | None = None,
         with_adapter: bool = True,
         backend: str = "auto",
         longest: int | None = None,
         batch_size: int = 8,
         listener: Listener = ignore_events,
     ) -> Generator:
-        """A run's folder, a model's folder, a hub id or `smollm2`, ready to answer."""
+        """Opens a run's folder, a model's folder, a hub id or `smollm2`. `opened`: the model, if it is already open."""
         run = Path(name).expanduser()
         recipe = load_recipe(run / "resolved.yaml") if (run / "resolved.yaml").is_file() else None
         adapter_folder = _adapter_folder(run) if recipe is not None and with_adapter else None
-        source = recipe.model if recipe is not None else None
-        trusted = source is not None and source.trust_remote_code
-        listener(
-            Note(f"Model {source.name if source else name}" + (f" with {adapter_folder}" if adapter_folder else ""))
-        )
-        folder = find_model(
-            source.name if source else name, revision=source.revision if source else None, trust_remote_code=trusted
-        )
-        config = load_config(folder, trust_remote_code=trusted)
+        model_name, revision, trusted = name, None, False
+        if recipe is not None:
+            source = recipe.model
+            model_name, revision, trusted = source.name, source.revision, source.trust_remote_code
+        listener(Note(f"Model {model_name}" + (f" with {adapter_folder}" if adapter_folder else "")))
+        opened = opened or OpenModel.open(model_name, revision=revision, trust_remote_code=trusted)
         spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})
-        model, mesh = _place(config, find_devices(backend, None), spec, recipe)
-        prompts = _prompts(folder, config, recipe, run)
-
-        def progress(done: int, total: int) -> None:
-            listener(Progress("Loading weights", done, total))
-
-        base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), progress=progress)
+        devices = find_devices(backend, None)
+        dtype = fastest_dtype(devices[0].platform)
+        if recipe is not None and recipe.model.dtype == "float32":
+            dtype = "float32"
+        model, mesh = _place(opened.config, devices, spec, dtype, trust_remote_code=trusted)
+        prompts = _prompts(opened, recipe, run)
+        folder = opened.folder
+        base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)
         fitted = fit_adapter(matrices, model.adapter_layout, where=str(adapter_folder))
         shardings = shard_adapter(model.adapter_layout, mesh)
         adapter = {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
@@ -144,7 +143,7 @@ class Generator:
         sampling: Sampling = GREEDY,
         adapted: bool = True,
     ) -> list[Answer]:
-        """An answer to every prompt, in their order; `adapted=False` asks the base by the same programs."""
+        """One answer per prompt, in order. `adapted=False` uses the base, through the same programs."""
         encoded = [self.prompts.encode(prompt) for prompt in prompts]
         written = self.continue_tokens(encoded, max_tokens=max_tokens, sampling=sampling, adapted=adapted)
         return [
@@ -160,7 +159,7 @@ class Generator:
         sampling: Sampling = GREEDY,
         adapted: bool = True,
     ) -> Iterator[str]:
-        """One answer, a piece of text for each token; it ends where the model's room ends, if not before."""
+        """One answer as a stream of text pieces. It stops at the model's maximum length at the latest."""
         tokens = self.prompts.encode(prompt)
         if self.longest is not None and len(tokens) < self.longest:
             max_tokens = min(max_tokens, self.longest - len(tokens))
@@ -182,8 +181,8 @@ class Generator:
         sampling: Sampling = GREEDY,
         adapted: bool = True,
     ) -> list[tuple[list[int], bool]]:
-        """What follows each prompt, up to its stop token, and whether it came to one. Prompts of like length go
-        together."""
+        """The tokens after each prompt up to its stop token, and whether a stop token was reached. Prompts of similar
+        length are batched."""
         self._check(prompts, max_tokens, sampling)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         answers: dict[int, tuple[list[int], bool]] = {}
@@ -209,13 +208,13 @@ class Generator:
         at_once: int = TOKENS_PER_CALL,
         num_rows: int | None = None,
     ) -> Iterator[np.ndarray]:
-        """Tokens [B, n] as they are written: first one, then at most `at_once` a time, until all rows have stopped.
-        The last part may be padded beyond the limit."""
+        """Yields tokens [B, n] as they are generated: first one, then at most `at_once` per call, until all sequences
+        have stopped. The last part may be padded beyond the limit."""
         bucket = self._bucket(prompts, max_tokens, num_rows)
         tokens = np.zeros((bucket.num_rows, bucket.num_prompt), np.int32)
         starts, rows = np.zeros(bucket.num_rows, np.int32), np.zeros(bucket.num_rows, np.int32)
         for b in range(bucket.num_rows):
-            i = min(b, len(prompts) - 1)  # rows to spare repeat the last prompt
+            i = min(b, len(prompts) - 1)  # unused sequences repeat the last prompt
             starts[b], rows[b] = bucket.num_prompt - len(prompts[i]), numbers[i]
             tokens[b, starts[b] :] = prompts[i]
         rule = jax.device_put(_as_arrays(sampling), replicated(self._mesh))
@@ -223,17 +222,17 @@ class Generator:
         inputs = jax.device_put((tokens, starts, rows), batch_sharding(self._mesh))
         stops = jax.device_put(_stop_array(self.prompts.stops), replicated(self._mesh))
         read, write = self._compiled(bucket, adapter, inputs, rule, stops)
-        writing = read(self._base, adapter, *inputs, rule, stops)
-        yield np.asarray(writing.token_B)[:, None]
+        state = read(self._base, adapter, *inputs, rule, stops)
+        yield np.asarray(state.token_B)[:, None]
         left = max_tokens - 1
-        while left > 0 and not np.asarray(writing.done_B).all():
+        while left > 0 and not np.asarray(state.done_B).all():
             limit = jax.device_put(np.int32(min(at_once, left)), replicated(self._mesh))
-            writing, new = write(self._base, adapter, writing, limit, rule, stops)
+            state, new = write(self._base, adapter, state, limit, rule, stops)
             left -= at_once
             yield np.asarray(new)[:, :at_once]
 
     def _compiled(self, bucket: Bucket, adapter: Tree, inputs: Any, rule: Sampling, stops: Any) -> tuple[Any, Any]:
-        """The two programs of a bucket. Compiled ahead: other shapes are an error, never another compilation."""
+        """The two programs of a bucket, compiled ahead of time: other shapes are an error, never a recompilation."""
         if bucket in self._programs:
             return self._programs[bucket]
         decoder, slots = self._decoder, bucket.num_slots
@@ -245,12 +244,12 @@ class Generator:
             return begin(logits, cache, bucket.num_prompt, starts, rows, rule, stops)
 
         def write(
-            base: Tree, adapter: Tree, writing: DecodeState, limit: Any, rule: Sampling, stops: Any
+            base: Tree, adapter: Tree, state: DecodeState, limit: Any, rule: Sampling, stops: Any
         ) -> tuple[DecodeState, jax.Array]:
             def forward(cache: Any, tokens: Any, slot: Any, starts: Any) -> tuple[jax.Array, Any]:
                 return decoder.decode(base, adapter, cache, tokens, slot, starts, slots)
 
-            return write_on(forward, writing, limit, rule, stops, most=TOKENS_PER_CALL, padding=0)
+            return write_on(forward, state, limit, rule, stops, most=TOKENS_PER_CALL, padding=0)
 
         rows, everywhere = batch_sharding(self._mesh), replicated(self._mesh)
         places: Any = DecodeState._make(
@@ -261,9 +260,9 @@ class Generator:
         def placed(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows if leaf.shape else everywhere)
 
-        writing, limit = jax.tree.map(placed, reader.out_info), jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+        state, limit = jax.tree.map(placed, reader.out_info), jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         writer = jax.jit(write, donate_argnums=2, out_shardings=(places, rows)).lower(
-            self._base, adapter, writing, limit, rule, stops
+            self._base, adapter, state, limit, rule, stops
         )
         self._programs[bucket] = (reader.compile(), writer.compile())
         return self._programs[bucket]
@@ -276,13 +275,19 @@ class Generator:
         return Bucket(-(-wanted // shards) * shards, num_prompt, num_prompt + answer)
 
     def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> None:
-        """Refuse what cannot be answered rightly, with what could be."""
+        """Rejects requests that cannot be answered, with what to change."""
         if max_tokens < 1:
-            raise TrilloraError(f"{max_tokens} tokens are no answer.", where="--max-tokens", do="ask for at least 1")
+            raise TrilloraError(
+                f"--max-tokens must be at least 1, got {max_tokens}.", where="--max-tokens", do="use 1 or more"
+            )
         if sampling.temperature < 0:
-            raise TrilloraError("A temperature is not negative.", where="--temperature", do="use 0 for the likeliest")
+            raise TrilloraError(
+                "The temperature must not be negative.", where="--temperature", do="use 0 for greedy decoding"
+            )
         if not 0 < sampling.top_p <= 1:
-            raise TrilloraError("top-p is a share of probability.", where="--top-p", do="use a number above 0, up to 1")
+            raise TrilloraError(
+                "top-p must be above 0 and at most 1.", where="--top-p", do="use a probability such as 0.9"
+            )
         for number, prompt in enumerate(prompts, 1):
             where = f"prompt {number} of {len(prompts)}"
             if not prompt:
@@ -290,17 +295,16 @@ class Generator:
             if self.longest is None or len(prompt) + max_tokens <= self.longest:
                 continue
             room = self.longest - len(prompt)
-            do = f"ask for at most {room} new tokens, or shorten" if room > 0 else "shorten"
+            do = f"generate at most {room} new tokens, or shorten" if room > 0 else "shorten"
             raise TrilloraError(
-                f"A prompt of {len(prompt)} tokens and {max_tokens} new ones are more than the {self.longest} tokens "
-                "that fit.",
+                f"The prompt's {len(prompt)} tokens and {max_tokens} new ones exceed the limit of {self.longest}.",
                 where=where,
                 do=f"{do} the prompt to at most {max(self.longest - max_tokens, 1)} tokens",
             )
 
 
 def bucket_length(length: int) -> int:
-    """The slots for a prompt: 32, 48, 64, 96, 128, … so that at most a third is padding."""
+    """The number of prompt slots: 32, 48, 64, 96, 128, … so that at most a third is padding."""
     size = SHORTEST_BUCKET
     while size < length:
         if size * 3 // 2 >= length:
@@ -315,7 +319,7 @@ def _as_arrays(sampling: Sampling) -> Sampling:
 
 
 def _stop_array(stops: Sequence[int]) -> np.ndarray:
-    """Of the same length for nearly every model; -1 is no token."""
+    """Padded to a fixed length with -1, which is not a token."""
     return np.array([*stops, *[-1] * (8 - len(stops))], np.int32)
 
 
@@ -323,45 +327,46 @@ def _adapter_folder(run: Path) -> Path:
     folder = run / "adapter"
     if not folder.is_dir():
         raise TrilloraError(
-            "This run has no adapter yet.", where=str(run), do="let it finish, or ask its base model with --base"
+            "This run has no adapter yet.", where=str(run), do="finish the run, or use its base model with --base"
         )
     return folder
 
 
-def _prompts(folder: Path, config: Any, recipe: Recipe | None, run: Path) -> Prompts:
-    """The template a run was trained with, where it is not the tokenizer's own."""
-    tokenizer = load_tokenizer(folder)
+def _prompts(opened: OpenModel, recipe: Recipe | None, run: Path) -> Prompts:
+    """Prompts in the chat template of the run, or else of the tokenizer."""
+    tokenizer = opened.tokenizer
     template = tokenizer.get_chat_template() if tokenizer.chat_template else None
     own = run / "adapter" / "chat_template.jinja"
     if recipe is not None and own.is_file():
         template = own.read_text("utf-8")
-    today = stages_of(recipe)[-1].recipe.data.template_date if recipe is not None else None
-    return Prompts(tokenizer, template=template, today=today, stops=configured_stops(folder, config))
+    date = stages_of(recipe)[-1].recipe.data.template_date if recipe is not None else None
+    return Prompts(
+        tokenizer, template=template, template_date=date, stops=configured_stops(opened.folder, opened.config)
+    )
 
 
-def _place(config: Any, devices: list[Any], spec: LoraSpec | None, recipe: Recipe | None) -> tuple[CausalLM, Mesh]:
-    """One device where the weights fit there, else products split over all of them."""
+def _place(
+    config: Any, devices: list[Any], spec: LoraSpec | None, dtype: Dtype, *, trust_remote_code: bool
+) -> tuple[CausalLM, Mesh]:
+    """The model on one device if the weights fit there; otherwise with tensor parallelism over all devices."""
     platform = devices[0].platform
-    wide = platform == "cpu" or (recipe is not None and recipe.model.dtype == "float32")
-    kernel: Any = {"tpu": "splash", "gpu": "xla" if wide else "cudnn"}.get(platform, "xla")
-    trusted = recipe is not None and recipe.model.trust_remote_code
 
-    def built(mesh: Mesh) -> CausalLM:
+    def build(mesh: Mesh) -> CausalLM:
         return CausalLM(
             config,
-            dtype="float32" if wide else "bfloat16",
+            dtype=dtype,
             lora=spec,
             scan=False,
             remat="none",
-            attention=kernel,
+            attention=fastest_attention(platform, dtype),
             mesh=mesh,
-            trust_remote_code=trusted,
+            trust_remote_code=trust_remote_code,
         )
 
     mesh = make_mesh(devices[:1], MeshShape())
-    model = built(mesh)
+    model = build(mesh)
     limit = None if platform == "cpu" else memory_limit(devices)
     if limit is None or sum(leaf.num_bytes for leaf in model.layout.values()) <= FULL_DEVICE * limit:
         return model, mesh
     mesh = make_mesh(devices, MeshShape(tensor=len(devices)))
-    return built(mesh), mesh
+    return build(mesh), mesh

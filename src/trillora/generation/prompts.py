@@ -1,7 +1,7 @@
-"""Between a person's words and a model's tokens: prompts in, answers out, and where an answer ends.
+"""Prompts to tokens, and tokens to answers.
 
-A prompt is a text or a conversation. With a chat template a text is a conversation of one user turn, written as in
-training; without one it is the beginning of a document. What people write never becomes a control token.
+A prompt is a text or a conversation. With a chat template, a text becomes a conversation with one user message,
+rendered as in training. Without one, it is the beginning of a document. Text in a prompt never becomes a control token.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from trillora.errors import TrilloraError
 
 Message = dict[str, Any]
 Prompt = str | Sequence[Message]
-_QUESTION = "QUESTION"  # stands for a question, to see what the template writes around it
-_ANSWER = "ANSWER"  # stands for an answer, to see what the template writes behind it
-_INCOMPLETE = "\ufffd"  # what a tokenizer writes for the first bytes of a character
+_QUESTION = "QUESTION"  # placeholder, to find what the template writes around a question
+_ANSWER = "ANSWER"  # placeholder, to find what the template writes after an answer
+_INCOMPLETE = "\ufffd"  # decoded from the first bytes of a multi-byte character
 
 
 class Prompts:
-    """The tokenizer's side of a generation."""
+    """Encodes prompts and decodes answers for one tokenizer and chat template."""
 
     def __init__(
-        self, tokenizer: Any, *, template: str | None, today: str | None = None, stops: Iterable[int] = ()
+        self, tokenizer: Any, *, template: str | None, template_date: str | None = None, stops: Iterable[int] = ()
     ) -> None:
         self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer, remember_words=False)
-        date = datetime.date.fromisoformat(today) if today else datetime.date.today()
+        self._encoder = Encoder(tokenizer)
+        date = datetime.date.fromisoformat(template_date) if template_date else datetime.date.today()
         words = dict(tokenizer.special_tokens_map)
         settings = RenderSettings(
             special_words=self._encoder.special_words,
@@ -56,14 +56,14 @@ class Prompts:
         return self._chat is not None
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The tokens after which the model is to answer."""
+        """The tokens that the answer follows."""
         if isinstance(prompt, str) and self._chat is None:
-            return self._encode_script(self._renderer.write(Text(prompt)))[:-1]  # without the EOS behind it
+            return self._encode_script(self._renderer.write(Text(prompt)))[:-1]  # without the final EOS
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if self._chat is None:
             raise TrilloraError(
-                "This model has no chat template, so a conversation cannot be put to it.",
-                do='use the chat ("instruct") version of the model, or give plain text to go on with',
+                "This model has no chat template, so it cannot answer a conversation.",
+                do='use the chat ("instruct") version of the model, or give plain text to continue',
             )
         try:
             script = self._renderer.prompt(messages)
@@ -78,11 +78,11 @@ class Prompts:
         return [int(token) for token in encoded.tokens]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of an answer, as the model wrote it: tidied spaces would also move what was already streamed."""
+        """The text of an answer. Spaces are not cleaned up: that would change text that was already streamed."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def shown_question(self, tokens: Sequence[int]) -> str:
-        """A prompt as people should see it: what was said last, without what the chat template writes around it."""
+        """A prompt for display: the last message, without the text of the chat template around it."""
 
         def with_words(tokens: Sequence[int]) -> str:
             ids = list(tokens)
@@ -96,7 +96,7 @@ class Prompts:
         return found if found is not None else self.decode(tokens)
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The text piece by piece; a character spread over several tokens waits for the last of them."""
+        """The text piece by piece. A character that spans several tokens is emitted with the last of them."""
         seen: list[int] = []
         shown = 0
         for token in tokens:
@@ -108,20 +108,20 @@ class Prompts:
         yield self.decode(seen)[shown:]
 
     def _stop_of_template(self) -> list[int]:
-        """The control token that the template writes behind an answer: what a model trained with it ends with."""
+        """The control token that the template writes after an answer, which ends the answers of a trained model."""
         if self._chat is None:
             return []
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
         try:
-            behind = self._chat.render(turns, None).rpartition(_ANSWER)[2]
-        except BadRow:  # it wants other turns than these
+            after = self._chat.render(turns, None).rpartition(_ANSWER)[2]
+        except BadRow:  # the template needs other messages than these
             return []
-        tokens = self._tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"]
+        tokens = self._tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
         return [t for t in tokens[:1] if t in self._tokenizer.added_tokens_decoder]
 
 
 def configured_stops(folder: Path, config: Any) -> set[int]:
-    """The tokens that end an answer by the model's own files: `generation_config.json`, else `config.json`."""
+    """The stop tokens in the model's own files: `generation_config.json`, or else `config.json`."""
     named: Any = getattr(config.get_text_config(), "eos_token_id", None)
     file = folder / "generation_config.json"
     if file.is_file():

@@ -1,8 +1,11 @@
-"""Recipes from files and back: read, checked, resolved, written down.
+"""Reads and checks recipes.
 
-`load_recipe` turns a YAML file (or a mapping) and overrides into a frozen `Recipe` or into one error that names every
-mistake. `auto` stays in place until the run knows better: then `resolve` puts in what was chosen and `dump_resolved`
-writes it down with the reasons. From here on functions get values, never the recipe.
+`load_recipe` turns a YAML file (or a mapping) and overrides into a frozen `Recipe`, or raises one error that lists all
+mistakes:
+
+    load_recipe("recipe.yaml", ["train.steps=10"])
+
+Values may still be `auto`. `recipe.resolve` holds what the run decides for them.
 """
 
 from __future__ import annotations
@@ -11,23 +14,27 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
 from trillora.errors import TrilloraError
-from trillora.events import Chosen
 from trillora.recipe import yaml
 from trillora.recipe.problems import Option, Origins, problems_as_error, unknown_option, value_problems
-from trillora.recipe.schema import DataSection, ModelSection, Recipe, Section, SourceSection, as_mapping, merged
-
-R = TypeVar("R", bound=Recipe)
-Choice = Chosen  # one fact, met in the recipe and among the events
-OPEN = (None, "auto", "all-linear")  # values that leave an option to the machine
+from trillora.recipe.schema import (
+    DataSection,
+    ModelSection,
+    Recipe,
+    Section,
+    SourceSection,
+    StageOptions,
+    as_mapping,
+    merged,
+)
 
 
 def load_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
-    """Reads and checks a recipe: a YAML file's path or a mapping, then `train.steps=10`-like overrides on top."""
+    """Reads and checks a recipe: the path of a YAML file or a mapping, with overrides such as `train.steps=10`."""
     if isinstance(source, Mapping):
         name, folder, tree = "the recipe", Path.cwd(), _expanded(source)
     else:
@@ -37,75 +44,16 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     origins = Origins(name)
     for path, value in _parsed_overrides(overrides, origins):
         given = _expanded(_nested(path, value))
-        _locate(given, Path.cwd())  # typed at a prompt: from where the person stands
+        _locate(given, Path.cwd())  # typed on the command line: relative to the current folder
         tree = merged(tree, given)
-    return _validated(tree, origins, Recipe)
-
-
-def still_open(recipe: Recipe, choices: Iterable[Choice]) -> list[Choice]:
-    """Those of earlier choices that the recipe still leaves to the machine."""
-    tree = recipe.model_dump(mode="json")
-    return [choice for choice in choices if _section_of(tree, choice)[choice.path.split(".")[-1]] in OPEN]
-
-
-def resolve(recipe: R, choices: Iterable[Choice]) -> R:
-    """The recipe with what the machine chose in place of `auto`. What the user wrote is never replaced."""
-    tree = recipe.model_dump(mode="json")
-    for choice in choices:
-        section, key = _section_of(tree, choice), choice.path.split(".")[-1]
-        value = list(choice.value) if isinstance(choice.value, tuple) else choice.value
-        if section[key] not in (*OPEN, value):
-            raise ValueError(f"{choice.path} is {section[key]!r}, given by the user: {value!r} may not replace it")
-        changed = merged(section, {key: value})
-        section.clear()
-        section.update(changed)
-    return _validated(tree, Origins("the resolved recipe"), type(recipe))
-
-
-def _section_of(tree: dict[str, Any], choice: Choice) -> dict[str, Any]:
-    """Where in a recipe's tree a choice belongs."""
-    section: Any = tree
-    for parent in choice.path.split(".")[:-1]:
-        section = section[int(parent) if isinstance(section, list) else parent]
-    return section
-
-
-def dump_resolved(recipe: Recipe, choices: Sequence[Choice]) -> str:
-    """The whole resolved recipe as YAML, each chosen value with its reason; `load_recipe` reads it back unchanged."""
-    reasons = {choice.path: _one_line(choice.reason) for choice in choices}
-    lines = ["# Every option of this run. A comment says why the machine chose a value."]
-
-    def options_of(section: Mapping[str, Any], path: str, indent: str) -> Iterable[str]:
-        for key, value in section.items():
-            reason = reasons.get(f"{path}.{key}")
-            yield f"{indent}{key}: {yaml.write(value)}" + (f"  # {reason}" if reason else "")
-
-    for name, section in resolve(recipe, choices).model_dump(mode="json").items():
-        if section is None:
-            continue
-        lines.append(f"{name}:")
-        if name != "stages":
-            lines += options_of(section, name, "  ")
-            continue
-        for number, stage in enumerate(section):
-            given = {key: value for key, value in stage.items() if value is not None}
-            first, *rest = options_of(given, f"stages.{number}", "    ")
-            lines += [f"  - {first.lstrip()}", *rest]
-    return "\n".join(lines) + "\n"
-
-
-def choice_in_stage(recipe: Recipe, number: int, choice: Choice) -> Choice:
-    """A choice made for one stage, as an option of the whole recipe."""
-    section, _, key = choice.path.partition(".")
-    if recipe.stages is None or section not in ("data", "train"):
-        return choice
-    place = f"stages.{number}.{f'data.{key}' if section == 'data' else key}"
-    return Choice(place, choice.value, choice.reason)
+    return _validated(tree, origins)
 
 
 def recipe_schema() -> dict[str, Any]:
     """JSON Schema of a recipe, for editors and for other programs."""
     schema = _without_titles(Recipe.model_json_schema())
+    for name in StageOptions.model_fields:  # the default of a stage's option is the value in `train`
+        schema["$defs"]["StageSection"]["properties"][name].pop("default", None)
     for holder in (schema, schema["$defs"]["StageSection"]):
         for name, section in (("model", ModelSection), ("data", DataSection)):
             if name in holder["properties"]:
@@ -136,11 +84,11 @@ def options() -> dict[str, Option]:
     return found
 
 
-def _validated(tree: Mapping[str, Any], origins: Origins, kind: type[R]) -> R:
+def _validated(tree: Mapping[str, Any], origins: Origins) -> Recipe:
     known = options()
     problems = [unknown_option(path, known, origins) for path in _unknown_paths(tree, known)]
     try:
-        recipe = kind.model_validate(tree)
+        recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         problems += value_problems(error, known, origins)
     if problems:
@@ -169,11 +117,11 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
         do = (
             f"recipes there: {', '.join(beside)}"
             if beside
-            else "check the path: no recipe (*.yaml) lies in that folder"
+            else "check the path: that folder contains no recipe (*.yaml)"
         )
         raise TrilloraError(f"There is no recipe '{path.name}'.", where=str(path), do=do) from error
     except UnicodeDecodeError as error:
-        raise TrilloraError("The recipe is not text.", where=str(path), do="save it as UTF-8") from error
+        raise TrilloraError("The recipe is not a text file.", where=str(path), do="save it as UTF-8") from error
     except OSError as error:
         raise TrilloraError(
             f"The recipe cannot be read: {error.strerror}.", where=str(path), do="give the path of a readable YAML file"
@@ -207,7 +155,7 @@ def _parsed_overrides(overrides: Sequence[str] | Mapping[str, Any], origins: Ori
 
 
 def _expanded(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping with every section of a recipe spelled out, so that overrides can reach inside."""
+    """The mapping with every shorthand section written out, so that overrides can reach inside."""
     expanded = dict(tree)
     for name, field in Recipe.model_fields.items():
         section = Option.of(name, field).section
@@ -235,17 +183,17 @@ _DATA_SUFFIX = re.compile(r"\.(jsonl|ndjson|json|txt|md|csv|tsv|parquet|gz|zst|t
 
 
 def _locate(tree: dict[str, Any], folder: Path) -> None:
-    """Makes the paths of a tree absolute, in place. Addresses and hub ids stay as they are."""
+    """Makes the paths of a tree absolute, in place. URLs and hub ids stay as they are."""
     data, stages, model, train = (tree.get(name) for name in ("data", "stages", "model", "train"))
     if isinstance(data, Mapping):
         tree["data"] = _located_data(data, folder)
-    if isinstance(stages, Mapping):  # an override names one by its number
+    if isinstance(stages, Mapping):  # an override gives the number of a stage
         tree["stages"] = {number: _located_stage(stage, folder) for number, stage in stages.items()}
     elif isinstance(stages, list):
         tree["stages"] = [_located_stage(stage, folder) for stage in stages]
     if isinstance(train, Mapping) and isinstance(to := train.get("checkpoint_dir"), str) and "://" not in to:
         tree["train"] = {**train, "checkpoint_dir": os.path.abspath(folder / Path(to).expanduser())}
-    # A bare word may be a hub id, so only what can be nothing but a folder is one.
+    # A bare word may be a hub id: only a value that starts like a path is a folder.
     if (
         isinstance(model, Mapping)
         and isinstance(name := model.get("name"), str)
@@ -287,16 +235,11 @@ def _data_path(path: str, folder: Path) -> str:
     hub_like = _HUB_ID.fullmatch(path) and not _DATA_SUFFIX.search(path) and not file.exists()
     if not path or "://" in path or hub_like:
         return path
-    return os.path.abspath(file)  # links keep their names, which say what a file holds
-
-
-def _one_line(text: str) -> str:
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return os.path.abspath(file)  # symbolic links keep their names: the suffix gives the format
 
 
 def _without_titles(node: Any) -> Any:
-    """pydantic repeats each name as a title; dropped. An option that is itself called title would stay: its value
-    is a mapping."""
+    """Drops the titles in which pydantic repeats each name. An option called `title` stays: its value is a mapping."""
     if isinstance(node, dict):
         return {k: _without_titles(v) for k, v in node.items() if not (k == "title" and isinstance(v, str))}
     return [_without_titles(v) for v in node] if isinstance(node, list) else node

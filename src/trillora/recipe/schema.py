@@ -1,7 +1,11 @@
 """The recipe: every option of a run, declared once with its default, its unit and its effect.
 
-A recipe has `data`, or `stages` that follow each other; `stages_of` shows either as a list of stages, each a whole
-recipe of its own, so that nothing below needs to know of the difference.
+A recipe has either `data` or a list of `stages`. `stages_of` turns both into the same thing, a list of stages that each
+carry a whole `StageRecipe`:
+
+    recipe = load_recipe({"model": "smollm2", "data": "chats.jsonl", "train": {"steps": 60}})
+    [stage] = stages_of(recipe)
+    stage.name, stage.recipe.train.steps      # ("train", 60)
 """
 
 from __future__ import annotations
@@ -11,18 +15,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
+Backend = Literal["cpu", "gpu", "tpu"]
+Dtype = Literal["float32", "bfloat16"]
+Layers = Literal["scan", "unroll"]
+Remat = Literal["none", "linear", "dots", "full"]
+Attention = Literal["xla", "splash", "cudnn"]
 
 
 class Section(BaseModel):
-    """A mapping of the recipe: unknown keys are errors, values do not change once read."""
+    """A mapping of the recipe. Unknown keys are errors; values do not change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    shorthand: ClassVar[str | None] = None  # the key a bare string stands for: `model: smollm2` is `model: {name: …}`
+    shorthand: ClassVar[str | None] = None  # the key a bare string is for: `model: smollm2` means `model: {name: …}`
 
     @model_validator(mode="before")
     @classmethod
@@ -31,7 +50,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_yes_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         # Python counts True as 1, so `rank: yes` would be rank 1.
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
             raise PydanticCustomError("bool_type", "yes and no are not values of this option")
@@ -39,43 +58,40 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """Which model learns."""
+    """The base model."""
 
     shorthand = "name"
-    name: str = Field(min_length=1, description="The embedded smollm2, a Hugging Face id, or a folder.")
+    name: str = Field(min_length=1, description="smollm2 (embedded), a Hugging Face model id, or a local folder.")
     revision: str | None = Field(
-        default=None, min_length=1, description="Branch, tag or commit of a Hugging Face id; null for its main branch."
+        default=None, min_length=1, description="Branch, tag or commit of a Hugging Face model (default: main)."
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Number format of the frozen base; auto picks what the chip computes fastest in."
+    dtype: Auto | Dtype = Field(
+        default="auto", description="Number format of the frozen base. auto: the fastest format of the chip."
     )
     trust_remote_code: bool = Field(
-        default=False, description="Run Python code that lies in the model's repository. Only for code you have read."
+        default=False, description="Run Python code from the model's repository. Enable only for code you have read."
     )
 
 
 class SourceSection(Section):
-    """One of several sources."""
+    """One of several data sources."""
 
     shorthand = "path"
-    path: str = Field(min_length=1, description="A file, glob, folder, address or Hugging Face data set id.")
+    path: str = Field(min_length=1, description="A file, glob, folder, URL or Hugging Face dataset id.")
     weight: float = Field(
-        default=1.0,
-        gt=0,
-        le=1000,
-        description="How often each of its rows is seen in an epoch; 0.5 takes half of them.",
+        default=1.0, gt=0, le=1000, description="How often each row is seen per epoch; 0.5 uses half of the rows."
     )
 
 
 class TemplateSection(Section):
-    """Jinja templates that make a training row of any JSON object: its keys are the names, `row` is the whole."""
+    """Jinja templates that turn any JSON object into a training row. Its keys are variables; `row` is the object."""
 
-    prompt: str | None = Field(default=None, description="Raw text in front of the completion; not trained.")
-    completion: str | None = Field(default=None, description="Raw text that is trained, with EOS behind it.")
-    system: str | None = Field(default=None, description="System turn of a chat.")
-    user: str | None = Field(default=None, description="User turn of a chat, rendered by the chat template.")
-    assistant: str | None = Field(default=None, description="The assistant's answer in that chat; trained.")
-    text: str | None = Field(default=None, description="A document, trained whole.")
+    prompt: str | None = Field(default=None, description="Raw text before the completion. Not trained on.")
+    completion: str | None = Field(default=None, description="Raw text to train on; EOS is appended.")
+    system: str | None = Field(default=None, description="System message of a chat.")
+    user: str | None = Field(default=None, description="User message of a chat, rendered by the chat template.")
+    assistant: str | None = Field(default=None, description="Assistant message of that chat. Trained on.")
+    text: str | None = Field(default=None, description="Plain text. All of it is trained on.")
 
     @model_validator(mode="after")
     def _one_shape(self) -> TemplateSection:
@@ -88,41 +104,45 @@ class TemplateSection(Section):
         ):
             raise _conflict(
                 min(given, default="prompt"),
-                f"data.template has {' and '.join(sorted(given)) or 'nothing'}, which is no row.",
-                "give prompt and completion; or user and assistant, with system if you like; or text",
+                f"data.template has {' and '.join(sorted(given)) or 'nothing'}, which does not make a row.",
+                "give prompt and completion; or user and assistant, optionally with system; or text",
             )
         return self
 
 
 class SplitSection(Section):
-    """Rows kept out of training, chosen by their own content: equal rows are always on the same side."""
+    """Rows kept out of training. They are chosen by a hash of their content, so equal rows are on the same side."""
 
-    validation: float = Field(default=0.1, ge=0, lt=1, description="Share of the rows kept for evaluation.")
-    test: float = Field(default=0.1, ge=0, lt=1, description="Share of the rows kept for the final test.")
+    validation: float = Field(default=0.1, ge=0, lt=1, description="Fraction of the rows used for evaluation.")
+    test: float = Field(default=0.1, ge=0, lt=1, description="Fraction of the rows used for the final test.")
 
     @model_validator(mode="after")
     def _leaves_something(self) -> SplitSection:
         if self.validation + self.test >= 1:
             raise _conflict(
-                "test", "data.split leaves nothing to train on.", "keep validation and test below 1 together"
+                "test", "data.split leaves no rows to train on.", "make validation and test add up to less than 1"
             )
         return self
 
 
 class DataSection(Section):
-    """What it learns from."""
+    """The training data."""
 
     shorthand = "path"
     path: Annotated[str, Field(min_length=1)] | Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
-        description="A file, glob, folder, address or Hugging Face data set id, or a list of them with weights; "
-        "relative paths count from the recipe's folder.",
+        description="A file, glob, folder, URL or Hugging Face dataset id, or a list of them with weights. Relative "
+        "paths start at the recipe's folder.",
     )
     format: Literal["auto", "messages", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text"] = Field(
-        default="auto", description="What a row is; auto looks at the rows of each file."
+        default="auto", description="Format of the rows. auto: detected for each file."
     )
-    template: TemplateSection | None = Field(default=None, description="How to make a training row of any JSON object.")
+    template: TemplateSection | None = Field(
+        default=None, description="Templates that turn any JSON object into a training row."
+    )
     row_path: str | None = Field(
-        default=None, min_length=1, description="Where rows lie inside a JSON document: data.findings.*.* for example."
+        default=None,
+        min_length=1,
+        description="Where the rows are inside a JSON document: data.findings.*.* for example.",
     )
     json_schema: str | None = Field(
         default=None, min_length=1, description="A JSON Schema file that every row must satisfy."
@@ -130,136 +150,142 @@ class DataSection(Section):
     chat_template: str | None = Field(
         default=None,
         min_length=1,
-        description="Instead of the tokenizer's own: chatml, llama3, gemma, zephyr, instruct, or a .jinja file.",
+        description="Replaces the tokenizer's chat template: chatml, llama3, gemma, zephyr, instruct, or a .jinja "
+        "file.",
     )
     train_on: Literal["auto", "assistant", "last", "completion", "everything"] = Field(
         default="auto",
-        description="Which tokens the loss sees: all answers, the last, the completion, or everything; auto takes "
-        "the completion where rows tell it apart from a prompt, else all answers.",
+        description="Tokens included in the loss: all assistant messages, the last one, the completion, or everything. "
+        "auto: the completion if rows have a prompt, else all assistant messages.",
     )
     on_too_long: Literal["auto", "refuse", "drop", "split", "truncate-left", "truncate-middle"] = Field(
         default="auto",
-        description="Rows longer than a sequence: auto splits texts and drops others up to 1 % of the trained tokens; "
-        "truncate shortens prompts and keeps answers.",
+        description="Rows longer than sequence_length. auto: split texts, and drop other rows up to 1 % of the "
+        "trained tokens. truncate: shorten prompts and keep answers.",
     )
     on_bad_row: Literal["refuse", "skip"] = Field(
-        default="refuse", description="A row that cannot be trained on stops the run, or is left out and counted."
+        default="refuse", description="A row that cannot be used stops the run (refuse), or is skipped and counted."
     )
-    split: SplitSection | None = Field(default=None, description="Rows kept out of training; `{}` for 80/10/10.")
+    split: SplitSection | None = Field(default=None, description="Rows kept out of training; `{}` means 80/10/10.")
     validation: str | None = Field(
-        default=None, min_length=1, description="A file of rows to evaluate on, instead of a share of these."
+        default=None, min_length=1, description="A separate file of evaluation rows, instead of a split."
     )
-    pack: bool = Field(default=True, description="Put several short rows into one sequence instead of padding each.")
+    pack: bool = Field(default=True, description="Pack several short documents into one sequence.")
     num_length_buckets: Annotated[int, Field(ge=1, le=16)] = Field(
-        default=1, description="Sequence lengths used when rows are not packed; each is compiled for."
+        default=1, description="Number of sequence lengths when pack is off; one program is compiled per length."
     )
     template_date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = Field(
-        default=None, description="The date a chat template hears when it asks; chosen once, at the first start."
+        default=None,
+        description="Date returned by the chat template's strftime_now (default: the date of the first start).",
     )
 
     @model_validator(mode="after")
-    def _fits_together(self) -> DataSection:
+    def _options_are_compatible(self) -> DataSection:
         if self.template is not None and self.format != "auto":
-            raise _conflict("template", "Both data.format and data.template are given.", "keep one of the two")
+            raise _conflict("template", "Both data.format and data.template are given.", "remove one of them")
         if self.on_too_long.startswith("truncate") and self.train_on == "everything":
-            what = "data.on_too_long shortens what is not trained, and with data.train_on: everything all of it is."
+            what = "data.on_too_long: truncate shortens untrained tokens, but data.train_on: everything has none."
             raise _conflict("on_too_long", what, "use drop or refuse, or train on the answers")
         if self.validation is not None and self.split is not None and self.split.validation:
-            what = "Both data.validation and a share for it in data.split are given."
-            raise _conflict("validation", what, "keep one of the two, or set data.split.validation to 0")
+            what = "Both data.validation and data.split.validation are given."
+            raise _conflict("validation", what, "remove one of them, or set data.split.validation to 0")
         if self.pack and self.num_length_buckets != 1:
-            raise _conflict(
-                "num_length_buckets",
-                "data.num_length_buckets is for rows that are not packed.",
-                "set data.pack to no as well",
-            )
+            what = "data.num_length_buckets applies only when data.pack is off."
+            raise _conflict("num_length_buckets", what, "set data.pack to no as well")
         return self
 
 
 class LoraSection(Section):
     """The adapter."""
 
-    rank: Count = Field(default=16, description="Inner width of the adapter: more learns more and costs more memory.")
-    alpha: float = Field(default=32.0, gt=0, description="Strength: the adapter is scaled by alpha / rank.")
-    rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead, which suits high ranks.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of the adapter's inputs dropped while training.")
+    rank: Count = Field(
+        default=16, description="Rank of the adapter. A higher rank can learn more and needs more memory."
+    )
+    alpha: float = Field(default=32.0, gt=0, description="Scaling: the adapter's output is multiplied by alpha / rank.")
+    rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead, better for high ranks.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability on the adapter's inputs.")
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default="all-linear", description="Layers that get an adapter: all-linear, or a list of names or patterns."
     )
 
 
-class TrainSection(Section):
-    """How it learns."""
+class StageOptions(Section):
+    """Training options that each stage may override."""
 
-    sequence_length: int = Field(default=512, ge=2, description="Tokens in one row of a batch.")
-    batch_size: Count = Field(default=8, description="Rows of one optimiser step, over all devices together.")
+    sequence_length: int = Field(default=512, ge=2, description="Tokens per sequence.")
+    batch_size: Count = Field(default=8, description="Sequences per optimizer step, over all devices.")
     micro_batch_size: Auto | Count = Field(
-        default="auto", description="Rows of the batch processed at once, over all devices; fewer need less memory."
+        default="auto", description="Sequences processed at once, over all devices. Smaller needs less memory."
     )
-    optimizer: Literal["adamw", "lion", "lion-8bit", "adafactor"] = Field(
-        default="adamw",
-        description="Update rule; adamw keeps two numbers for each it trains, lion one, lion-8bit a quarter, adafactor "
-        "next to none. Both lions want a learning rate three to ten times smaller.",
-    )
-    learning_rate: float = Field(default=2e-4, gt=0, description="Peak step size of the optimiser.")
+    learning_rate: float = Field(default=2e-4, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
-        description="How the learning rate falls from its peak to zero at the last step; constant stays, wsd stays "
-        "and falls at the end.",
+        description="How the learning rate decays from its peak to zero. constant: no decay. wsd: constant, then decay "
+        "at the end.",
     )
     decay_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None, description="Last share of the steps, over which schedule wsd falls; 0.2 when not given."
+        default=None, description="Final fraction of the steps in which schedule wsd decays (default: 0.2)."
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises to its peak.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Pull of the adapter towards zero.")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Longer gradients are scaled down to this length.")
-    steps: Count | None = Field(default=None, description="Optimiser steps of the run; give this or epochs.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps in which the learning rate rises to its peak.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this norm.")
+    steps: Count | None = Field(default=None, description="Number of optimizer steps; give this or epochs.")
     epochs: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Passes over the data; give this or steps. 1 when neither is given."
+        default=None, description="Number of passes over the data; give this or steps (default: 1 epoch)."
     )
-    seed: int = Field(default=0, ge=0, lt=2**32, description="Start of every random choice: same seed, same run.")
+
+
+class TrainSection(StageOptions):
+    """How to train."""
+
+    optimizer: Literal["adamw", "lion", "lion-8bit", "adafactor"] = Field(
+        default="adamw",
+        description="Optimizer. State per parameter: adamw 8 bytes, lion 4, lion-8bit 1, adafactor almost none. Both "
+        "lions need a learning rate 3 to 10 times smaller.",
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of the adapter's matrices.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of all random choices: same seed, same run.")
     max_bad_steps: Count = Field(
         default=10,
-        description="The run stops at its last good state after so many steps in a row that were skipped, without "
-        "gradient or worse than guessing.",
+        description="Stop at the last good state after this many consecutive steps that were skipped, had no gradient, "
+        "or were worse than random guessing.",
     )
     checkpoint_every: Auto | Count = Field(
-        default="auto", description="Steps between checkpoints; auto spends at most 2 % of the time on them."
+        default="auto", description="Steps between checkpoints. auto: at most 2 % of the time is spent on saving."
     )
-    keep_checkpoints: int = Field(default=2, ge=2, description="Newest checkpoints kept; the best is kept beside them.")
+    keep_checkpoints: int = Field(default=2, ge=2, description="Newest checkpoints kept, in addition to the best one.")
     checkpoint_dir: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder or address (gs://bucket/run) for checkpoints; in the run's folder when not given.",
+        description="Folder or URL (gs://bucket/run) for checkpoints (default: inside the run's folder).",
     )
     time_limit: Annotated[str, Field(pattern=r"^([0-9]+h([0-9]+m)?|[0-9]+m([0-9]+s)?|[0-9]+s)$")] | None = Field(
-        default=None, description="Save and stop after this time, as in 8h30m; the same command goes on from there."
+        default=None, description="Save and stop after this time, e.g. 8h30m. The same command resumes the run."
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _one_epoch_unless_told(cls, value: Any) -> Any:
+    def _default_to_one_epoch(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and value.get("steps") is None and value.get("epochs") is None:
             return {**value, "epochs": 1.0}
         return value
 
     @model_validator(mode="before")
     @classmethod
-    def _wsd_falls_at_the_end(cls, value: Any) -> Any:
+    def _default_decay_of_wsd(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and value.get("schedule") == "wsd" and value.get("decay_fraction") is None:
             return {**value, "decay_fraction": 0.2}
         return value
 
     @model_validator(mode="after")
-    def _values_fit_together(self) -> TrainSection:
+    def _options_are_compatible(self) -> TrainSection:
         if self.decay_fraction is not None and self.schedule != "wsd":
             raise _conflict(
                 "decay_fraction",
-                f"train.decay_fraction is for train.schedule: wsd; it is {self.schedule}.",
-                "set train.schedule to wsd, or leave train.decay_fraction out",
+                f"train.decay_fraction applies only to train.schedule: wsd, which is {self.schedule}.",
+                "set train.schedule to wsd, or remove train.decay_fraction",
             )
         if self.steps is not None and self.epochs is not None:
-            raise _conflict("epochs", "Both train.steps and train.epochs are given.", "keep one of the two")
+            raise _conflict("epochs", "Both train.steps and train.epochs are given.", "remove one of them")
         if self.micro_batch_size != "auto" and self.batch_size % self.micro_batch_size:
             fitting = [str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
             raise _conflict(
@@ -276,83 +302,79 @@ class TrainSection(Section):
         return self
 
 
-def _as_in_train(name: str) -> Any:
-    """An option of a stage: that of `train`, unless the stage says otherwise."""
-    info = TrainSection.model_fields[name]
-    return Field(default=None, description=info.description)
+class StageSection(StageOptions):
+    """One of several stages: its own data, and the training options that differ from `train`."""
 
-
-class StageSection(Section):
-    """One of several stages: data of its own, and whatever differs from `train`."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}$", description="What the stage is called.")
-    data: DataSection = Field(description="What it learns from: a path, or a mapping.")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}$", description="Name of the stage.")
+    data: DataSection = Field(description="The stage's training data: a path, or a mapping.")
     optimizer_state: Literal["carry", "restart"] = Field(
-        default="carry", description="Whether the optimiser goes on with what the stage before left, or afresh."
+        default="carry", description="Keep the optimizer state of the previous stage (carry), or reset it (restart)."
     )
-    sequence_length: Annotated[int, Field(ge=2)] | None = _as_in_train("sequence_length")
-    batch_size: Count | None = _as_in_train("batch_size")
-    micro_batch_size: Auto | Count | None = _as_in_train("micro_batch_size")
-    learning_rate: Annotated[float, Field(gt=0)] | None = _as_in_train("learning_rate")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] | None = _as_in_train("schedule")
-    decay_fraction: Annotated[float, Field(gt=0, le=1)] | None = _as_in_train("decay_fraction")
-    warmup_steps: Annotated[int, Field(ge=0)] | None = _as_in_train("warmup_steps")
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = _as_in_train("max_grad_norm")
-    steps: Count | None = _as_in_train("steps")
-    epochs: Annotated[float, Field(gt=0)] | None = _as_in_train("epochs")
 
     def train_options(self) -> dict[str, Any]:
-        """What differs from `train`."""
-        own = {"name", "data", "optimizer_state"}
-        return {k: v for k, v in self.model_dump(mode="json").items() if k not in own and v is not None}
+        """The options that were given; all others are those of `train`."""
+        values = {name: getattr(self, name) for name in StageOptions.model_fields if name in self.model_fields_set}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @model_serializer(mode="wrap")
+    def _only_given_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = handler(self)
+        own = ("name", "data", "optimizer_state")
+        return {key: values[key] for key in (*own, *values) if key in own or key in self.model_fields_set}
 
 
 class EvaluateSection(Section):
-    """What is measured while it learns, on rows kept out of training."""
+    """Evaluation during training, on rows kept out of training."""
 
-    every_steps: Auto | Count = Field(default="auto", description="Steps between evaluations; auto makes ten of a run.")
-    max_documents: Count = Field(default=256, description="Rows of the evaluation set, always the same ones.")
-    num_samples: int = Field(default=3, ge=0, le=64, description="Prompts of that set answered at every evaluation.")
-    prompts: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
-        default=None, description="Prompts of your own to answer instead."
+    every_steps: Auto | Count = Field(
+        default="auto", description="Steps between evaluations. auto: ten evaluations per run."
     )
-    max_tokens: Count = Field(default=128, description="Longest of these answers, in tokens.")
+    max_documents: Count = Field(
+        default=256, description="Size of the evaluation set. It is the same at every evaluation."
+    )
+    num_samples: int = Field(
+        default=3, ge=0, le=64, description="Prompts of the evaluation set answered at every evaluation."
+    )
+    prompts: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+        default=None, description="Your own prompts to answer instead."
+    )
+    max_tokens: Count = Field(default=128, description="Maximum length of these answers, in tokens.")
     patience: Count | None = Field(
-        default=None, description="End a stage after so many evaluations without a better loss; never when not given."
+        default=None, description="End a stage after this many evaluations without a lower loss (default: never)."
     )
     keep_best: bool = Field(
-        default=True, description="The adapter is that of the last stage's best evaluation, not of the last step."
+        default=True, description="Keep the adapter with the best evaluation of the last stage, not the last one."
     )
 
 
 class TrackSection(Section):
-    """Where the curves go besides the run's own folder."""
+    """Experiment trackers, in addition to the files in the run's folder."""
 
     services: tuple[Literal["wandb", "trackio"], ...] = Field(
-        default=(), description="Log to these as well, through their own libraries."
+        default=(), description="Services to log to, through their own libraries."
     )
-    project: str = Field(default="trillora", min_length=1, description="The project's name there.")
+    project: str = Field(default="trillora", min_length=1, description="Project name in these services.")
 
 
 class MeshSection(Section):
-    """How the devices are arranged; the product is their number."""
+    """Arrangement of the devices. The product of the axes is the number of devices."""
 
-    data: Count = Field(default=1, description="Copies of the base, each with its own rows.")
+    data: Count = Field(default=1, description="Copies of the base, each with its own sequences.")
     fsdp: Count = Field(
-        default=1, description="Parts the base is split into, gathered layer by layer; rows are split too."
+        default=1, description="Shards of the base, gathered layer by layer; sequences are sharded too."
     )
-    tensor: Count = Field(default=1, description="Parts each matrix product is split into.")
+    tensor: Count = Field(default=1, description="Shards of each matrix product (tensor parallelism).")
 
 
 class HardwareSection(Section):
-    """Where it runs."""
+    """Where to run."""
 
-    backend: Literal["auto", "cpu", "gpu", "tpu"] = Field(
-        default="auto", description="Kind of device; a named one is used or the run stops, never silently another."
+    backend: Auto | Backend = Field(
+        default="auto", description="Kind of device. If the named kind is missing, the run stops; it never falls back."
     )
-    devices: Auto | Count = Field(default="auto", description="How many devices to use; auto takes all.")
+    devices: Auto | Count = Field(default="auto", description="Number of devices to use. auto: all of them.")
     mesh: Auto | MeshSection = Field(
-        default="auto", description="Arrangement of the devices; auto fits the model to them."
+        default="auto", description="Arrangement of the devices. auto: chosen for the model's size."
     )
 
     @model_validator(mode="after")
@@ -362,54 +384,53 @@ class HardwareSection(Section):
             if size != self.devices:
                 raise _conflict(
                     "mesh",
-                    f"hardware.mesh holds {size} devices (data x fsdp x tensor), hardware.devices is {self.devices}.",
-                    "make them equal, or leave one of them auto",
+                    f"hardware.mesh has {size} devices (data x fsdp x tensor), but hardware.devices is {self.devices}.",
+                    "make them equal, or leave one of them on auto",
                 )
         return self
 
 
 class EngineSection(Section):
-    """How the step is computed: the same numbers, other speed and memory."""
+    """How the step is computed. These options change speed and memory, not the results."""
 
-    layers: Literal["auto", "scan", "unroll"] = Field(
-        default="auto", description="One compiled layer looped over, or all written out: compile time against speed."
+    layers: Auto | Layers = Field(
+        default="auto", description="scan: compile one layer and loop over it. unroll: compile all, slower to compile."
     )
-    remat: Literal["auto", "none", "linear", "dots", "full"] = Field(
+    remat: Auto | Remat = Field(
         default="auto",
-        description="What the backward pass recomputes instead of keeping: more saves memory, costs time.",
+        description="Activations recomputed in the backward pass. More recomputation saves memory and costs time.",
     )
-    attention: Literal["auto", "xla", "splash", "cudnn"] = Field(
+    attention: Auto | Attention = Field(
         default="auto", description="Attention kernel: xla runs anywhere, splash on TPU, cudnn on NVIDIA GPUs."
     )
     loss_chunk: Auto | Count = Field(
-        default="auto", description="Tokens per piece of the loss; fewer need less memory."
+        default="auto", description="Tokens per chunk of the loss. Smaller needs less memory."
     )
 
 
 class Recipe(Section):
     """One training run."""
 
-    model: ModelSection = Field(description="Which model learns: a name, or a mapping.")
-    data: DataSection | None = Field(default=None, description="What it learns from: a path, or a mapping.")
+    model: ModelSection = Field(description="The base model: a name, or a mapping.")
+    data: DataSection | None = Field(default=None, description="The training data: a path, or a mapping.")
     lora: LoraSection = Field(default_factory=LoraSection, description="The adapter.")
-    train: TrainSection = Field(default_factory=TrainSection, description="How it learns.")
-    evaluate: EvaluateSection = Field(default_factory=EvaluateSection, description="What is measured meanwhile.")
-    track: TrackSection = Field(default_factory=TrackSection, description="Where the curves go.")
-    hardware: HardwareSection = Field(default_factory=HardwareSection, description="Where it runs.")
+    train: TrainSection = Field(default_factory=TrainSection, description="How to train.")
+    evaluate: EvaluateSection = Field(default_factory=EvaluateSection, description="Evaluation during training.")
+    track: TrackSection = Field(default_factory=TrackSection, description="Experiment trackers.")
+    hardware: HardwareSection = Field(default_factory=HardwareSection, description="Where to run.")
     engine: EngineSection = Field(default_factory=EngineSection, description="How the step is computed.")
 
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)] | None = Field(
-        default=None,
-        description="Instead of data: stages that follow each other, the adapter going from one to the next.",
+        default=None, description="Several stages that train the same adapter one after the other. Replaces data."
     )
 
     @model_validator(mode="after")
     def _has_data(self) -> Recipe:
         if self.data is not None and self.stages is not None:
-            raise _conflict("stages", "Both data and stages are given.", "move data into a stage, or leave stages out")
+            raise _conflict("stages", "Both data and stages are given.", "move data into a stage, or remove stages")
         if self.data is None and self.stages is None:
-            expected = "give text (the path) or a mapping. What it learns from"
-            raise _conflict("data", "The recipe lacks 'data'.", f"{expected}; or a list of stages")
+            expected = "give text (the path) or a mapping: the training data"
+            raise _conflict("data", "The recipe has no 'data'.", f"{expected}; or give a list of stages")
         names = [stage.name for stage in self.stages or ()]
         for number, stage in enumerate(self.stages or ()):
             if stage.name in names[:number]:
@@ -424,9 +445,9 @@ class Recipe(Section):
 
 
 class StageRecipe(Recipe):
-    """A recipe of one stage: what the parts of a run are made from."""
+    """A recipe with one stage: what the parts of a run are built from."""
 
-    data: DataSection = Field(description="What it learns from: a path, or a mapping.")
+    data: DataSection = Field(description="The training data: a path, or a mapping.")
 
 
 @dataclass(frozen=True)
@@ -439,20 +460,14 @@ class Stage:
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
-    """The run as stages, each a whole recipe of its own; most recipes have one."""
-    tree = {**recipe.model_dump(mode="json"), "stages": None}
+    """The run as a list of stages, each with a whole recipe. Most recipes have one stage."""
+    sections = {name: getattr(recipe, name) for name in Recipe.model_fields if name != "stages"}
     if recipe.stages is None:
-        return (Stage("train", StageRecipe.model_validate(tree)),)
+        return (Stage("train", StageRecipe(**sections)),)
     return tuple(
         Stage(
             stage.name,
-            StageRecipe.model_validate(
-                {
-                    **tree,
-                    "data": stage.data.model_dump(mode="json"),
-                    "train": _train_of(recipe.train, stage).model_dump(),
-                }
-            ),
+            StageRecipe(**{**sections, "data": stage.data, "train": _train_of(recipe.train, stage)}),
             stage.optimizer_state == "restart",
         )
         for stage in recipe.stages
@@ -468,27 +483,28 @@ def _train_of(train: TrainSection, stage: StageSection) -> TrainSection:
     own = stage.train_options()
     general = train.model_dump(mode="json")
     if "schedule" in own:
-        general.pop("decay_fraction")  # it belongs to the other schedule
+        general.pop("decay_fraction")  # it belongs to the schedule that is replaced
     return TrainSection.model_validate(merged(general, own))
 
 
 def as_mapping(section: type[Section], value: Any) -> Any:
-    """A section as its mapping: a bare string or list is its shorthand key, nothing at all (`lora:`) all defaults."""
+    """A section as a mapping: a bare string or list is its shorthand key; an empty section (`lora:`) has no keys."""
     if value is None:
         return {}
     return {section.shorthand: value} if isinstance(value, (str, list)) and section.shorthand else value
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over` on top, section by section."""
     result = dict(base)
     if over.get("steps") is not None or over.get("epochs") is not None:
-        # The two say the same thing in other units: the later one replaces the earlier.
+        # Both set the length of the run: the one given later replaces the other.
         result.pop("steps", None)
         result.pop("epochs", None)
     for key, value in over.items():
         old = result.get(key)
         if isinstance(old, list) and isinstance(value, Mapping) and all(str(n).isdigit() for n in value):
-            # `stages.0.steps=5`: of a list, the member with this number.
+            # `stages.0.steps=5` changes the list item with that number.
             result[key] = [merged(o, value[str(n)]) if str(n) in value else o for n, o in enumerate(old)]
         else:
             result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
@@ -496,5 +512,5 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _conflict(key: str, what: str, do: str) -> PydanticCustomError:
-    # Braces would be read as a template's fields.
+    # The texts go into the context, because braces in the message would be read as template fields.
     return PydanticCustomError("conflict", "values do not fit together", {"key": key, "what": what, "do": do})

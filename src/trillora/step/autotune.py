@@ -1,13 +1,16 @@
-"""Every `auto` of a recipe, decided once, with the reason a person is told.
+"""Decides every `auto` of a stage, with the reason shown to the user.
 
-What the shapes and the devices tell is decided first. How much to recompute and how many rows to take at once are then
-tried on the compiler itself: the first that fits the memory wins, in the order fastest first.
+What the shapes and the devices determine is decided first. Recomputation (remat) and the micro-batch size are then
+found by compiling: candidates are tried from fastest to slowest, and the first one that fits in memory wins.
+
+    plan = choose(stage.recipe, config, jax.devices(), num_steps=100, listener=print)
+    plan.settings.remat, plan.tried         # "full", [8 sequences at once, remat none: 21.40 GiB, …]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +21,25 @@ from trillora.devices.chips import chip_of
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
-from trillora.recipe.load import resolve
-from trillora.recipe.schema import StageRecipe
+from trillora.recipe.resolve import StepSettings, given_settings
+from trillora.recipe.schema import Attention, Dtype, MeshSection, StageRecipe
 from trillora.step.build import Assembly, assemble
 
 GIB = 2**30
-BASE_SHARE = 0.25  # of a device's memory: up to here the base is copied to every device rather than split
+REPLICATED_BASE_SHARE = 0.25  # of a device's memory: a base up to this size is copied to every device, not split
 REMAT_ORDER = ("none", "linear", "full")  # fastest first
-USABLE = 0.97  # of the device's limit; the rest is for fragments
-HOPELESS = 1.4  # times the limit, by a guess whose error is far smaller
-# Logits of one chunk of the loss: 2**27 numbers are half a GiB in float32; a CPU's caches want less.
+USABLE = 0.97  # of the device's memory limit; the rest is left for fragmentation
+HOPELESS = 1.4  # times the limit: the estimate's error is far smaller than this
+# Logits of one chunk of the loss: 2**27 float32 values are half a GiB. CPU caches prefer smaller chunks.
 CHUNK_LOGITS = {"cpu": 2**25}
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to run the step, and what the compiler said of it."""
+    """A candidate and the memory the compiler reported for it."""
 
     what: str
-    needed: float  # bytes a device; infinite where the compiler gave up before it knew
+    needed: float  # bytes per device; infinite if the compiler gave up before it knew
     fits: bool
 
     def __str__(self) -> str:
@@ -45,10 +48,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe without `auto`, and the compiled step it led to."""
+    """The settings of a stage and the compiled step. `reasons` explains each new decision, by field name."""
 
-    recipe: StageRecipe
-    choices: tuple[Chosen, ...]
+    settings: StepSettings
+    reasons: dict[str, str]
     assembly: Assembly
     compiled: Any
     tried: tuple[Attempt, ...]
@@ -59,7 +62,7 @@ class Plan:
 
 
 class DoesNotFit(TrilloraError):
-    """No way to run the step that the recipe leaves open fits the devices."""
+    """No candidate that the recipe allows fits in the devices' memory."""
 
     def __init__(self, what: str, tried: tuple[Attempt, ...]) -> None:
         super().__init__(
@@ -75,7 +78,7 @@ Compiler = Callable[[Assembly], tuple[Any, float]]
 
 
 def compile_step(assembly: Assembly) -> tuple[Any, float]:
-    """The compiled step and the bytes it needs on a device; nothing where the compiler itself says it cannot fit."""
+    """The compiled step and the bytes it needs per device; (None, inf) if the compiler runs out of device memory."""
     try:
         compiled = assembly.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -87,14 +90,10 @@ def compile_step(assembly: Assembly) -> tuple[Any, float]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the step that the recipe leaves open."""
+    """One choice of micro-batch size and remat."""
 
-    recipe: StageRecipe
-    chosen: list[Chosen]
+    settings: StepSettings
     assembly: Assembly
-
-    def __str__(self) -> str:
-        return f"{self.recipe.train.micro_batch_size} rows at once, remat {self.recipe.engine.remat}"
 
 
 def choose(
@@ -103,125 +102,154 @@ def choose(
     devices: list[Any],
     num_steps: int,
     listener: Listener,
+    *,
+    kept: Mapping[str, Any] | None = None,
     compiler: Compiler = compile_step,
     mesh_devices: list[Any] | None = None,
     guess: Callable[[Assembly], float] | None = None,
 ) -> Plan:
-    """Decide, compile, and say so.
+    """Decides what the recipe leaves open, compiles the step, and reports each decision.
 
-    The devices may be of a slice that is not here: whoever asks beforehand gives them, and a compiler that goes as far
-    as it needs; where there is none for such devices, also others to stand in their places on the mesh. What is
-    hopeless by `guess`, bytes without compiling, is not compiled.
+    `kept` holds fields of `StepSettings` that were decided before: at the first start of a resumed run, or for another
+    stage. The devices may belong to a slice that is not attached; preflight then passes its own `compiler`, and
+    `mesh_devices` if only CPU devices can take their place. `guess` returns an estimate in bytes; candidates that it
+    shows to be far too large are not compiled.
     """
-    choices = [*by_hardware(recipe, config, devices)]
-    for choice in choices:
-        listener(choice)
-    recipe = resolve(recipe, choices)
-    shape = recipe.hardware.mesh
-    assert shape != "auto"
+    fixed = {**(kept or {}), **given_settings(recipe)}
+    decisions = Decisions(fixed, listener)
+    decide_by_hardware(decisions, recipe, config, devices)
+    shape = decisions["mesh"]
     mesh = make_mesh(mesh_devices or devices, MeshShape(shape.data, shape.fsdp, shape.tensor))
     limit = memory_limit(devices)
+    num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
 
-    def way(size: int | None, remat: str | None) -> Candidate:
-        chosen = _chosen(size, remat)
-        filled = resolve(recipe, chosen)
-        return Candidate(filled, chosen, assemble(filled, config, mesh, num_steps))
+    def candidate(size: int, remat: str) -> Candidate:
+        settings = StepSettings(**{**decisions.values, "micro_batch_size": size, "remat": remat})
+        return Candidate(settings, assemble(recipe, settings, config, mesh, num_steps))
 
-    tried: list[Attempt] = []
-    for size in _micro_batches(recipe, mesh.shape["data"] * mesh.shape["fsdp"]):
-        remats = REMAT_ORDER if recipe.engine.remat == "auto" else (None,)
-        ways: Iterable[Candidate] = (way(size, remat) for remat in remats)
+    attempts: list[Attempt] = []
+    remats = (fixed["remat"],) if "remat" in fixed else REMAT_ORDER
+    for size in micro_batch_sizes(recipe.train.batch_size, fixed.get("micro_batch_size"), num_shards):
+        candidates: Iterator[Candidate] = (candidate(size, remat) for remat in remats)
         if guess is not None and limit is not None:
-            ways, hopeless = _not_hopeless((way(size, remat) for remat in reversed(remats)), guess, limit)
-            tried += hopeless
-        for each in ways:
-            listener(Note(f"Compiling the training step ({each})"))
+            slowest_first = (candidate(size, remat) for remat in reversed(remats))
+            candidates, hopeless = _worth_compiling(slowest_first, guess, limit)
+            attempts += hopeless
+        for each in candidates:
+            listener(Note(f"Compiling the training step ({each.settings})"))
             compiled, needed = compiler(each.assembly)
-            # A checkpoint's copy of the state lies beside the step.
+            # Saving a checkpoint needs room for a second copy of the state.
             fits = compiled is not None and (limit is None or needed + each.assembly.state_bytes <= limit * USABLE)
-            before = tuple(tried)
-            tried.append(Attempt(str(each), needed, fits))
+            reason = _reason(needed, limit, attempts)
+            attempts.append(Attempt(str(each.settings), needed, fits))
             if fits:
-                made = [Chosen(c.path, c.value, _why(c, needed, limit, before)) for c in each.chosen]
-                for choice in made:
-                    listener(choice)
-                return Plan(each.recipe, (*choices, *made), each.assembly, compiled, tuple(tried))
+                decisions.decide("micro_batch_size", size, reason)
+                decisions.decide("remat", each.settings.remat, reason)
+                return Plan(each.settings, decisions.reasons, each.assembly, compiled, tuple(attempts))
     raise DoesNotFit(
-        f"The run does not fit: {_gib(limit)} of memory a device. Tried {'; '.join(map(str, tried))}.", tuple(tried)
+        f"The run does not fit in {_gib(limit)} of memory per device. Tried {'; '.join(map(str, attempts))}.",
+        tuple(attempts),
     )
 
 
-def _not_hopeless(
+def _worth_compiling(
     slowest_first: Iterator[Candidate], guess: Callable[[Assembly], float], limit: float
-) -> tuple[list[Candidate], list[Attempt]]:
-    """The ways worth compiling, fastest first, and the one that is not: what is faster still needs still more."""
-    ways: list[Candidate] = []
-    for way in slowest_first:
-        needed = guess(way.assembly)
+) -> tuple[Iterator[Candidate], list[Attempt]]:
+    """The candidates worth compiling, fastest first. Faster candidates need more memory, so the search stops at the
+    first hopeless one, which is returned as an attempt."""
+    candidates: list[Candidate] = []
+    hopeless: list[Attempt] = []
+    for candidate in slowest_first:
+        needed = guess(candidate.assembly)
         if needed > HOPELESS * limit:
-            return ways, [Attempt(str(way), needed, False)]
-        ways.insert(0, way)
-    return ways, []
+            hopeless = [Attempt(str(candidate.settings), needed, False)]
+            break
+        candidates.insert(0, candidate)
+    return iter(candidates), hopeless
 
 
 def says_out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) or "Ran out of memory" in str(error)
 
 
-def by_hardware(recipe: StageRecipe, config: Any, devices: list[Any]) -> Iterator[Chosen]:
-    """What devices and shapes decide without compiling."""
-    platform = devices[0].platform
-    num_devices = len(devices)
+class Decisions:
+    """The settings of a stage while they are decided. A field that is already fixed is not decided again."""
+
+    def __init__(self, fixed: Mapping[str, Any], listener: Listener) -> None:
+        self.values = dict(fixed)
+        self.reasons: dict[str, str] = {}
+        self._listener = listener
+
+    def __getitem__(self, field: str) -> Any:
+        return self.values[field]
+
+    def is_open(self, field: str) -> bool:
+        return field not in self.values
+
+    def decide(self, field: str, value: Any, reason: str) -> None:
+        if self.is_open(field):
+            self.values[field], self.reasons[field] = value, reason
+            shown = value.model_dump() if isinstance(value, MeshSection) else value
+            self._listener(Chosen(StepSettings.OPTIONS[field], shown, reason))
+
+
+def decide_by_hardware(decisions: Decisions, recipe: StageRecipe, config: Any, devices: list[Any]) -> None:
+    """Everything that devices and shapes determine without compiling."""
+    platform, num_devices = devices[0].platform, len(devices)
     text = config.get_text_config()
-    if recipe.hardware.backend == "auto":
-        yield Chosen("hardware.backend", platform, f"what jax found here: {devices[0].device_kind}")
-    if recipe.hardware.devices == "auto":
-        yield Chosen("hardware.devices", num_devices, "all there are")
-    dtype = recipe.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if platform == "cpu" else "bfloat16"
-        yield Chosen("model.dtype", dtype, f"the fastest format with enough range on {platform}")
-    if recipe.hardware.mesh == "auto":
-        shape, reason = choose_mesh(
-            num_devices, recipe.train.batch_size, _base_bytes(text, dtype), memory_limit(devices)
-        )
-        yield Chosen("hardware.mesh", {"data": shape.data, "fsdp": shape.fsdp, "tensor": shape.tensor}, reason)
-    if recipe.engine.layers == "auto":
-        layers = "unroll" if platform == "gpu" else "scan"
-        reason = "fastest on GPUs" if layers == "unroll" else f"compiles one layer instead of all; {platform}"
-        yield Chosen("engine.layers", layers, reason)
-    if recipe.engine.attention == "auto":
-        kernel = {"tpu": "splash", "gpu": "cudnn" if dtype == "bfloat16" else "xla"}.get(platform, "xla")
-        yield Chosen("engine.attention", kernel, f"the kernel for {dtype} on {platform}")
-    if recipe.engine.loss_chunk == "auto":
-        tokens = 2 ** int(math.log2(max(CHUNK_LOGITS.get(platform, 2**27) // text.vocab_size, 128)))
-        yield Chosen("engine.loss_chunk", tokens, f"of {text.vocab_size} logits each; whole logits are never held")
+    decisions.decide("backend", platform, f"jax found {devices[0].device_kind}")
+    decisions.decide("num_devices", num_devices, "all devices")
+    decisions.decide("dtype", fastest_dtype(platform), f"the fastest format with enough range on {platform}")
+    if decisions.is_open("mesh"):
+        base_bytes = _base_bytes(text, decisions["dtype"])
+        shape, reason = choose_mesh(num_devices, recipe.train.batch_size, base_bytes, memory_limit(devices))
+        decisions.decide("mesh", shape, reason)
+    if platform == "gpu":
+        decisions.decide("layers", "unroll", "fastest on GPUs")
+    else:
+        decisions.decide("layers", "scan", f"compiles one layer instead of all; {platform}")
+    dtype = decisions["dtype"]
+    decisions.decide("attention", fastest_attention(platform, dtype), f"the kernel for {dtype} on {platform}")
+    tokens = 2 ** int(math.log2(max(CHUNK_LOGITS.get(platform, 2**27) // text.vocab_size, 128)))
+    decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
 
 
-def choose_mesh(num_devices: int, batch_size: int, base_bytes: int, limit: float | None) -> tuple[MeshShape, str]:
-    """Rows over as many devices as divide the batch, matrices over the rest; the base split only if it must be."""
-    row_shards = math.gcd(batch_size, num_devices)
-    tensor = num_devices // row_shards
+def fastest_dtype(platform: str) -> Dtype:
+    return "float32" if platform == "cpu" else "bfloat16"
+
+
+def fastest_attention(platform: str, dtype: Dtype) -> Attention:
+    """cuDNN has no float32 kernel."""
+    if platform == "tpu":
+        return "splash"
+    return "cudnn" if platform == "gpu" and dtype == "bfloat16" else "xla"
+
+
+def choose_mesh(num_devices: int, batch_size: int, base_bytes: int, limit: float | None) -> tuple[MeshSection, str]:
+    """Sequences over as many devices as divide the batch, matrices over the rest. The base is split only if needed."""
     if num_devices == 1:
-        return MeshShape(), "one device"
-    small = limit is None or base_bytes / tensor <= BASE_SHARE * limit
-    shape = MeshShape(data=row_shards, tensor=tensor) if small else MeshShape(fsdp=row_shards, tensor=tensor)
-    split = "is copied to every device" if small else "is split"
+        return MeshSection(), "one device"
+    num_shards = math.gcd(batch_size, num_devices)
+    tensor = num_devices // num_shards
+    is_small = limit is None or base_bytes / tensor <= REPLICATED_BASE_SHARE * limit
+    axis = "data" if is_small else "fsdp"
+    split = "is copied to every device" if is_small else "is split"
     reason = (
-        f"a batch of {batch_size} rows goes over {row_shards} of {num_devices}; the base ({_gib(base_bytes)}) {split}"
+        f"a batch of {batch_size} sequences is spread over {num_shards} of {num_devices} devices; the base "
+        f"({_gib(base_bytes)}) {split}"
     )
-    return shape, reason
+    return MeshSection(**{axis: num_shards}, tensor=tensor), reason
 
 
 def memory_limit(devices: list[Any]) -> float | None:
-    """Bytes a device may use; virtual CPU devices share what the machine has free. A device that is not here is known
-    by its kind."""
+    """Bytes one device may use. Virtual CPU devices share the machine's free memory; a device that is not attached is
+    looked up by its kind."""
     if devices[0].platform == "cpu":
         local = [d for d in devices if d.process_index == jax.process_index()]
         return psutil.virtual_memory().available / max(len(local), 1)
     try:
         stats = devices[0].memory_stats()
-    except jax.errors.JaxRuntimeError:  # compile-only: no memory to ask
+    except jax.errors.JaxRuntimeError:  # compile-only device
         stats = None
     if stats:
         return stats.get("bytes_limit")
@@ -230,7 +258,7 @@ def memory_limit(devices: list[Any]) -> float | None:
 
 
 def _base_bytes(config: Any, dtype: str) -> int:
-    """A rough count from the configuration: good enough to choose between copying and splitting."""
+    """A rough count from the configuration, good enough to choose between copying and splitting."""
     width, layers = config.hidden_size, config.num_hidden_layers
     inner = _largest(config, "intermediate_size") or 4 * width
     experts = _largest(config, "num_local_experts", "num_experts", "n_routed_experts") or 1
@@ -239,40 +267,33 @@ def _base_bytes(config: Any, dtype: str) -> int:
 
 
 def _largest(config: Any, *names: str) -> int:
-    """The first of these options that is set; the largest where it has a value for every layer."""
+    """The first of these options that is set; its maximum if it has one value per layer."""
     value = next((v for v in (getattr(config, name, None) for name in names) if v), 0)
     return max(value) if isinstance(value, list | tuple) else int(value)
 
 
-def _micro_batches(recipe: StageRecipe, row_shards: int) -> list[int | None]:
-    """Rows to take at once, most first; None where the recipe says. A row for every device or it is refused."""
-    train = recipe.train
-    if train.batch_size % row_shards:
+def micro_batch_sizes(batch_size: int, fixed: int | None, num_shards: int) -> list[int]:
+    """Sizes to try, largest first. Each must give every device the same number of sequences."""
+    if batch_size % num_shards:
         raise TrilloraError(
-            f"{train.batch_size} rows cannot be spread evenly over {row_shards} devices.",
+            f"{batch_size} sequences cannot be spread evenly over {num_shards} devices.",
             where="train.batch_size",
-            do=f"use a multiple of {row_shards}, or leave hardware.mesh on auto",
+            do=f"use a multiple of {num_shards}, or leave hardware.mesh on auto",
         )
-    if train.micro_batch_size == "auto":
-        halvings = [train.batch_size // 2**k for k in range(20) if train.batch_size % 2**k == 0]
-        return [size for size in halvings if size % row_shards == 0]
-    if train.micro_batch_size % row_shards:
+    if fixed is None:
+        halvings = [batch_size // 2**k for k in range(20) if batch_size % 2**k == 0]
+        return [size for size in halvings if size % num_shards == 0]
+    if fixed % num_shards:
         raise TrilloraError(
-            f"A micro-batch of {train.micro_batch_size} rows cannot be spread evenly over {row_shards} devices.",
+            f"A micro-batch of {fixed} sequences cannot be spread evenly over {num_shards} devices.",
             where="train.micro_batch_size",
-            do=f"use a multiple of {row_shards}, or auto",
+            do=f"use a multiple of {num_shards}, or auto",
         )
-    return [None]
-
-
-def _chosen(size: int | None, remat: str | None) -> list[Chosen]:
-    """What is left `auto`, filled."""
-    rows = [] if size is None else [Chosen("train.micro_batch_size", size, "")]
-    return rows if remat is None else [*rows, Chosen("engine.remat", remat, "")]
+    return [fixed]
 
 
 def step_bytes(compiled: Any) -> float:
-    """Arguments, results and everything in between, on one device."""
+    """Arguments, results and temporaries of a compiled step on one device."""
     memory = compiled.memory_analysis()
     if memory is None:
         return 0.0
@@ -284,10 +305,10 @@ def step_bytes(compiled: Any) -> float:
     )
 
 
-def _why(choice: Chosen, needed: float, limit: float | None, tried: Sequence[Attempt]) -> str:
-    fits = f"needs {_gib(needed)} of {_gib(limit)} a device"
-    return f"{fits}; too large: {'; '.join(map(str, tried))}" if tried else f"fastest, and {fits}"
+def _reason(needed: float, limit: float | None, too_large: Sequence[Attempt]) -> str:
+    fits = f"needs {_gib(needed)} of {_gib(limit)} per device"
+    return f"{fits}; too large: {'; '.join(map(str, too_large))}" if too_large else f"fastest, and {fits}"
 
 
 def _gib(size: float | None) -> str:
-    return "unknown" if size is None else "more than there is" if math.isinf(size) else f"{size / GIB:.2f} GiB"
+    return "unknown" if size is None else "more than available" if math.isinf(size) else f"{size / GIB:.2f} GiB"

@@ -16,13 +16,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from trillora.devices.mesh import batch_sharding, replicated, weight_spec
+from trillora.engine.hash_random import MaskKey
 from trillora.engine.loss import Totals, chunked_loss, chunked_totals, token_losses, totals
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
 from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora import LoraSpec
-from trillora.recipe.schema import StageRecipe
+from trillora.recipe.resolve import StepSettings
+from trillora.recipe.schema import LoraSection, StageRecipe
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -87,31 +89,29 @@ class Assembly:
         return TPU_OPTIONS if is_tpu and self.mesh.size > 1 else None
 
 
-def assemble(recipe: StageRecipe, config: Any, mesh: Mesh, num_steps: int) -> Assembly:
-    """`recipe` has no `auto` left; `config` is the model's; the mesh may be of devices that are not here."""
-    train, engine = recipe.train, recipe.engine
-    spec = lora_spec(recipe)
-    assert engine.attention != "auto" and engine.remat != "auto" and engine.loss_chunk != "auto"
-    assert train.micro_batch_size != "auto"
+def assemble(recipe: StageRecipe, settings: StepSettings, config: Any, mesh: Mesh, num_steps: int) -> Assembly:
+    """Builds the step of a stage for the model described by `config`. The mesh may be of devices that are not here."""
+    train, data = recipe.train, recipe.data
+    spec = lora_spec(recipe.lora)
     model = CausalLM(
         config,
-        dtype=recipe.model.dtype,
+        dtype=settings.dtype,
         lora=spec,
-        scan=engine.layers == "scan",
-        remat=engine.remat,
-        attention=engine.attention,
+        scan=settings.layers == "scan",
+        remat=settings.remat,
+        attention=settings.attention,
         mesh=mesh,
         trust_remote_code=recipe.model.trust_remote_code,
     )
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    chunk = loss_chunk_positions(engine.loss_chunk, train.micro_batch_size // shards, train.sequence_length)
+    chunk = loss_chunk_positions(settings.loss_chunk, settings.micro_batch_size // shards, train.sequence_length)
     optimizer = make_optimizer(train.optimizer, train.weight_decay, decayed_leaves(model.adapter_layout))
     train_step = make_train_step(
-        loss_function(model, chunk, packed=recipe.data.pack),
+        loss_function(model, chunk, packed=data.pack),
         optimizer,
         make_schedule(train.schedule, train.learning_rate, train.warmup_steps, num_steps, train.decay_fraction),
         max_grad_norm=train.max_grad_norm,
-        num_micro_batches=train.batch_size // train.micro_batch_size,
+        num_micro_batches=train.batch_size // settings.micro_batch_size,
     )
     base_shardings = weight_shardings(model, mesh)
     adapter_shardings = shard_adapter(model.adapter_layout, mesh)
@@ -123,7 +123,7 @@ def assemble(recipe: StageRecipe, config: Any, mesh: Mesh, num_steps: int) -> As
         spec=spec,
         optimizer=optimizer,
         train_step=train_step,
-        eval_step=make_eval_step(evaluation_function(model, chunk, packed=recipe.data.pack)),
+        eval_step=make_eval_step(evaluation_function(model, chunk, packed=data.pack)),
         base_shardings=base_shardings,
         adapter_shardings=adapter_shardings,
         state_shapes=_state_shapes(adapter, optimizer, adapter_shardings, mesh),
@@ -135,8 +135,7 @@ def assemble(recipe: StageRecipe, config: Any, mesh: Mesh, num_steps: int) -> As
     )
 
 
-def lora_spec(recipe: StageRecipe) -> LoraSpec:
-    lora = recipe.lora
+def lora_spec(lora: LoraSection) -> LoraSpec:
     return LoraSpec(lora.rank, lora.alpha, lora.rslora, lora.dropout, lora.targets)
 
 
@@ -155,7 +154,7 @@ def model_inputs(batch: Batch, *, packed: bool) -> Inputs:
 def loss_function(model: CausalLM, chunk: int, *, packed: bool) -> Loss:
     """Summed loss of a batch. A model whose head cannot be called apart gets its logits whole."""
 
-    def loss(adapter: Tree, base: Tree, batch: Batch, key: jax.Array) -> jax.Array:
+    def loss(adapter: Tree, base: Tree, batch: Batch, key: MaskKey) -> jax.Array:
         dropout_key = key if model.has_dropout else None
         inputs = model_inputs(batch, packed=packed)
         if not model.has_separate_head:

@@ -96,6 +96,7 @@ class Run:
     facts: dict[str, Any]  # stored in every checkpoint
     base_name: str
     num_steps: int  # of all stages
+    evaluate_every: int  # steps
     watch: CompileWatch
     peak_seconds_per_token: float  # on all chips together at peak FLOP/s; 0 if the peak is unknown
 
@@ -140,9 +141,6 @@ class StageLoop:
         self._started = self._last_report = self._last_save = time.perf_counter()
         self._step_seconds = 0.0
         self._num_done = 0  # steps of this process
-        every = stage.recipe.evaluate.every_steps
-        assert every != "auto"
-        self._evaluate_every = every
 
     def train(self, state: TrainState) -> tuple[TrainState, str | None]:
         """Train to the end of the stage or to an external stop; return the state and the reason for the stop."""
@@ -239,7 +237,7 @@ class StageLoop:
         if position.measured_at == position.step or not self._measures:
             return False
         is_last = position.step == self._stage.num_steps
-        return position.step == 0 or is_last or position.global_step % self._evaluate_every == 0
+        return position.step == 0 or is_last or position.global_step % self._run.evaluate_every == 0
 
     def _measure(self, adapter: Tree) -> bool:
         """Evaluate and sample; return True for the best loss so far. A signal aborts it; the resumed run repeats it."""

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from trillora.data.stage import StageData
+from trillora.recipe.resolve import ResolvedRecipe
 from trillora.recipe.schema import Recipe
 from trillora.secrets import mask_values
 from trillora.step.build import Assembly
@@ -66,13 +67,13 @@ def of_run(
 
 
 def of_checkpoint(
-    recipe: Recipe, choices: Sequence[Any], identity: dict[str, str], devices: Sequence[Any]
+    recipe: Recipe, resolved: ResolvedRecipe, identity: dict[str, str], devices: Sequence[Any]
 ) -> dict[str, Any]:
-    """What a resumed run is compared with, and the automatic choices it keeps."""
+    """What a resumed run is compared with, and the decisions it keeps. `recipe` has no `auto` left."""
     return {
         "identity": identity,
         "options": mask_values(fixed_options(recipe)),
-        "choices": [[choice.path, choice.value, choice.reason] for choice in choices],
+        "resolved": resolved.to_dict(),
         "devices": describe_devices(devices),
         "libraries": libraries(),
     }

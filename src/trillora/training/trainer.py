@@ -9,7 +9,6 @@ template, data and recipe are those it was made with.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +20,16 @@ from typing import Any
 import jax
 
 from trillora.data.batches import Batches
+from trillora.data.open import TEMPLATE_DATE_REASON
 from trillora.data.stage import StageData, read_stage
 from trillora.devices.chips import peak_tflops
 from trillora.devices.mesh import any_process, find_devices, join_cluster, remember_programs, same_everywhere
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Chosen, Listener, Note, Progress, ignore_events
+from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
+from trillora.files.digests import text_digest
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
@@ -36,7 +37,7 @@ from trillora.model.limits import check_rows
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import initial_adapter
-from trillora.recipe.load import choice_in_stage, dump_resolved, resolve, still_open
+from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage, keep_dates, keep_fixed
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
 from trillora.secrets import mask_settings, mask_values
 from trillora.step.autotune import Plan, choose
@@ -48,7 +49,7 @@ from trillora.training.checkpoint import Checkpoints, Saver, with_checksums
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Diverged, Position, Run, StageLoop
 from trillora.training.run_folder import RunFolder, losses
-from trillora.training.run_identity import differences, fixed_options, is_free, refuse, text_digest, weights_digest
+from trillora.training.run_identity import differences, fixed_options, refuse, weights_digest
 from trillora.training.run_lock import lock_run
 from trillora.training.signals import Interrupted, Stop
 from trillora.training.state_files import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
@@ -112,30 +113,32 @@ class _Training:
     def run(self) -> TrainResult:
         recipe, listener = self._recipe, self._listener
         remember_programs(cache_root() / "programs")
-        wanted = recipe.hardware.devices
-        devices = find_devices(recipe.hardware.backend, None if wanted == "auto" else wanted)
+        num_devices = recipe.hardware.devices
+        devices = find_devices(recipe.hardware.backend, None if num_devices == "auto" else num_devices)
         listener(Note(f"Model {recipe.model.name}"))
         named = recipe.model
         opened = OpenModel.open(named.name, revision=named.revision, trust_remote_code=named.trust_remote_code)
         saved = self._newest()
         facts = read_facts(saved[1]) if saved else None
-        stages, identity = self._read_stages(opened, facts)
+        before = ResolvedRecipe.from_dict(facts["resolved"]) if facts else None
+        stages, identity = self._read_stages(opened, before)
         position = Position(DivergenceMonitor(math.log(opened.config.get_text_config().vocab_size)))
-        if facts:
+        if facts and before:
             position = Position.from_dict(facts["position"])
-            self._check_unchanged(facts, identity, position.global_step)
+            self._check_unchanged(facts, before, identity, position.global_step)
 
-        kept = still_open(recipe, _kept_choices(facts, devices))
-        plans, choices = self._plan(stages, opened.config, devices, kept, first=position.stage)
-        stages = [dataclasses.replace(stage, recipe=plan.recipe) for stage, plan in zip(stages, plans, strict=True)]
-        resolved, assembly = resolve(recipe, choices), plans[min(position.stage, len(plans) - 1)].assembly
-        self._folder.write("resolved.yaml", mask_settings(dump_resolved(resolved, choices)))
-        of_run = manifest.of_run(resolved, stages, assembly, identity, opened.tokenizer, named.name)
+        is_same_hardware = facts is not None and facts["devices"] == manifest.describe_devices(devices)
+        plans = self._plan(stages, opened.config, devices, before, is_same_hardware, first=position.stage)
+        resolved = resolve_recipe(recipe, stages, plans, before)
+        filled, assembly = resolved.fill(recipe), plans[min(position.stage, len(plans) - 1)].assembly
+        self._folder.write("resolved.yaml", mask_settings(resolved.dump(recipe)))
+        of_run = manifest.of_run(filled, stages, assembly, identity, opened.tokenizer, opened.base_name)
         self._folder.write("run.json", json.dumps(of_run, indent=1) + "\n")
         left = range(position.stage, len(stages))
-        to_measure = [plan_evaluation(stages[number], opened, listener) for number in left]
+        sizes = [plan.settings.micro_batch_size for plan in plans]
+        eval_plans = [plan_evaluation(stages[number], sizes[number], opened, listener) for number in left]
         if left:
-            planned = planned_programs([stages[number] for number in left], to_measure, is_new=saved is None)
+            planned = planned_programs([stages[number] for number in left], eval_plans, is_new=saved is None)
             listener(Note(describe(planned)))
 
         base = read_base(opened.folder, assembly, listener)
@@ -146,33 +149,34 @@ class _Training:
         self._folder.start_metrics(saved[1][METRICS_FILE] if saved else b"")
         self._folder.add_history("resumed" if saved else "started", position.global_step)
         del saved  # as large as the state
-        with self._tracking(position.global_step + 1, resolved) as told, Saver(self._checkpoints, told) as saver:
+        with self._tracking(position.global_step + 1, filled) as events, Saver(self._checkpoints, events) as saver:
             run = Run(
                 folder=self._folder,
-                listener=told,
+                listener=events,
                 stop=self._stop,
                 checkpoints=self._checkpoints,
                 saver=saver,
                 keep_checkpoints=recipe.train.keep_checkpoints,
                 assembly=assembly,
                 copy=make_copier(assembly),
-                facts=manifest.of_checkpoint(resolved, choices, identity, devices),
-                base_name=recipe.model.name,
+                facts=manifest.of_checkpoint(filled, resolved, identity, devices),
+                base_name=opened.base_name,
                 num_steps=sum(stage.num_steps for stage in stages),
+                evaluate_every=resolved.evaluate_every,
                 watch=self._watch,
                 peak_seconds_per_token=_peak_seconds_per_token(base, devices),
             )
             works = [
-                self._compile_stage(stages, number, plans[number], measures, base, told)
-                for number, measures in zip(left, to_measure, strict=True)
+                self._compile_stage(stages, number, plans[number], eval_plan, base, events)
+                for number, eval_plan in zip(left, eval_plans, strict=True)
             ]
-            any_process(False, False)  # what processes of one run ask each other by is a program too
+            any_process(False, False)  # compiled now: it is a program too
             return self._to_the_end(run, works, base, state, position, stages[-1])
 
     def _compile_stage(
-        self, stages: list[StageData], number: int, plan: Plan, wanted: EvalPlan, base: Tree, listener: Listener
+        self, stages: list[StageData], number: int, plan: Plan, eval_plan: EvalPlan, base: Tree, listener: Listener
     ) -> StageWork:
-        """All programs of a stage; those that answer prompts are compiled by the first answers."""
+        """Compiles all programs of a stage, except those that answer prompts: the first answers compile them."""
         stage = stages[number]
         follows = stages[number + 1] if number + 1 < len(stages) else None
         restarts = follows is not None and follows.restarts_optimizer
@@ -181,7 +185,7 @@ class _Training:
             stage=stage,
             assembly=plan.assembly,
             programs=Programs(f"The step of stage {stage.name}", steps),
-            measures=make_measures(wanted, plan.assembly, base, listener),
+            measures=make_measures(eval_plan, plan.assembly, base, listener),
             close=compile_next(plan.assembly, self._recipe.train.seed, number + 1, restart=restarts),
             num_compiles=plan.num_compiles + len(steps) - 1,
         )
@@ -256,14 +260,11 @@ class _Training:
             )
         return found
 
-    def _read_stages(self, opened: OpenModel, facts: dict[str, Any] | None) -> tuple[list[StageData], dict[str, str]]:
-        """Every stage's rows, and digests of all that the run is made of."""
-        recipe = self._recipe
-        if facts:  # the date a template writes was chosen at the first start
-            dates = [Chosen(*choice) for choice in facts["choices"] if choice[0].endswith("data.template_date")]
-            recipe = resolve(recipe, still_open(recipe, dates))
-        with ThreadPoolExecutor(1) as beside:
-            weights = beside.submit(weights_digest, opened.folder, weight_files(opened.folder))
+    def _read_stages(self, opened: OpenModel, before: ResolvedRecipe | None) -> tuple[list[StageData], dict[str, str]]:
+        """The data of every stage, and digests of everything the run depends on."""
+        recipe = keep_dates(self._recipe, before) if before else self._recipe
+        with ThreadPoolExecutor(1) as pool:
+            weights = pool.submit(weights_digest, opened.folder, weight_files(opened.folder))
             stages = []
             for stage in stages_of(recipe):
                 check_rows(opened.config, stage.recipe.train.sequence_length, stage.recipe.data.pack)
@@ -273,46 +274,41 @@ class _Training:
             identity |= data.identity()
         return stages, identity
 
-    def _check_unchanged(self, facts: dict[str, Any], identity: dict[str, str], step: int) -> None:
-        fixed = [Chosen(*choice) for choice in facts["choices"] if not is_free(choice[0])]
-        recipe = resolve(self._recipe, still_open(self._recipe, fixed))
-        now = {**identity, **mask_values(fixed_options(recipe))}
-        before = {**facts["identity"], **facts["options"]}
-        if (changed := differences(before, now)) and not self._accept_changes:
+    def _check_unchanged(
+        self, facts: dict[str, Any], before: ResolvedRecipe, identity: dict[str, str], step: int
+    ) -> None:
+        """Refuses to resume with other inputs or options, unless the user accepts the changes."""
+        now = {**identity, **mask_values(fixed_options(keep_fixed(self._recipe, before)))}
+        if (changed := differences({**facts["identity"], **facts["options"]}, now)) and not self._accept_changes:
             raise refuse(changed, self._folder.path, step)
         for change in changed:
-            self._listener(Alarm(f"Going on although {change}"))
+            self._listener(Alarm(f"Resuming although {change}"))
         for change in differences(facts["libraries"], manifest.libraries()):
             self._listener(Note(f"Since the checkpoint {change}: results may differ in the last digits"))
 
     def _plan(
-        self, stages: list[StageData], config: Any, devices: list[Any], kept: list[Chosen], first: int
-    ) -> tuple[list[Plan], list[Chosen]]:
-        """Every `auto` decided and every step compiled before the first one runs. The stage with the longest rows
-        decides for all what the base looks like and how much is recomputed."""
-        recipe = resolve(self._recipe, kept)
-        choices = [*kept]
-
-        def decide(number: int, made: Sequence[Chosen]) -> None:
-            nonlocal recipe
-            new = [choice_in_stage(recipe, number, choice) for choice in made]
-            new = [choice for choice in new if choice.path not in {c.path for c in choices}]
-            choices.extend(new)
-            recipe = resolve(recipe, new)
-
-        for number, stage in enumerate(stages):
-            decide(number, stage.settled)
-        num_steps = sum(stage.num_steps for stage in stages)
-        if recipe.evaluate.every_steps == "auto":
-            every = Chosen("evaluate.every_steps", max(1, math.ceil(num_steps / 10)), f"ten times in {num_steps} steps")
-            decide(0, [every])
+        self,
+        stages: list[StageData],
+        config: Any,
+        devices: list[Any],
+        before: ResolvedRecipe | None,
+        is_same_hardware: bool,
+        first: int,
+    ) -> list[Plan]:
+        """Decides every `auto` and compiles every step before training starts. The stage with the longest sequences is
+        compiled first, and its settings hold for all stages, because they share the base."""
         plans: dict[int, Plan] = {}
+        shared: dict[str, Any] = {}
         left = range(min(first, len(stages) - 1), len(stages))
         for number in sorted(left, key=lambda n: -stages[n].recipe.train.sequence_length):
-            of_stage = stages_of(recipe)[number].recipe
-            plans[number] = choose(of_stage, config, devices, stages[number].num_steps, self._listener)
-            decide(number, plans[number].choices)
-        return [plans.get(number, plans[max(plans)]) for number in range(len(stages))], choices
+            stage = stages[number]
+            earlier = before.stage(stage.name) if before else None
+            kept = dict(shared)
+            if earlier is not None:  # a resumed run is the same program; the state depends on how layers are stacked
+                kept |= vars(earlier.settings) if is_same_hardware else {"layers": earlier.settings.layers}
+            plans[number] = choose(stage.recipe, config, devices, stage.num_steps, self._listener, kept=kept)
+            shared = shared or plans[number].settings.shared()
+        return [plans.get(number, plans[max(plans)]) for number in range(len(stages))]
 
     @contextlib.contextmanager
     def _tracking(self, first_step: int, resolved: Recipe) -> Iterator[Listener]:
@@ -355,12 +351,29 @@ class _Training:
             )
 
 
-def read_base(folder: Path, assembly: Assembly, listener: Listener) -> Tree:
-    def progress(done: int, total: int) -> None:
-        listener(Progress("Loading weights", done, total))
+def resolve_recipe(
+    recipe: Recipe, stages: Sequence[StageData], plans: Sequence[Plan], before: ResolvedRecipe | None
+) -> ResolvedRecipe:
+    """All decisions of the run, with their reasons; those of an earlier start keep theirs."""
+    written = stages_of(recipe)
+    num_steps = sum(stage.num_steps for stage in stages)
+    every = recipe.evaluate.every_steps
+    resolved = []
+    for number, (stage, plan) in enumerate(zip(stages, plans, strict=True)):
+        earlier = before.stage(stage.name) if before else None
+        reasons = {**(earlier.reasons if earlier else {}), **plan.reasons}
+        date = stage.recipe.data.template_date
+        if date is not None and written[number].recipe.data.template_date is None:
+            reasons["template_date"] = TEMPLATE_DATE_REASON
+        if number == 0 and every == "auto":
+            reasons["every_steps"] = f"ten evaluations in {num_steps} steps"
+        resolved.append(ResolvedStage(stage.name, plan.settings, date, reasons))
+    return ResolvedRecipe(tuple(resolved), max(1, math.ceil(num_steps / 10)) if every == "auto" else every)
 
+
+def read_base(folder: Path, assembly: Assembly, listener: Listener) -> Tree:
     model = assembly.model
-    return load_weights(folder, model.module, model.layout, assembly.base_shardings, progress=progress)
+    return load_weights(folder, model.module, model.layout, assembly.base_shardings, listener)
 
 
 def place_state(assembly: Assembly, seed: int) -> TrainState:
@@ -416,17 +429,6 @@ def compile_lengths(plan: Plan, batches: Batches, listener: Listener) -> dict[Sh
 
 def _shardings(assembly: Assembly) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, assembly.state_shapes)
-
-
-def _kept_choices(facts: dict[str, Any] | None, devices: list[Any]) -> list[Chosen]:
-    """What was chosen at the first start stands, so that a continued run is the same program; on other devices only
-    what the stored state depends on."""
-    if facts is None:
-        return []
-    choices = [Chosen(*choice) for choice in facts["choices"]]
-    if facts["devices"] == manifest.describe_devices(devices):
-        return choices
-    return [c for c in choices if c.path == "engine.layers" or c.path.endswith("data.template_date")]
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

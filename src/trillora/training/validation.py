@@ -140,11 +140,10 @@ class EvalPlan:
             yield Planned(f"the answers of stage {self.stage}", 2 * len(slots), shapes)
 
 
-def plan_evaluation(stage: StageData, opened: OpenModel, listener: Listener) -> EvalPlan:
+def plan_evaluation(stage: StageData, batch_size: int, opened: OpenModel, listener: Listener) -> EvalPlan:
     """What the stage's recipe asks for, as far as it can be had."""
-    options, rows = stage.recipe.evaluate, stage.recipe.train.micro_batch_size
-    assert rows != "auto"
-    batches = evaluation_batches(stage, rows)
+    options = stage.recipe.evaluate
+    batches = evaluation_batches(stage, batch_size)
     if not (options.prompts or (options.num_samples and stage.evaluation is not None)):
         return EvalPlan(stage.name, batches)
     why_not = why_not_decode(opened.config)
@@ -156,7 +155,7 @@ def plan_evaluation(stage: StageData, opened: OpenModel, listener: Listener) -> 
     tokenizer = opened.tokenizer
     template = stage.template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
     stops = configured_stops(opened.folder, opened.config)
-    prompts = Prompts(tokenizer, template=template, today=stage.recipe.data.template_date, stops=stops)
+    prompts = Prompts(tokenizer, template=template, template_date=stage.recipe.data.template_date, stops=stops)
     if options.prompts:
         questions = [Question(tuple(prompts.encode(prompt)), ()) for prompt in options.prompts]
     else:

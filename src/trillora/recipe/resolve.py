@@ -1,0 +1,213 @@
+"""A recipe with every `auto` decided.
+
+A run decides once per start, stage by stage. `StepSettings` is how the step runs, `ResolvedStage` adds what the stage's
+data left open, and `ResolvedRecipe` is the whole run. It is saved in every checkpoint, so that a resumed run keeps its
+decisions, and written to `resolved.yaml`:
+
+    engine:
+      remat: full  # needs 11.20 GiB of 15.75 GiB per device; too large: 8 sequences at once, remat none: 21.40 GiB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from trillora.recipe import yaml
+from trillora.recipe.schema import (
+    Attention,
+    Backend,
+    DataSection,
+    Dtype,
+    EngineSection,
+    HardwareSection,
+    Layers,
+    MeshSection,
+    Recipe,
+    Remat,
+)
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How the training step of one stage runs."""
+
+    backend: Backend
+    num_devices: int
+    mesh: MeshSection
+    dtype: Dtype
+    layers: Layers
+    attention: Attention
+    loss_chunk: int  # tokens
+    remat: Remat
+    micro_batch_size: int  # sequences, over all devices
+
+    OPTIONS: ClassVar[dict[str, str]] = {
+        "backend": "hardware.backend",
+        "num_devices": "hardware.devices",
+        "mesh": "hardware.mesh",
+        "dtype": "model.dtype",
+        "layers": "engine.layers",
+        "attention": "engine.attention",
+        "loss_chunk": "engine.loss_chunk",
+        "remat": "engine.remat",
+        "micro_batch_size": "train.micro_batch_size",
+    }
+
+    def __str__(self) -> str:
+        return f"{self.micro_batch_size} sequences at once, remat {self.remat}"
+
+    def shared(self) -> dict[str, Any]:
+        """The settings that all stages of a run have in common, because they share the base weights."""
+        return {name: value for name, value in vars(self).items() if name != "micro_batch_size"}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "mesh": self.mesh.model_dump()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepSettings:
+        return cls(**{**values, "mesh": MeshSection(**values["mesh"])})
+
+
+def given_settings(recipe: Recipe) -> dict[str, Any]:
+    """The fields of `StepSettings` that the user fixed."""
+    hardware, engine = recipe.hardware, recipe.engine
+    values = {
+        "backend": hardware.backend,
+        "num_devices": hardware.devices,
+        "mesh": hardware.mesh,
+        "dtype": recipe.model.dtype,
+        "layers": engine.layers,
+        "attention": engine.attention,
+        "loss_chunk": engine.loss_chunk,
+        "remat": engine.remat,
+        "micro_batch_size": recipe.train.micro_batch_size,
+    }
+    return {name: value for name, value in values.items() if value != "auto"}
+
+
+@dataclass(frozen=True)
+class ResolvedStage:
+    """What was decided for one stage. `reasons` explains each decision that was not the user's, by field name."""
+
+    name: str
+    settings: StepSettings
+    template_date: str | None
+    reasons: dict[str, str]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ResolvedStage:
+        return cls(**{**values, "settings": StepSettings.from_dict(values["settings"])})
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """Every decision of a run."""
+
+    stages: tuple[ResolvedStage, ...]
+    evaluate_every: int  # steps
+
+    def stage(self, name: str) -> ResolvedStage | None:
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "stages": [{**vars(stage), "settings": stage.settings.to_dict()} for stage in self.stages],
+            "evaluate_every": self.evaluate_every,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ResolvedRecipe:
+        return cls(tuple(map(ResolvedStage.from_dict, values["stages"])), values["evaluate_every"])
+
+    def fill(self, recipe: Recipe) -> Recipe:
+        """The recipe with the decisions in place of every `auto`. Options that the user fixed have the same value."""
+        first = self.stages[0].settings
+        sections: dict[str, Any] = {
+            "model": recipe.model.model_copy(update={"dtype": first.dtype}),
+            "evaluate": recipe.evaluate.model_copy(update={"every_steps": self.evaluate_every}),
+            "hardware": HardwareSection(backend=first.backend, devices=first.num_devices, mesh=first.mesh),
+            "engine": EngineSection(
+                layers=first.layers,
+                remat=first.remat,
+                attention=first.attention,
+                loss_chunk=first.loss_chunk,
+            ),
+        }
+        if recipe.stages is None:
+            assert recipe.data is not None
+            sections["train"] = recipe.train.model_copy(update={"micro_batch_size": first.micro_batch_size})
+            sections["data"] = recipe.data.model_copy(update={"template_date": self.stages[0].template_date})
+        else:
+            sections["stages"] = tuple(
+                stage.model_copy(
+                    update={
+                        "micro_batch_size": resolved.settings.micro_batch_size,
+                        "data": stage.data.model_copy(update={"template_date": resolved.template_date}),
+                    }
+                )
+                for stage, resolved in zip(recipe.stages, self.stages, strict=True)
+            )
+        return recipe.model_copy(update=sections)
+
+    def dump(self, recipe: Recipe) -> str:
+        """The filled recipe as YAML, with a reason after each decision. `load_recipe` reads it back unchanged."""
+        lines = ["# Every option of this run. A comment explains each value that was chosen automatically."]
+        for name, section in self.fill(recipe).model_dump(mode="json").items():
+            if section is None:
+                continue
+            lines.append(f"{name}:")
+            if name != "stages":
+                lines += _lines(section, self._reasons(0, name, recipe.stages is None), "  ")
+                continue
+            for number, stage in enumerate(section):
+                first, *rest = _lines(stage, self._reasons(number, "train", True), "    ")
+                lines += [f"  - {first.lstrip()}", *rest]
+        return "\n".join(lines) + "\n"
+
+    def _reasons(self, number: int, section: str, has_stage_options: bool) -> dict[str, str]:
+        """Reasons for the options of a section, by option name."""
+        options = dict(StepSettings.OPTIONS, every_steps="evaluate.every_steps", template_date="data.template_date")
+        found = {}
+        for field, reason in self.stages[number].reasons.items():
+            home, _, option = options[field].partition(".")
+            if home == section and (has_stage_options or home not in ("train", "data")):
+                found[option] = reason
+        return found
+
+
+def keep_dates(recipe: Recipe, before: ResolvedRecipe) -> Recipe:
+    """The recipe with the template dates of an earlier start, where it gives none."""
+
+    def dated(data: DataSection, stage: ResolvedStage | None) -> DataSection:
+        if stage is None or data.template_date is not None:
+            return data
+        return data.model_copy(update={"template_date": stage.template_date})
+
+    if recipe.stages is None:
+        assert recipe.data is not None
+        return recipe.model_copy(update={"data": dated(recipe.data, before.stages[0])})
+    stages = [s.model_copy(update={"data": dated(s.data, before.stage(s.name))}) for s in recipe.stages]
+    return recipe.model_copy(update={"stages": tuple(stages)})
+
+
+def keep_fixed(recipe: Recipe, before: ResolvedRecipe) -> Recipe:
+    """The recipe with all earlier decisions that may not change in a resumed run: dates, number format, layers."""
+    first = before.stages[0].settings
+    sections: dict[str, Any] = {}
+    if recipe.model.dtype == "auto":
+        sections["model"] = recipe.model.model_copy(update={"dtype": first.dtype})
+    if recipe.engine.layers == "auto":
+        sections["engine"] = recipe.engine.model_copy(update={"layers": first.layers})
+    return keep_dates(recipe, before).model_copy(update=sections)
+
+
+def _lines(section: Mapping[str, Any], reasons: Mapping[str, str], indent: str) -> Iterable[str]:
+    for key, value in section.items():
+        reason = reasons.get(key)
+        yield f"{indent}{key}: {yaml.write(value)}" + (f"  # {_one_line(reason)}" if reason else "")
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

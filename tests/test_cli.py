@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import trillora
 from trillora.cli import OLD_VERBS, Verbs, app
+from trillora.devices.quiet import quiet_libraries
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Event, Note, Progress, Step, to_json
-from trillora.quiet import quiet_libraries
 from trillora.recipe.load import recipe_schema
 
 HEAVY = {"jax", "jaxlib", "torch", "torchax", "transformers", "numpy", "tokenizers", "huggingface_hub"}

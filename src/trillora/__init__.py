@@ -40,7 +40,7 @@ def train(
     """
     from pathlib import Path
 
-    from trillora.quiet import quiet_libraries
+    from trillora.devices.quiet import quiet_libraries
     from trillora.recipe.load import load_recipe
     from trillora.report.console import console_listener
 

@@ -407,7 +407,7 @@ def schema() -> None:
 @contextmanager
 def _run_events(as_json: bool, backend: str = "auto") -> Iterator[Listener]:
     """Shows the events of a run on stdout, for people or as JSON."""
-    from trillora.quiet import quiet_libraries
+    from trillora.devices.quiet import quiet_libraries
 
     quiet_libraries(backend)
     if as_json:
@@ -424,7 +424,7 @@ def _progress_on_stderr() -> Iterator[Listener]:
     """Shows events on stderr, for commands whose result goes to stdout."""
     from rich.console import Console
 
-    from trillora.quiet import quiet_libraries
+    from trillora.devices.quiet import quiet_libraries
     from trillora.report.console import console_listener
 
     quiet_libraries()

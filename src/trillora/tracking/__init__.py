@@ -1,6 +1,6 @@
-"""Where a run's numbers go beside its own files: TensorBoard always, services when asked for.
+"""Experiment trackers: TensorBoard always, services such as wandb when `track.services` names them.
 
-Trackers listen like everybody else. Whatever goes wrong in one of them is said once and never stops the run.
+Trackers are listeners of the run's events. A tracker that fails is reported once and never stops the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from trillora.events import Alarm, Evaluated, Event, Listener, Step
 from trillora.secrets import mask_secrets, secrets_of_environment
-from trillora.tracking.services import ServiceAway, Tracker, open_tracker
+from trillora.tracking.services import ServiceUnavailable, Tracker, open_tracker
 from trillora.tracking.tensorboard import EventFile
 
 
@@ -21,9 +21,9 @@ from trillora.tracking.tensorboard import EventFile
 def tracking_listener(
     run: Path, first_step: int, services: tuple[str, ...], project: str, config: dict[str, Any], inner: Listener
 ) -> Iterator[Listener]:
-    """A listener that hands every event on to `inner` and writes down the numbers of steps and evaluations.
+    """A listener that passes every event to `inner` and logs the metrics of steps and evaluations.
 
-    `first_step` is the first that will be trained now; what trackers hold of it and later ones is replaced.
+    `first_step` is the first step of this process; it and later steps replace what the trackers already have.
     """
     trackers: dict[str, Tracker] = {}
 
@@ -37,7 +37,7 @@ def tracking_listener(
             for name, tracker in list(trackers.items()):
                 if not _try(name, inner, partial(tracker.log, event.step, values)):
                     del trackers[name]
-                    with suppress(Exception):  # said already
+                    with suppress(Exception):  # it is already reported
                         tracker.finish()
 
     try:
@@ -45,8 +45,8 @@ def tracking_listener(
         for service in services:
             try:
                 trackers[service] = open_tracker(service, project, run.resolve().name, config, run / "trackers")
-            except ServiceAway as error:
-                inner(Alarm(f"{service} cannot be reached; the run goes on without it. {error}"))
+            except ServiceUnavailable as error:
+                inner(Alarm(f"{service} cannot be reached; the run continues without it. {error}"))
         yield listen
     finally:
         for name, tracker in trackers.items():
@@ -54,7 +54,7 @@ def tracking_listener(
 
 
 def numbers_of(event: Step | Evaluated) -> dict[str, float]:
-    """What trackers are told, by the name they show it under."""
+    """The logged values, by tag."""
     if isinstance(event, Evaluated):
         return {"eval/loss": event.loss, "eval/perplexity": event.perplexity, "eval/accuracy": event.accuracy}
     return {
@@ -66,7 +66,7 @@ def numbers_of(event: Step | Evaluated) -> dict[str, float]:
 
 
 class _EventFileTracker:
-    """An event file as one of the trackers."""
+    """An event file with the interface of a tracker."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._file = EventFile(folder, first_step)
@@ -84,8 +84,8 @@ class _EventFileTracker:
 def _try(name: str, listener: Listener, work: Callable[[], object]) -> bool:
     try:
         work()
-    except Exception as error:  # full disks, broken services, whatever a library raises: none is worth the run
+    except Exception as error:  # a full disk, a broken service, any error of a library: training must not stop
         what = mask_secrets(f"{type(error).__name__}: {error}", secrets_of_environment())
-        listener(Alarm(f"{name} failed and is left out from here on; the run goes on. {what}"))
+        listener(Alarm(f"{name} failed; the run continues without it. {what}"))
         return False
     return True

@@ -1,14 +1,13 @@
-"""Weights & Biases and trackio, through their own libraries: asked for by name, imported only then.
+"""Weights & Biases and trackio, through their own libraries, which are imported only if the recipe names them.
 
-What a person can mend before the run (no library, no login) is an error; a service that is away is `ServiceAway`, and
-the run goes on without it. A run keeps one id in its folder, so that a resumed run continues its curves; steps trained
-a second time come out the same, bit for bit, and are left out or drawn over themselves.
+A missing library or login is an error, because the user can fix it before the run. A service that cannot be reached is
+`ServiceUnavailable`, and the run continues without it. The run's folder stores one id, so a resumed run continues its
+curves. Steps that are trained again have identical values: wandb ignores them, trackio overwrites them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,15 +15,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trillora.errors import TrilloraError, nearest
+from trillora.files.atomic import write_file
 from trillora.secrets import mask_secrets, mask_values, secrets_of_environment
 
 ID_FILE = "tracking_id"
-OPEN_SECONDS = 20  # to reach a service before the run goes on without it
-CLOSE_SECONDS = 5  # a machine that is taken away gives 30 seconds; checkpoints come first
+OPEN_SECONDS = 20  # to reach a service before the run continues without it
+CLOSE_SECONDS = 5  # a preempted machine has 30 seconds left, and checkpoints come first
 
 
-class ServiceAway(Exception):
-    """The service did not answer; its library is there, and nothing is wrong with the recipe."""
+class ServiceUnavailable(Exception):
+    """The service did not answer, although its library is installed."""
 
 
 class Tracker(Protocol):
@@ -34,18 +34,18 @@ class Tracker(Protocol):
 
 
 def open_tracker(name: str, project: str, run_name: str, config: dict[str, Any], folder: Path) -> Tracker:
-    """A run at the service `name`: "wandb" or "trackio". `folder` keeps what must outlive the process."""
+    """Open a run at the service `name`, "wandb" or "trackio". `folder` stores the id of the run."""
     if name not in _OPENERS:
         near = nearest(name, _OPENERS)
         did_you_mean = f"did you mean '{near}'? " if near else ""
         raise TrilloraError(f"Unknown tracker '{name}'.", do=f"{did_you_mean}trackers: {', '.join(_OPENERS)}")
     known = secrets_of_environment()
     try:
-        return _OPENERS[name](project, run_name, mask_values(config, known), _own_id(folder), folder)
-    except (TrilloraError, ServiceAway):
+        return _OPENERS[name](project, run_name, mask_values(config, known), _run_id(folder), folder)
+    except (TrilloraError, ServiceUnavailable):
         raise
-    except Exception as error:  # each library and its network code raise their own
-        raise ServiceAway(mask_secrets(f"{type(error).__name__}: {error}", known)) from None
+    except Exception as error:  # the libraries and their network code raise many types
+        raise ServiceUnavailable(mask_secrets(f"{type(error).__name__}: {error}", known)) from None
 
 
 def _open_wandb(project: str, run_name: str, config: dict[str, Any], run_id: str, folder: Path) -> Tracker:
@@ -55,10 +55,10 @@ def _open_wandb(project: str, run_name: str, config: dict[str, Any], run_id: str
         raise _missing("wandb") from None
     settings = wandb.Settings(
         silent=True,
-        console="off",  # the terminal is the run's own
+        console="off",  # do not capture the terminal
         disable_git=True,
         disable_code=True,
-        x_disable_meta=True,  # the command line, where a token may stand
+        x_disable_meta=True,  # includes the command line, which may contain a token
         init_timeout=OPEN_SECONDS,
         finish_timeout=CLOSE_SECONDS,
         finish_timeout_raises=False,
@@ -69,8 +69,8 @@ def _open_wandb(project: str, run_name: str, config: dict[str, Any], run_id: str
         )
     except wandb.errors.UsageError:
         raise TrilloraError(
-            "Weights & Biases does not know who you are.",
-            do="run `wandb login`, or set WANDB_MODE=offline and send the run later with `wandb sync`",
+            "You are not logged in to Weights & Biases.",
+            do="run `wandb login`, or set WANDB_MODE=offline and upload the run later with `wandb sync`",
         ) from None
     return _Wandb(run)
 
@@ -80,7 +80,7 @@ class _Wandb:
         self._run = run
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        if step >= self._run.step:  # the service takes steps in order only; what it has, it keeps
+        if step >= self._run.step:  # wandb accepts only ascending steps
             self._run.log(dict(values), step=step)
 
     def finish(self) -> None:
@@ -92,10 +92,10 @@ def _open_trackio(project: str, run_name: str, config: dict[str, Any], run_id: s
         import trackio
     except ImportError:
         raise _missing("trackio") from None
-    with contextlib.redirect_stdout(sys.stderr):  # it greets; our standard output may be JSON
+    with contextlib.redirect_stdout(sys.stderr):  # it prints a greeting, and our stdout may be JSON
         run = trackio.init(
             project=project,
-            name=f"{run_name}-{run_id}",  # runs are told apart by name alone
+            name=f"{run_name}-{run_id}",  # trackio identifies runs by name
             config=config,
             resume="allow",
             embed=False,
@@ -107,7 +107,7 @@ def _open_trackio(project: str, run_name: str, config: dict[str, Any], run_id: s
 
 class _Trackio:
     def __init__(self, run: Any, finish: Callable[[], None]) -> None:
-        self._run, self._finish = run, finish  # of the module: it finishes at exit what was not finished through it
+        self._run, self._finish = run, finish  # the function of the module: otherwise it finishes again at exit
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -125,21 +125,19 @@ _OPENERS: dict[str, Callable[[str, str, dict[str, Any], str, Path], Tracker]] = 
 
 def _missing(package: str) -> TrilloraError:
     return TrilloraError(
-        f"The run is to be followed by {package}, which is not installed.",
-        do=f"pip install {package}   (or take it out of the recipe)",
+        f"track.services names {package}, which is not installed.",
+        do=f"pip install {package}   (or remove it from track.services)",
     )
 
 
-def _own_id(folder: Path) -> str:
-    """The id the services know this run by: made once, then read."""
+def _run_id(folder: Path) -> str:
+    """The run's id at the services: created once, then read from the folder."""
     file = folder / ID_FILE
     with contextlib.suppress(OSError, UnicodeDecodeError):
         found = file.read_text("ascii").strip()
         if found.isalnum() and len(found) <= 32:
             return found
-    made = uuid.uuid4().hex[:8]
+    new = uuid.uuid4().hex[:8]
     folder.mkdir(parents=True, exist_ok=True)
-    making = file.with_name(f".{file.name}.{os.getpid()}")
-    making.write_text(made, "ascii")
-    os.replace(making, file)
-    return made
+    write_file(file, new)
+    return new

@@ -1,4 +1,4 @@
-"""Trackers: event files as TensorBoard's own reader sees them, services through their real libraries."""
+"""Trackers: event files read by TensorBoard's own reader, and services through their real libraries."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_checksums_are_those_of_the_standard(data: bytes, checksum: int) -> None
 
 
 def records(file: Path) -> Iterator[bytes]:
-    """A reader of TFRecord of its own."""
+    """An independent TFRecord reader."""
     data = file.read_bytes()
     while data:
         (length,) = struct.unpack("<Q", data[:8])
@@ -73,7 +73,7 @@ def records(file: Path) -> Iterator[bytes]:
         data = data[16 + length :]
 
 
-def test_an_event_is_the_bytes_the_format_asks_for(tmp_path: Path) -> None:
+def test_event_bytes_follow_the_format(tmp_path: Path) -> None:
     events = EventFile(tmp_path, 300)
     events.scalar("a/b", 300, 0.5)
     events.close()
@@ -119,14 +119,14 @@ def test_a_resumed_run_replaces_what_was_trained_again(tmp_path: Path) -> None:
 
 
 @needs_tensorboard
-def test_a_run_begun_anew_replaces_its_base_measurement(tmp_path: Path) -> None:
+def test_a_restarted_run_replaces_the_evaluation_of_the_base(tmp_path: Path) -> None:
     for loss in (2.0, 3.0):
         with tracking_listener(tmp_path, 1, (), "trillora", {}, ignore_events) as listener:
             listener(evaluated(0, loss))
     assert scalars(tmp_path / "tensorboard")["eval/loss"] == [(0, 3.0)]
 
 
-def test_files_of_later_processes_come_later_by_name_though_the_clock_was_put_back(tmp_path: Path) -> None:
+def test_files_of_later_processes_sort_later_even_if_the_clock_went_back(tmp_path: Path) -> None:
     ahead = tmp_path / f"events.out.tfevents.{int(time.time()) + 3600}.000000000.trillora.1"
     ahead.write_bytes(b"")
     later = [EventFile(tmp_path, 1) for _ in range(3)]
@@ -136,13 +136,13 @@ def test_files_of_later_processes_come_later_by_name_though_the_clock_was_put_ba
 
 
 @needs_tensorboard
-def test_a_listener_passes_everything_on_and_writes_numbers(tmp_path: Path) -> None:
+def test_the_listener_passes_every_event_on_and_logs_metrics(tmp_path: Path) -> None:
     events: list[Event] = [Note("hello"), evaluated(0, 3.0), step(1), step(2), evaluated(2, 1.5)]
-    heard: list[Event] = []
-    with tracking_listener(tmp_path, 1, (), "trillora", {}, heard.append) as listener:
+    received: list[Event] = []
+    with tracking_listener(tmp_path, 1, (), "trillora", {}, received.append) as listener:
         for event in events:
             listener(event)
-    assert heard == events
+    assert received == events
     read = scalars(tmp_path / "tensorboard")
     assert read["eval/loss"] == [(0, 3.0), (2, 1.5)]
     assert [number for number, _ in read["train/learning_rate"]] == [1, 2]
@@ -152,33 +152,33 @@ def test_a_listener_passes_everything_on_and_writes_numbers(tmp_path: Path) -> N
     }
 
 
-def test_a_folder_that_cannot_be_written_is_one_alarm_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_unwritable_folder_is_one_alarm_and_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
-    heard: list[Event] = []
-    with tracking_listener(tmp_path, 1, (), "trillora", {}, heard.append) as listener:
+    received: list[Event] = []
+    with tracking_listener(tmp_path, 1, (), "trillora", {}, received.append) as listener:
         for number in range(1, 5):
             listener(step(number))
-    assert [type(event) for event in heard] == [Alarm, Step, Step, Step, Step]
+    assert [type(event) for event in received] == [Alarm, Step, Step, Step, Step]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_one_alarm_and_the_run_goes_on(tmp_path: Path) -> None:
-    heard: list[Event] = []
-    with tracking_listener(tmp_path, 1, (), "trillora", {}, heard.append) as listener:
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_is_one_alarm_and_does_not_stop_the_run(tmp_path: Path) -> None:
+    received: list[Event] = []
+    with tracking_listener(tmp_path, 1, (), "trillora", {}, received.append) as listener:
         (written,) = (tmp_path / "tensorboard").iterdir()
         full = os.open("/dev/full", os.O_WRONLY)
-        for descriptor in os.listdir("/proc/self/fd"):  # the event file's own handle now leads to the full device
+        for descriptor in os.listdir("/proc/self/fd"):  # redirect the open event file to the full device
             target = Path(f"/proc/self/fd/{descriptor}")
             if target.exists() and target.resolve() == written.resolve():
                 os.dup2(full, int(descriptor))
         os.close(full)
         listener(evaluated(1))  # flushes
         listener(evaluated(2))
-    assert [type(event) for event in heard] == [Evaluated, Alarm, Evaluated]
-    assert "No space left" in heard[1].text  # type: ignore[union-attr]
+    assert [type(event) for event in received] == [Evaluated, Alarm, Evaluated]
+    assert "No space left" in received[1].text  # type: ignore[union-attr]
 
 
-def test_an_unknown_service_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+def test_unknown_service_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(TrilloraError, match="Unknown tracker 'wandbb'") as error:
         open_tracker("wandbb", "p", "r", {}, tmp_path)
     assert "did you mean 'wandb'" in error.value.do
@@ -187,10 +187,10 @@ def test_an_unknown_service_is_refused_with_the_nearest_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_missing_library_is_refused_with_the_command_that_installs_it(tmp_path: Path, name: str) -> None:
+def test_missing_library_is_an_error_with_the_install_command(tmp_path: Path, name: str) -> None:
     code = f"""
 import sys
-sys.modules[{name!r}] = None  # what Python itself does to forbid an import
+sys.modules[{name!r}] = None  # makes `import` fail
 from pathlib import Path
 from trillora.tracking import tracking_listener
 with tracking_listener(Path({str(tmp_path)!r}), 1, ({name!r},), "trillora", {{}}, print): pass
@@ -199,7 +199,7 @@ with tracking_listener(Path({str(tmp_path)!r}), 1, ({name!r},), "trillora", {{}}
     assert result.returncode == 1 and f"pip install {name}" in result.stderr
 
 
-def test_trackers_need_no_jax_and_no_service_unless_asked(tmp_path: Path) -> None:
+def test_trackers_import_no_jax_and_no_unused_service(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
@@ -212,7 +212,7 @@ assert not {{"jax", "torch", "transformers", "wandb", "trackio", "tensorboard"}}
 
 
 def run_python(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the services' libraries start threads and leave hooks behind."""
+    """In a new process: the services' libraries start threads and install exit hooks."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "TRACKIO", "HF_"))}
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -225,25 +225,25 @@ def run_python(code: str, environment: dict[str, str]) -> subprocess.CompletedPr
     )
 
 
-FOLLOWED = """
+TRACKED = """
 import sys
 from pathlib import Path
 from trillora.events import Evaluated, Step
 from trillora.tracking import tracking_listener
 run, service, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 config = {"train": {"learning_rate": 1e-3}, "api_key": "canary-of-config", "name": "hf_" + "canary" * 4}
-heard = []
-with tracking_listener(run, first, (service,), "trillora", config, heard.append) as listener:
+received = []
+with tracking_listener(run, first, (service,), "trillora", config, received.append) as listener:
     for n in range(first, first + 4):
         listener(Step(n, 10, "chat", 4.0 / n, 1e-3, 0.5, False, 1234.0, 1.0, 9.0, 0.1))
     listener(Evaluated(n, "chat", 0.5, 1.65, 0.25, 100, True))
-print([event.text for event in heard if type(event).__name__ == "Alarm"])
+print([event.text for event in received if type(event).__name__ == "Alarm"])
 """
 
 
-def follow(run: Path, service: str, first: int, environment: dict[str, str]) -> str:
+def track(run: Path, service: str, first: int, environment: dict[str, str]) -> str:
     argv = f"import sys; sys.argv = ['-', {str(run)!r}, {service!r}, {str(first)!r}, 'hf_canaryOnTheCommandLine']\n"
-    result = run_python(argv + FOLLOWED, {"HOME": str(run.parent), **environment})
+    result = run_python(argv + TRACKED, {"HOME": str(run.parent), **environment})
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -253,12 +253,12 @@ def bytes_below(folder: Path) -> bytes:
 
 
 @needs_wandb
-def test_wandb_offline_holds_the_run_and_none_of_its_secrets(tmp_path: Path) -> None:
-    run, away = tmp_path / "run", {"WANDB_MODE": "offline", "WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
-    assert follow(run, "wandb", 1, away) == "[]\n"
-    assert follow(run, "wandb", 3, away) == "[]\n"
+def test_wandb_offline_stores_the_run_without_secrets(tmp_path: Path) -> None:
+    run, offline = tmp_path / "run", {"WANDB_MODE": "offline", "WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
+    assert track(run, "wandb", 1, offline) == "[]\n"
+    assert track(run, "wandb", 3, offline) == "[]\n"
     files = sorted((run / "trackers" / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(files) == 2 and len({file.name for file in files}) == 1  # one id: the service joins them
+    assert len(files) == 2 and len({file.name for file in files}) == 1  # one id, so the service joins both parts
     written = bytes_below(run)
     for word in (b"train/loss", b"eval/perplexity", b"learning_rate", MASK.encode()):
         assert word in written or json.dumps(word.decode()).encode() in written
@@ -267,12 +267,12 @@ def test_wandb_offline_holds_the_run_and_none_of_its_secrets(tmp_path: Path) -> 
 
 
 @needs_wandb
-def test_a_wandb_that_is_away_is_one_alarm_and_the_run_goes_on(tmp_path: Path) -> None:
-    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}  # 9 discards
+def test_unreachable_wandb_is_one_alarm_and_does_not_stop_the_run(tmp_path: Path) -> None:
+    unreachable = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}  # port 9: discard
     code = "import trillora.tracking.services as s; s.OPEN_SECONDS = 2\n"
     result = run_python(
-        f"{code}import sys; sys.argv = ['-', {str(tmp_path / 'run')!r}, 'wandb', '1']\n{FOLLOWED}",
-        {"HOME": str(tmp_path), **nowhere},
+        f"{code}import sys; sys.argv = ['-', {str(tmp_path / 'run')!r}, 'wandb', '1']\n{TRACKED}",
+        {"HOME": str(tmp_path), **unreachable},
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("wandb cannot be reached") == 1
@@ -280,17 +280,17 @@ def test_a_wandb_that_is_away_is_one_alarm_and_the_run_goes_on(tmp_path: Path) -
 
 
 @needs_wandb
-def test_wandb_without_a_login_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_wandb_without_a_login_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     argv = f"import sys; sys.argv = ['-', {str(tmp_path / 'run')!r}, 'wandb', '1']\n"
-    result = run_python(argv + FOLLOWED, {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"})
+    result = run_python(argv + TRACKED, {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"})
     assert result.returncode == 1 and "wandb login" in result.stderr and "WANDB_MODE=offline" in result.stderr
 
 
 @needs_trackio
-def test_trackio_holds_the_run_as_one_and_none_of_its_secrets(tmp_path: Path) -> None:
+def test_trackio_stores_one_run_without_secrets(tmp_path: Path) -> None:
     run, where = tmp_path / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    assert follow(run, "trackio", 1, where) == "[]\n"
-    assert follow(run, "trackio", 5, where) == "[]\n"
+    assert track(run, "trackio", 1, where) == "[]\n"
+    assert track(run, "trackio", 5, where) == "[]\n"
     (database,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(database) as rows:
         found = rows.execute("select run_name, step, metrics from metrics order by step").fetchall()

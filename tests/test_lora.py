@@ -17,6 +17,7 @@ from architecture_checks import distance, to_jax
 from torchax import interop
 from transformers.pytorch_utils import Conv1D
 
+from trillora.engine.hash_random import MaskKey
 from trillora.errors import TrilloraError
 from trillora.model import lora
 from trillora.model.bridge import CausalLM, build_module
@@ -179,7 +180,8 @@ class Tiny:
 
     def hidden(self, key: jax.Array | None) -> np.ndarray:
         tokens = jnp.arange(3, 19).reshape(2, 8)
-        return np.asarray(jax.jit(self.model.hidden)(self.base, self.adapter, {"tokens": tokens}, key))
+        masks = None if key is None else MaskKey(key, jnp.arange(2))
+        return np.asarray(jax.jit(self.model.hidden)(self.base, self.adapter, {"tokens": tokens}, masks))
 
 
 def test_dropout_needs_a_key_and_is_the_same_scanned_or_not() -> None:
@@ -203,7 +205,8 @@ def linear_with_adapter(dropout: float) -> Any:
     weights["proj.weight"] = jnp.zeros((8, 16))
 
     def call(x: jax.Array, key: jax.Array | None) -> jax.Array:
-        with tracing(Trace(weights=weights, dropout_key=key)), environment():
+        masks = None if key is None else MaskKey(key, jnp.arange(len(x)))
+        with tracing(Trace(weights=weights, dropout_key=masks)), environment():
             out = torch.func.functional_call(layer, interop.torch_view(weights), (interop.torch_view(x),))
         return interop.jax_view(out)
 
@@ -236,20 +239,19 @@ def test_dropout_drops_the_share_asked_for_and_scales_the_rest() -> None:
     np.testing.assert_allclose(dropped[~gone], whole[~gone] / 0.75, rtol=1e-5)
 
 
-def test_dropout_draws_anew_for_every_projection_and_layer() -> None:
-    """Masks of all layers and projections of equal width, seen by which inputs reach each adapter."""
+def test_every_projection_layer_and_sequence_has_its_own_dropout_mask() -> None:
     model = Tiny(scan=True, dropout=0.5)
     seen: list[bytes] = []
     original = lora.keep_mask
 
-    def recording(key: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        mask = original(key, *args, **kwargs)
+    def recording(*args: Any) -> jax.Array:
+        mask = original(*args)
         if mask.shape[-1] == 64:
-            jax.debug.callback(lambda m: seen.append(np.asarray(m).tobytes()), mask)
+            jax.debug.callback(lambda m: seen.extend(np.asarray(sequence).tobytes() for sequence in m), mask)
         return mask
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lora, "keep_mask", recording)
         model.hidden(jax.random.key(0))
     jax.effects_barrier()
-    assert len(set(seen)) == 6 * 4  # q, k, v, o, gate and up of four layers; down has another width
+    assert len(set(seen)) == 6 * 4 * 2  # q, k, v, o, gate and up of four layers, two sequences; down has another width

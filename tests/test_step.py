@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from trillora.engine.hash_random import MaskKey, keep_mask
 from trillora.engine.loss import Totals
 from trillora.engine.optim import OptimizerName, ScheduleName, make_optimizer, make_schedule
 from trillora.engine.step import Batch, TrainState, initial_state, make_eval_step, make_train_step
@@ -54,9 +55,10 @@ def loss(adapter: Any, base: Any, batch: Batch, key: Any = None) -> jax.Array:
     return (((batch["tokens"] @ weight - batch["targets"]) ** 2) * batch["weights"]).sum()
 
 
-def noisy_loss(adapter: Any, base: Any, batch: Batch, key: jax.Array) -> jax.Array:
-    """Depends on the key, as dropout does."""
-    return loss(adapter, base, batch) * (1 + jax.random.uniform(key))
+def noisy_loss(adapter: Any, base: Any, batch: Batch, key: MaskKey) -> jax.Array:
+    """Drops half of the tokens, by a mask for each sequence."""
+    kept = keep_mask(key, 0.5, batch["weights"].shape)
+    return loss(adapter, base, {**batch, "weights": batch["weights"] * kept})
 
 
 def step_function(
@@ -185,9 +187,10 @@ def test_a_run_as_short_as_its_warmup_still_has_a_rate(name: ScheduleName, warmu
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion"])
 @pytest.mark.parametrize("parts", [2, 4, 8])
-def test_micro_batches_add_up_to_the_batch(optimizer: Literal["adamw", "lion"], parts: int) -> None:
-    whole, state = step_function(optimizer, clip=1.0)
-    in_parts, other = step_function(optimizer, clip=1.0, parts=parts)
+@pytest.mark.parametrize("loss", [loss, noisy_loss])
+def test_micro_batches_add_up_to_the_batch(optimizer: Literal["adamw", "lion"], parts: int, loss: Any) -> None:
+    whole, state = step_function(optimizer, clip=1.0, loss=loss)
+    in_parts, other = step_function(optimizer, clip=1.0, parts=parts, loss=loss)
     supervised = np.asarray(batch(0)["weights"]).reshape(-1, parts, TOKENS).sum((0, 2))
     assert len(set(supervised.tolist())) > 1, "every part has as many supervised tokens: nothing would show"
     for i in range(3):
@@ -269,18 +272,31 @@ def test_the_step_is_a_pure_function(parts: int) -> None:
     assert_same_bits(again(fresh, BASE, batch(0)), first)
 
 
-def test_every_step_and_every_micro_batch_draws_its_own_randomness() -> None:
-    drawn: list[float] = []
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_every_step_and_every_sequence_has_its_own_mask_in_any_micro_batch(parts: int) -> None:
+    """The first number of a token says which sequence it belongs to."""
+    masks: list[dict[int, bytes]] = []
+    data = batch(0)
+    data["tokens"] = jnp.broadcast_to(jnp.arange(ROWS)[:, None, None], data["tokens"].shape).astype(jnp.float32)
 
-    def recording(adapter: Any, base: Any, batch: Batch, key: jax.Array) -> jax.Array:
-        jax.debug.callback(lambda u: drawn.append(float(u)), jax.random.uniform(key))
+    def recording(adapter: Any, base: Any, batch: Batch, key: MaskKey) -> jax.Array:
+        def record(sequences: np.ndarray, kept: np.ndarray) -> None:
+            masks[-1].update({int(s): k.tobytes() for s, k in zip(sequences, kept, strict=True)})
+
+        kept = keep_mask(key, 0.5, (*batch["weights"].shape, 32))
+        jax.debug.callback(record, batch["tokens"][:, 0, 0], kept)
         return loss(adapter, base, batch)
 
-    step, state = step_function(parts=4, loss=recording)
-    for i in range(3):
-        state, _ = step(state, BASE, batch(i))
-    jax.effects_barrier()
-    assert len(drawn) == len(set(drawn)) == 12
+    step, state = step_function(parts=parts, loss=recording)
+    for _ in range(3):
+        masks.append({})
+        state, _ = step(state, BASE, data)
+        jax.effects_barrier()
+    assert len({mask for step_masks in masks for mask in step_masks.values()}) == 3 * ROWS
+    for number, step_masks in enumerate(masks):
+        key = MaskKey(jax.random.fold_in(jax.random.key(0), number), jnp.arange(ROWS))
+        expected = np.asarray(keep_mask(key, 0.5, (ROWS, TOKENS, 32)))
+        assert step_masks == {sequence: mask.tobytes() for sequence, mask in enumerate(expected)}
 
 
 def test_evaluation_sums_add_up_over_any_split() -> None:

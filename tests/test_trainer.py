@@ -135,13 +135,16 @@ def test_layers_and_remat_do_not_change_the_numbers(
 
 
 def test_dropout_trains_the_same_in_scan_and_unroll_and_for_any_micro_batch(folder: Path, tmp_path: Path) -> None:
-    runs = []
-    for layers in ("scan", "unroll"):
-        settings = tiny_run.recipe(folder, lora={"dropout": 0.3}, train={"steps": 3}, engine={"layers": layers})
-        runs.append(train(load_recipe(settings), tmp_path / layers).losses)
-    without = train(load_recipe(tiny_run.recipe(folder, train={"steps": 3})), tmp_path / "without").losses
-    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
-    assert abs(runs[0][2] - without[2]) > 1e-4, "dropout has an effect"
+    def losses(dropout: float, layers: str, micro_batch_size: int) -> tuple[float, ...]:
+        train_section = {"steps": 3, "micro_batch_size": micro_batch_size}
+        settings = tiny_run.recipe(folder, lora={"dropout": dropout}, train=train_section, engine={"layers": layers})
+        return train(load_recipe(settings), tmp_path / f"{dropout}-{layers}-{micro_batch_size}").losses
+
+    without, whole = losses(0.0, "scan", 8), losses(0.3, "scan", 8)
+    assert abs(whole[2] - without[2]) > 1e-4, "dropout has an effect"
+    assert losses(0.0, "scan", 2) == pytest.approx(without, rel=1e-5)
+    for layers, micro_batch_size in (("unroll", 8), ("scan", 4), ("unroll", 1)):
+        assert losses(0.3, layers, micro_batch_size) == pytest.approx(whole, rel=1e-5)
 
 
 def test_python_api_trains_with_overrides(folder: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trillora.engine.hash_random import places, scramble, share
+from trillora.engine.hash_random import element_index, scramble, uniform
 
 Tree = Any
 BLOCK_SIZE = 256
@@ -99,7 +99,7 @@ def dequantise(codes: jax.Array, scales: jax.Array, like: jax.Array) -> jax.Arra
 def dice(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
     """Even in [0, 1), for blocks [..., N, K]: a function of `count` and of the place in N x K alone. Matrices share
     them, each update has its own."""
-    return share(scramble(places(shape, 2) ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))))
+    return uniform(scramble(element_index(shape, 2) ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))))
 
 
 def _in_blocks(array: jax.Array) -> jax.Array:

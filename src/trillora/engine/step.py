@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from trillora.engine.hash_random import MaskKey
 from trillora.engine.loss import Totals
 from trillora.engine.optim import Schedule
 
 Tree = Any
 Batch = dict[str, jax.Array]  # tokens, targets, weights, segments, positions: each [B, T]
-Loss = Callable[[Tree, Tree, Batch, jax.Array], jax.Array]  # (adapter, base, batch, dropout key) -> summed loss
+Loss = Callable[[Tree, Tree, Batch, MaskKey], jax.Array]  # (adapter, base, batch, dropout key) -> summed loss
 Evaluation = Callable[[Tree, Tree, Batch], Totals]
 
 
@@ -125,17 +126,19 @@ def accumulate(
 ) -> tuple[jax.Array, Tree]:
     """Summed loss and gradient of a batch, `num_micro_batches` parts one after another."""
     gradient = jax.value_and_grad(loss)
+    batch_size = len(batch["weights"])
     if num_micro_batches == 1:
-        return gradient(adapter, base, batch, jax.random.fold_in(key, 0))
+        return gradient(adapter, base, batch, MaskKey(key, jnp.arange(batch_size)))
 
     def one(sums: tuple[jax.Array, Tree], part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        micro_batch, index = part
-        new = gradient(adapter, base, micro_batch, jax.random.fold_in(key, index))
+        micro_batch, number = part
+        index_B = number + jnp.arange(0, batch_size, num_micro_batches)
+        new = gradient(adapter, base, micro_batch, MaskKey(key, index_B))
         return jax.tree.map(jnp.add, sums, new), None
 
-    def split(rows: jax.Array) -> jax.Array:
-        # Every n-th row, so that each part has rows of every device.
-        return rows.reshape(-1, num_micro_batches, *rows.shape[1:]).swapaxes(0, 1)
+    def split(array: jax.Array) -> jax.Array:
+        # Micro-batch i of n takes sequences i, i + n, i + 2n, …: some of every device, so none of them moves.
+        return array.reshape(-1, num_micro_batches, *array.shape[1:]).swapaxes(0, 1)
 
     start = (jnp.float32(0), jax.tree.map(jnp.zeros_like, adapter))
     parts = (jax.tree.map(split, batch), jnp.arange(num_micro_batches))

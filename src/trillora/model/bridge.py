@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trillora.devices.mesh import split_rows
 from trillora.engine.attention import Implementation
+from trillora.engine.hash_random import MaskKey
 from trillora.errors import TrilloraError
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora import LoraSpec, add_lora, linear_layers
@@ -85,7 +86,7 @@ class CausalLM:
         outside = {name for name in self.targets if id(self.module.get_submodule(name)) not in decoder}
         return {key: a for key, a in adapter.items() if key.rsplit(".", 1)[0] in outside}
 
-    def hidden(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: jax.Array | None = None) -> jax.Array:
+    def hidden(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None = None) -> jax.Array:
         """The decoder's last hidden state [B, T, D]; with `head` it gives the logits."""
         decoder = self.decoder
         assert decoder is not None
@@ -116,7 +117,7 @@ class CausalLM:
             logits = self._forward(base, head_adapter, {"tokens": tokens}, None).logits
             return split_rows(interop.jax_view(logits), self.mesh)
 
-    def logits(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: jax.Array | None = None) -> jax.Array:
+    def logits(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None = None) -> jax.Array:
         """Whole logits [B, T, V], in one forward."""
         return interop.jax_view(self._forward(base, adapter, inputs, dropout_key).logits)
 
@@ -130,7 +131,9 @@ class CausalLM:
         # Conv1D keeps inputs first, so there it is the other way round.
         return {f"{name}.weight" for name, m in linear.items() if (name in leads_back) != isinstance(m, Conv1D)}
 
-    def _forward(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: jax.Array | None) -> Any:
+    def _forward(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None) -> Any:
+        if dropout_key is not None:  # split like the batch, and so are the masks
+            dropout_key = dropout_key._replace(index_B=split_rows(dropout_key.index_B, self.mesh))
         trace = Trace(
             weights={**base, **adapter},
             segments_BT=inputs.get("segments"),

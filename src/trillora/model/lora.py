@@ -75,7 +75,7 @@ class _LinearOutput:
     def _lora_delta(self, x: jax.Array, a_RD: jax.Array, b_ER: jax.Array) -> jax.Array:
         trace = current()
         if self.lora_dropout and trace is not None and trace.dropout_key is not None:
-            key = jax.random.fold_in(trace.dropout_key, self.lora_stream)
+            key = trace.dropout_key.fold_in(self.lora_stream)
             kept = keep_mask(key, 1 - self.lora_dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.lora_dropout), 0).astype(x.dtype)
         return (x @ a_RD.astype(x.dtype).T) @ b_ER.astype(x.dtype).T * self.lora_scale

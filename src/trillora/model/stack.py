@@ -351,7 +351,7 @@ class LayerStack:
             out = interop.torch_view(split_rows(hidden, trace.mesh))
             for j, i in enumerate(indices):
                 if run_key is not None:
-                    trace.dropout_key = jax.random.fold_in(run_key, numbers[j] if numbers is not None else i)
+                    trace.dropout_key = run_key.fold_in(numbers[j] if numbers is not None else i)
                 arguments = {at: a for (slot, at), a in (varying or {}).items() if slot == j}
                 out, additions = self._call(trace, i, weights[j], out, arguments)
                 out = out[0] if isinstance(out, tuple | list) else out

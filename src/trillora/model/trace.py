@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from trillora.engine.attention import Implementation
+from trillora.engine.hash_random import MaskKey
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Trace:
     attention: Implementation = "xla"
     interpret: bool = False  # run TPU kernels step by step on another backend
     mesh: Mesh | None = None
-    dropout_key: jax.Array | None = None  # None: no dropout
+    dropout_key: MaskKey | None = None  # None: no dropout
     slots: Slots | None = None  # set where keys and values come out of a cache
     layer_calls: dict[int, Any] = field(default_factory=dict)  # what transformers passed to each layer
     layer_returns: tuple[int, Any] = (0, None)  # 0 for a bare tensor, else the tuple's length; its type

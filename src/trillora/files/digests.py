@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 22  # bytes
 
 
 def bytes_digest(data: bytes) -> str:

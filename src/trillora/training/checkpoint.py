@@ -7,7 +7,6 @@ byte with what it would be if it were written now, so that a flipped bit is noti
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import re
 import time
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Saved, ignore_events
+from trillora.files.digests import bytes_digest, json_digest
 from trillora.files.storage import MARK, Storage
 
 FORMAT = 1
@@ -216,13 +216,13 @@ def _name(step: int) -> str:
 
 
 def _checksums(step: int, files: Mapping[str, bytes]) -> bytes:
-    sums = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in files.items()}
+    sums = {name: {"sha256": bytes_digest(data), "size": len(data)} for name, data in files.items()}
     return _seal({"format": FORMAT, "step": step, "files": sums})
 
 
 def _seal(facts: dict[str, Any]) -> bytes:
     """One way to write the facts, with their digest."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    digest = json_digest(facts)
     return (json.dumps({**facts, "digest": digest}, sort_keys=True, indent=1) + "\n").encode()
 
 
@@ -261,7 +261,7 @@ def _fault(step: int, files: Mapping[str, bytes], *, where: str) -> tuple[str, s
             return name, "is missing"
         if len(files[name]) != told["size"]:
             return name, f"has {len(files[name])} bytes instead of {told['size']}"
-        if hashlib.sha256(files[name]).hexdigest() != told["sha256"]:
+        if bytes_digest(files[name]) != told["sha256"]:
             return name, "differs from its checksum"
     extra = sorted(files.keys() - facts["files"].keys() - {MARK})
     return (extra[0], "does not belong there") if extra else None

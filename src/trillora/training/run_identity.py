@@ -6,7 +6,6 @@ measured, how often it saves. Files may move: their content counts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.errors import TrilloraError
+from trillora.files.digests import file_digest, text_digest
 from trillora.recipe.schema import Recipe
 
 # Options that may change while a run goes on; a dotted name stands for itself and all below it.
@@ -27,7 +27,6 @@ FREE = (
     *("model.name", "model.revision", "data.path", "data.validation", "stages.data.path", "stages.data.validation"),
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_CHUNK = 2**22
 
 
 def is_free(path: str) -> bool:
@@ -63,22 +62,14 @@ def weights_digest(folder: Path, files: Iterable[Path]) -> str:
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(_file_digest, described))
     text = json.dumps([[file.name, digest] for file, digest in zip(described, digests, strict=True)])
-    return hashlib.sha256(text.encode()).hexdigest()
+    return text_digest(text)
 
 
 def _file_digest(file: Path) -> str:
     stored = file.resolve().name
     if file.is_symlink() and _SHA256.fullmatch(stored):
         return stored
-    digest = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def text_digest(text: str | None) -> str:
-    return hashlib.sha256((text or "").encode("utf-8", "surrogatepass")).hexdigest()
+    return file_digest(file)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

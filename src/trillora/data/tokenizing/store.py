@@ -1,13 +1,13 @@
-"""Tokenised rows on disk: written once for a content, a tokenizer and a set of options, then read without loading.
+"""Tokenized rows on disk: written once per content, tokenizer and options, then memory-mapped.
 
-Two flat files and a description. `tokens.bin` holds token ids with the highest bit set where a token is trained;
-`rows.bin` says for each row where its tokens lie, what it is and where it came from. A store appears under its name
-only when it is complete, and is verified when it is opened.
+A store is a folder with three files. `tokens.bin` holds token ids (uint32, highest bit set if the token is trained).
+`rows.bin` holds one record per row (`ROW`): the position of its tokens, its kind and its place in the data.
+`store.json` describes both, with checksums. A store is renamed into place when it is complete, and verified when it is
+opened. Example: a row of ids 5 6 7, of which 7 is trained, is stored as 00000005 00000006 80000007.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,23 +24,24 @@ from numpy.typing import NDArray
 from trillora.data.rows import place
 from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.errors import TrilloraError
+from trillora.files.digests import bytes_digest, file_digest
 
 TRAINED = np.uint32(1 << 31)
 KINDS = ("chat", "pair", "text")
 ROW = np.dtype(
     [
         ("start", "<i8"),  # in tokens.bin
-        ("digest", "<u8"),  # of the row's meaning
+        ("digest", "<u8"),  # of the row's content, the same in every format
         ("line", "<i8"),
         ("length", "<i4"),  # in tokens
-        ("trained", "<i4"),  # tokens the loss sees
-        ("name", "<i4"),  # file, or member of an archive, by its number in the description
-        ("source", "<i2"),  # entry of the recipe's list
+        ("trained", "<i4"),  # number of targets
+        ("name", "<i4"),  # index into the description's list of files and archive members
+        ("source", "<i2"),  # entry of data.path
         ("kind", "<i1"),
         ("cut", "<i1"),  # whether the row was shortened
     ]
 )
-UNUSED_DAYS = 30  # a store nobody opened for so long is removed
+UNUSED_DAYS = 30  # a store that was not opened for this long is removed
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Store:
     folder: Path
     tokens: NDArray[np.uint32]
     rows: NDArray[np.void]
-    facts: dict[str, Any]  # the description: members, formats, what was wrong, digests of files
-    files: list[str]  # what they are called now
+    facts: dict[str, Any]  # store.json: archive members, formats, problems, digests of files
+    files: list[str]  # their current names
 
     def place(self, row: int) -> str:
         file, member = self.facts["names"][self.rows["name"][row]]
@@ -59,7 +60,7 @@ class Store:
 
 
 class StoreWriter:
-    """A store in the making, in a folder of its own until `finish`."""
+    """Writes a store into a temporary folder, which `finish` renames."""
 
     def __init__(self, folder: Path) -> None:
         self._target = folder
@@ -73,7 +74,7 @@ class StoreWriter:
         self._num_tokens = 0
 
     def add(self, documents: Sequence[TokenizedDocument], rows: NDArray[np.void]) -> None:
-        """Documents with their facts; start, length and trained are filled in here."""
+        """Appends documents and their records, whose start, length and trained are filled in here."""
         if not documents:
             return
         lengths = np.array([len(document) for document in documents])
@@ -90,39 +91,39 @@ class StoreWriter:
         self._num_tokens += int(lengths.sum())
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Everything to disk, then the name."""
+        """Flushes everything to disk, then renames the folder."""
         try:
             for file in (self._tokens, self._rows):
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-            sums = {name: _sha256(self._folder / name) for name in ("tokens.bin", "rows.bin")}
+            sums = {name: file_digest(self._folder / name) for name in ("tokens.bin", "rows.bin")}
             text = json.dumps({**facts, "sha256": sums}).encode()
-            (self._folder / "store.json").write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+            (self._folder / "store.json").write_bytes(bytes_digest(text).encode() + b"\n" + text)
             if self._target.exists():
-                shutil.rmtree(self._target)  # it did not verify, or we would not be here
+                shutil.rmtree(self._target)  # it failed verification
             os.replace(self._folder, self._target)
         except OSError as error:
             raise _cannot_write(self._target.parent, error) from error
         _remove_unused(self._target.parent)
 
     def discard(self) -> None:
-        """Leave no trace of a store that was not finished; harmless after `finish`."""
+        """Removes an unfinished store; does nothing after `finish`."""
         self._tokens.close()
         self._rows.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def open_store(folder: Path, files: list[str]) -> Store | None:
-    """The store of these files, or None if there is none or it is not what was written."""
+    """The store of these files, or None if there is none or a checksum differs."""
     try:
         digest, _, text = (folder / "store.json").read_bytes().partition(b"\n")
-        if hashlib.sha256(text).hexdigest().encode() != digest:
+        if bytes_digest(text).encode() != digest:
             return None
         facts = json.loads(text)
-        if any(_sha256(folder / name) != wanted for name, wanted in facts["sha256"].items()):
+        if any(file_digest(folder / name) != expected for name, expected in facts["sha256"].items()):
             return None
-        os.utime(folder / "store.json")  # last use, for `_remove_unused`
+        os.utime(folder / "store.json")  # the time of the last use, for `_remove_unused`
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     tokens, rows = _mapped(folder / "tokens.bin", np.dtype("<u4")), _mapped(folder / "rows.bin", ROW)
@@ -134,11 +135,6 @@ def _mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.memmap(file, dtype, "r") if file.stat().st_size else np.empty(0, dtype)
 
 
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _remove_unused(parent: Path) -> None:
     oldest = time.time() - UNUSED_DAYS * 86400
     for entry in parent.iterdir():
@@ -148,12 +144,12 @@ def _remove_unused(parent: Path) -> None:
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)
         elif not entry.with_suffix("").exists():
-            entry.unlink(missing_ok=True)  # the lock of a store that is gone
+            entry.unlink(missing_ok=True)  # the lock of a removed store
 
 
 def _cannot_write(folder: Path, error: OSError) -> TrilloraError:
     return TrilloraError(
-        f"Tokenised rows cannot be written: {error.strerror}.",
+        f"Tokenized rows cannot be written: {error.strerror}.",
         where=str(folder),
-        do="free some space, or set TRILLORA_CACHE to a folder that has it",
+        do="free some disk space, or set TRILLORA_CACHE to another folder",
     )

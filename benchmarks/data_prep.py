@@ -1,23 +1,24 @@
-"""Time and memory from a file of chats to packed batches: Trillora's, and TRL's own preparation, on the same file.
+"""Time and memory to prepare a file of chats as packed batches: Trillora against TRL, on the same file.
 
     python benchmarks/data_prep.py --rows 20000 200000 --peer-python /path/to/environment-with-trl/bin/python
 
-The script writes the file itself: seeded multi-turn chats of one to four rounds, median about 150 tokens with SmolLM2's
-tokenizer, some up to 900. Each candidate prepares it in a process of its own, with empty caches, for rows of
-`--sequence-length` tokens: Trillora, and `trl.SFTTrainer(packing=True)` with `dataset_num_proc` unset (its default) and
-set to 2. Both get the same tokenizer folder; TRL lives in whatever environment `--peer-python` names.
+The script generates the file: seeded chats of one to four rounds, median about 150 tokens with SmolLM2's tokenizer,
+some up to 900. Each candidate prepares it for sequences of `--sequence-length` tokens, in its own process with empty
+caches: Trillora, and `trl.SFTTrainer(packing=True)` with `dataset_num_proc` unset (the default) and set to 2. Both use
+the same tokenizer folder. TRL runs in the environment of `--peer-python`.
 
-The clock starts after imports and after the tokenizer (TRL: also a tiny random model) is loaded. For TRL it stops when
-the trainer is constructed, its packed data set lying in Arrow files; for Trillora, when every batch of an epoch has
-been built and touched, which is more. With SmolLM2's own template, which marks no answers, TRL refuses
-`assistant_only_loss`, so it trains on everything and spares itself the masks, while Trillora finds the answers.
-`--template marked` gives both the same template with generation marks, and then TRL makes masks too. TRL cuts the rows
-that are longer than the sequence length; of these chats none is.
+The clock starts after imports and after the tokenizer (for TRL also a tiny random model) is loaded. For TRL it stops
+when the trainer is constructed and its packed data set is in Arrow files. For Trillora it stops when every batch of an
+epoch has been built and read, which is more work. SmolLM2's own template does not mark answers, so TRL refuses
+`assistant_only_loss`; it trains on everything and computes no masks, while Trillora finds the answers.
+`--template marked` gives both the same template with generation marks; TRL then computes masks too. TRL truncates rows
+that are longer than the sequence length; none of these chats is.
 
-Memory is sampled over the candidate's whole process tree. `peak MB` sums resident memory twenty times a second: a page
-counts once for every process that holds it. `unbacked` is what no file backs, shared pages counted once, twice a
-second: memory that the system cannot take back, so the one that must stay flat. `before` was resident when the clock
-started. `CPU s`, over all processes, says how much of the time another program on the machine may have cost.
+Memory is sampled over the candidate's process tree. `peak MB` is the sum of resident memory, sampled twenty times per
+second; a shared page counts once per process. `unbacked` is memory that is not backed by a file, with shared pages
+counted once, sampled twice per second: the system cannot reclaim it, so it must not grow with the data. `before` is
+resident memory when the clock starts. `CPU s` is the CPU time of all processes; if it is far below the time, other
+programs have slowed the candidate down.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from typing import Any
 SEED = 20261115
 BATCH_SIZE = 8
 SAMPLE_SECONDS = 0.05
-UNBACKED_EVERY = 10  # samples: the kernel walks all pages to tell, some milliseconds each time
+UNBACKED_EVERY = 10  # samples: the kernel needs some milliseconds to walk all pages
 PACKAGES = ("trl", "datasets", "transformers", "tokenizers", "numpy")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
 FUNCTION_WORDS = """the of and to a in is that it for you on with as are this be can or by not from have if your at an
@@ -72,8 +73,8 @@ summer support suppose surface system table talk teach team test thank theory th
 track trade train travel treat tree trust turn type understand unit update valley value vary view village visit voice
 wait walk wall warm warn wash watch water weather week weigh west wild window winter wish wonder wood work world write
 year young"""
-ENDINGS = ("", "s", "ed", "ing", "er", "ly", "able")  # of the commoner words first
-# The text is what SmolLM2's own template writes; only the marks are new.
+ENDINGS = ("", "s", "ed", "ing", "er", "ly", "able")  # words with the first endings are more frequent
+# SmolLM2's own template with generation marks added; the text is the same.
 MARKED_TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, "
     "trained by Hugging Face<|im_end|>\\n' }}{% endif %}{% for message in messages %}{% if message['role'] == "
@@ -85,7 +86,7 @@ MARKED_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a candidate made and how long it took. `slots`: packed rows times the sequence length."""
+    """Result and cost of a candidate. `slots` is the number of packed sequences times the sequence length."""
 
     seconds: float
     cpu_seconds: float
@@ -97,7 +98,7 @@ class Prepared:
 
 
 class Clock:
-    """Starts when made. The processor time is that of this process and of those of its children that have ended."""
+    """Starts when created. CPU time is that of this process and of its children that have exited."""
 
     def __init__(self) -> None:
         import psutil
@@ -107,7 +108,7 @@ class Clock:
         self._start = time.perf_counter()
 
     def stop(self) -> tuple[float, float, float]:
-        """Seconds, seconds of processor time, and MB that were resident at the start."""
+        """Elapsed seconds, CPU seconds, and resident MB at the start."""
         return time.perf_counter() - self._start, self._cpu() - self._cpu_start, self.before_mb
 
     def _cpu(self) -> float:
@@ -119,13 +120,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[20_000, 200_000])
     parser.add_argument("--sequence-length", type=int, default=1024)
-    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has TRL")
-    parser.add_argument("--only", choices=("trillora", "trl"), help="one side alone")
-    parser.add_argument("--template", choices=("own", "marked"), default="own", help="the chat template of both sides")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    parser.add_argument("--run", choices=("trillora", "trl"), help=argparse.SUPPRESS)  # the candidate's own process
+    parser.add_argument("--peer-python", default=sys.executable, help="Python interpreter with TRL installed")
+    parser.add_argument("--only", choices=("trillora", "trl"), help="run only this one")
+    parser.add_argument("--template", choices=("own", "marked"), default="own", help="chat template for both")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--run", choices=("trillora", "trl"), help=argparse.SUPPRESS)  # in a child process
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer, instead of the embedded model's")
+    parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer (default: that of the embedded model)")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--num-proc", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -147,7 +148,7 @@ def main() -> int:
 
 
 def compare(args: argparse.Namespace, file: Path, num_rows: int, tokenizer: Path) -> list[dict[str, Any]]:
-    """Every candidate on one file, one after the other."""
+    """Runs all candidates on one file, one after the other."""
     candidates: list[tuple[str, int | None]] = [("trillora", None), ("trl", None), ("trl", 2)]
     results = []
     for engine, num_proc in candidates:
@@ -176,7 +177,7 @@ def watch(command: list[str], work: Path, *, with_peer: bool) -> dict[str, Any]:
     caches = {name: str(work / name.lower()) for name in ("HF_DATASETS_CACHE", "HF_HOME", "TRILLORA_CACHE")}
     environment = {**os.environ, **caches, "HF_HUB_OFFLINE": "1"}
     if with_peer:
-        environment.pop("PYTHONPATH", None)  # packages of this environment are not the peer's
+        environment.pop("PYTHONPATH", None)  # the peer must not import packages of this environment
     peak = peak_unbacked = 0
     with (work / "stdout").open("wb") as out, (work / "stderr").open("wb") as err:
         process = psutil.Popen(command, stdout=out, stderr=err, env=environment)
@@ -208,13 +209,13 @@ def resident_bytes(processes: list[Any]) -> int:
 
     total = 0
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # it ended since it was listed
+        with contextlib.suppress(psutil.Error):  # it has exited since it was listed
             total += process.memory_info().rss
     return total
 
 
 def unbacked_bytes(processes: list[Any]) -> int:
-    """Memory that no file backs; the kernel gives every process its part of a page that several share. Linux only."""
+    """Memory that is not backed by a file. A shared page counts proportionally for each process. Linux only."""
     total = 0
     for process in processes:
         with contextlib.suppress(OSError):
@@ -225,7 +226,7 @@ def unbacked_bytes(processes: list[Any]) -> int:
 
 
 def run_candidate(args: argparse.Namespace) -> int:
-    """The body of a candidate's process; its last line of output is what it measured."""
+    """Runs in the process of a candidate. The last line of output is the measurement."""
     if args.run == "trillora":
         prepared = prepare_trillora(args.file, args.tokenizer, args.sequence_length, args.work / "trillora_cache")
     else:
@@ -233,13 +234,13 @@ def run_candidate(args: argparse.Namespace) -> int:
     own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     to_mb = 1e-6 if sys.platform == "darwin" else 1024e-6  # macOS counts bytes
     fill = prepared.tokens / prepared.slots
-    most = {"own_peak_mb": own * to_mb, "largest_child_peak_mb": children * to_mb}
-    print(json.dumps({**asdict(prepared), "fill": fill, **most, "versions": installed_versions()}))
+    peaks = {"own_peak_mb": own * to_mb, "largest_child_peak_mb": children * to_mb}
+    print(json.dumps({**asdict(prepared), "fill": fill, **peaks, "versions": installed_versions()}))
     return 0
 
 
 def prepare_trillora(path: Path, folder: Path, sequence_length: int, cache: Path) -> Prepared:
-    """From the file to every packed batch of one epoch, each of them built and read once."""
+    """From the file to all packed batches of one epoch, each built and read once."""
     from transformers import AutoTokenizer
 
     from trillora.data.prepare import DataOptions, Source, prepare
@@ -259,7 +260,7 @@ def prepare_trillora(path: Path, folder: Path, sequence_length: int, cache: Path
 
 
 def prepare_trl(args: argparse.Namespace, *, has_marks: bool) -> Prepared:
-    """From the file to a constructed SFTTrainer, whose data set is packed then."""
+    """From the file to a constructed SFTTrainer with its packed data set."""
     import pyarrow.compute
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -294,7 +295,7 @@ def prepare_trl(args: argparse.Namespace, *, has_marks: bool) -> Prepared:
     measured = clock.stop()
     packed = trainer.train_dataset
     if "seq_lengths" not in packed.column_names:
-        raise SystemExit(f"TRL did not pack: its columns are {packed.column_names}")
+        raise SystemExit(f"TRL did not pack the data: its columns are {packed.column_names}")
     tokens = trained = 0
     for table in packed.with_format("arrow").iter(batch_size=1000):
         labels = pyarrow.compute.list_flatten(table["labels"])
@@ -312,7 +313,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def make_tokenizer_folder(folder: Path, source: Path | None, template: str) -> Path:
-    """A tokenizer without the weights, so that neither side finds more than it; the embedded model's unless named."""
+    """A copy of the tokenizer without weights, so that neither side can load more than that."""
     if source is None:
         from trillora.model.loading.embedded import smollm2_folder
 
@@ -326,23 +327,23 @@ def make_tokenizer_folder(folder: Path, source: Path | None, template: str) -> P
 
 
 def write_chats(path: Path, num_rows: int) -> None:
-    """`num_rows` chats in `messages` form; the rows of a smaller file are the first ones of a larger."""
+    """Writes `num_rows` chats in `messages` format. A smaller file is a prefix of a larger one."""
     with path.open("w", encoding="utf-8") as file:
         for messages in itertools.islice(chats(), num_rows):
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
 
 
 def chats() -> Iterator[list[dict[str, str]]]:
-    """Endless chats: a question of a dozen words, an answer of some dozens, now and then a system turn first."""
+    """Infinite chats: questions of about a dozen words, answers of a few dozen, sometimes with a system turn."""
     source = random.Random(SEED)
     stems = STEMS.split()
     source.shuffle(stems)
     words = FUNCTION_WORDS.split() + [inflect(stem, ending) for ending in ENDINGS for stem in stems]
-    # Zipf's law, as in any text: the n-th most frequent word is drawn in proportion to 1 / n.
+    # Zipf's law, as in real text: the n-th most frequent word has a probability proportional to 1 / n.
     cumulative = list(itertools.accumulate(1 / (rank + 4) for rank in range(len(words))))
     while True:
         messages = []
-        room = 620  # words: with the frame of the turns this stays below 1,000 tokens
+        room = 620  # words; with the template's own tokens, a chat stays below 1,000 tokens
         if source.random() < 0.2:
             messages.append({"role": "system", "content": prose(source, words, cumulative, 14)})
         for _ in range(source.choices((1, 2, 3, 4), weights=(52, 26, 14, 8))[0]):
@@ -362,7 +363,7 @@ def inflect(stem: str, ending: str) -> str:
 
 
 def prose(source: random.Random, words: list[str], cumulative: list[float], num_words: int) -> str:
-    """Sentences of about twelve words with the punctuation, numbers and paragraphs of ordinary text."""
+    """Sentences of about twelve words, with punctuation, numbers and paragraphs."""
     drawn = source.choices(words, cum_weights=cumulative, k=num_words)
     pieces = []
     begin = 0

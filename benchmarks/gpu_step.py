@@ -1,10 +1,10 @@
-"""Speed and memory of our LoRA step on one GPU, with what the engine chooses by itself.
+"""Speed and memory of our LoRA step on one GPU, with automatically chosen options.
 
     python benchmarks/gpu_step.py --rows 8 --tokens 2048 [--memory-gib 18] [--packed]
 
-Random weights of a 1.2B Llama shape, LoRA rank 16 on the seven linear layers of a block, AdamW, bfloat16: the step that
-`trillora train` runs, through the same `choose` and `assemble`. Prints one JSON line. `--memory-gib` tells jax to take
-no more than that, so that the engine has to choose a smaller step. `peers_gpu.py` measures others on the same work.
+Random weights of a 1.2B Llama shape, LoRA rank 16 on the seven linear layers of a block, AdamW, bfloat16: the step of
+`trillora train`, built by the same functions. Prints one JSON line. `--memory-gib` limits the memory of jax, so that a
+step with less memory is chosen. `peers_gpu.py` measures other trainers on the same work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHAPES = {
     },
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
-CARD_GIB = 139.8  # what the driver reports of an H200's 141 GB
+CARD_GIB = 139.8  # reported by the driver for an H200 with 141 GB
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--memory-gib", type=float, help="all the memory jax may take")
-    parser.add_argument("--packed", action="store_true", help="two documents in every row, kept apart")
+    parser.add_argument("--memory-gib", type=float, help="memory limit for jax, in GiB")
+    parser.add_argument("--packed", action="store_true", help="two separate documents in every sequence")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, as in engine.remat=linear")
     args = parser.parse_args()
     share = 0.92 if args.memory_gib is None else args.memory_gib / CARD_GIB

@@ -1,12 +1,12 @@
-"""Speed and memory of other LoRA trainers on one GPU, on the work that `gpu_step.py` gives to ours.
+"""Speed and memory of other LoRA trainers on one GPU, on the same work as `gpu_step.py`.
 
     python benchmarks/peers_gpu.py trl|trl-liger|unsloth --rows 8 --tokens 2048 --steps 30
 
 Random weights of a 1.2B Llama shape, LoRA rank 16 on the seven linear layers of a block, fused AdamW, bfloat16, no
-gradient checkpointing, no dropout, whole rows without padding. TRL runs its own SFTTrainer; Unsloth runs its model in
-a bare loop, which spares it the trainer's overhead. The time is the median of the last half of the steps, from the end
-of one to the end of the next. Prints one JSON line, the last of its output. `--shape tiny` tries the TRL way without a
-GPU; Unsloth needs one. One process measures one engine: each of them patches transformers as it likes.
+gradient checkpointing, no dropout, full sequences without padding. TRL runs its own SFTTrainer; Unsloth runs its model
+in a bare loop, without the overhead of a trainer. The step time is the median of the last half of the steps, from the
+end of one step to the end of the next. The last line of output is the result as JSON. `--shape tiny` tests the TRL path
+without a GPU; Unsloth needs one. Each process measures one engine, because they all patch transformers.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SPECIAL_TOKENS = {"<pad>": 0, "<s>": 1, "</s>": 2}  # the random tokens start above them
-NUM_BATCHES = 4  # the steps go round them
+SPECIAL_TOKENS = {"<pad>": 0, "<s>": 1, "</s>": 2}  # random tokens start after these
+NUM_BATCHES = 4  # used in turn
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "liger-kernel", "unsloth", "unsloth_zoo")
 
 
 class Measured(NamedTuple):
-    """What an engine did: when each step had ended, and the loss it reports (TRL: the mean, Unsloth: the last)."""
+    """The end time of each step, and the loss that the engine reports (TRL: the mean, Unsloth: the last)."""
 
     step_ends: list[float]
     loss: float
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
-    # Nothing here needs the network, and Unsloth would wait for it to report that it was started.
+    # Nothing here needs the network; Unsloth would otherwise wait for its usage statistics.
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", UNSLOTH_DISABLE_STATISTICS="1")
     with tempfile.TemporaryDirectory() as folder:
         if args.engine == "unsloth":
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def train_trl(args: argparse.Namespace, folder: Path, use_liger: bool) -> Measured:
-    """TRL's SFTTrainer with PEFT; with Liger, its layer kernels replace transformers' norm, rotary and MLP."""
+    """TRL's SFTTrainer with PEFT. Liger's kernels replace transformers' norm, rotary embedding and MLP."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -86,7 +86,7 @@ def train_trl(args: argparse.Namespace, folder: Path, use_liger: bool) -> Measur
         def on_step_end(self, *_: Any, **__: Any) -> None:
             step_ends.append(time_when_done())
 
-    # Enough rows for every step: a new epoch would start the loader anew in the middle of the measurement.
+    # Enough rows for all steps: a new epoch would restart the loader during the measurement.
     num_rounds = -(-args.steps // NUM_BATCHES)
     rows = [row for batch in token_batches(args) * num_rounds for row in batch.tolist()]
     trainer = SFTTrainer(
@@ -119,8 +119,8 @@ def train_trl(args: argparse.Namespace, folder: Path, use_liger: bool) -> Measur
 
 
 def train_unsloth(args: argparse.Namespace, folder: Path) -> Measured:
-    """Unsloth's patched model and its fused loss, in a loop of forward, backward and AdamW."""
-    # Unsloth wants to be imported before transformers, so the checkpoint it reads is written by another process.
+    """Unsloth's patched model and fused loss, in a loop of forward, backward and AdamW."""
+    # Unsloth must be imported before transformers, so another process writes the checkpoint that it reads.
     writer = multiprocessing.get_context("spawn").Process(target=save_random_model, args=(args, folder))
     writer.start()
     writer.join()
@@ -128,7 +128,7 @@ def train_unsloth(args: argparse.Namespace, folder: Path) -> Measured:
         raise SystemExit(f"writing the random model failed with exit code {writer.exitcode}")
     os.environ["UNSLOTH_COMPILE_LOCATION"] = str(folder / "compiled")
 
-    from unsloth import FastLanguageModel  # isort: skip  (first: it patches what the others import)
+    from unsloth import FastLanguageModel  # isort: skip  (first: it patches the others)
     import torch
 
     model, _ = FastLanguageModel.from_pretrained(
@@ -161,7 +161,7 @@ def train_unsloth(args: argparse.Namespace, folder: Path) -> Measured:
 
 
 def save_random_model(args: argparse.Namespace, folder: Path) -> None:
-    """A checkpoint as it would come from the hub: weights, configuration and tokenizer."""
+    """Saves a checkpoint like one from the hub: weights, configuration and tokenizer."""
     random_model(args).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
 
@@ -178,7 +178,7 @@ def random_model(args: argparse.Namespace) -> Any:
 
 
 def tokenizer() -> Any:
-    """The trainers ask for one, but the rows are tokens already: it only knows its special tokens."""
+    """A tokenizer with special tokens only: the trainers require one, but the data is already tokenized."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -192,7 +192,7 @@ def tokenizer() -> Any:
 
 
 def token_batches(args: argparse.Namespace) -> list[Any]:
-    """The very tokens of `gpu_step.py`: NUM_BATCHES arrays of [rows, tokens]."""
+    """The same tokens as in `gpu_step.py`: NUM_BATCHES arrays of [rows, tokens]."""
     import numpy as np
 
     generator = np.random.default_rng(0)

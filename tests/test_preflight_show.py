@@ -1,112 +1,132 @@
-"""Preflight's screen: every figure of an answer is on it, at 80 and at 120 columns, with and without colour."""
+"""Preflight's screen: every value of a result is on it, at 80 and at 120 columns, with and without color."""
 
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
+from trillora.preflight.result import (
+    Change,
+    HostLine,
+    LargeBuffer,
+    PreflightResult,
+    RunForecast,
+    StageForecast,
+    StepForecast,
+    Trial,
+    UnitSeconds,
+)
+from trillora.recipe.resolve import StepSettings
+from trillora.recipe.schema import MeshSection
 from trillora.report.preflight_screen import show
 
-GO: dict[str, Any] = {
-    "slice": "v5e-8",
-    "chip": "v5e",
-    "num_devices": 8,
-    "method": "compiler",
-    "verdict": "GO",
-    "fits": True,
-    "hbm_peak_gib": 9.43,
-    "hbm_limit_gib": 15.75,
-    "memory": {"base": 1.9, "adapter": 0.04, "optimizer": 0.02, "batch": 0.0, "activations": 6.97, "logits": 0.5},
-    "largest_buffers": [{"what": "MLP up projection, saved for the backward pass", "gib": 2.5}],
-    "flops_per_step": 1.0e14,
-    "step_seconds": 0.9,
-    "step_seconds_roofline": 0.6,
-    "step_seconds_error": 0.15,
-    "time": {"compute": 0.61, "hbm": 0.4, "interconnect": 0.2, "exposed_interconnect": 0.05, "kernels": 0.1},
-    "tokens_per_second": 18204.1,
-    "fraction_of_peak": 0.42,
-    "num_compiles": 2,
-    "compile_seconds": 31.2,
-    "padding": 0.05,
-    "num_steps": 13000,
-    "num_tokens": 4915200,
-    "run_hours": 23.4,
-    "sessions": 1,
-    "weeks": 1,
-    "session_hours": None,
-    "weekly_hours": None,
-    "cost": None,
-    "price_per_hour": None,
-    "settings": {"mesh": "data 1 x fsdp 8 x tensor 1", "micro_batch_size": 8, "remat": "linear", "loss_chunk": 4096},
-    "changes": [],
-    "tried": [],
-    "host": [{"what": "RAM for loading", "needed_gib": 5.1, "available_gib": 330.0, "ok": True}],
-    "smallest_go": "v5e-4",
-    "problem": None,
-    "notes": ["Evaluations are counted."],
-    "versions": {"libtpu": "0.0.42.1"},
-    "from_cache": False,
-}
-CHANGED: dict[str, Any] = {
-    **GO,
-    "slice": "kaggle",
-    "verdict": "GO WITH CHANGES",
-    "sessions": 4,
-    "weeks": 2,
-    "session_hours": 9.0,
-    "weekly_hours": 20.0,
-    "cost": 0.0,
-    "changes": [
-        {"option": "train.micro_batch_size", "from": 32, "to": 8, "why": "32 rows at once need 40.1 GiB of the 15.75"},
-        {"option": "hardware.mesh", "from": "auto", "to": {"data": 2, "fsdp": 4}, "why": "it fits"},
-    ],
-    "tried": [
-        {"what": "32 rows at once, remat none", "peak_gib": 40.1, "fits": False},
-        {"what": "16 rows at once, remat none", "peak_gib": None, "fits": False},
-        {"what": "8 rows at once, remat linear", "peak_gib": 9.43, "fits": True},
-    ],
-}
-# As much as is known when the compiler refuses.
-NO_GO: dict[str, Any] = {
-    "slice": "v5e-1",
-    "chip": "v5e",
-    "num_devices": 1,
-    "method": "compiler",
-    "verdict": "NO-GO",
-    "fits": False,
-    "hbm_peak_gib": 19.2,
-    "hbm_limit_gib": 15.75,
-    "memory": {"base": 13.5, "activations": 5.0, "logits": 0.7},
-    "largest_buffers": [{"what": "base: MLP down projection", "gib": 3.5}],
-    "host": [{"what": "Disk for the model", "needed_gib": 14.9, "available_gib": 10.0, "ok": False}],
-    "smallest_go": "v5e-4",
-    "problem": "The step needs 19.20 GiB and a v5e chip has 15.75.",
-}
-ESTIMATE: dict[str, Any] = {**GO, "method": "estimate", "versions": {}}
+STEP = StepForecast(
+    seconds=0.9,
+    error=0.15,
+    roofline_seconds=0.6,
+    flops=1.0e14,
+    unit_seconds=UnitSeconds(compute=0.61, hbm=0.4, interconnect=0.2, exposed_interconnect=0.05, kernels=0.1),
+    tokens_per_second=18204.1,
+    fraction_of_peak=0.42,
+)
+RUN = RunForecast(
+    hours=23.4,
+    num_steps=13000,
+    num_tokens=4915200,
+    padding=0.05,
+    num_compiles=2,
+    compile_seconds=31.2,
+    sessions=1,
+    weeks=1,
+    session_hours=None,
+    weekly_hours=None,
+    cost=None,
+    price_per_hour=None,
+    stages=(StageForecast("train", 13000, 2048, 0.9),),
+)
+GO = PreflightResult(
+    slice="v5e-8",
+    chip="v5e",
+    num_devices=8,
+    method="compiler",
+    verdict="GO",
+    hbm_peak_gib=9.43,
+    hbm_limit_gib=15.75,
+    memory={"base": 1.9, "adapter": 0.04, "optimizer": 0.02, "batch": 0.0, "activations": 6.97, "logits": 0.5},
+    largest_buffers=(LargeBuffer("MLP up projection, saved for the backward pass", 2.5),),
+    settings=StepSettings("tpu", 8, MeshSection(fsdp=8), "bfloat16", "scan", "splash", 4096, "linear", 8),
+    changes=(),
+    tried=(),
+    host=(HostLine("RAM for loading", 5.1, 330.0, True),),
+    smallest_go="v5e-8",
+    problem=None,
+    notes=("Evaluations are counted.",),
+    versions={"libtpu": "0.0.42.1"},
+    from_cache=False,
+    step=STEP,
+    run=RUN,
+)
+CHANGED = replace(
+    GO,
+    slice="kaggle",
+    verdict="GO WITH CHANGES",
+    smallest_go="kaggle",
+    run=replace(RUN, sessions=4, weeks=2, session_hours=9.0, weekly_hours=20.0, cost=0.0),
+    changes=(
+        Change("train.micro_batch_size", 32, 8, "32 sequences at once need 40.1 GiB of the 15.75"),
+        Change("hardware.mesh", "auto", {"data": 2, "fsdp": 4}, "it fits"),
+    ),
+    tried=(
+        Trial("32 sequences at once, remat none", 40.1, False),
+        Trial("16 sequences at once, remat none", None, False),
+        Trial("8 sequences at once, remat linear", 9.43, True),
+    ),
+)
+# Everything that is known if the step does not fit.
+NO_GO = replace(
+    GO,
+    slice="v5e-1",
+    num_devices=1,
+    verdict="NO-GO",
+    hbm_peak_gib=19.2,
+    memory={"base": 13.5, "activations": 5.0, "logits": 0.7},
+    largest_buffers=(LargeBuffer("base: MLP down projection", 3.5),),
+    settings=None,
+    host=(HostLine("Disk for the model", 14.9, 10.0, False),),
+    smallest_go="v5e-4",
+    problem="The step needs 19.20 GiB and a v5e chip has 15.75.",
+    notes=(),
+    step=None,
+    run=None,
+)
+ESTIMATE = replace(GO, method="estimate", versions={}, step=replace(STEP, unit_seconds=None))
+WITH_COST = replace(GO, run=replace(RUN, cost=61.2))
 PAGES = {
     "go": [GO],
     "changed": [CHANGED],
     "no-go": [NO_GO],
     "estimate": [ESTIMATE],
-    "several": [CHANGED, NO_GO, {**GO, "cost": 61.2}],
+    "several": [CHANGED, NO_GO, WITH_COST],
 }
 
 
-def shown(answers: list[dict[str, Any]], width: int = 80, encoding: str = "utf-8", color: bool = False) -> str:
+def shown(results: list[PreflightResult], width: int = 80, encoding: str = "utf-8", color: bool = False) -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     system = "standard" if color else None
     console = Console(file=file, width=width, highlight=False, force_terminal=color, color_system=system)
-    show(answers, console)
+    show(results, console)
     file.flush()
     return file.buffer.getvalue().decode(encoding)
 
 
 def words(text: str) -> str:
-    """Without line breaks and columns."""
+    """The text without line breaks and columns."""
     return " ".join(text.split())
 
 
@@ -120,11 +140,19 @@ def test_no_line_is_wider_than_the_terminal_or_cut(page: str, width: int) -> Non
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_terminal_without_unicode_shows_the_same(page: str) -> None:
-    assert shown(PAGES[page], encoding="ascii")
+    """The same words in the same order, and bars of the same length."""
+    plain, full = (shown(PAGES[page], 120, encoding) for encoding in ("ascii", "utf-8"))
+    # Rich draws a frame of | around tables in ASCII.
+    plain_words, full_words = (
+        [word for word in text.replace("±", "+-").replace("|", " ").split() if any(map(str.isalnum, word))]
+        for text in (plain, full)
+    )
+    assert plain_words == full_words and len(plain_words) > 20
+    assert (plain.count("#"), plain.count("!")) == (full.count("█"), full.count("▒"))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_colour_changes_no_word(page: str) -> None:
+def test_color_changes_no_word(page: str) -> None:
     colored = shown(PAGES[page], color=True)
     assert "\x1b[" in colored
     console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True, highlight=False)
@@ -132,30 +160,30 @@ def test_colour_changes_no_word(page: str) -> None:
     assert words(console.export_text(styles=False)) == words(shown(PAGES[page]))
 
 
-def test_one_answer_shows_every_figure() -> None:
+def test_one_result_shows_every_value() -> None:
     text = words(shown([CHANGED]))
     for part in (
-        "GO WITH CHANGES kaggle 8 v5e devices",
-        "9.43 of 15.75 GiB",
+        "GO WITH CHANGES kaggle (8 v5e devices): the run fits with the changes below",
+        "9.43 of 15.75 GiB per device (60 %)",
         "activations 6.97 GiB",
         "MLP up projection, saved for the backward pass, 2.50 GiB",
-        "0.90 s estimate, known error ±15 %",
+        "0.90 s estimated, error up to ±15 %",
         "compute 0.61 s",
         "HBM traffic 0.40 s",
         "interconnect 0.20 s",
         "attention kernels 0.10 s",
-        "50 ms are spent waiting for the interconnect",
-        "(roofline): 0.60 s",
-        "18,204 tokens/s, 42 % of the peak arithmetic, 2 programs to compile (about 31.2 s)",
-        "23.4 h 13,000 steps, 4,915,200 tokens, 5 % padding",
-        "4 sessions of at most 9 hours, in 2 weeks of 20 hours",
+        "The step waits 50 ms for the interconnect",
+        "Roofline (the slowest of them at its peak rate): 0.60 s",
+        "18,204 tokens/s, 42 % of peak FLOP/s, 2 programs to compile (about 31.2 s)",
+        "23 h 24 min 13,000 steps, 4,915,200 tokens, 5 % padding",
+        "4 sessions of at most 9 hours, in 2 weeks of 20 hours; each session resumes the run.",
         "Cost: free",
         "mesh data 1 x fsdp 8 x tensor 1",
-        "micro batch size 8, remat linear, loss chunk 4096",
-        "32 rows at once need 40.1 GiB of the 15.75",
-        "too large 32 rows at once, remat none, 40.10 GiB",
-        "too large 16 rows at once, remat none",
-        "fits 8 rows at once, remat linear, 9.43 GiB",
+        "micro batch size 8, remat linear, loss chunk 4096, attention splash, layers scan, bfloat16",
+        "train.micro_batch_size 32 -> 8: 32 sequences at once need 40.1 GiB of the 15.75",
+        "too large 32 sequences at once, remat none, 40.10 GiB",
+        "too large 16 sequences at once, remat none",
+        "fits 8 sequences at once, remat linear, 9.43 GiB",
         "ok RAM for loading: 5.1 of 330 GiB",
         "Evaluations are counted.",
         "libtpu 0.0.42.1",
@@ -163,16 +191,16 @@ def test_one_answer_shows_every_figure() -> None:
         assert part in text
 
 
-def test_changes_can_be_pasted_behind_the_recipe() -> None:
+def test_changes_can_be_pasted_after_the_recipe() -> None:
     assert "train.micro_batch_size=8 hardware.mesh.data=2 hardware.mesh.fsdp=4" in words(shown([CHANGED]))
 
 
 def test_the_verdict_is_the_first_word() -> None:
-    for answer in (GO, CHANGED, NO_GO):
-        assert shown([answer]).strip().startswith(answer["verdict"])
+    for result in (GO, CHANGED, NO_GO):
+        assert shown([result]).strip().startswith(result.verdict)
 
 
-def test_what_an_answer_lacks_is_left_out() -> None:
+def test_missing_values_are_left_out() -> None:
     text = shown([NO_GO])
     for absent in ("One step", "The run", "Settings", "Changes", "Tried", "Notes", "None", "nan"):
         assert absent not in text
@@ -180,11 +208,12 @@ def test_what_an_answer_lacks_is_left_out() -> None:
     assert "Cost" not in shown([GO])
 
 
-def test_no_go_says_what_is_too_much_and_what_would_do() -> None:
+def test_no_go_explains_what_is_too_large_and_what_would_fit() -> None:
     text = words(shown([NO_GO]))
-    assert NO_GO["problem"] in text
-    assert "3.45 too much" in text
-    assert "The smallest slice that is GO: v5e-4" in text
+    assert NO_GO.problem is not None and NO_GO.problem in text
+    assert "v5e-1 (1 v5e device): the run does not fit" in text
+    assert "3.45 GiB too much" in text
+    assert "Smallest slice that fits: v5e-4" in text
     assert "too little Disk for the model: 14.9 of 10 GiB" in text
 
 
@@ -195,7 +224,7 @@ def test_an_estimate_is_called_one() -> None:
 
 
 def bars(text: str, first: str, last: str) -> list[tuple[int, int]]:
-    """Where the bars of a picture begin and end, in columns."""
+    """First and last column of each bar between two lines."""
     lines = text.splitlines()
     begin = next(n for n, line in enumerate(lines) if first in line)
     end = next(n for n, line in enumerate(lines) if last in line)
@@ -206,14 +235,14 @@ def bars(text: str, first: str, last: str) -> list[tuple[int, int]]:
 def test_memory_bars_follow_each_other_up_to_the_peak() -> None:
     text = shown([GO], 120)
     parts = bars(text, "base  ", "logits  ")
-    assert len(parts) == 5  # the batch is too small to be seen
+    assert len(parts) == 5  # the batch is too small to be shown
     for (_, end), (begin, _) in pairwise(parts):
         assert abs(begin - end) <= 1  # the smallest part still takes one column
     start, mark = parts[0][0], next(line for line in text.splitlines() if "base  " in line).rstrip().rindex("|")
     assert (parts[-1][1] - start) / (mark - start) == pytest.approx(9.43 / 15.75, abs=0.03)
 
 
-def test_what_is_beyond_the_limit_looks_different_without_colour() -> None:
+def test_the_part_beyond_the_limit_looks_different_without_color() -> None:
     lines = shown([NO_GO]).splitlines()
     assert "▒" not in next(line for line in lines if "base  " in line)
     assert "█▒" in next(line for line in lines if "activations  " in line)
@@ -222,32 +251,48 @@ def test_what_is_beyond_the_limit_looks_different_without_colour() -> None:
     assert "█" not in logits
 
 
-def test_several_answers_are_a_table_and_then_the_reasons() -> None:
+def test_several_results_are_a_table_and_then_the_reasons() -> None:
     text = words(shown(PAGES["several"], 120))
     assert "slice verdict HBM GiB step tokens/s run sessions cost" in text
-    assert "kaggle GO WITH CHANGES 9.4/15.8 0.90 s 18,204 23.4 h 4 free" in text
+    assert "kaggle GO WITH CHANGES 9.4/15.8 0.90 s 18,204 23 h 24 min 4 free" in text
     assert "v5e-1 NO-GO 19.2/15.8" in text
-    assert "v5e-8 GO 9.4/15.8 0.90 s 18,204 23.4 h 61.20" in text
-    assert text.index("The smallest slice that is GO: v5e-4") < text.index(NO_GO["problem"])
+    assert "v5e-8 GO 9.4/15.8 0.90 s 18,204 23 h 24 min 61.20" in text
+    assert NO_GO.problem is not None
+    assert text.index("Smallest slice that fits: v5e-4") < text.index(NO_GO.problem)
     assert "train.micro_batch_size=8" in text
     assert "base: MLP down projection, 3.50 GiB" in text
+    assert text.count("Evaluations are counted.") == 1  # a note of two results, printed once
 
 
-def test_columns_without_a_figure_are_left_out() -> None:
-    text = shown([GO, {**GO, "slice": "v5e-16"}])
+def test_columns_without_a_value_are_left_out() -> None:
+    text = shown([GO, replace(GO, slice="v5e-16")])
     assert "sessions" not in text
     assert "cost" not in text
 
 
-def test_the_smallest_go_is_one_of_the_answers_where_no_other_was_looked_for() -> None:
-    go = {**GO, "smallest_go": None}
-    larger = {**go, "slice": "v5e-16", "num_devices": 16}
-    no_go = {**NO_GO, "smallest_go": None}
-    assert "The smallest slice that is GO: v5e-8" in shown([no_go, larger, go])
-    assert "No slice that was tried is GO." in shown([no_go, no_go])
+def test_the_smallest_slice_that_fits_is_named_for_each_chip() -> None:
+    larger = replace(GO, slice="v5e-16", num_devices=16, smallest_go="v5e-16")
+    other_chip = replace(GO, slice="v6e-8", chip="v6e", smallest_go="v6e-8")
+    none = replace(NO_GO, smallest_go=None)
+    assert "Smallest slice that fits: v5e-8, v6e-8" in shown([none, larger, GO, other_chip])
+    assert "The run does not fit any of the slices tried." in shown([none, none])
+    assert "The run does not fit this slice or the larger ones tried." in shown([none])
 
 
-def test_text_of_an_answer_is_only_text() -> None:
-    odd = {**NO_GO, "problem": "[bold]not markup[/bold] [link=x]"}
+def test_text_of_a_result_is_not_markup() -> None:
+    odd = replace(NO_GO, problem="[bold]not markup[/bold] [link=x]")
     assert "[bold]not markup[/bold] [link=x]" in shown([odd])
     assert "[bold]not markup[/bold] [link=x]" in shown([odd, GO])
+
+
+@pytest.mark.parametrize("result", [GO, CHANGED, NO_GO, ESTIMATE], ids=lambda result: result.verdict)
+def test_json_reads_back_as_the_same_result(result: PreflightResult) -> None:
+    assert PreflightResult.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False))) == result
+
+
+def test_json_of_another_schema_is_an_error() -> None:
+    tree = GO.to_dict()
+    without = {key: value for key, value in tree.items() if key != "verdict"}
+    for wrong in ({**tree, "new": 1}, without, {**tree, "num_devices": "8"}, {**tree, "verdict": "MAYBE"}):
+        with pytest.raises(ValidationError):
+            PreflightResult.from_dict(wrong)

@@ -16,7 +16,7 @@ import pytest
 from trillora.devices.chips import CHIPS, Chip
 from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT
 from trillora.preflight.hlo.parse import Shape, parse, trip_count
-from trillora.preflight.hlo.simulate import HOP_SECONDS, TPU, VECTOR_CYCLES, StepTime, simulate
+from trillora.preflight.hlo.simulate import HOP_SECONDS, TPU, VECTOR_CYCLES, SimulatedStep, simulate
 
 # Round figures: 100 TFLOP/s, 1 TB/s, 50 GB/s a link and direction, 1 GHz.
 CHIP = Chip(
@@ -46,7 +46,7 @@ def entry(*lines: str) -> str:
     return "\n".join(["ENTRY %main (x: bf16[]) -> bf16[] {", *(f"  {line}" for line in lines), "}"])
 
 
-def run(*lines: str, others: tuple[str, ...] = (), chip: Chip = CHIP, num_devices: int = 8) -> StepTime:
+def run(*lines: str, others: tuple[str, ...] = (), chip: Chip = CHIP, num_devices: int = 8) -> SimulatedStep:
     return simulate(program(*others, entry(*lines)), chip, num_devices)
 
 

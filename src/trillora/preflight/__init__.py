@@ -1,1 +1,1 @@
-"""Preflight: whether a run fits, how long it takes and what to change, asked of the TPU compiler before renting one."""
+"""Preflight: whether a run fits, how long it takes and what to change, from the TPU compiler, without a TPU."""

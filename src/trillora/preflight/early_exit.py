@@ -1,8 +1,8 @@
-"""A compilation that is left when memory is laid out.
+"""Compilation that is abandoned once the memory layout is known.
 
-Memory and the order of instructions are settled in the first twentieth of a compilation for a TPU; the rest makes
-machine code. The compiler cannot be told to stop there, but it writes down what it does: what is needed is read as soon
-as it is written, and the thread that compiles is left alone. It ends with the process, which should not live on.
+A TPU compilation fixes memory and instruction order in the first 5 % of its time; the rest is code generation. The
+compiler cannot be stopped there, but it dumps its intermediate results to files. We read the files as soon as they are
+complete and ignore the compiling thread, which runs until the process ends. So the process should end soon.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class CompileResult:
-    """What was found out about a step."""
+    """What the compiler found out about a step."""
 
     report: MemoryReport | None
-    program: str | None  # scheduled, as text; None where it does not fit
-    needed: float  # bytes of a device; infinite where the compiler gave up before it knew
+    program: str | None  # scheduled HLO text; None if it does not fit
+    needed: float  # bytes per device; infinite if the compiler stopped before it knew
     seconds: float
     is_whole: bool
 
 
-def lay_out(compile_program: Callable[..., Any], dump: Path, *, whole: bool) -> CompileResult:
-    """`compile_program` takes options of the compiler and returns what it compiled; with `whole` that is waited for.
-    The folder `dump` is made."""
+def compile_until_layout(compile_program: Callable[..., Any], dump: Path, *, whole: bool) -> CompileResult:
+    """Compile until memory and instruction order are known; with `whole`, to the end.
+
+    `compile_program` takes compiler options and returns the compiled program. The folder `dump` is created."""
     dump.mkdir()
-    begun = time.monotonic()
+    start = time.monotonic()
     outcome: list[Any] = []
 
     def work() -> None:
         try:
             outcome.append(compile_program(xla_dump_to=str(dump)))
-        except Exception as error:  # for the thread that waits
+        except Exception as error:  # raised again by the waiting thread
             outcome.append(error)
 
-    working = threading.Thread(target=work, daemon=True)
-    working.start()
-    while working.is_alive() and (whole or not _is_complete(dump)):
-        working.join(POLL_SECONDS)
-    seconds = time.monotonic() - begun
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    while worker.is_alive() and (whole or not _is_complete(dump)):
+        worker.join(POLL_SECONDS)
+    seconds = time.monotonic() - start
     report = _read(dump)
     needed = float(report.total_bytes) if report else math.inf
     if not outcome:
@@ -65,7 +66,7 @@ def lay_out(compile_program: Callable[..., Any], dump: Path, *, whole: bool) -> 
 
 
 def _is_complete(dump: Path) -> bool:
-    """Whether the report and the scheduled program are written to their ends."""
+    """Whether the report and the scheduled program are fully written."""
     report, program = next(dump.glob(REPORT), None), next(dump.glob(SCHEDULED), None)
     return report is not None and program is not None and _ends_with_brace(program)
 

@@ -1,32 +1,21 @@
-"""The host's side: will its RAM hold the loading of the model, will its disk hold the files. No jax.
+"""Host requirements: RAM for loading the model and disk for its files. No jax.
 
 Weights go from the files to the devices one tensor at a time (`trillora.model.loading.weights`), so the RAM needed
-depends on the largest tensor, not on the model.
+depends on the largest tensor, not on the size of the model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trillora.devices.slices import Platform
+from trillora.preflight.result import HostLine
 
 GIB = 2**30
-# Python with torch, jax, the tokenizer and the compiler at work: 3.4 GiB was the most seen.
+# Python with torch, jax, the tokenizer and a running compiler: at most 3.4 GiB was measured.
 PROCESS_GIB = 4.0
-# Of the tensor being loaded there are at most: what is read of the file, the same converted (experts stored one by
-# one, another number format), its pieces for the devices, and those on their way there.
+# Copies of the tensor being loaded: as read from the file, converted (stacked experts, another dtype), cut into pieces
+# for the devices, and the pieces in transfer.
 TENSOR_COPIES = 4
-DISK_MARGIN = 1.1  # tokenizer, checkpoints and the adapter beside the weights; the download's unfinished file
-
-
-@dataclass(frozen=True)
-class HostLine:
-    """One need of the host, against what it has."""
-
-    what: str
-    needed_gib: float
-    available_gib: float | None  # None: not known
-    ok: bool
+DISK_MARGIN = 1.1  # for tokenizer, checkpoints, adapter and the unfinished file of the download
 
 
 def host_lines(
@@ -38,10 +27,10 @@ def host_lines(
     ram_gib: float | None,
     disk_gib: float | None,
 ) -> tuple[HostLine, ...]:
-    """RAM and disk of each host. What is not known of the machine is taken from its platform.
+    """RAM and disk of each host. Unknown sizes of the machine are taken from its platform.
 
-    `bytes_held_by_host_devices`: arrays that stay in the host's RAM because its CPU is the device, 0 for a TPU. Every
-    host of several keeps all the files and reads only what its own devices hold.
+    `bytes_held_by_host_devices`: arrays that stay in the host's RAM because its CPU is the device; 0 for a TPU. With
+    several hosts, each stores all files and reads only the parts its own devices hold.
     """
     if platform is not None:
         ram_gib = platform.host_ram_gib if ram_gib is None else ram_gib

@@ -1,13 +1,12 @@
-"""What preflight asks: the stages of a recipe with their real data, and a model known by its configuration alone.
+"""The inputs of preflight: the stages of a recipe with their real data, and the configuration of the model. No jax.
 
-No weights are fetched. Where the hub cannot be reached, the shapes of a few well-known models are in
-`known_models.json`; where a tokenizer cannot be had, the embedded one counts the tokens, and the answer says so.
-No jax.
+No weights are downloaded. `known_models.json` has the configurations of a few well-known models, for use without a
+connection to the hub. If the tokenizer is not available, the embedded model's tokenizer counts the tokens. The result
+notes both.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.atomic import write_file
 from trillora.files.cache_dir import cache_root
+from trillora.files.digests import file_digest, text_digest
 from trillora.model.loading.source import EMBEDDED, find_model, load_config, load_tokenizer
 from trillora.preflight.client import versions
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
@@ -29,39 +29,39 @@ PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
-class AskedStage:
-    """A stage of the recipe, with what its data decides."""
+class StageInput:
+    """A stage of the recipe, and what its data determines."""
 
     name: str
     recipe: StageRecipe
     num_steps: int
-    steps_by_length: dict[int, int]  # tokens of a row -> steps with such rows
-    num_tokens: int  # real ones, over all steps
-    padding: float  # share of slots that hold nothing
+    steps_by_length: dict[int, int]  # sequence length in tokens -> number of steps
+    num_tokens: int  # over all steps, without padding
+    padding: float  # fraction of token slots
     num_evaluated: int  # documents of the fixed evaluation set
 
     @property
-    def row_tokens(self) -> int:
-        """Of the rows that are asked about: the longest there may be."""
+    def sequence_length(self) -> int:
+        """Tokens of the longest sequences; the step is compiled for these."""
         return self.recipe.train.sequence_length
 
     @property
     def full_steps(self) -> float:
-        """All steps, those of shorter rows counted by their length."""
-        return sum(steps * length for length, steps in self.steps_by_length.items()) / self.row_tokens
+        """Number of steps, with shorter sequences counted in proportion to their length."""
+        return sum(steps * length for length, steps in self.steps_by_length.items()) / self.sequence_length
 
 
 @dataclass(frozen=True)
 class PreflightInput:
     model: Path  # a folder with at least config.json
-    stages: tuple[AskedStage, ...]
+    stages: tuple[StageInput, ...]
     notes: tuple[str, ...]
 
 
-def read_asked(recipe: Recipe, listener: Listener) -> PreflightInput:
+def read_inputs(recipe: Recipe, listener: Listener) -> PreflightInput:
     folder, notes = describe_model(recipe)
     config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
-    tokenizer, borrowed = _tokenizer(folder, recipe.model.name)
+    tokenizer, tokenizer_notes = _tokenizer(folder, recipe.model.name)
     stages = []
     for stage in stages_of(recipe):
         data = read_stage(stage, tokenizer, listener)
@@ -71,7 +71,7 @@ def read_asked(recipe: Recipe, listener: Listener) -> PreflightInput:
         if len(batches.lengths) > 1:
             by_length = Counter(batches.length_of(step) for step in range(steps))
         stages.append(
-            AskedStage(
+            StageInput(
                 name=stage.name,
                 recipe=data.recipe,
                 num_steps=steps,
@@ -81,11 +81,11 @@ def read_asked(recipe: Recipe, listener: Listener) -> PreflightInput:
                 num_evaluated=0 if data.evaluation is None else len(data.evaluation),
             )
         )
-    return PreflightInput(folder, tuple(stages), (*notes, *borrowed, *_too_long(stages, config)))
+    return PreflightInput(folder, tuple(stages), (*notes, *tokenizer_notes, *_too_long(stages, config)))
 
 
 def describe_model(recipe: Recipe) -> tuple[Path, list[str]]:
-    """The folder of the model's description, and what a person should know of it."""
+    """The folder of the model's configuration, and notes for the user."""
     named = recipe.model
     try:
         return find_model(
@@ -98,40 +98,40 @@ def describe_model(recipe: Recipe) -> tuple[Path, list[str]]:
         folder = cache_root() / "known-models" / named.name
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / "config.json", json.dumps(config, indent=1))
-        return folder, [f"{named.name} could not be fetched: its shapes are those this package knows."]
+        return folder, [f"{named.name} could not be downloaded: using the configuration that comes with Trillora."]
 
 
 def _tokenizer(folder: Path, name: str) -> tuple[Any, list[str]]:
     try:
         return load_tokenizer(folder), []
     except TrilloraError:
-        borrowed = load_tokenizer(find_model(EMBEDDED))
-        return borrowed, [f"Tokens were counted with the embedded model's tokenizer: that of {name} is not here."]
+        note = f"The tokenizer of {name} is not available: tokens were counted with the embedded model's tokenizer."
+        return load_tokenizer(find_model(EMBEDDED)), [note]
 
 
-def _too_long(stages: list[AskedStage], config: Any) -> Iterator[str]:
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+def _too_long(stages: list[StageInput], config: Any) -> Iterator[str]:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     for stage in stages:
-        if most and stage.row_tokens > most:
-            yield f"Stage {stage.name} has rows of {stage.row_tokens} tokens; the model was made for {most}."
+        if limit and stage.sequence_length > limit:
+            yield f"Stage {stage.name} has sequences of {stage.sequence_length} tokens; the model supports {limit}."
 
 
-def fingerprint(recipe: Recipe, **asked: Any) -> str:
-    """A digest of all that decides an answer, fast to take: files count by size and time of change, the model by its
-    files or the commit in the hub's cache."""
+def fingerprint(recipe: Recipe, **question: Any) -> str:
+    """A digest of everything the result depends on. Fast: data files are identified by size and modification time, the
+    model by its files or by its commit in the hub's cache."""
     parts = {
         "recipe": recipe.model_dump(mode="json"),
         "model": _model_state(recipe.model.name, recipe.model.revision),
         "data": sorted(_file_states(_paths(recipe.model_dump(mode="json")))),
-        "code": sorted((str(f.relative_to(PACKAGE)), _digest(f)) for f in PACKAGE.rglob("*.py")),
+        "code": sorted((str(f.relative_to(PACKAGE)), file_digest(f)) for f in PACKAGE.rglob("*.py")),
         "versions": versions(),
-        **asked,
+        **question,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return text_digest(json.dumps(parts, sort_keys=True, default=str))
 
 
 def _paths(tree: Any) -> Iterator[Path]:
-    """Every text of a recipe that names something on this disk."""
+    """Every string of a recipe that is an existing path."""
     if isinstance(tree, dict):
         for value in tree.values():
             yield from _paths(value)
@@ -160,10 +160,6 @@ def _model_state(name: str, revision: str | None) -> Any:
 
     try:
         found = try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # not a hub id; refused later, by name
+    except ValueError:  # not a hub id; find_model reports it later
         return name
-    return str(found) if isinstance(found, str) else "not here"
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return str(found) if isinstance(found, str) else "not cached"

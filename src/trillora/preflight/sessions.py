@@ -1,7 +1,7 @@
 """Hours, sessions, weeks and cost of a whole recipe. No jax.
 
-A notebook's session ends after some hours and a week grants some more; every session loads the model and compiles
-again before it goes on where the last one stopped.
+Notebook platforms limit the length of a session and the hours per week. Every session loads the model and compiles
+again before it resumes the run.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ HOURS_OF_A_WEEK = 168.0
 
 @dataclass(frozen=True)
 class RunTime:
-    """What the whole recipe takes."""
+    """Time and cost of the whole recipe."""
 
     hours: float  # all sessions together, start-up included
     sessions: int
-    weeks: int  # in which they fall, at least
-    cost: float | None  # in the price's currency; None where no price is known
+    weeks: int  # calendar weeks needed, at least
+    cost: float | None  # in the currency of the price; None if no price is known
 
 
 @dataclass(frozen=True)
 class _Week:
     sessions: int
     worked: float  # seconds spent on steps and evaluations
-    used: float  # seconds of the quota, start-up included
+    used: float  # seconds of quota used, start-up included
 
 
 def run_time(
@@ -42,10 +42,10 @@ def run_time(
     price_per_hour: float | None,
     num_chips: int,
 ) -> RunTime:
-    """How long the steps and the evaluations (all of them, in seconds) take where sessions and weeks are limited.
+    """Time of all steps and evaluations under the platform's limits.
 
-    `start_seconds` is loading and compiling, paid by each session; `price_per_hour` is of one chip, and the
-    platform's own when not given.
+    `evaluation_seconds` is the sum over all evaluations. Each session spends `start_seconds` on loading and compiling.
+    `price_per_hour` is per chip; default: the platform's price.
     """
     work = step_seconds * num_steps + evaluation_seconds
     if platform is None:
@@ -59,14 +59,14 @@ def run_time(
 
 
 def _in_sessions(work: float, start: float, platform: Platform) -> tuple[float, int, int]:
-    """Seconds used, sessions and weeks. All weeks but the last are alike, so a year is counted as fast as a day."""
+    """Seconds used, sessions and weeks. All weeks but the last are equal, so only one of them is simulated."""
     session, quota = platform.session_hours * HOUR, (platform.weekly_hours or HOURS_OF_A_WEEK) * HOUR
     full = _one_week(math.inf, start, session, quota)
     if not full.sessions:
         raise TrilloraError(
-            f"Loading and compiling take {start / HOUR:.1f} hours, a session on {platform.name} lasts "
-            f"{min(session, quota) / HOUR:g}: no step would be trained.",
-            do="rent a slice without a limit (v5e-8 for example), or choose a smaller model",
+            f"Loading and compiling take {start / HOUR:.1f} hours, but a session on {platform.name} lasts "
+            f"{min(session, quota) / HOUR:g}: it would end before the first step.",
+            do="use a slice without a session limit (for example v5e-8), or a smaller model",
         )
     full_weeks = max(0, math.ceil(work / full.worked) - 1)
     last = _one_week(work - full_weeks * full.worked, start, session, quota)
@@ -74,11 +74,11 @@ def _in_sessions(work: float, start: float, platform: Platform) -> tuple[float, 
 
 
 def _one_week(work: float, start: float, session: float, quota: float) -> _Week:
-    """As much of `work` as the week's quota allows, one session after the other; all in seconds."""
+    """Do as much of `work` as the weekly quota allows, session after session. All arguments are seconds."""
     sessions, worked, used, left = 0, 0.0, 0.0, work
     while sessions == 0 or left > 0:
         length = min(session, quota - used)
-        if length <= start:  # it would end before its first step
+        if length <= start:  # the session would end before its first step
             break
         done = min(length - start, left)
         sessions, worked, used, left = sessions + 1, worked + done, used + start + done, left - done

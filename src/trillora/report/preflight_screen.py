@@ -1,12 +1,12 @@
-"""Preflight's answers on one screen: a page for one slice, a table for several. No jax.
+"""Shows preflight results in the terminal: a page for one slice, a table for several. No jax.
 
-Everything is legible without colour and at 80 columns; colour only repeats what words and places say. Answers are the
-objects `--json` prints, and a figure that an answer lacks is left out.
+Everything is readable without color and at 80 columns; color only repeats what the words say. Values that a result does
+not have are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -16,31 +16,36 @@ from rich.table import Table
 from rich.text import Text
 
 from trillora.devices.slices import find_slice
-
-Answer = Mapping[str, Any]
+from trillora.preflight.result import HostLine, PreflightResult, RunForecast, StepForecast
+from trillora.report.numbers import format_count, format_duration, format_percent, format_seconds
 
 STYLES = {"GO": "bold green", "GO WITH CHANGES": "bold yellow", "NO-GO": "bold red"}
+MEANING = {
+    "GO": "the run fits",
+    "GO WITH CHANGES": "the run fits with the changes below",
+    "NO-GO": "the run does not fit",
+}
 PART_STYLES = {
     "base": "blue",
     "adapter": "cyan",
     "optimizer": "magenta",
     "batch": "white",
+    "gathered": "bright_blue",
     "activations": "green",
     "logits": "yellow",
-    "program": "bright_black",
 }
 UNITS = {"compute": "compute", "hbm": "HBM traffic", "interconnect": "interconnect", "kernels": "attention kernels"}
-COMPILER = "Memory as the TPU compiler lays it out"
-ESTIMATE = "ESTIMATE of memory and time: the TPU compiler was not asked"
-MAX_WIDTH = 100  # wider lines are harder to read
-LABEL = 10  # columns in front of each paragraph
-FIGURE = 10  # columns of a figure in front of its bar
+COMPILER = "Memory from the TPU compiler"
+ESTIMATE = "ESTIMATE: memory and time were estimated without the TPU compiler"
+MAX_WIDTH = 100  # columns; wider lines are harder to read
+LABEL = 10  # columns of a section's label
+FIGURE = 10  # columns of the number in front of a bar
 NUM_BUFFERS, NUM_TRIED = 3, 8
 
 
-def show(answers: Sequence[Answer], console: Console) -> None:
-    """Prints the page of one answer, or the comparison of several."""
-    blocks = _one(answers[0], console) if len(answers) == 1 else _several(answers, console)
+def show(results: Sequence[PreflightResult], console: Console) -> None:
+    """Prints the page of one result, or a comparison of several."""
+    blocks = _one(results[0], console) if len(results) == 1 else _several(results, console)
     for block in blocks:
         console.print(block)
 
@@ -48,17 +53,17 @@ def show(answers: Sequence[Answer], console: Console) -> None:
 # ---- one slice
 
 
-def _one(answer: Answer, console: Console) -> Iterable[RenderableType]:
-    yield _headline(answer)
+def _one(result: PreflightResult, console: Console) -> Iterable[RenderableType]:
+    yield _headline(result)
     sections: dict[str, Sequence[RenderableType]] = {
-        "Memory": _memory(answer, console),
-        "One step": _step(answer, console),
-        "The run": _run(answer),
-        "Settings": _settings(answer),
-        "Changes": _changes(answer),
-        "Tried": _tried(answer),
-        "Host": _host(answer),
-        "Notes": [Text(note) for note in answer.get("notes") or ()],
+        "Memory": _memory(result, console),
+        "One step": _step(result, console),
+        "The run": _run(result.run) if result.run else (),
+        "Settings": _settings(result),
+        "Changes": _changes(result),
+        "Tried": _tried(result),
+        "Host": _host(result.host),
+        "Notes": [Text(note) for note in result.notes],
     }
     for label, lines in sections.items():
         if lines:
@@ -74,255 +79,229 @@ def _section(label: str, lines: Iterable[RenderableType], console: Console) -> R
     return grid
 
 
-def _headline(answer: Answer) -> RenderableType:
-    verdict = answer["verdict"]
-    number, chip = answer["num_devices"], answer["chip"]
-    devices = f"one {chip} device" if number == 1 else f"{number} {chip} devices"
-    badge = (f" {verdict} ", f"{STYLES[verdict]} reverse")
-    lines = [Text.assemble(badge, "  ", (answer["slice"], "bold"), f"  {devices}"), _method(answer)]
-    if answer.get("problem"):
-        lines.append(Text(answer["problem"], STYLES["NO-GO"]))
-    if verdict == "NO-GO":
-        lines.append(_smallest([answer]))
+def _headline(result: PreflightResult) -> RenderableType:
+    devices = format_count(result.num_devices, f"{result.chip} device", f"{result.chip} devices")
+    badge = (f" {result.verdict} ", f"{STYLES[result.verdict]} reverse")
+    place = (result.slice, "bold")
+    lines = [Text.assemble(badge, "  ", place, f" ({devices}): {MEANING[result.verdict]}"), _method(result)]
+    if result.problem:
+        lines.append(Text(result.problem, STYLES["NO-GO"]))
+    if not result.fits:
+        lines.append(_smallest([result]))
     return Group(*lines)
 
 
-def _method(answer: Answer) -> Text:
-    if answer.get("method") == "estimate":
+def _method(result: PreflightResult) -> Text:
+    if result.method == "estimate":
         return Text(ESTIMATE, "bold yellow")
-    libtpu = (answer.get("versions") or {}).get("libtpu")
+    libtpu = result.versions.get("libtpu")
     details = [f"libtpu {libtpu}"] if libtpu else []
-    details += ["answered before"] if answer.get("from_cache") else []
-    return Text(COMPILER + (f" ({_sentence(details)})" if details else ""), "dim")
+    details += ["cached result"] if result.from_cache else []
+    return Text(COMPILER + (f" ({', '.join(details)})" if details else ""), "dim")
 
 
-def _memory(answer: Answer, console: Console) -> list[RenderableType]:
-    """Each part's bar begins where the one above ends, so the last ends at the peak; `|` marks the chip's limit."""
-    peak, limit = answer.get("hbm_peak_gib"), answer.get("hbm_limit_gib")
-    if peak is None or limit is None:
+def _memory(result: PreflightResult, console: Console) -> list[RenderableType]:
+    """Each bar begins where the one above ends, so the last one ends at the peak. `|` marks the chip's limit."""
+    peak, limit = result.hbm_peak_gib, result.hbm_limit_gib
+    if peak is None:
         return []
+    fits = peak <= limit
     lines: list[RenderableType] = [
         Text.assemble(
-            (f"{peak:.2f} of {limit:.2f} GiB", "bold" if peak <= limit else STYLES["NO-GO"]),
-            f" of one device ({_share(peak / limit)})"
-            if peak <= limit
-            else f" of one device: {peak - limit:.2f} too much",
+            (f"{peak:.2f} of {limit:.2f} GiB", "bold" if fits else STYLES["NO-GO"]),
+            f" per device ({_percent(peak / limit)})" if fits else f" per device: {peak - limit:.2f} GiB too much",
         )
     ]
-    parts = {name: gib for name, gib in (answer.get("memory") or {}).items() if gib >= 0.005}
+    parts = {name: gib for name, gib in result.memory.items() if gib >= 0.005}
     bars = _Bars(console, label=12, longest=max(limit, peak, sum(parts.values())), mark=limit)
     end = 0.0
     for name, gib in parts.items():
         begin, end = end, end + gib
         lines.append(bars.line(name, f"{gib:.2f} GiB", begin, end, PART_STYLES.get(name, "")))
-    largest = _largest_buffers(answer)
+    largest = _largest_buffers(result)
     return [*lines, Text("Largest buffers:"), *largest] if largest else lines
 
 
-def _largest_buffers(answer: Answer) -> list[RenderableType]:
-    buffers = (answer.get("largest_buffers") or ())[:NUM_BUFFERS]
-    return [_bullet(f"{buffer['what']}, {buffer['gib']:.2f} GiB") for buffer in buffers]
+def _largest_buffers(result: PreflightResult) -> list[RenderableType]:
+    return [_bullet(f"{buffer.what}, {buffer.gib:.2f} GiB") for buffer in result.largest_buffers[:NUM_BUFFERS]]
 
 
-def _step(answer: Answer, console: Console) -> list[RenderableType]:
-    seconds = answer.get("step_seconds")
-    if seconds is None:
+def _step(result: PreflightResult, console: Console) -> list[RenderableType]:
+    step = result.step
+    if step is None:
         return []
-    error = answer.get("step_seconds_error")
-    known = f", known error {_plus_minus(error, console)}" if error is not None else ""
-    lines: list[RenderableType] = [Text.assemble((_seconds(seconds), "bold"), f"  estimate{known}")]
-    times = {unit: spent for unit, spent in (answer.get("time") or {}).items() if spent}
-    units = {unit: words for unit, words in UNITS.items() if unit in times}
-    bars = _Bars(console, label=18, longest=max([seconds, *(times[unit] for unit in units)]), mark=seconds)
-    lines += [bars.line(words, _seconds(times[unit]), 0, times[unit], "cyan") for unit, words in units.items()]
-    if waited := times.get("exposed_interconnect"):
-        lines.append(Text(f"They work at the same time; {_seconds(waited)} are spent waiting for the interconnect."))
-    if (roofline := answer.get("step_seconds_roofline")) is not None:
-        lines.append(Text(f"The busiest of them alone, at its peak (roofline): {_seconds(roofline)}."))
-    lines.append(Text(_sentence(_speed(answer))))
+    error = f"estimated, error up to {_plus_minus(step.error, console)}"
+    lines: list[RenderableType] = [Text.assemble((format_seconds(step.seconds), "bold"), f"  {error}")]
+    if step.unit_seconds is not None:
+        times = {words: getattr(step.unit_seconds, unit) for unit, words in UNITS.items()}
+        times = {words: spent for words, spent in times.items() if spent}
+        bars = _Bars(console, label=18, longest=max([step.seconds, *times.values()]), mark=step.seconds)
+        lines += [bars.line(words, format_seconds(spent), 0, spent, "cyan") for words, spent in times.items()]
+        if waited := step.unit_seconds.exposed_interconnect:
+            lines.append(Text(f"These overlap. The step waits {format_seconds(waited)} for the interconnect."))
+    lines.append(Text(f"Roofline (the slowest of them at its peak rate): {format_seconds(step.roofline_seconds)}."))
+    lines.append(Text(_speed(step, result.run)))
     return lines
 
 
-def _speed(answer: Answer) -> list[str]:
-    facts = []
-    if answer.get("tokens_per_second") is not None:
-        facts.append(f"{answer['tokens_per_second']:,.0f} tokens/s")
-    if answer.get("fraction_of_peak") is not None:
-        facts.append(f"{_share(answer['fraction_of_peak'])} of the peak arithmetic")
-    if answer.get("num_compiles"):
-        programs = "1 program" if answer["num_compiles"] == 1 else f"{answer['num_compiles']} programs"
-        seconds = answer.get("compile_seconds")
-        facts.append(f"{programs} to compile" + (f" (about {_seconds(seconds)})" if seconds else ""))
-    return facts
+def _speed(step: StepForecast, run: RunForecast | None) -> str:
+    facts = [f"{step.tokens_per_second:,.0f} tokens/s", f"{_percent(step.fraction_of_peak)} of peak FLOP/s"]
+    if run is not None:
+        programs = format_count(run.num_compiles, "program", "programs")
+        facts.append(f"{programs} to compile (about {format_seconds(run.compile_seconds)})")
+    return ", ".join(facts)
 
 
-def _run(answer: Answer) -> list[RenderableType]:
-    if answer.get("run_hours") is None:
+def _run(run: RunForecast) -> list[RenderableType]:
+    amount = f"{run.num_steps:,} steps, {run.num_tokens:,} tokens, {_percent(run.padding)} padding"
+    lines: list[RenderableType] = [Text.assemble((_run_time(run), "bold"), f"  {amount}")]
+    if run.session_hours:
+        text = f"{format_count(run.sessions, 'session', 'sessions')} of at most {run.session_hours:g} hours"
+        if run.weekly_hours:
+            text += f", in {format_count(run.weeks, 'week', 'weeks')} of {run.weekly_hours:g} hours"
+        lines.append(Text(text + ("; each session resumes the run." if run.sessions > 1 else ".")))
+    if run.cost is not None:
+        price = f" at {run.price_per_hour:g} per chip-hour" if run.price_per_hour else ""
+        lines.append(Text(f"Cost: {_cost(run)}{price}"))
+    return lines
+
+
+def _settings(result: PreflightResult) -> list[RenderableType]:
+    settings = result.settings
+    if settings is None:
         return []
-    lines: list[RenderableType] = [
-        Text.assemble((_hours(answer["run_hours"]), "bold"), f"  {_sentence(_amount(answer))}")
+    mesh = settings.mesh
+    return [
+        Text(f"mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"),
+        Text(
+            f"micro batch size {settings.micro_batch_size}, remat {settings.remat}, loss chunk {settings.loss_chunk}, "
+            f"attention {settings.attention}, layers {settings.layers}, {settings.dtype}"
+        ),
     ]
-    limits = _sessions(answer)
-    if limits:
-        lines.append(Text(limits))
-    if answer.get("cost") is not None:
-        price = answer.get("price_per_hour")
-        lines.append(Text(f"Cost: {_cost(answer)}" + (f" at {price:g} a chip and hour" if price else "")))
-    return lines
 
 
-def _amount(answer: Answer) -> list[str]:
-    facts = []
-    if answer.get("num_steps") is not None:
-        facts.append(f"{answer['num_steps']:,} steps")
-    if answer.get("num_tokens") is not None:
-        facts.append(f"{answer['num_tokens']:,} tokens")
-    if answer.get("padding") is not None:
-        facts.append(f"{_share(answer['padding'])} padding")
-    return facts
-
-
-def _sessions(answer: Answer) -> str:
-    sessions, limit, quota = answer.get("sessions"), answer.get("session_hours"), answer.get("weekly_hours")
-    if not sessions or not limit:
-        return ""
-    text = f"{sessions} session{'s' if sessions > 1 else ''} of at most {limit:g} hours"
-    weeks = answer.get("weeks")
-    if quota and weeks:
-        text += f", in {weeks} week{'s' if weeks > 1 else ''} of {quota:g} hours"
-    return text + ("; each goes on where the last one stopped." if sessions > 1 else ".")
-
-
-def _settings(answer: Answer) -> list[RenderableType]:
-    settings = answer.get("settings") or {}
-    words = [f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if name != "mesh"]
-    lines = [f"mesh {settings['mesh']}"] if settings.get("mesh") else []
-    return [Text(line) for line in (*lines, _sentence(words)) if line]
-
-
-def _changes(answer: Answer) -> list[RenderableType]:
-    """As they are pasted behind the recipe's name, and why."""
-    changes = answer.get("changes") or ()
-    if not changes:
+def _changes(result: PreflightResult) -> list[RenderableType]:
+    """The changes as arguments to paste after the recipe's name, and why."""
+    if not result.changes:
         return []
-    pasted = " ".join(_pasted(change["option"], change["to"]) for change in changes)
-    lines: list[RenderableType] = [Text.assemble("add to the command: ", (pasted, "bold yellow"))]
-    for change in changes:
-        lines.append(_bullet(f"{change['option']} {change['from']} -> {change['to']}: {change['why']}"))
-    return lines
+    arguments = " ".join(_argument(change.option, change.after) for change in result.changes)
+    lines: list[RenderableType] = [Text.assemble("add to the command: ", (arguments, "bold yellow"))]
+    return lines + [_bullet(f"{c.option} {c.before} -> {c.after}: {c.why}") for c in result.changes]
 
 
-def _pasted(option: str, value: Any) -> str:
-    """`key=value` as the command line takes it; a mapping key by key."""
+def _argument(option: str, value: Any) -> str:
+    """`key=value` for the command line; a mapping becomes one argument per key."""
     if isinstance(value, Mapping):
-        return " ".join(_pasted(f"{option}.{key}", inner) for key, inner in value.items())
+        return " ".join(_argument(f"{option}.{key}", inner) for key, inner in value.items())
     return f"{option}={value}"
 
 
-def _tried(answer: Answer) -> list[RenderableType]:
-    tried = list(answer.get("tried") or ())
+def _tried(result: PreflightResult) -> list[RenderableType]:
     lines: list[RenderableType] = []
-    for attempt in tried[:NUM_TRIED]:
-        peak = attempt.get("peak_gib")
-        result = ("fits       ", "green") if attempt["fits"] else ("too large  ", "red")
-        memory = f", {peak:.2f} GiB" if peak is not None else ""
-        lines.append(Text.assemble(result, f"{attempt['what']}{memory}"))
-    if len(tried) > NUM_TRIED:
-        lines.append(Text(f"and {len(tried) - NUM_TRIED} more, in --json", "dim"))
+    for trial in result.tried[:NUM_TRIED]:
+        verdict = ("fits       ", "green") if trial.fits else ("too large  ", "red")
+        memory = f", {trial.peak_gib:.2f} GiB" if trial.peak_gib is not None else ""
+        lines.append(Text.assemble(verdict, f"{trial.what}{memory}"))
+    if len(result.tried) > NUM_TRIED:
+        lines.append(Text(f"and {len(result.tried) - NUM_TRIED} more; --json lists all", "dim"))
     return lines
 
 
-def _host(answer: Answer) -> list[RenderableType]:
+def _host(needs: Sequence[HostLine]) -> list[RenderableType]:
     lines: list[RenderableType] = []
-    for need in answer.get("host") or ():
-        available = need.get("available_gib")
-        there = "" if available is None else f"of {available:,.0f} "
-        word = Text("ok", "green") if need["ok"] else Text("too little", STYLES["NO-GO"])
-        lines.append(Text.assemble(word, f"  {need['what']}: {need['needed_gib']:.1f} {there}GiB"))
+    for need in needs:
+        available = "" if need.available_gib is None else f"of {need.available_gib:,.0f} "
+        word = Text("ok", "green") if need.ok else Text("too little", STYLES["NO-GO"])
+        lines.append(Text.assemble(word, f"  {need.what}: {need.needed_gib:.1f} {available}GiB"))
     return lines
 
 
-# ---- several
+# ---- several slices
 
 
-def _several(answers: Sequence[Answer], console: Console) -> Iterable[RenderableType]:
-    yield _table(answers)
-    yield Text(_legend(answers, console), "dim")
-    yield _smallest(answers)
-    for answer in answers:
-        lines = _explanation(answer)
+def _several(results: Sequence[PreflightResult], console: Console) -> Iterable[RenderableType]:
+    yield _table(results)
+    yield Text(_legend(results, console), "dim")
+    yield _smallest(results)
+    for result in results:
+        lines = _explanation(result)
         if lines:
             yield ""
-            yield Text.assemble((answer["slice"], "bold"), "  ", (answer["verdict"], STYLES[answer["verdict"]]))
+            yield Text.assemble((result.slice, "bold"), "  ", (result.verdict, STYLES[result.verdict]))
             yield Padding(Group(*lines), (0, 0, 0, 2))
+    notes = dict.fromkeys(note for result in results for note in result.notes)
+    if notes:
+        yield ""
+        yield from (_bullet(note) for note in notes)
 
 
-def _table(answers: Sequence[Answer]) -> Table:
-    """Columns that say nothing of any answer are left out: sessions where none is limited, cost without a price."""
+def _table(results: Sequence[PreflightResult]) -> Table:
+    """Columns without any value are left out, for example sessions if none is limited, or cost without a price."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    columns = {
-        "slice": [Text(answer["slice"], "bold") for answer in answers],
-        "verdict": [Text(answer["verdict"], STYLES[answer["verdict"]]) for answer in answers],
-        "HBM GiB": [_peak_of_limit(answer) for answer in answers],
-        "step": [_given(answer, "step_seconds", _seconds) for answer in answers],
-        "tokens/s": [_given(answer, "tokens_per_second", lambda rate: f"{rate:,.0f}") for answer in answers],
-        "run": [_given(answer, "run_hours", _hours) for answer in answers],
-        "sessions": [_given(answer, "sessions", str) if answer.get("session_hours") else Text() for answer in answers],
-        "cost": [Text(_cost(answer)) for answer in answers],
-    }
-    shown = {name: cells for name, cells in columns.items() if any(cell.plain for cell in cells)}
+    rows = [_cells(result) for result in results]
+    shown = [name for name in rows[0] if any(row[name].plain for row in rows)]
     for name in shown:
         table.add_column(name, justify="left" if name in ("slice", "verdict") else "right", overflow="fold")
-    for cells in zip(*shown.values(), strict=True):
-        table.add_row(*cells)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     return table
 
 
-def _legend(answers: Sequence[Answer], console: Console) -> str:
-    errors = [answer["step_seconds_error"] for answer in answers if answer.get("step_seconds_error") is not None]
-    methods = {answer.get("method") for answer in answers}
-    times = f"; times are estimates, known error {_plus_minus(max(errors), console)}" if errors else ""
-    return f"{ESTIMATE if 'estimate' in methods else COMPILER}{times}."
+def _cells(result: PreflightResult) -> dict[str, Text]:
+    step, run = result.step, result.run
+    peak = "" if result.hbm_peak_gib is None else f"{result.hbm_peak_gib:.1f}/{result.hbm_limit_gib:.1f}"
+    return {
+        "slice": Text(result.slice, "bold"),
+        "verdict": Text(result.verdict, STYLES[result.verdict]),
+        "HBM GiB": Text(peak, "" if result.fits else STYLES["NO-GO"]),
+        "step": Text(format_seconds(step.seconds) if step else ""),
+        "tokens/s": Text(f"{step.tokens_per_second:,.0f}" if step else ""),
+        "run": Text(_run_time(run) if run else ""),
+        "sessions": Text(str(run.sessions) if run and run.session_hours else ""),
+        "cost": Text(_cost(run) if run else ""),
+    }
 
 
-def _smallest(answers: Sequence[Answer]) -> Text:
+def _legend(results: Sequence[PreflightResult], console: Console) -> str:
+    errors = [result.step.error for result in results if result.step is not None]
+    times = f"; times are estimates, error up to {_plus_minus(max(errors), console)}" if errors else ""
+    return f"{ESTIMATE if any(result.method == 'estimate' for result in results) else COMPILER}{times}."
+
+
+def _smallest(results: Sequence[PreflightResult]) -> Text:
     by_chip: dict[str, tuple[int, str]] = {}
-    for answer in answers:
-        if name := answer.get("smallest_go"):
-            found = (answer["num_devices"] if name == answer["slice"] else find_slice(name).num_devices, name)
-            by_chip[answer["chip"]] = min(found, by_chip.get(answer["chip"], found))
-    names = [name for _, name in by_chip.values()]
-    going = [answer for answer in answers if answer["verdict"] != "NO-GO"]
-    if not names and going:
-        names = [min(going, key=lambda answer: answer["num_devices"])["slice"]]
-    if not names:
-        return Text("No slice that was tried is GO.", STYLES["NO-GO"])
-    return Text.assemble("The smallest slice that is GO: ", (", ".join(names), STYLES["GO"]))
+    for result in results:
+        if name := result.smallest_go:
+            found = (result.num_devices if name == result.slice else find_slice(name).num_devices, name)
+            by_chip[result.chip] = min(found, by_chip.get(result.chip, found))
+    if not by_chip:
+        tried = "this slice or the larger ones tried" if len(results) == 1 else "any of the slices tried"
+        return Text(f"The run does not fit {tried}.", STYLES["NO-GO"])
+    return Text.assemble("Smallest slice that fits: ", (", ".join(name for _, name in by_chip.values()), STYLES["GO"]))
 
 
-def _explanation(answer: Answer) -> list[RenderableType]:
-    if answer["verdict"] == "NO-GO":
-        lines: list[RenderableType] = [Text(answer["problem"])] if answer.get("problem") else []
-        missing = [need for need in answer.get("host") or () if not need["ok"]]
-        return lines + _largest_buffers(answer) + _host({"host": missing})
-    return _changes(answer)
+def _explanation(result: PreflightResult) -> list[RenderableType]:
+    if result.fits:
+        return _changes(result)
+    lines: list[RenderableType] = [Text(result.problem)] if result.problem else []
+    return lines + _largest_buffers(result) + _host([need for need in result.host if not need.ok])
 
 
-# ---- pieces
+# ---- parts
 
 
 class _Bars:
-    """Bars below each other, behind a name and a figure. `|` stands at `mark`; what is beyond it looks different."""
+    """Horizontal bars, each after a name and a number. `|` marks a limit; the part beyond it is drawn differently."""
 
     def __init__(self, console: Console, label: int, longest: float, mark: float) -> None:
         self._label = label
-        self._scale = (_room(console) - label - FIGURE - 2) / longest  # columns for one of what is measured
+        self._scale = (_room(console) - label - FIGURE - 2) / longest  # columns per unit
         self._mark = round(mark * self._scale)
         self._full, self._beyond = ("█", "▒") if _utf(console) else ("#", "!")
 
     def line(self, name: str, figure: str, begin: float, end: float, style: str) -> Text:
         first = round(begin * self._scale)
-        last = max(round(end * self._scale), first + 1)  # what is there is seen
+        last = max(round(end * self._scale), first + 1)  # at least one column
         inside = max(0, min(last, self._mark) - first)
         line = Text(f"{name:<{self._label}}{figure:>{FIGURE}} {' ' * first}")
         line.append(self._full * inside, style)
@@ -346,44 +325,18 @@ def _utf(console: Console) -> bool:
     return console.encoding.lower().startswith("utf")
 
 
-def _given(answer: Answer, key: str, words: Callable[[Any], str]) -> Text:
-    return Text("" if answer.get(key) is None else words(answer[key]))
+def _run_time(run: RunForecast) -> str:
+    return format_duration(run.hours * 3600)
 
 
-def _peak_of_limit(answer: Answer) -> Text:
-    if answer.get("hbm_peak_gib") is None:
-        return Text()
-    return Text(
-        f"{answer['hbm_peak_gib']:.1f}/{answer['hbm_limit_gib']:.1f}", "" if answer["fits"] else STYLES["NO-GO"]
-    )
-
-
-def _cost(answer: Answer) -> str:
-    cost = answer.get("cost")
-    return "" if cost is None else "free" if cost == 0 else f"{cost:,.2f}"
+def _cost(run: RunForecast) -> str:
+    return "" if run.cost is None else "free" if run.cost == 0 else f"{run.cost:,.2f}"
 
 
 def _plus_minus(error: float, console: Console) -> str:
-    return f"{'±' if _utf(console) else '+-'}{_share(error)}"
+    return f"{'±' if _utf(console) else '+-'}{_percent(error)}"
 
 
-def _share(fraction: float) -> str:
-    return f"{100 * fraction:.0f} %"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 120:
-        return f"{seconds / 60:.1f} min"
-    if seconds >= 0.1:
-        return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
-    return f"{1000 * seconds:.3g} ms"
-
-
-def _hours(hours: float) -> str:
-    if hours >= 1:
-        return f"{hours:,.1f} h"
-    return f"{60 * hours:.0f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"
-
-
-def _sentence(facts: Iterable[str]) -> str:
-    return ", ".join(facts)
+def _percent(fraction: float) -> str:
+    """Whole percent. Plain spaces: the terminal may be ASCII only."""
+    return format_percent(round(fraction, 2)).replace("\u00a0", " ")

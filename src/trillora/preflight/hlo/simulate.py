@@ -63,7 +63,7 @@ VECTOR_OPERATIONS_PER_CYCLE = 8 * 128 * 2
 
 
 @dataclass(frozen=True)
-class StepTime:
+class SimulatedStep:
     """Of one step, on one device. The units' own times overlap and do not add up to the step's."""
 
     seconds: float
@@ -79,7 +79,7 @@ class StepTime:
     warnings: tuple[str, ...]  # what could not be read
 
 
-def simulate(hlo_text: str, chip: Chip, num_devices: int, branch_shares: Sequence[float] = ()) -> StepTime:
+def simulate(hlo_text: str, chip: Chip, num_devices: int, branch_shares: Sequence[float] = ()) -> SimulatedStep:
     """The time of a program's step from its text: `compiled.as_text()`, or the compiler's dump after optimisation.
 
     `branch_shares`: how often each branch of a conditional with that many is taken, where it is known; layers of
@@ -95,7 +95,7 @@ def simulate(hlo_text: str, chip: Chip, num_devices: int, branch_shares: Sequenc
         total.hbm_bytes / (chip.hbm_gb_per_second * 1e9),
         total.link_peak_seconds,
     )
-    return StepTime(
+    return SimulatedStep(
         seconds=total.seconds,
         roofline_seconds=roofline,
         compute_seconds=total.compute_seconds,

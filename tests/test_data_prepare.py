@@ -1,4 +1,4 @@
-"""From files to stored rows: nothing lost in silence, nothing done twice, every problem with its place."""
+"""From files to stored rows: every lost row is counted, no work is repeated, every problem has its place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from trillora.data.documents import part_of
-from trillora.data.open import data_options, settle
+from trillora.data.open import data_options, with_template_date
 from trillora.data.prepare import Dataset, Source
 from trillora.data.rendering.chat_templates import NAMED, find_template
 from trillora.errors import TrilloraError
@@ -53,7 +53,7 @@ def trained_texts(dataset: Dataset) -> list[str]:
 
 
 def test_stored_rows_are_the_rendered_rows_in_order(tmp_path: Path) -> None:
-    rows = [question("x " * (n % 50) + str(n)) for n in range(700)]  # more than two batches of a worker
+    rows = [question("x " * (n % 50) + str(n)) for n in range(700)]  # more than two batches for the workers
     dataset = load(write(tmp_path / "a.jsonl", rows), TOKENIZER, tmp_path)
     documents = dataset.documents()
     assert len(documents) == 700
@@ -67,7 +67,7 @@ def test_stored_rows_are_the_rendered_rows_in_order(tmp_path: Path) -> None:
     assert dataset.files[0]["num_rows"] == 700
 
 
-def test_files_of_other_formats_and_archives_stand_side_by_side(tmp_path: Path) -> None:
+def test_files_of_different_formats_and_archives_can_be_mixed(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [HELLO])
     (tmp_path / "b.txt").write_text("The quick brown fox")
     (tmp_path / "c.csv").write_text("question,answer\nOne?,1\n")
@@ -90,7 +90,7 @@ def test_files_of_other_formats_and_archives_stand_side_by_side(tmp_path: Path) 
     assert dataset.store.place(3) == f"{tmp_path / 'd.tar.gz'}!in/e.jsonl:1"
 
 
-def test_second_start_finds_the_tokens_and_any_change_makes_them_anew(tmp_path: Path) -> None:
+def test_second_start_finds_the_tokens_and_any_change_makes_new_ones(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [HELLO, question("Again?")])
     first = load(path, TOKENIZER, tmp_path)
     assert first.is_new
@@ -110,7 +110,7 @@ def test_second_start_finds_the_tokens_and_any_change_makes_them_anew(tmp_path: 
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "garbage"])
-def test_damaged_store_is_noticed_and_made_anew(tmp_path: Path, damage: str) -> None:
+def test_damaged_store_is_detected_and_replaced(tmp_path: Path, damage: str) -> None:
     path = write(tmp_path / "a.jsonl", [HELLO, question("Again?")])
     first = load(path, TOKENIZER, tmp_path)
     expected = tokens(first)
@@ -175,7 +175,7 @@ def test_bad_row_stops_the_run_with_its_place_or_is_skipped_and_counted(tmp_path
     assert lenient.num_problems == 1
     assert lenient.problems[0].where == f"{path}:3"
     assert message in lenient.problems[0].what
-    with pytest.raises(TrilloraError):  # what a lenient run has stored does not make a strict one lenient
+    with pytest.raises(TrilloraError):  # the store of a lenient run does not make a strict run lenient
         load(path, TOKENIZER, tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_truncated_gzip_keeps_what_came_before(tmp_path: Path) -> None:
     assert str(path) in lenient.problems[0].where
 
 
-def test_ten_thousand_fuzzed_rows_never_show_a_traceback_and_add_up(tmp_path: Path) -> None:
+def test_ten_thousand_fuzzed_rows_are_all_counted_without_a_traceback(tmp_path: Path) -> None:
     rng = random.Random(0)
     seeds = [
         json.dumps(row).encode()
@@ -232,7 +232,7 @@ def test_ten_thousand_fuzzed_rows_never_show_a_traceback_and_add_up(tmp_path: Pa
         assert "Traceback" not in problem.what
 
 
-def test_template_that_takes_all_the_time_of_many_rows_is_not_tried_on_all(tmp_path: Path) -> None:
+def test_template_that_exceeds_its_limit_on_many_rows_stops_early(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"n": n} for n in range(500)])
     template = {"text": "{{ 'x' * (n * 10000000000) }}y"}
     with pytest.raises(TrilloraError, match="more than 512 MB"):
@@ -260,8 +260,8 @@ def test_rows_too_long_are_dropped_up_to_one_percent_and_then_refused(tmp_path: 
     assert (len(dropped), lost.num_rows) == (0, 10)
 
 
-def test_the_scan_of_the_seed_is_refused_at_512_tokens(tmp_path: Path) -> None:
-    """8,377 characters of prompt, 486 of answer: cut at 512 tokens, the loss would never see an answer."""
+def test_rows_whose_answer_is_beyond_the_sequence_length_are_refused(tmp_path: Path) -> None:
+    """8,377 characters of prompt, 486 of answer: truncated to 512 tokens, no answer would be in the loss."""
     pair = {"prompt": ("finding " * 2000)[:8377], "completion": ("fix it " * 100)[:486]}
     dataset = load(write(tmp_path / "a.jsonl", [pair] * 5), TOKENIZER, tmp_path)
     with pytest.raises(TrilloraError, match="5 of 5 rows are longer than sequence_length 512"):
@@ -287,7 +287,7 @@ def test_truncation_shortens_prompts_and_keeps_answers_whole(tmp_path: Path, sid
     messages = [long["messages"][0], {"role": "user", "content": kept}, long["messages"][2]]
     assert TOKENIZER.apply_chat_template(messages, tokenize=False) == text
     assert dataset.store.rows["cut"].tolist() == [1, 0, 0]
-    with pytest.raises(TrilloraError, match="1 of 3 rows"):  # no prompt to shorten: counted, not cut
+    with pytest.raises(TrilloraError, match="1 of 3 rows"):  # no prompt to shorten: counted, not truncated
         dataset.fitted("train", 80)
     pairs = load(
         write(tmp_path / "b.jsonl", [pair]), TOKENIZER, tmp_path, sequence_length=80, on_too_long=f"truncate-{side}"
@@ -307,7 +307,7 @@ def test_split_is_stable_and_never_separates_equal_rows(tmp_path: Path) -> None:
     assert 0.7 < len(parts["train"]) / 800 < 0.9
     sets = [set(part) for part in parts.values()]
     assert not sets[0] & sets[1] and not sets[0] & sets[2] and not sets[1] & sets[2]
-    # The same rows in another order, beside others, are where they were.
+    # Reordered and mixed with a new row, the rows stay in their parts.
     other = write(tmp_path / "b.jsonl", [question("new"), *reversed(rows)])
     again = load(other, TOKENIZER, tmp_path, validation=0.1, test=0.1)
     assert set(tokens(again, "test")) - {tokens(again)[0]} >= sets[2] - set(tokens(again, "train"))
@@ -348,13 +348,13 @@ def test_weights_repeat_and_thin_out_sources(tmp_path: Path) -> None:
         ("completion", "3<|im_end|>"),
     ],
 )
-def test_train_on_chooses_among_the_answers(train_on: str, trained: str) -> None:
+def test_train_on_selects_answers(train_on: str, trained: str) -> None:
     turns = [turn for n in (1, 2, 3) for turn in (("user", f"{n}?"), ("assistant", str(n)))]
     rendered = render_chat(chat(*turns)["messages"], TOKENIZER, train_on)
     assert TOKENIZER.decode(rendered.tokens[rendered.supervised].tolist()) == trained
 
 
-def test_pair_trains_its_completion_and_tokenises_the_prompt_as_it_will_be_asked() -> None:
+def test_pair_trains_its_completion_and_tokenizes_the_prompt_as_in_generation() -> None:
     row = {"prompt": "### Response:\n", "completion": "\nyes"}
     rendered = render(row, TOKENIZER, "prompt-completion")
     prompt = TOKENIZER(row["prompt"])["input_ids"]
@@ -409,16 +409,18 @@ def test_model_without_a_chat_template_needs_a_named_one(tmp_path: Path) -> None
     assert len(tokens(load(path, tokenizer, tmp_path, chat_template=options("zephyr").chat_template))) == 1
 
 
-def test_date_a_template_asks_for_is_chosen_once_and_kept(tmp_path: Path) -> None:
+def test_the_date_of_a_template_is_chosen_once_and_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [HELLO])
     template = "{{ strftime_now('%d %b %Y') }}" + str(TOKENIZER.chat_template)
     (tmp_path / "dated.jinja").write_text(template)
     settings = {"model": "m", "data": {"path": str(path), "chat_template": str(tmp_path / "dated.jinja")}}
-    _, chosen = settle(load_recipe(settings), TOKENIZER)
-    assert [choice.path for choice in chosen] == ["data.template_date"]
+    events: list[Any] = []
+    dated = with_template_date(load_recipe(settings), TOKENIZER, events.append)
+    assert [(event.path, event.value) for event in events] == [("data.template_date", dated.data.template_date)]
     settings["data"]["template_date"] = "2024-07-26"  # type: ignore[index]
-    kept, nothing = settle(load_recipe(settings), TOKENIZER)
-    assert nothing == []
+    kept = with_template_date(load_recipe(settings), TOKENIZER, events.append)
     rendered = render(HELLO, TOKENIZER, "messages", chat_template=template, template_date=kept.data.template_date)
     assert TOKENIZER.decode(rendered.tokens.tolist()).startswith("26 Jul 2024")
-    assert settle(load_recipe({"model": "m", "data": str(path)}), TOKENIZER)[1] == []
+    undated = load_recipe({"model": "m", "data": str(path)})
+    assert with_template_date(undated, TOKENIZER, events.append) == undated
+    assert len(events) == 1

@@ -1,5 +1,4 @@
-"""`trillora inspect`: its counts against a slow count of our own, what it refuses, and that data stays data on every
-screen."""
+"""`trillora inspect`: counts compared with a slow count, errors, warnings, and safe printing of untrusted data."""
 
 from __future__ import annotations
 
@@ -24,6 +23,7 @@ import trillora
 from trillora.cli import app
 from trillora.data.excerpt import MAX_CHARACTERS, Gap, Piece, pieces_of, shortened
 from trillora.data.lengths import bin_edges
+from trillora.data.padding import padding_warning
 from trillora.data.summary import DataReport, inspect
 from trillora.recipe.load import load_recipe
 from trillora.report.data.page import page
@@ -49,7 +49,7 @@ CHATS = [chat(f"What is {a} plus {a}?", *["It is a number."] * (1 + a % 3)) for 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model without weights, whose tokenizer is real, and a cache of its own."""
+    """A folder with a real tokenizer, no weights, and its own cache."""
     monkeypatch.setenv("TRILLORA_CACHE", str(tmp_path / "cache"))
     chat_tokenizer("chatml").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
@@ -66,7 +66,7 @@ def look(folder: Path) -> Look:
 
 
 def write_recipe(folder: Path, rows: list[Any], train: dict[str, Any] | None = None, **data: Any) -> Path:
-    """Rows are JSON values, or text for lines that are none."""
+    """Rows are JSON values; a string is written as a line unchanged."""
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
     recipe = {
@@ -74,7 +74,7 @@ def write_recipe(folder: Path, rows: list[Any], train: dict[str, Any] | None = N
         "data": {"path": "rows.jsonl", **data},
         "train": {"sequence_length": 128, "batch_size": 4, **(train or {})},
     }
-    (folder / "recipe.yaml").write_text(json.dumps(recipe))  # YAML, too
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     return folder / "recipe.yaml"
 
 
@@ -139,7 +139,7 @@ def test_splits_hold_every_row_once(look: Look) -> None:
     assert sum(bin.rows for bin in report.lengths.bins) == report.splits["train"]
 
 
-def test_sources_are_told_with_their_weights(folder: Path, look: Look) -> None:
+def test_sources_are_shown_with_their_weights(folder: Path, look: Look) -> None:
     (folder / "more.jsonl").write_text(json.dumps(chat("Why?", "So.")) + "\n")
     report = look(CHATS, path=[{"path": "rows.jsonl"}, {"path": "more.jsonl", "weight": 3}])
     assert [(Path(s.path).name, s.weight, s.rows) for s in report.sources] == [
@@ -151,7 +151,7 @@ def test_sources_are_told_with_their_weights(folder: Path, look: Look) -> None:
 
 
 @pytest.mark.parametrize("on_bad_row", ["skip", "refuse"])
-def test_bad_rows_are_counted_and_refuse_only_if_asked(look: Look, on_bad_row: str) -> None:
+def test_bad_rows_are_counted_and_refused_only_on_request(look: Look, on_bad_row: str) -> None:
     report = look([*CHATS, "{broken", {"messages": []}], on_bad_row=on_bad_row)
     assert (report.rows, report.bad_rows) == (20, 2)
     assert sum(reason.rows for reason in report.reasons) == 2
@@ -168,7 +168,7 @@ def test_rows_too_long_are_counted_and_refused(look: Look) -> None:
     assert report.lost.length_that_keeps_all == length
     assert not report.verdict.ready and f"{length:,}" in report.verdict.do
     assert sum(bin.rows for bin in report.lengths.bins if not bin.fits) == 1
-    assert report.trained_tokens == sum(counted_slowly(row)[1] for row in CHATS)  # what would be left
+    assert report.trained_tokens == sum(counted_slowly(row)[1] for row in CHATS)  # without the long row
     dropped = look([*CHATS, chat("Why?", "Because. " * 100)], on_too_long="drop")
     assert dropped.verdict.ready and dropped.lost == type(report.lost)(**{**vars(report.lost), "refused": False})
 
@@ -176,7 +176,7 @@ def test_rows_too_long_are_counted_and_refused(look: Look) -> None:
 def test_nothing_left_to_train_is_refused_with_a_report(look: Look) -> None:
     report = look([chat("Why?", "Because. " * 100)], on_too_long="drop")
     assert not report.verdict.ready and report.steps_per_epoch == 0 and report.packed_fill is None
-    assert "would be refused" in printed(report) and "would be refused" in page(report)
+    assert "would refuse this data" in printed(report) and "would refuse this data" in page(report)
 
 
 def test_shortened_rows_are_counted(look: Look) -> None:
@@ -209,7 +209,7 @@ def test_a_character_in_several_tokens_is_never_torn(name: str) -> None:
         num_split += before.endswith("\ufffd")
         assert "".join(piece.text for piece in pieces) == whole
         assert "".join(piece.text for piece in pieces if not piece.trained) == before.rstrip("\ufffd")
-    assert (num_split > 0) == (name in ("chatml", "llama3"))  # byte-level: borders do lie inside characters
+    assert (num_split > 0) == (name in ("chatml", "llama3"))  # byte-level: a token may end inside a character
 
 
 def test_a_long_example_loses_its_middle_with_a_count() -> None:
@@ -217,7 +217,7 @@ def test_a_long_example_loses_its_middle_with_a_count() -> None:
     short = shortened(pieces)
     assert sum(len(piece.text) for piece in short if isinstance(piece, Piece)) <= MAX_CHARACTERS
     assert sum(piece.characters if isinstance(piece, Gap) else len(piece.text) for piece in short) == 9057
-    assert short[-2:] == pieces[-2:]  # what is short stays whole
+    assert short[-2:] == pieces[-2:]  # short pieces are not cut
     many = shortened([Piece("ab", bool(n % 2), False) for n in range(1000)])
     assert sum(piece.characters if isinstance(piece, Gap) else len(piece.text) for piece in many) == 2000
     assert len(many) < 50
@@ -244,7 +244,7 @@ def test_no_control_character_of_the_data_reaches_any_screen(look: Look) -> None
     refusal = str(report.verdict.refusal())
     for text in (printed(report), page(report), refusal, json.dumps(report.to_dict())):
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
-        assert "[2Jgone" in text  # it is there to be read
+        assert "[2Jgone" in text  # escaped, not dropped
     coloured = printed(report, force_terminal=True, color_system="truecolor")
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured).isascii() is False
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", re.sub(r"\x1b\[[0-9;]*m", "", coloured))
@@ -290,25 +290,83 @@ def test_json_is_one_object_on_stdout(folder: Path) -> None:
     report = json.loads(out)
     assert code == 0 and out.count("\n") == 1
     assert report["batch_size"] == 2 and report["verdict"]["ready"] is True
-    wanted = "rows bad_rows duplicate_rows trained_tokens masked_tokens padded_tokens packed_fill steps_per_epoch"
-    wanted += " formats files lengths lost splits example verdict"
-    assert set(wanted.split()) <= set(report)
+    expected = "rows bad_rows duplicate_rows trained_tokens masked_tokens padded_tokens packed_fill steps_per_epoch"
+    expected += " padding_fraction padding_warning formats files lengths lost splits example verdict"
+    assert set(expected.split()) <= set(report)
     assert report["files"][0]["bytes"] == (folder / "rows.jsonl").stat().st_size
     assert "page.html" in err
     assert (folder / "page.html").read_text("utf-8").startswith("<!DOCTYPE html>")
     assert [path.name for path in folder.glob(".page*")] == []
 
 
-def test_a_refusal_comes_after_the_report_with_exit_code_2(folder: Path) -> None:
-    recipe = write_recipe(folder, [*CHATS, "{broken"])
+def test_refused_data_exits_with_code_2_and_shows_every_error_once(folder: Path) -> None:
+    recipe = write_recipe(folder, [*CHATS, "{broken", "{broken too"])
     code, out, err = invoke(str(recipe))
-    assert code == 2 and "Tokens of an epoch" in out and "This data would be refused" in out
-    assert re.search(r"This row is not JSON.*\n  where: .*rows.jsonl:21\n  do:    .*on_bad_row", err)
-    code, out, _ = invoke(str(recipe), "--json")
+    shown = re.sub(r"\s+", "", out + err)  # long paths are wrapped
+    assert code == 2 and "Tokens in an epoch" in out
+    for text in ("This row is not JSON", "rows.jsonl:21", "rows.jsonl:22", "Training would refuse", "data.on_bad_row"):
+        assert shown.count(text.replace(" ", "")) == 1, (text, shown)
+    page_file = folder / "page.html"
+    code, out, err = invoke(str(recipe), "--json", "--html", str(page_file))
     assert code == 2 and json.loads(out)["verdict"]["ready"] is False
+    assert re.search(r"This row is not JSON.*\n  where: .*rows.jsonl:21\n  do:    .*on_bad_row", err)
+    assert page_file.read_text("utf-8").count("This row is not JSON") == 1
 
 
-def test_a_page_that_cannot_be_written_is_told(folder: Path) -> None:
+def test_rows_too_long_are_reported_once(folder: Path) -> None:
+    recipe = write_recipe(folder, [*CHATS, chat("Why?", "Because. " * 100)])
+    code, out, err = invoke(str(recipe))
+    assert code == 2
+    for text in ("longer than sequence_length 128", "to keep all", "data.on_too_long: drop"):
+        assert (out + err).count(text) == 1, text
+
+
+def test_two_kinds_of_bad_rows_are_listed_by_reason(look: Look) -> None:
+    report = look([*CHATS, *["{broken"] * 7, {"messages": []}], on_bad_row="skip")
+    text = printed(report)
+    assert text.count("This row is not JSON") == 1 and "7 x" in text and "1 x" in text
+    assert report.verdict.ready and "skipped" in text
+
+
+PADDING = {"pack": True, "sequence_length": 512, "longest_document": 200, "num_sequences": 64, "batch_size": 16}
+
+
+def test_mostly_padding_is_a_warning_with_the_remedy_that_applies() -> None:
+    def warning(fraction: float, **changed: Any) -> str:
+        return padding_warning(fraction, **{**PADDING, **changed}) or ""
+
+    assert warning(0.5) == ""
+    few = warning(0.96, num_sequences=5, batch_size=128)
+    assert few.startswith("96% of the computed tokens are padding: the data fills only 5 sequences of a batch of 128.")
+    assert few.endswith("Set train.batch_size to 5 or less, or use more data.")
+    alone = warning(0.7, pack=False)
+    assert "the longest document has 200 tokens and a sequence 512" in alone
+    assert alone.endswith("Set data.pack to true, or set train.sequence_length to 256.")
+    assert warning(0.6, pack=False, longest_document=512).endswith("Set data.pack to true.")
+    assert warning(0.8, num_sequences=1, batch_size=1).endswith("Set train.sequence_length to 256, or use more data.")
+    assert warning(0.52, num_sequences=129, batch_size=128).endswith("Set train.batch_size to 65, or use more data.")
+    for fraction in (0.51, 0.7, 0.99):
+        for num_sequences in (1, 3, 4, 5, 9, 100):
+            for pack in (True, False):
+                for longest in (2, 100, 512):
+                    text = warning(
+                        fraction, pack=pack, num_sequences=num_sequences, batch_size=4, longest_document=longest
+                    )
+                    assert re.fullmatch(r"[0-9]+% of the computed tokens are padding: .+\. (Set|Use) .+\.", text), text
+
+
+def test_mostly_padding_is_shown_on_every_screen_and_counted_with_the_empty_sequences(look: Look) -> None:
+    report = look(CHATS[:3], train={"sequence_length": 512, "batch_size": 8}, pack=False)
+    num_tokens = sum(counted_slowly(row)[0] for row in CHATS[:3])
+    assert report.padding_fraction == pytest.approx(1 - num_tokens / (8 * 512), abs=1e-12)
+    assert report.padding_warning is not None and report.verdict.ready
+    assert f"Warning: {report.padding_warning}" in re.sub(r"\s+", " ", printed(report))
+    assert f"Warning: {report.padding_warning}" in page(report)
+    filled = look(CHATS, train={"sequence_length": 128, "batch_size": 2})
+    assert filled.padding_warning is None and "Warning" not in printed(filled)
+
+
+def test_a_page_that_cannot_be_written_is_an_error(folder: Path) -> None:
     recipe = write_recipe(folder, CHATS)
     code, out, err = invoke(str(recipe), "--html", str(folder / "missing" / "page.html"))
     assert code == 2 and "ready to train" in out and "The page cannot be written" in err
@@ -337,7 +395,7 @@ def test_a_pipe_of_any_encoding_gets_the_whole_report(folder: Path) -> None:
 )
 @pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
 def test_every_recipe_that_ships_is_ready_to_train_on_its_sample(name: str) -> None:
-    report = inspect(load_recipe(RECIPES / f"{name}.yaml", ["model.name=smollm2"]))  # whichever it names
+    report = inspect(load_recipe(RECIPES / f"{name}.yaml", ["model.name=smollm2"]))  # instead of the model it names
     assert report.verdict.ready
     assert (report.rows, report.bad_rows) == (12, 0)
     assert report.example is not None
@@ -348,7 +406,7 @@ def test_every_recipe_that_ships_is_ready_to_train_on_its_sample(name: str) -> N
 def test_python_shows_and_returns_the_same_report(folder: Path, look: Look, capsys: pytest.CaptureFixture[str]) -> None:
     expected = look(CHATS)
     assert trillora.inspect_data(folder / "recipe.yaml") == [expected]
-    assert "Tokens of an epoch" in capsys.readouterr().out
+    assert "Tokens in an epoch" in capsys.readouterr().out
 
 
 def test_there_are_recipes_that_ship() -> None:

@@ -1,4 +1,4 @@
-"""Remembering words gives the tokenizer's own ids, or is declined; every byte of an answer is trained."""
+"""The word cache gives the same ids as the tokenizer, or declines; every byte of an answer is trained."""
 
 from __future__ import annotations
 
@@ -118,28 +118,28 @@ def tokenizer_of(kind: str) -> tuple[Tokenizer, WordTokenizer | None]:
 
 
 def some_texts(rng: random.Random, tokenizer: WordTokenizer, num: int) -> list[str]:
-    """Texts of characters the tokenizer knows, of words, and of both."""
+    """Texts made of known characters, of words, and of both."""
     texts, known = [], [character for character in KNOWN if tokenizer.can(character)]
     for number in range(num):
         pieces = [known, WORDS, [*WORDS, *rng.choices(known, k=20)]][number % 3]
         joint = "" if number % 2 else " "
         texts.append(joint.join(rng.choices(pieces, k=rng.randint(1, 40))))
-    # Characters alone are in a normal form, side by side they may not be.
+    # Each character is in normal form alone; next to each other they may not be.
     return [text if tokenizer.can(text) else unicodedata.normalize("NFC", text) for text in texts]
 
 
 def compare(inner: Tokenizer, tokenizer: WordTokenizer, texts: list[str]) -> int:
-    """Both agree on every text that is taken, and byte lengths sum up to the text. Returns how many were taken."""
+    """Asserts equal ids and complete byte lengths for every text that the word cache accepts; returns their number."""
     texts = [text for text in texts if tokenizer.can(text)]
-    taken = 0
+    accepted = 0
     for text, ours, own in zip(
         texts, tokenizer.encode(texts), inner.encode_batch(texts, add_special_tokens=False), strict=True
     ):
         if ours is not None:
             assert ours.ids.tolist() == own.ids, text
             assert ours.lengths.sum() == len(text.encode()) and (ours.lengths > 0).all()
-            taken += 1
-    return taken
+            accepted += 1
+    return accepted
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,11 +153,11 @@ def test_ids_are_the_tokenizers_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_known_character_is_cut_as_the_tokenizer_cuts_it(kind: str) -> None:
+def test_every_known_character_is_split_as_the_tokenizer_splits_it(kind: str) -> None:
     inner, tokenizer = tokenizer_of(kind)
     assert tokenizer is not None
-    taken = compare(inner, tokenizer, [f"a{c}1 {c}A{c}'s\n{c}{c} ." for c in KNOWN])
-    assert taken > 0.75 * len(KNOWN)
+    accepted = compare(inner, tokenizer, [f"a{c}1 {c}A{c}'s\n{c}{c} ." for c in KNOWN])
+    assert accepted > 0.75 * len(KNOWN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,7 +196,7 @@ DECLINED: dict[str, Callable[[], Tokenizer]] = {
     "a space in front": lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "tokens that strip left": lambda: stripping(lstrip=True),
     "tokens that strip right": lambda: stripping(rstrip=True),
-    "tokens that must stand alone": lambda: stripping(single_word=True),
+    "tokens that match whole words only": lambda: stripping(single_word=True),
     "a pattern that removes": lambda: byte_level(
         pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\s"), "removed"), pre_tokenizers.ByteLevel(False)])
     ),
@@ -234,8 +234,7 @@ BORDERS = ["🙂", "é", "東", "ș"]
 def test_every_token_with_a_byte_of_the_answer_is_trained(by_words: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers begin and end with characters of several tokens; the tokens just outside are not trained."""
     tokenizer = chat_tokenizer("chatml-bare")
-    if not by_words:
-        monkeypatch.setattr(WordTokenizer, "of", staticmethod(lambda backend: None))
+    monkeypatch.setattr(encode, "WORDS_AFTER", 0 if by_words else 10**9)
     encoder = encode.Encoder(tokenizer)
     for first in BORDERS:
         for last in BORDERS:
@@ -247,6 +246,24 @@ def test_every_token_with_a_byte_of_the_answer_is_trained(by_words: bool, monkey
             assert tokenizer.decode(trained) == text[start:end]
             rest = document.tokens[~document.supervised].tolist()
             assert tokenizer.decode(rest) == text[:start] + text[end:]
+
+
+def test_tokens_are_the_same_before_and_after_the_word_cache_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    texts = [f"Number {n}: naïve 🙂 東 don't\n<|im_end|>" for n in range(60)]
+    rows = [RenderedRow(text, ((0, len(text)),), kind="chat") for text in texts]
+    starts = []
+    build = WordTokenizer.of
+    monkeypatch.setattr(WordTokenizer, "of", staticmethod(lambda backend: starts.append(backend) or build(backend)))
+    monkeypatch.setattr(encode, "WORDS_AFTER", sum(map(len, texts[:30])))
+    encoder = encode.Encoder(tokenizer)
+    documents = encoder.encode(rows[:30])
+    assert not starts  # little data does not pay for the check
+    documents += encoder.encode(rows[30:])
+    assert len(starts) == 1
+    for text, document in zip(texts, documents, strict=True):
+        assert isinstance(document, encode.TokenizedDocument)
+        assert document.tokens.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("border", BORDERS)

@@ -1,7 +1,8 @@
-"""Rows to batches: from any file people have to arrays that train exactly the right tokens.
+"""Rows to batches: from the user's files to arrays in which exactly the right tokens are trained.
 
-`reading` finds files and reads rows; `rendering` makes text of them that says what is trained, in child processes with
-limits; `encode` and `words` make tokens; `store` keeps them on disk; `documents` chooses among them; `pack` and
-`batches` serve them by step. `prepare` is the way through all of it. NumPy and a tokenizer only; the package imports
-nothing, so that workers start fast.
+In the order of the data: `reading` finds files and reads rows; `rendering` turns a row into text with trained spans, in
+child processes with limits; `tokenizing` turns text into tokens and stores them on disk; `documents` selects, repeats
+and splits them; `pack` and `batches` serve them by step. `prepare` runs all of it, `open` calls it for a recipe.
+
+The package needs only NumPy and a tokenizer. This file imports nothing, so that worker processes start fast.
 """

@@ -1,7 +1,10 @@
 """Batches of fixed shape, each a pure function of the documents, the seed and the step.
 
-B rows of a batch, T slots of a row. Which documents share a row is fixed for the run; each epoch visits all rows in
-an order of its own. Resuming needs only the step.
+B sequences in a batch, T tokens in a sequence. Which documents share a sequence is fixed for the run; each epoch visits
+all sequences in its own order. To resume, only the step is needed.
+
+Example: documents of 3, 5 and 6 tokens, batch_size 2, sequence_length 8, packed: the first two share a sequence, so an
+epoch has 2 sequences and is one step. `batch(0)` and `batch(1)` hold the same two sequences, maybe in another order.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 
 from trillora.data.documents import NOTHING_LOST, Documents, Lost
 from trillora.data.pack import Rows, best_fit, bucket_lengths, fill_row, one_per_row
+from trillora.data.padding import padding_warning
 from trillora.errors import TrilloraError
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -21,7 +25,7 @@ Arrays = dict[str, NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Rows of one length."""
+    """Sequences of one length."""
 
     length: int
     rows: Rows
@@ -29,7 +33,10 @@ class _Bucket:
 
 
 class Batches:
-    """All batches of a run. No document may be longer than `sequence_length`."""
+    """All batches of a run. No document may be longer than `sequence_length`.
+
+    With `shrink`, documents that do not fill one batch make a smaller batch; otherwise empty sequences complete it.
+    """
 
     def __init__(
         self,
@@ -37,34 +44,36 @@ class Batches:
         *,
         batch_size: int,
         sequence_length: int,
-        seed: int,
         pack: bool,
+        seed: int = 0,
         num_buckets: int = 1,
         pad_id: int = 0,
         lost: Lost = NOTHING_LOST,
+        shrink: bool = False,
     ) -> None:
         if batch_size < 1 or sequence_length < 2:
             raise TrilloraError(
-                f"A batch of {batch_size} rows of {sequence_length} tokens has nothing to train.",
+                f"A batch of {batch_size} sequences of {sequence_length} tokens has nothing to train on.",
                 do="set train.batch_size to 1 or more and train.sequence_length to 2 or more",
             )
         if not documents.trained_N.any():
-            raise TrilloraError("The data has no token to train on.", do="give it rows with answers")
+            raise TrilloraError("The data has no token to train on.", do="add rows that have an answer")
+        by_length = _rows_by_length(documents, sequence_length, pack, num_buckets)
+        if shrink:
+            batch_size = min(batch_size, sum(len(rows) for _, rows in by_length))
         self.documents = documents
         self.lost = lost  # what fitting the documents to the length cost
         self.batch_size = batch_size
         self.sequence_length = sequence_length
+        self._pack = pack
         self._seed = seed
         self._pad_id = pad_id
-        self._buckets = [
-            _Bucket(length, rows, -(-len(rows) // batch_size))
-            for length, rows in _rows_by_length(documents, sequence_length, pack, num_buckets)
-        ]
+        self._buckets = [_Bucket(length, rows, -(-len(rows) // batch_size)) for length, rows in by_length]
         self._latest_epoch: tuple[int, list[tuple[int, NDArray[np.intp]]]] | None = None
 
     @property
     def num_rows(self) -> int:
-        """Rows an epoch visits, each once; padding rows not counted."""
+        """Sequences of an epoch; the empty ones that complete a batch are not counted."""
         return sum(len(bucket.rows) for bucket in self._buckets)
 
     @property
@@ -73,13 +82,35 @@ class Batches:
 
     @property
     def lengths(self) -> list[int]:
-        """The row lengths that occur: one program is compiled for each."""
+        """The sequence lengths that occur: one program is compiled for each."""
         return [bucket.length for bucket in self._buckets]
 
-    def batch(self, step: int, places: Sequence[int] | None = None) -> Arrays:
-        """Arrays [B, T]: tokens, targets, weights, segments, positions. The last of an epoch may have padding rows.
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the sequences of an epoch have room for, without the empty sequences that complete a batch."""
+        return sum(len(bucket.rows) * bucket.length for bucket in self._buckets)
 
-        With `places` only those rows of the batch, for a process that holds no others.
+    @property
+    def padding_fraction(self) -> float:
+        """Share of an epoch's computed tokens that are padding, with the empty sequences that complete a batch."""
+        num_computed = sum(bucket.num_batches * self.batch_size * bucket.length for bucket in self._buckets)
+        return 1 - int(self.documents.lengths_N.sum()) / num_computed
+
+    def padding_warning(self) -> str | None:
+        """A sentence with the remedy if an epoch computes mostly padding, else None."""
+        return padding_warning(
+            self.padding_fraction,
+            pack=self._pack,
+            sequence_length=self.sequence_length,
+            longest_document=int(self.documents.lengths_N.max()),
+            num_sequences=self.num_rows,
+            batch_size=self.batch_size,
+        )
+
+    def batch(self, step: int, places: Sequence[int] | None = None) -> Arrays:
+        """Arrays [B, T]: tokens, targets, weights, segments, positions. An epoch's last batch may have empty sequences.
+
+        `places` selects sequences of the batch, for a process that holds only those.
         """
         bucket, rows = self._rows_of(step)
         places = range(self.batch_size) if places is None else places
@@ -98,35 +129,34 @@ class Batches:
         return arrays
 
     def length_of(self, step: int) -> int:
-        """T of the step's batch."""
+        """T of a step's batch."""
         return self._rows_of(step)[0].length
 
     def documents_of(self, step: int) -> NDArray[np.int64]:
-        """Which documents a step trains on."""
+        """Indices of the documents that a step trains on."""
         bucket, rows = self._rows_of(step)
         return np.concatenate([bucket.rows[row] for row in rows])
 
     def summary(self) -> dict[str, int | float]:
-        """Counts of one epoch. Padding is the share of empty slots in the rows, without the last batch's filling."""
+        """Counts of one epoch. `padding_fraction` leaves out the empty sequences that complete a batch."""
         num_tokens = int(self.documents.lengths_N.sum())
-        num_slots = sum(len(bucket.rows) * bucket.length for bucket in self._buckets)
         return {
             "documents": len(self.documents),
             "rows": self.num_rows,
             "tokens": num_tokens,
             "supervised": int(self.documents.trained_N.sum()),
-            "padding_fraction": 1 - num_tokens / num_slots,
+            "padding_fraction": 1 - num_tokens / self.num_slots,
         }
 
     def _rows_of(self, step: int) -> tuple[_Bucket, NDArray[np.intp]]:
         epoch, number = divmod(step, self.steps_per_epoch)
-        if self._latest_epoch is None or self._latest_epoch[0] != epoch:  # only saves time
+        if self._latest_epoch is None or self._latest_epoch[0] != epoch:
             self._latest_epoch = (epoch, self._order(epoch))
         bucket, rows = self._latest_epoch[1][number]
         return self._buckets[bucket], rows
 
     def _order(self, epoch: int) -> list[tuple[int, NDArray[np.intp]]]:
-        """The epoch's batches: rows shuffled within their bucket, then the batches of all buckets among each other."""
+        """An epoch's batches: sequences are shuffled within their bucket, then the batches of all buckets."""
         batches = []
         for number, bucket in enumerate(self._buckets):
             order = _permutation(len(bucket.rows), [self._seed, epoch, number] if number else [self._seed, epoch])
@@ -145,5 +175,5 @@ def _rows_by_length(documents: Documents, sequence_length: int, pack: bool, num_
 
 
 def _permutation(count: int, entropy: Sequence[int]) -> NDArray[np.intp]:
-    """NumPy promises the raw stream of a bit generator for ever, that of `permutation` not."""
+    """A permutation that is the same in every NumPy version: only raw streams are guaranteed to be stable."""
     return np.argsort(np.random.PCG64(list(entropy)).random_raw(count), kind="stable")

@@ -1,7 +1,14 @@
-"""Which stretches of the stored tokens are trained as documents, and what became of rows that are too long.
+"""Documents: the slices of the stored tokens that are trained, and what happens to rows that are too long.
 
-A document is a slice of the store: choosing a part of the data, repeating a source or splitting a long text copies
-nothing.
+A document is a slice of one token array, so selecting a split, repeating a source or splitting a long text copies no
+tokens. Example: a store of two texts with 5 and 3 tokens, fitted to sequence_length 3:
+
+    tokens     10 11 12 13 14 | 20 21 22
+    starts_N   [0, 5]      lengths_N [5, 3]      rows_N [0, 1]      before `fit`
+    starts_N   [0, 2, 5]   lengths_N [3, 3, 3]   rows_N [0, 0, 1]   after: the first text in two pieces
+
+Pieces share one token (12): it is the last target of the first piece and the first context of the second, so every
+token but the very first is a target exactly once.
 """
 
 from __future__ import annotations
@@ -17,55 +24,55 @@ from trillora.data.tokenizing.store import KINDS, TRAINED, Store
 from trillora.errors import TrilloraError
 
 PARTS = ("train", "validation", "test")
-MAX_LOSS = 0.01  # share of the trained tokens that `auto` may drop
+MAX_LOSS = 0.01  # share of the trained tokens that `on_too_long: auto` may drop
 _TEXT = KINDS.index("text")
 
 
 @dataclass(frozen=True)
 class Documents:
-    """N slices of one array of tokens, whose highest bit says what is trained."""
+    """N slices of one array of tokens. The highest bit of a token is set if it is trained."""
 
     tokens: NDArray[np.uint32]
     starts_N: NDArray[np.int64]
     lengths_N: NDArray[np.int64]
-    trained_N: NDArray[np.int64]  # tokens the loss sees
-    rows_N: NDArray[np.int64]  # the store's row each is taken from
+    trained_N: NDArray[np.int64]  # number of targets
+    rows_N: NDArray[np.int64]  # index of the store's row
 
     def __len__(self) -> int:
         return len(self.starts_N)
 
     def __getitem__(self, index: int) -> TokenizedDocument:
-        stretch = self.tokens[self.starts_N[index] : self.starts_N[index] + self.lengths_N[index]]
-        return TokenizedDocument((stretch & ~TRAINED).astype(np.int32), (stretch & TRAINED) != 0)
+        tokens = self.tokens[self.starts_N[index] : self.starts_N[index] + self.lengths_N[index]]
+        return TokenizedDocument((tokens & ~TRAINED).astype(np.int32), (tokens & TRAINED) != 0)
 
     def take(self, chosen: NDArray[np.generic]) -> Documents:
-        """The documents at these places, or where this mask is true."""
+        """The documents at these indices, or where this mask is true."""
         arrays = (self.starts_N, self.lengths_N, self.trained_N, self.rows_N)
         return Documents(self.tokens, *(array[chosen] for array in arrays))
 
     @staticmethod
-    def of(rendered: Sequence[TokenizedDocument]) -> Documents:
-        """Documents that lie in memory."""
-        lengths = np.array([len(document) for document in rendered], np.int64)
+    def of(documents: Sequence[TokenizedDocument]) -> Documents:
+        """Documents from memory instead of a store."""
+        lengths = np.array([len(document) for document in documents], np.int64)
         tokens = [
-            np.where(d.supervised, d.tokens.view(np.uint32) | TRAINED, d.tokens.view(np.uint32)) for d in rendered
+            np.where(d.supervised, d.tokens.view(np.uint32) | TRAINED, d.tokens.view(np.uint32)) for d in documents
         ]
         return Documents(
             np.concatenate([np.empty(0, np.uint32), *tokens]),
             np.cumsum(lengths) - lengths,
             lengths,
-            np.array([document.num_supervised for document in rendered], np.int64),
+            np.array([document.num_supervised for document in documents], np.int64),
             np.arange(len(lengths)),
         )
 
 
 @dataclass(frozen=True)
 class Lost:
-    """What fitting documents into rows cost."""
+    """What fitting the documents to the sequence length cost."""
 
     num_rows: int = 0
     num_trained: int = 0
-    num_split: int = 0  # texts cut into pieces, without loss
+    num_split: int = 0  # texts split into pieces, without loss
 
 
 NOTHING_LOST = Lost()
@@ -78,7 +85,7 @@ def all_documents(store: Store) -> Documents:
 
 
 def part_of(digests: NDArray[np.uint64], validation: float, test: float) -> NDArray[np.int8]:
-    """For each row the part it belongs to, by its own digest alone: equal rows are always together."""
+    """Index into PARTS for each row. It depends only on the row's digest, so equal rows are always in one part."""
     share = digests / 2.0**64
     return np.where(share < test, 2, np.where(share < test + validation, 1, 0)).astype(np.int8)
 
@@ -86,7 +93,7 @@ def part_of(digests: NDArray[np.uint64], validation: float, test: float) -> NDAr
 def repeated(
     documents: Documents, weights_N: NDArray[np.float64], digests_N: NDArray[np.uint64], seed: int
 ) -> Documents:
-    """Each document as many times as its weight says; the fraction left over is given to some, chosen by the seed."""
+    """Each document `weight` times. With weight 2.5, the seed chooses the half of the documents that come 3 times."""
     if (weights_N == 1).all():
         return documents
     chance = np.random.PCG64(seed).random_raw(1)[0]
@@ -96,31 +103,43 @@ def repeated(
 
 
 def fit(
-    documents: Documents,
-    kinds_N: NDArray[np.int8],
-    sequence_length: int,
-    policy: str,
-    place: Callable[[int], str],
+    documents: Documents, kinds_N: NDArray[np.int8], sequence_length: int, policy: str, place: Callable[[int], str]
 ) -> tuple[Documents, Lost]:
-    """Documents of at most `sequence_length` tokens. Nothing trained is lost in silence."""
+    """Documents of at most `sequence_length` tokens, and what was lost. `policy` is the option `data.on_too_long`.
+
+    `auto` splits texts and drops other rows up to MAX_LOSS of the trained tokens; a larger loss is an error.
+    """
+    fitted, lost, error = try_fit(documents, kinds_N, sequence_length, policy, place)
+    if error is not None:
+        raise error
+    return fitted, lost
+
+
+def try_fit(
+    documents: Documents, kinds_N: NDArray[np.int8], sequence_length: int, policy: str, place: Callable[[int], str]
+) -> tuple[Documents, Lost, TrilloraError | None]:
+    """As `fit`, but returns the error, along with the documents that fit."""
     long_N = documents.lengths_N > sequence_length
     if not long_N.any():
-        return documents, NOTHING_LOST
+        return documents, NOTHING_LOST, None
     splits_N = long_N & (kinds_N == _TEXT) & (policy in ("auto", "split"))
     lost_N = long_N & ~splits_N
     lost = Lost(int(lost_N.sum()), int(documents.trained_N[lost_N].sum()), int(splits_N.sum()))
     share = lost.num_trained / max(int(documents.trained_N.sum()), 1)
+    error = None
     if lost.num_rows and policy != "drop" and (policy in ("refuse", "split") or share > MAX_LOSS):
         all_texts = bool((kinds_N[lost_N] == _TEXT).all())
-        raise _too_long(documents, lost_N, share, sequence_length, "text" if all_texts else policy, place)
-    kept = documents.take(~long_N)
-    return (_with_pieces(kept, documents.take(splits_N), sequence_length) if splits_N.any() else kept), lost
+        error = _too_long(documents, lost_N, share, sequence_length, "text" if all_texts else policy, place)
+    fitted = documents.take(~long_N)
+    if splits_N.any():
+        fitted = _with_pieces(fitted, documents.take(splits_N), sequence_length)
+    return fitted, lost, error
 
 
 def _with_pieces(kept: Documents, texts: Documents, sequence_length: int) -> Documents:
-    """Long texts in pieces of at most `sequence_length` tokens.
+    """The kept documents and the texts in pieces of at most `sequence_length` tokens, in the order of their rows.
 
-    A piece begins with the last token of the piece before, so that no target is lost at a seam and none counts twice.
+    A piece starts with the last token of the previous piece, so that every target occurs exactly once.
     """
     stride = max(sequence_length - 1, 1)
     counts = -(-(texts.lengths_N - 1) // stride)
@@ -128,9 +147,8 @@ def _with_pieces(kept: Documents, texts: Documents, sequence_length: int) -> Doc
     number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     offsets = number * stride
     lengths = np.minimum(sequence_length, texts.lengths_N[owner] - offsets)
-    pieces = Documents(
-        texts.tokens, texts.starts_N[owner] + offsets, lengths, lengths - 1, texts.rows_N[owner]
-    )  # a text is trained whole
+    # All tokens of a text are trained, so a piece has one target fewer than tokens.
+    pieces = Documents(texts.tokens, texts.starts_N[owner] + offsets, lengths, lengths - 1, texts.rows_N[owner])
     joined = [
         np.concatenate([getattr(kept, n), getattr(pieces, n)]) for n in ("starts_N", "lengths_N", "trained_N", "rows_N")
     ]
@@ -150,25 +168,25 @@ def _too_long(
     examples = ", ".join(
         f"{place(int(documents.rows_N[lost_N][i]))} ({documents.lengths_N[lost_N][i]:,} tokens)" for i in order
     )
-    ways = [f"set train.sequence_length to {length_that_keeps(documents, 1.0):,} to keep all"]
+    remedies = [f"set train.sequence_length to {length_that_keeps(documents, 1.0):,} to keep all"]
     almost = length_that_keeps(documents, 1 - MAX_LOSS)
     if sequence_length < almost < length_that_keeps(documents, 1.0):
-        ways.append(f"{almost:,} to lose at most {MAX_LOSS:.0%} of the trained tokens")
+        remedies.append(f"{almost:,} to lose at most {MAX_LOSS:.0%} of the trained tokens")
     if policy == "text":
-        ways.append("data.on_too_long: split to cut texts into pieces, without loss")
+        remedies.append("data.on_too_long: split to split texts into pieces, without loss")
     elif not policy.startswith("truncate"):
-        ways.append("data.on_too_long: truncate-middle to shorten prompts and keep answers")
-    ways.append("data.on_too_long: drop to train without these rows")
+        remedies.append("data.on_too_long: truncate-middle to shorten prompts and keep answers")
+    remedies.append("data.on_too_long: drop to train without these rows")
     return TrilloraError(
-        f"{int(lost_N.sum()):,} of {len(documents):,} rows are longer than sequence_length {sequence_length:,}, and "
-        f"with them {share:.1%} of the trained tokens would be lost.",
+        f"{int(lost_N.sum()):,} of {len(documents):,} rows are longer than sequence_length {sequence_length:,}: "
+        f"without them, {share:.1%} of the trained tokens would be lost.",
         where=examples,
-        do="; or ".join(ways),
+        do="; or ".join(remedies),
     )
 
 
 def length_that_keeps(documents: Documents, share: float) -> int:
-    """The shortest sequence length at which documents with this share of the trained tokens fit."""
+    """The shortest sequence length that keeps this share of the trained tokens."""
     order = np.argsort(documents.lengths_N, kind="stable")
     trained = np.cumsum(documents.trained_N[order])
     index = int(np.searchsorted(trained, share * trained[-1] - 1e-9))

@@ -1,4 +1,4 @@
-"""One row as a person should see it: its text, cut where training begins and ends, and nothing a terminal obeys."""
+"""An example row for people: its text in pieces that are trained or not, shortened if it is long."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-MAX_CHARACTERS = 2400  # of the example that people are shown
+MAX_CHARACTERS = 2400  # of a shortened example
 MAX_PIECES = 40
-MIN_PIECE = 60  # characters a piece keeps at least
+MIN_PIECE = 60  # characters; shorter pieces are not cut
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a row whose tokens are all alike."""
+    """Consecutive tokens of a row that are all trained or all not, and all special or all not."""
 
     text: str
     trained: bool
@@ -24,16 +24,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Gap:
-    """What was left out of a long example."""
+    """Text removed from a long example."""
 
     characters: int
 
 
 def pieces_of(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) -> tuple[Piece, ...]:
-    """The decoded row, cut where tokens begin or end to be trained or special.
+    """The decoded row, cut where `trained` or "is a special token" changes.
 
-    A cut is where the text decoded up to it agrees with the whole: a character whose bytes lie on both sides of a cut
-    stays in one piece, with the tokens that complete it.
+    A character may consist of several tokens. If a cut falls inside one, the character goes to the piece that holds its
+    last token: the pieces always join to the decoded row.
     """
     specials = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
 
@@ -44,7 +44,7 @@ def pieces_of(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) ->
     states = [(is_trained, token in specials) for token, is_trained in zip(tokens, trained, strict=True)]
     borders = [i for i in range(1, len(states)) if states[i] != states[i - 1]]
     pieces, start = [], 0
-    anchor = (0, 0)  # token and character from which to decode: a special token is not joined to what is before it
+    anchor = (0, 0)  # token and character to decode from: tokenizers rarely join a special token to the text before it
     for first, end in pairwise([0, *borders, len(states)]):
         if states[first][1]:
             anchor = (first, start)
@@ -52,7 +52,7 @@ def pieces_of(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) ->
         if end < len(states):
             part = decode(tokens[anchor[0] : end])
             stop = anchor[1] + _agreement(part, whole[anchor[1] : anchor[1] + len(part)])
-            if stop < anchor[1] + len(part.rstrip("\ufffd")):  # this tokenizer does join them: decode from the start
+            if stop < anchor[1] + len(part.rstrip("\ufffd")):  # this tokenizer does: decode from the start
                 stop = _agreement(decode(tokens[:end]), whole)
         if stop > start:
             pieces.append(Piece(whole[start:stop], *states[first]))
@@ -61,7 +61,7 @@ def pieces_of(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) ->
 
 
 def shortened(pieces: Sequence[Piece]) -> list[Piece | Gap]:
-    """An example short enough to look at: long pieces lose their middle, and so does a long list of them."""
+    """The pieces with at most about MAX_CHARACTERS: the middle of long pieces and of a long list becomes a Gap."""
     half = MAX_PIECES // 2
     too_many = len(pieces) > MAX_PIECES
     kept = [*pieces[:half], *pieces[-half:]] if too_many else list(pieces)
@@ -71,7 +71,7 @@ def shortened(pieces: Sequence[Piece]) -> list[Piece | Gap]:
     short: list[Piece | Gap] = []
     for number, piece in enumerate(kept):
         if too_many and number == half:
-            short.append(Gap(sum(len(left_out.text) for left_out in pieces[half:-half])))
+            short.append(Gap(sum(len(removed.text) for removed in pieces[half:-half])))
         short += _without_middle(piece, longest)
     return short
 
@@ -85,6 +85,6 @@ def _without_middle(piece: Piece, longest: int) -> list[Piece | Gap]:
 
 
 def _agreement(text: str, other: str) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     differing = (index for index, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
     return next(differing, min(len(text), len(other)))

@@ -1,4 +1,4 @@
-"""How long rows are, and what the sequence length does to them."""
+"""Statistics for `trillora inspect`: how long rows are, and what the sequence length costs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from itertools import dropwhile, pairwise
 
 import numpy as np
 
-from trillora.data.documents import MAX_LOSS, Documents, Lost, fit, length_that_keeps
-from trillora.data.prepare import Dataset
-from trillora.data.tokenizing.store import KINDS
-from trillora.errors import TrilloraError
+from trillora.data.documents import MAX_LOSS, Documents, Lost, length_that_keeps
 
 NUM_BINS = 10
 
@@ -27,7 +24,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the rows of an epoch are, in tokens, before any is split or left out."""
+    """Row lengths of an epoch in tokens, before rows are split or dropped."""
 
     median: int
     percentile_95: int
@@ -37,34 +34,15 @@ class Lengths:
 
 @dataclass(frozen=True)
 class LostFacts:
-    """What the sequence length costs."""
+    """Rows that are too long, and the sequence lengths that would keep them."""
 
     rows: int
     trained_tokens: int
     share: float  # of all trained tokens
-    split_rows: int  # texts cut into pieces, without loss
+    split_rows: int  # texts split into pieces, without loss
     refused: bool
     length_that_keeps_all: int
     length_that_keeps_99_percent: int
-
-
-def fitted_or_refused(
-    dataset: Dataset, documents: Documents, sequence_length: int
-) -> tuple[Documents, Lost, TrilloraError | None]:
-    """As training fits them; where training would refuse, what is left without the rows that are too long."""
-    kinds, policy, place = (
-        dataset.store.rows["kind"][documents.rows_N],
-        dataset.options.on_too_long,
-        dataset.store.place,
-    )
-    try:
-        return *fit(documents, kinds, sequence_length, policy, place), None
-    except TrilloraError as refusal:
-        splits_N = (kinds == KINDS.index("text")) & (policy in ("auto", "split"))
-        lost_N = (documents.lengths_N > sequence_length) & ~splits_N
-        kept, rest = fit(documents.take(~lost_N), kinds[~lost_N], sequence_length, policy, place)
-        lost = Lost(int(lost_N.sum()), int(documents.trained_N[lost_N].sum()), rest.num_split)
-        return kept, lost, refusal
 
 
 def length_facts(documents: Documents, sequence_length: int) -> Lengths:
@@ -77,16 +55,17 @@ def length_facts(documents: Documents, sequence_length: int) -> Lengths:
 
 
 def bin_edges(shortest: int, longest: int, sequence_length: int) -> list[int]:
-    """Borders of about ten bins: each holds the lengths above one border up to the next.
+    """Edges of about ten bins; a bin holds the lengths above one edge, up to and including the next.
 
-    Where rows are longer than a sequence, its length is one of them.
+    If rows are longer than `sequence_length`, it is one of the edges. Example: (1, 200, 128) -> [0, 21, 42, 64, 85,
+    106, 128, 149, 170, 192, 213].
     """
     if longest <= sequence_length:
         least = -(-(longest - shortest + 1) // NUM_BINS)
         unit = 10 ** (len(str(least)) - 1)
         width = next(unit * n for n in (1, 2, 3, 4, 5, 6, 8, 10) if unit * n >= least)
         return [width * n for n in range((shortest - 1) // width, -(-longest // width) + 1)]
-    if longest > NUM_BINS * sequence_length:  # even steps would hide what fits
+    if longest > NUM_BINS * sequence_length:  # even bins would put all rows that fit into one
         doubled = [sequence_length >> 2, sequence_length >> 1, sequence_length]
         while doubled[-1] < longest:
             doubled.append(2 * doubled[-1])

@@ -1,7 +1,15 @@
-"""Documents into rows of a fixed number of slots, and the arrays of such a row.
+"""Documents into sequences of a fixed length, and the arrays of a sequence.
 
-B rows of a batch, T slots of a row, N documents. Packing decides only which documents share a row; segments and
-positions keep them apart, so that a packed row trains exactly what its documents train alone.
+N documents, T tokens in a sequence. Packing decides only which documents share a sequence. Segments and positions keep
+them separate, so that a packed sequence trains exactly what its documents train alone.
+
+Example: documents [5 6 7] (6 and 7 trained) and [8 9] (9 trained) in one sequence of T = 6:
+
+    tokens     5 6 7 8 9 0     0 is padding
+    targets    6 7 0 9 0 0     the next token of the same document
+    weights    1 1 0 1 0 0     1 where the target is in the loss
+    segments   1 1 1 2 2 0     attention stays within a segment; 0 is padding
+    positions  0 1 2 0 1 0
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ from trillora.data.tokenizing.encode import TokenizedDocument
 
 @dataclass(frozen=True)
 class Rows:
-    """Which documents stand in which row: those of row r are `documents[first[r]:first[r + 1]]`."""
+    """Which documents are in which sequence: sequence r holds `documents[first[r]:first[r + 1]]`."""
 
     documents: NDArray[np.int64]
     first: NDArray[np.int64]
@@ -31,18 +39,21 @@ class Rows:
 
 
 def best_fit(lengths_N: NDArray[np.int64], sequence_length: int) -> Rows:
-    """Longest first, each document into the fullest row that still has room for it."""
+    """Best-fit decreasing: longest document first, each into the fullest sequence that has room for it.
+
+    Lengths [3, 5, 6] with sequence_length 8 -> sequences [[2], [1, 0]].
+    """
     order = np.argsort(-lengths_N, kind="stable")
-    row_of = np.empty(len(lengths_N), np.int64)  # in that order
-    rows_with_room: dict[int, list[int]] = {}  # room left -> rows, used as stacks
-    rooms: list[int] = []  # the keys of it that have a row, sorted
+    row_of = np.empty(len(lengths_N), np.int64)  # sequence of each document, in that order
+    rows_with_room: dict[int, list[int]] = {}  # free tokens -> sequences, used as stacks
+    rooms: list[int] = []  # its keys with a non-empty list, sorted
     num_rows = 0
     for number, length in enumerate(lengths_N[order].tolist()):
         place = bisect.bisect_left(rooms, length)
         if place == len(rooms):
             row, left = num_rows, sequence_length - length
             num_rows += 1
-            assert left >= 0, "longer documents are refused, dropped or split before packing"
+            assert left >= 0, "`fit` refuses, drops or splits longer documents"
         else:
             room = rooms[place]
             waiting = rows_with_room[room]
@@ -59,14 +70,15 @@ def best_fit(lengths_N: NDArray[np.int64], sequence_length: int) -> Rows:
 
 
 def one_per_row(chosen: NDArray[np.int64]) -> Rows:
-    """Each document in a row of its own."""
+    """Each document in its own sequence."""
     return Rows(chosen, np.arange(len(chosen) + 1))
 
 
 def bucket_lengths(lengths_N: NDArray[np.int64], sequence_length: int, num_buckets: int) -> list[int]:
-    """Row lengths for documents that are not packed: even steps up to `sequence_length`, without those nobody needs.
+    """Sequence lengths for documents that are not packed: `num_buckets` even steps up to `sequence_length`.
 
-    In steps of 128 where the length allows, which is what TPU kernels take.
+    Lengths that no document needs are left out. Steps are multiples of 128, as TPU kernels need, if sequence_length is:
+    documents of 60 and 500 tokens, sequence_length 512, 4 buckets -> [128, 512].
     """
     unit = next(unit for unit in (128, 8, 1) if sequence_length % unit == 0)
     steps = {-(-sequence_length * k // (num_buckets * unit)) * unit for k in range(1, num_buckets)} | {sequence_length}
@@ -76,10 +88,7 @@ def bucket_lengths(lengths_N: NDArray[np.int64], sequence_length: int, num_bucke
 
 
 def fill_row(documents: Iterable[TokenizedDocument], row: dict[str, NDArray[np.generic]]) -> None:
-    """Write documents side by side into a row's arrays (each [T], prepared as padding).
-
-    A slot's target is the next token of its own document, so the last token of a document has none.
-    """
+    """Writes documents one after another into the arrays of a sequence (each [T], filled with padding)."""
     start = 0
     for segment, document in enumerate(documents, start=1):
         end = start + len(document)

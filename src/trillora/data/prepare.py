@@ -1,16 +1,23 @@
-"""From what a recipe names to tokenised rows on disk, and from those to batches.
+"""The user's files to tokenized rows on disk, and from there to batches.
 
-Rows are read as a stream, rendered in worker processes, tokenised here, and written to a store that is found again by
-the content of the files, the tokenizer and the options. Memory does not grow with the data but for a few numbers a row.
+Rows are read as a stream, rendered in worker processes, tokenized in this process, and written to a store whose name is
+a digest of the files' content, the tokenizer and the options. The next run with the same data finds it. Apart from a
+few numbers per row, memory does not grow with the data. Example, one line of chats.jsonl:
+
+    read     {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
+    render   <|im_start|>user\\n1+1?<|im_end|>\\n<|im_start|>assistant\\n2<|im_end|>\\n, trained: 2<|im_end|>
+    encode   [1, 4093, 198, 33, 27, 33, 47, 2, 198, 1, 520, 9531, 198, 34, 2, 198], trained: the 14th and 15th
+    store    tokens.bin gets 16 numbers, rows.bin gets one record: chats.jsonl line 1, kind chat, 2 trained, a digest
+    batch    `Dataset.batches(...)` packs it with other documents into sequences
+
+A bad row stops this (`data.on_bad_row: refuse`) or is counted and skipped (`skip`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
-import json
 import math
 import re
 from collections import Counter
@@ -23,7 +30,7 @@ import filelock
 import numpy as np
 
 from trillora.data.batches import Batches
-from trillora.data.documents import PARTS, Documents, Lost, all_documents, fit, part_of, repeated
+from trillora.data.documents import PARTS, Documents, Lost, all_documents, part_of, repeated, try_fit
 from trillora.data.reading.files import DataFile, expand
 from trillora.data.reading.readers import read_rows
 from trillora.data.rendering import formats
@@ -33,19 +40,20 @@ from trillora.data.rows import BadRow, Fault, RawRow, place, refused
 from trillora.data.tokenizing.encode import Encoder, TokenizedDocument, Tokenizer
 from trillora.data.tokenizing.store import KINDS, ROW, Store, StoreWriter, open_store
 from trillora.errors import TrilloraError
-from trillora.events import Listener, Progress, ignore_events
+from trillora.events import Listener, ignore_events, progress_reporter
+from trillora.files.digests import json_digest, text_digest
 
-FORMAT = 1  # of a store: raised whenever the same data would be tokenised or stored differently
+FORMAT = 1  # of a store: increase it when the same data would be tokenized or stored differently
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
-ROWS_LOOKED_AT = 100  # to find a file's format
-KEPT_PROBLEMS = 200  # bad rows listed by name; all are counted
-MAX_PAST_LIMIT = 10  # rows that may cost all the time or memory a row has; more, and the template is at fault
+ROWS_LOOKED_AT = 100  # to detect a file's format
+KEPT_PROBLEMS = 200  # bad rows stored with their place; all are counted
+MAX_PAST_LIMIT = 10  # rows that may exceed the time or memory limit; with more, the template is the problem
 
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of the recipe's list: a file, glob, folder, address or hub id, and how often its rows are seen."""
+    """One entry of `data.path`: a file, glob, folder, URL or hub id, and how often its rows occur in an epoch."""
 
     path: str
     weight: float = 1.0
@@ -53,14 +61,14 @@ class Source:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What a recipe says of its data."""
+    """The recipe's options for its data."""
 
     sources: tuple[Source, ...]
     format: str = "auto"
     template: dict[str, str] | None = None
-    row_path: str | None = None  # where rows lie inside a JSON document
+    row_path: str | None = None  # path to the rows inside a JSON document
     schema: dict[str, Any] | None = None
-    chat_template: str | None = None  # the text of one, instead of the tokenizer's own
+    chat_template: str | None = None  # its text; None: the tokenizer's own
     train_on: str = "auto"
     on_too_long: str = "auto"
     on_bad_row: str = "refuse"
@@ -71,7 +79,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class DataProblem:
-    """A row that was left out, or a part of a file that could not be read."""
+    """A row that was skipped, or a part of a file that could not be read."""
 
     where: str
     what: str
@@ -79,7 +87,7 @@ class DataProblem:
 
 
 class _Found(NamedTuple):
-    """A problem as it is stored: files may have other names when the store is opened again."""
+    """A problem as it is stored, with the file's index: files may be renamed before the store is opened again."""
 
     file: int
     member: str
@@ -90,12 +98,12 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prepared rows."""
+    """An open store with the options it was made for."""
 
     store: Store
     options: DataOptions
     pad_id: int = 0
-    is_new: bool = True  # tokenised now rather than found
+    is_new: bool = True  # False: found in the cache
 
     @property
     def files(self) -> list[dict[str, Any]]:
@@ -105,7 +113,7 @@ class Dataset:
 
     @property
     def problems(self) -> list[DataProblem]:
-        """The first of what was left out."""
+        """The first KEPT_PROBLEMS of the problems."""
         found = (_Found(*problem) for problem in self.store.facts["problems"])
         return [DataProblem(place(self.store.files[f.file], f.member, f.line), f.what, f.do) for f in found]
 
@@ -114,7 +122,7 @@ class Dataset:
         return int(self.store.facts["num_problems"])
 
     def documents(self, part: str = "train", seed: int = 0) -> Documents:
-        """The rows of one part, not yet fitted to a length. Weights count for training only."""
+        """The rows of one part, not yet fitted to a length. Source weights apply to the training part only."""
         rows = self.store.rows
         chosen = part_of(rows["digest"], self.options.validation, self.options.test) == PARTS.index(part)
         documents = all_documents(self.store).take(np.flatnonzero(chosen & (rows["trained"] > 0)))
@@ -125,9 +133,15 @@ class Dataset:
 
     def fitted(self, part: str, sequence_length: int, seed: int = 0) -> tuple[Documents, Lost]:
         """The documents of one part, each at most `sequence_length` long, and what that cost."""
-        documents = self.documents(part, seed)
+        fitted, lost, error = self.try_fit(self.documents(part, seed), sequence_length)
+        if error is not None:
+            raise error
+        return fitted, lost
+
+    def try_fit(self, documents: Documents, sequence_length: int) -> tuple[Documents, Lost, TrilloraError | None]:
+        """Documents of at most `sequence_length` tokens, what that cost, and the error if that is too much."""
         kinds = self.store.rows["kind"][documents.rows_N]
-        return fit(documents, kinds, sequence_length, self.options.on_too_long, self.store.place)
+        return try_fit(documents, kinds, sequence_length, self.options.on_too_long, self.store.place)
 
     def batches(
         self, *, sequence_length: int, batch_size: int, seed: int, pack: bool, num_buckets: int = 1, part: str = "train"
@@ -154,14 +168,14 @@ def prepare(
     listener: Listener = ignore_events,
     num_workers: int | None = None,
 ) -> Dataset:
-    """Tokenised rows, found in the cache or made now. `sequence_length` matters only where rows are to be truncated."""
+    """Tokenized rows, from the cache or made now. `sequence_length` matters only if rows are truncated."""
     encoder = Encoder(tokenizer)
     settings = render_settings(options, tokenizer, encoder)
     files = expand([source.path for source in options.sources])
     truncates = options.on_too_long.startswith("truncate")
     names = [file.name for file in files]
     described = [{"source": file.source, "size": file.size, "sha256": file.sha256()} for file in files]
-    question = [
+    identity = [  # everything that decides the tokens
         FORMAT,
         described,
         dataclasses.asdict(settings),
@@ -171,20 +185,20 @@ def prepare(
             options.on_too_long if truncates else None,
             sequence_length if truncates else None,
         ],
-        hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode("utf-8", "surrogatepass")).hexdigest(),
+        text_digest(tokenizer.backend_tokenizer.to_str()),
     ]
-    key = hashlib.sha256(json.dumps(question, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    key = json_digest(identity)[:32]
     folder = cache / "data" / key
     with _lock(folder):
         store = open_store(folder, names)
         is_new = store is None
         if store is None:
             with Pool(settings, num_workers) as pool:
-                making = _Making(options, files, encoder, pool, listener, sequence_length if truncates else None)
-                making.run(folder, described)
+                builder = _StoreBuilder(options, files, encoder, pool, listener, sequence_length if truncates else None)
+                builder.run(folder, described)
             store = open_store(folder, names)
     if store is None:
-        raise TrilloraError("The tokenised rows just written do not read back.", where=str(folder), do="check the disk")
+        raise TrilloraError("The new tokenized rows cannot be read back.", where=str(folder), do="check the disk")
     dataset = Dataset(store, options, tokenizer.pad_token_id or 0, is_new)
     if dataset.num_problems and options.on_bad_row == "refuse":
         first = dataset.problems[0]
@@ -192,8 +206,8 @@ def prepare(
     return dataset
 
 
-class _Making:
-    """One store being made."""
+class _StoreBuilder:
+    """Creates one store."""
 
     def __init__(
         self,
@@ -208,7 +222,7 @@ class _Making:
         self._files = files
         self._encoder = encoder
         self._pool = pool
-        self._listener = listener
+        self._report = progress_reporter(listener, "Reading data", "bytes")
         self._truncate_to = truncate_to
         self._names: dict[tuple[int, str], int] = {}
         self._problems: list[_Found] = []
@@ -243,7 +257,7 @@ class _Making:
             writer.discard()
 
     def _batches(self) -> Iterator[Batch]:
-        """The files' rows in order, some hundred of one file or member at a time."""
+        """The files' rows in order; a batch has rows of one file or archive member."""
         for number, file in enumerate(self._files):
             for member, rows in itertools.groupby(self._rows(number, file), lambda row: row.member):
                 for some in _portions(rows):
@@ -257,7 +271,7 @@ class _Making:
                 yield row
 
     def _format(self, owner: tuple[int, str], rows: Sequence[RawRow]) -> str:
-        """What the rows of a file are: named by the recipe, or found in the first row that says so."""
+        """The format of a file's rows: from the recipe, or detected in the first row that shows it."""
         if owner not in self._formats:
             found = "template" if self._options.template is not None else self._options.format
             for row in rows[:ROWS_LOOKED_AT] if found == "auto" else ():
@@ -265,14 +279,14 @@ class _Making:
                     found = formats.detect(parse(row.raw))
                     break
             if found == "auto":
-                return "auto"  # nothing here says it: the worker will say what is wrong with each
+                return "auto"  # no row shows it: the worker reports the problem of each
             self._formats[owner] = found
         return self._formats[owner]
 
     def _encode(
         self, batch: Batch, outcomes: Sequence[RenderedRow | BadRow]
     ) -> tuple[list[TokenizedDocument], np.ndarray]:
-        """What of a batch can be trained on, with its facts; the rest is noted."""
+        """The documents of a batch and their records; bad rows are counted."""
         whole = [
             (row, outcome)
             for row, outcome in zip(batch.rows, outcomes, strict=True)
@@ -288,7 +302,7 @@ class _Making:
                 shorter = self._shortened(row, batch.format, document, outcome)
                 was_cut, document = shorter is not document, shorter
             if isinstance(document, TokenizedDocument) and not document.num_supervised:
-                document = BadRow("This row has no token to train on.", "remove the row, or give it an answer")
+                document = BadRow("This row has no token to train on.", "remove the row, or add an answer to it")
             if isinstance(document, BadRow):
                 found = _Found(batch.file, row.member, row.line, document.what, document.do)
                 self._problem(found, past_limit=document.past_limit)
@@ -304,7 +318,7 @@ class _Making:
     def _shortened(
         self, row: RawRow, format: str, document: TokenizedDocument, script: RenderedRow | BadRow
     ) -> TokenizedDocument:
-        """The row with less of its prompt, or as it was where only its answer is too long."""
+        """The document with a shorter prompt, or unchanged if the answer alone is too long."""
         assert self._truncate_to is not None and isinstance(script, RenderedRow)
         side = self._options.on_too_long.removeprefix("truncate-")
         per_token = len(script.text) / len(document)
@@ -329,15 +343,14 @@ class _Making:
         if self._num_past_limit > MAX_PAST_LIMIT:
             raise TrilloraError(found.what, where=where, do=found.do)
         self._num_problems += 1
-        self._reasons[_reason(found.what)] += 1
+        self._reasons[reason_of(found.what)] += 1
         if len(self._problems) < KEPT_PROBLEMS:
             self._problems.append(found)
 
     def _consumed(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        total = sum(file.size for file in self._files)
-        if total >= 2**20:  # less takes no time
-            self._listener(Progress("Reading data, MB", self._num_bytes >> 20, total >> 20))
+        if total := sum(file.size for file in self._files):  # some remote stores report no sizes
+            self._report(self._num_bytes, total)
 
 
 def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder) -> RenderSettings:
@@ -356,13 +369,13 @@ def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder
     )
 
 
-def _reason(what: str) -> str:
-    """What is wrong, without what differs from row to row."""
+def reason_of(what: str) -> str:
+    """An error text with numbers replaced by N, so that equal mistakes in different rows count as one reason."""
     return re.sub(r"[0-9]+", "N", what)[:120]
 
 
 def _portions(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
-    """Rows in lists that are worth sending to a worker."""
+    """Rows in lists large enough to be worth sending to a worker."""
     some: list[RawRow] = []
     size = 0
     for row in rows:
@@ -377,12 +390,12 @@ def _portions(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One process makes a store; others that want the same wait for it."""
+    """One process creates a store; others that need the same one wait for it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TrilloraError(
-            f"The cache folder cannot be made: {error.strerror}.",
+            f"The cache folder cannot be created: {error.strerror}.",
             where=str(folder.parent),
             do="set TRILLORA_CACHE to a folder you can write to",
         ) from error

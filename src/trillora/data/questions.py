@@ -1,6 +1,7 @@
-"""A stored row as a question: what stands before its last answer, and the answer.
+"""A stored document as a prompt and the expected answer.
 
-What the model is asked is the very beginning of a training row, token by token: nothing is rendered anew.
+The prompt is the start of the training document, token by token: nothing is rendered again. Example, with trained
+tokens in brackets:  <user> 1+1? <assistant> [2 <end>]  ->  prompt "<user> 1+1? <assistant>", expected "2 <end>".
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from trillora.data.tokenizing.encode import TokenizedDocument
 
 @dataclass(frozen=True)
 class Question:
-    """Tokens to go on from, and those that were to follow, through the stop token."""
+    """Prompt tokens, and the expected continuation including the stop token."""
 
     prompt: tuple[int, ...]
     expected: tuple[int, ...]
 
 
 def question_of(document: TokenizedDocument) -> Question | None:
-    """The document cut at its last trained stretch; None where nothing stands before it, as in a text trained whole.
+    """Splits a document before its last trained span; None if nothing precedes it, as in a text trained whole.
 
-    The header of an answer is not trained, so it ends the prompt; the stop token is, so it ends the answer.
+    The header of an answer is not trained, so the prompt ends with it; the stop token is, so the answer ends with it.
     """
     trained = np.flatnonzero(document.supervised)
     if not len(trained):
@@ -38,10 +39,10 @@ def question_of(document: TokenizedDocument) -> Question | None:
 
 
 def last_question(prompt: str, head: str, request: str, special_words: Iterable[str]) -> str | None:
-    """What a person last said in a prompt, or None where that cannot be told.
+    """The last user message of a rendered prompt, or None if it cannot be found.
 
-    `head` and `request` are what the chat template writes before and behind a single question. A question in the midst
-    of a conversation has the same words directly before it, from the last control token of `head` on.
+    `head` and `request` are the texts that the chat template writes before and after a single user message. Within a
+    conversation, the same text precedes a user message from the last control token of `head` on.
     """
     opening = head[max([0, *(head.rfind(word) for word in special_words)]) :]
     if not opening or not request or not prompt.endswith(request):

@@ -1,13 +1,14 @@
-"""What a recipe's data would train, counted before anything is trained: `trillora inspect`.
+"""Counts what a recipe's data would train, before training: `trillora inspect`.
 
-`inspect` prepares the rows exactly as training does, but notes what training would refuse instead of stopping there.
-The report is plain values: `terminal` and `page` show it to people, `to_dict` to programs.
+`inspect` prepares the rows exactly as training does, but where training would stop with an error, it records the error
+and continues. The report holds plain values: `report.data` shows it to people, `to_dict` to programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,20 @@ import numpy as np
 from trillora.data.batches import Batches
 from trillora.data.documents import PARTS, Documents, part_of
 from trillora.data.excerpt import Piece, pieces_of
-from trillora.data.lengths import Lengths, LostFacts, fitted_or_refused, length_facts, lost_facts
-from trillora.data.open import chat_template, open_dataset, settle
+from trillora.data.lengths import Lengths, LostFacts, length_facts, lost_facts
+from trillora.data.open import chat_template, open_dataset, with_template_date
 from trillora.data.prepare import Dataset
-from trillora.data.reading.files import without_secrets
 from trillora.data.rows import refused
 from trillora.data.tokenizing.encode import Tokenizer
 from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
 from trillora.events import Listener, ignore_events
+from trillora.files.digests import text_digest
 from trillora.model.limits import check_rows
 from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.recipe.schema import StageRecipe
 from trillora.safe_text import visible
+from trillora.secrets import without_secrets
 
 NUM_BAD_SHOWN = 5
 
@@ -38,14 +40,14 @@ NUM_BAD_SHOWN = 5
 class FileFacts:
     name: str
     format: str
-    rows: int  # that can be trained on
-    bytes: int | None  # None where the file is not on this machine
+    rows: int  # without bad rows
+    bytes: int | None  # None if the file is not on this machine
     sha256: str
 
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """One entry of the recipe's list."""
+    """One entry of `data.path`."""
 
     path: str
     weight: float
@@ -61,7 +63,7 @@ class BadRowFacts:
 
 @dataclass(frozen=True)
 class Reason:
-    what: str  # figures written as N
+    what: str  # digits replaced by N
     rows: int
 
 
@@ -71,18 +73,18 @@ class ExampleFacts:
     kind: str
     tokens: int
     trained_tokens: int
-    pieces: tuple[Piece, ...]  # joined they are the decoded row
+    pieces: tuple[Piece, ...]  # their texts join to the decoded row
 
 
 @dataclass(frozen=True)
 class ChatTemplateFacts:
-    owner: str  # "tokenizer", or what the recipe names
+    owner: str  # "tokenizer", or the value of data.chat_template
     sha256: str
 
 
 @dataclass(frozen=True)
 class DataVerdict:
-    """Whether training would take the data, and if not, what it would say."""
+    """Whether training would accept the data, and if not, its error."""
 
     ready: bool
     what: str
@@ -90,7 +92,7 @@ class DataVerdict:
     do: str = ""
 
     def refusal(self) -> TrilloraError | None:
-        """As an error that is safe to print."""
+        """The error of training, safe to print; None if the data is accepted."""
         if self.ready:
             return None
         return TrilloraError(visible(self.what), where=visible(self.where or "") or None, do=visible(self.do))
@@ -98,7 +100,7 @@ class DataVerdict:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Rows are those that can be trained on; tokens are those of one epoch, without what is left out as too long."""
+    """Rows are counted without bad rows; tokens are those of one epoch, without rows dropped as too long."""
 
     model: str
     sequence_length: int
@@ -120,12 +122,14 @@ class DataReport:
     splits: dict[str, int]
     trained_tokens: int
     masked_tokens: int
-    padded_tokens: int  # empty slots of the sequences
-    packed_fill: float | None  # share of the slots that hold a token
-    sequences: int  # [T] rows of an epoch
+    padded_tokens: int  # in the sequences that hold a document
+    packed_fill: float | None  # 1 - the share of these padded tokens
+    sequences: int  # that hold a document
     filler_sequences: int  # empty ones that complete the last batch
+    padding_fraction: float | None  # share of padding in an epoch, with the filler sequences
+    padding_warning: str | None  # set if most of the computation would be padding
     steps_per_epoch: int
-    sequence_lengths: tuple[int, ...]  # shapes: each is compiled for
+    sequence_lengths: tuple[int, ...]  # one program is compiled for each
     lengths: Lengths | None
     lost: LostFacts | None
     chat_template: ChatTemplateFacts | None
@@ -136,19 +140,23 @@ class DataReport:
         return dataclasses.asdict(self)
 
 
-def inspect(recipe: StageRecipe, listener: Listener = ignore_events) -> DataReport:
-    """Reads, renders and tokenises the recipe's data, and counts what training would do with it."""
+def inspect(recipe: StageRecipe, listener: Listener = ignore_events, *, hide_torch: bool = False) -> DataReport:
+    """Reads, renders and tokenizes the recipe's data, and counts what training would do with it.
+
+    `hide_torch` saves the import of torch, which takes longer than everything else on small data. It is only for a
+    process that loads no model afterwards.
+    """
     model = recipe.model
     folder = find_model(
         model.name, revision=model.revision, trust_remote_code=model.trust_remote_code, with_weights=False
     )
+    if hide_torch and not model.trust_remote_code:  # after find_model: converting the embedded model needs torch
+        _hide_torch()
     tokenizer = load_tokenizer(folder)
-    recipe, chosen = settle(recipe, tokenizer)
-    for choice in chosen:
-        listener(choice)
+    recipe = with_template_date(recipe, tokenizer, listener)
     dataset = open_dataset(recipe, tokenizer, listener, lenient=True)
     documents = dataset.documents("train", recipe.train.seed)
-    fitted, lost, too_long = fitted_or_refused(dataset, documents, recipe.train.sequence_length)
+    fitted, lost, too_long = dataset.try_fit(documents, recipe.train.sequence_length)
     batches, nothing = _batches(recipe, fitted)
     refusal = _bad_row(recipe, dataset) or too_long or nothing or _not_for_the_model(recipe, folder)
     options = dataset.options
@@ -170,6 +178,16 @@ def inspect(recipe: StageRecipe, listener: Listener = ignore_events) -> DataRepo
     )
 
 
+def _hide_torch() -> None:
+    """Make transformers work as if torch were not installed, unless either is imported already.
+
+    A tokenizer and a config do not need torch, and transformers supports this mode.
+    """
+    if "torch" not in sys.modules and "transformers" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # `import torch` raises, find_spec finds nothing
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+
+
 def _batches(recipe: StageRecipe, fitted: Documents) -> tuple[Batches | None, TrilloraError | None]:
     train, data = recipe.train, recipe.data
     try:
@@ -177,8 +195,8 @@ def _batches(recipe: StageRecipe, fitted: Documents) -> tuple[Batches | None, Tr
             fitted,
             batch_size=train.batch_size,
             sequence_length=train.sequence_length,
-            seed=train.seed,
             pack=data.pack,
+            seed=train.seed,
             num_buckets=data.num_length_buckets,
         ), None
     except TrilloraError as refusal:
@@ -210,7 +228,7 @@ def _verdict(refusal: TrilloraError | None) -> DataVerdict:
 
 
 def _row_facts(dataset: Dataset) -> dict[str, Any]:
-    """What is known of the rows before any is fitted to a length."""
+    """Facts about the rows that do not depend on the sequence length."""
     rows, facts, options = dataset.store.rows, dataset.store.facts, dataset.options
     rows_of_source = np.bincount(rows["source"], minlength=len(options.sources)).tolist()
     parts = np.bincount(part_of(rows["digest"], options.validation, options.test), minlength=len(PARTS)).tolist()
@@ -236,17 +254,19 @@ def _row_facts(dataset: Dataset) -> dict[str, Any]:
 def _epoch_facts(batches: Batches | None) -> dict[str, Any]:
     if batches is None:
         counts = ("trained_tokens", "masked_tokens", "padded_tokens", "sequences", "filler_sequences")
-        return {**dict.fromkeys((*counts, "steps_per_epoch"), 0), "packed_fill": None, "sequence_lengths": ()}
+        nothing = dict.fromkeys(("packed_fill", "padding_fraction", "padding_warning"))
+        return {**dict.fromkeys((*counts, "steps_per_epoch"), 0), **nothing, "sequence_lengths": ()}
     documents = batches.documents
     num_tokens, num_trained = int(documents.lengths_N.sum()), int(documents.trained_N.sum())
-    num_slots = round(num_tokens / (1 - batches.summary()["padding_fraction"]))
     return {
         "trained_tokens": num_trained,
         "masked_tokens": num_tokens - num_trained,
-        "padded_tokens": num_slots - num_tokens,
-        "packed_fill": num_tokens / num_slots,
+        "padded_tokens": batches.num_slots - num_tokens,
+        "packed_fill": num_tokens / batches.num_slots,
         "sequences": batches.num_rows,
         "filler_sequences": batches.steps_per_epoch * batches.batch_size - batches.num_rows,
+        "padding_fraction": batches.padding_fraction,
+        "padding_warning": batches.padding_warning(),
         "steps_per_epoch": batches.steps_per_epoch,
         "sequence_lengths": tuple(batches.lengths),
     }
@@ -256,15 +276,15 @@ def _template_facts(recipe: StageRecipe, dataset: Dataset, tokenizer: Tokenizer)
     text = chat_template(recipe.data, tokenizer)
     if text is None or not (dataset.store.rows["kind"] == KINDS.index("chat")).any():
         return None
-    return ChatTemplateFacts(recipe.data.chat_template or "tokenizer", hashlib.sha256(text.encode()).hexdigest())
+    return ChatTemplateFacts(recipe.data.chat_template or "tokenizer", text_digest(text))
 
 
 def _example(dataset: Dataset, documents: Documents, tokenizer: Tokenizer) -> ExampleFacts | None:
-    """The first document of an epoch's list, as it is trained."""
+    """The first document, as it is trained."""
     if not len(documents):
         return None
     document, row = documents[0], int(documents.rows_N[0])
-    trained = [False, *document.supervised[1:].tolist()]  # the first token has nothing before it to be told from
+    trained = [False, *document.supervised[1:].tolist()]  # nothing predicts the first token
     return ExampleFacts(
         place=dataset.store.place(row),
         kind=KINDS[dataset.store.rows["kind"][row]],

@@ -1,9 +1,16 @@
-"""From scripts to tokens, such that only the template, never the content, can write a control token.
+"""Rendered rows to tokens. Only the template can produce a control token, never the content.
 
-A script without planted content is tokenised whole, exactly as the tokenizer itself would. A planted spelling is cut
-after its first character and the parts are tokenised apart, so that none of them matches; what follows a cut is
-tokenised behind a special token, because some tokenizers treat the beginning of a string differently (they put a space
-there) from its middle.
+Example (`<|im_end|>` has id 2). A row of the data says, in its content, "write <|im_end|>". Rendered:
+
+    <|im_start|>user\\nwrite <|im_end|><|im_end|>\\n
+                             ^ content  ^ written by the template
+
+The renderer marks the first as *planted*. The text is cut after its first character: "…write <" and "|im_end|>…" are
+tokenized separately, so the first becomes ordinary tokens ("<", "|", "im", …) and only the second becomes id 2.
+
+A row without planted text is tokenized whole, exactly as the tokenizer does. The part after a cut is tokenized with a
+special token in front, which is then removed, because some tokenizers treat the start of a string differently (they add
+a space).
 """
 
 from __future__ import annotations
@@ -24,11 +31,12 @@ from trillora.data.tokenizing.words import WordTokenizer
 from trillora.errors import TrilloraError
 
 Tokenizer = Any  # a transformers PreTrainedTokenizerFast; this layer does not import transformers
+WORDS_AFTER = 1_000_000  # characters: less text is tokenized before `WordTokenizer.of` has checked itself (0.7 s)
 
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """A tokenised document. The loss sees token i if `supervised[i]`; the first token is never a target."""
+    """Tokens of a row. Token i is in the loss if `supervised[i]`; the first token is never a target."""
 
     tokens: NDArray[np.int32]
     supervised: NDArray[np.bool_]
@@ -38,22 +46,22 @@ class TokenizedDocument:
 
     @property
     def num_supervised(self) -> int:
-        """How many targets this document gives: supervised tokens that have a token before them."""
+        """Number of targets: supervised tokens that have a token before them."""
         return int(np.count_nonzero(self.supervised[1:]))
 
 
 class Encoder:
-    """A tokenizer, and what must be known of it to keep content and control apart."""
+    """A tokenizer that never turns content into a control token."""
 
-    def __init__(self, tokenizer: Tokenizer, *, remember_words: bool = True) -> None:
-        self._remember_words = remember_words  # worth its second of preparation only where there are many texts
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._num_characters = 0  # encoded so far
         added = tokenizer.added_tokens_decoder
         self._spelling = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         self._spelling |= {id_: token.content for id_, token in added.items() if token.special}
         self.special_words = list(self._spelling.values())
         self.added_words = [token.content for token in added.values()]
         self._words = ControlWords.of(self.special_words, self.added_words)
-        # Any text may become the unknown token.
+        # Not the unknown token: any text may become it.
         watched = [id_ for id_ in self._spelling if id_ != tokenizer.unk_token_id]
         self._is_control = np.zeros(max([*watched, len(tokenizer)]) + 1, np.bool_)
         self._is_control[watched] = True
@@ -62,7 +70,7 @@ class Encoder:
         self._backend.no_padding()
         anchors = (token.content for token in added.values() if token.special and _leaves_text_alone(token))
         self._anchor = next(anchors, "")
-        # Sentencepiece in its old manner writes a space behind every special token: there a cut would show.
+        # Old sentencepiece tokenizers add a space after every special token, which a cut would make visible.
         self._cuts_show = not self._anchor or self._backend.encode(self._anchor + "b").tokens[-1].startswith("▁")
         bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         adds_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
@@ -70,13 +78,14 @@ class Encoder:
 
     @cached_property
     def _by_words(self) -> WordTokenizer | None:
-        """Made when first needed: it takes half a second, and data that is found in the cache needs none."""
-        return WordTokenizer.of(self._backend) if self._remember_words else None
+        """Created when first needed, since it takes 0.7 s; None if it does not support this tokenizer."""
+        return WordTokenizer.of(self._backend)
 
     def encode(self, scripts: Sequence[RenderedRow]) -> list[TokenizedDocument | BadRow]:
-        """All scripts at once. The tokenizer adds no BOS or EOS: they are put around what is no chat."""
+        """The documents of all scripts. A chat template writes BOS and EOS itself; other rows get them here."""
         documents: list[TokenizedDocument | BadRow | None] = [None] * len(scripts)
-        if self._by_words is not None:
+        self._num_characters += sum(len(script.text) for script in scripts)
+        if self._num_characters > WORDS_AFTER and self._by_words is not None:
             plain = [
                 i for i, s in enumerate(scripts) if not s.planted and not self._cuts(s) and self._by_words.can(s.text)
             ]
@@ -132,7 +141,7 @@ class Encoder:
         if self._eos is None:
             raise TrilloraError(
                 "The tokenizer has no EOS token, so the model could not learn where a text ends.",
-                do="use a model whose tokenizer names its eos_token",
+                do="use a model whose tokenizer sets eos_token",
             )
         tokens = np.concatenate([self._head, ids, np.array([self._eos], np.int32)])
         return TokenizedDocument(tokens, np.pad(supervised, (len(self._head), 1), constant_values=True))
@@ -149,30 +158,30 @@ class Encoder:
         return np.concatenate(all_ids), np.concatenate(all_offsets)
 
     def _refuse_made_control(self, script: RenderedRow, ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
-        """A control token must stand where the template spelled it, and nowhere in content."""
+        """Raises BadRow if a control token comes from content, or from text that does not spell it."""
         for index in np.flatnonzero(self._is_control[ids]):
             start, end = offsets[index]
-            # A special token may take the spaces around it (lstrip, rstrip), hence strip.
+            # strip: a special token may include the spaces around it (lstrip, rstrip).
             spelled, word = script.text[start:end].strip(), self._spelling[int(ids[index])]
             planted = any(start < stop and max(end, start + 1) > begin for begin, stop in script.planted)
             if planted or spelled != word:
                 raise BadRow(
                     f"The text {spelled!r} would become the control token {word!r}.",
-                    "reword that text: this tokenizer has no way to write it as ordinary text",
+                    "change that text: this tokenizer cannot write it as ordinary text",
                 )
 
     def _cuts(self, script: RenderedRow) -> list[int]:
-        """Behind the first character of every spelling that begins in planted text, overlapping ones too; and where
-        the script asks for it, if the tokenizer bears it."""
+        """After the first character of every control word that starts in planted text, also of overlapping ones; and
+        at the script's own cuts, unless a cut would change the text."""
         begins = (
             i for start, end in script.planted for i in range(start, end) if self._words.special.match(script.text, i)
         )
-        asked = () if self._cuts_show else script.cuts
-        return sorted({i for i in (*(begin + 1 for begin in begins), *asked) if 0 < i < len(script.text)})
+        own = () if self._cuts_show else script.cuts
+        return sorted({i for i in (*(begin + 1 for begin in begins), *own) if 0 < i < len(script.text)})
 
 
 def _trained_bytes(script: RenderedRow, lengths: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """The tokens that hold a byte of a trained span; `lengths` are the tokens' bytes."""
+    """Which tokens hold a byte of a trained span; `lengths` are the tokens' bytes."""
     ends = np.cumsum(lengths)
     supervised = np.zeros(len(lengths), np.bool_)
     text = None if script.text.isascii() else script.text
@@ -185,7 +194,7 @@ def _trained_bytes(script: RenderedRow, lengths: NDArray[np.int32]) -> NDArray[n
 
 
 def _tokens_of(encoding: Any, start: int, end: int, length: int) -> tuple[int, int]:
-    """The tokens that hold a character of [start, end). Some characters, such as trimmed spaces, are in no token."""
+    """First and end of the tokens with a character of [start, end). Trimmed spaces, for example, are in no token."""
     first = last = None
     while start < end and (first := encoding.char_to_token(start)) is None:
         start += 1

@@ -1,10 +1,16 @@
-"""Tokenising by remembering words: the same tokens as the tokenizer's own, several times sooner.
+r"""A word cache for byte-level BPE tokenizers: the same tokens as the tokenizer, several times faster.
 
-A byte-level BPE tokenizer first cuts text into words by a fixed pattern, then tokenises each word for itself. Words
-repeat, so their tokens are looked up; a word not met before is given to the tokenizer. The pattern is taken from the
-tokenizer and rewritten for Python's `re`, with classes spelled out over characters whose class has never changed since
-Unicode 3.2. Text with any other character, scripts without spaces between words, and tokenizers of another kind go the
-plain way. Before it is trusted, a pattern must agree with the tokenizer on texts made to find differences.
+A byte-level BPE tokenizer splits text into words with a fixed pattern, then tokenizes each word independently. Words
+repeat, so their tokens are looked up; only new words go to the tokenizer. Example with GPT-2's pattern:
+
+    "the cat sat on the cat"  ->  "the", " cat", " sat", " on", " the", " cat"
+    the tokenizer gets the five different words; the ids of the text are the ids of its words, joined
+
+The pattern comes from the tokenizer's own description and is translated for Python's `re`: a class such as `\p{L}`
+becomes a list of character ranges, limited to characters whose class has not changed since Unicode 3.2. Text with any
+other character, scripts without spaces between words, and other kinds of tokenizers are left to the tokenizer itself.
+`WordTokenizer.of` compares the translated pattern with the tokenizer on texts designed to reveal differences, and
+returns None if there is one.
 """
 
 from __future__ import annotations
@@ -22,43 +28,43 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_WORDS = 400_000  # remembered at most; then memory begins anew
-# The pattern ByteLevel uses where the tokenizer names none.
+MAX_WORDS = 400_000  # in the cache; when it is full, it is emptied
+# The default pattern of ByteLevel.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPACE = r"\s"
 Form = Literal["NFC", "NFKC", "NFD", "NFKD"]
-# Alphabets and punctuation; further scripts write words without spaces, which are seldom met twice.
+# Alphabets and punctuation. Scripts without spaces between words are not included: their "words" rarely repeat.
 KNOWN_BLOCKS = ((0x0000, 0x0600), (0x2000, 0x27C0), (0xFE0F, 0xFE10))
-EMOJI = (0x1F300, 0x1FB00)  # neither letter, number nor space, assigned or not
+EMOJI = (0x1F300, 0x1FB00)  # never a letter, number or space, even if not yet assigned
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a text, and how many of its UTF-8 bytes each covers."""
+    """The tokens of a text, and the number of UTF-8 bytes of each."""
 
     ids: NDArray[np.int32]
     lengths: NDArray[np.int32]
 
 
 class WordTokenizer:
-    """Tokenises text for one byte-level tokenizer. Made by `of`."""
+    """The word cache of one byte-level tokenizer. Create it with `of`."""
 
     def __init__(self, backend: Any, stages: list[re.Pattern[str]], added: dict[str, int], form: Form | None) -> None:
         self._backend = backend
-        self._stages = stages  # patterns that cut one after the other
-        self._form = form  # of Unicode, that text must have already
+        self._stages = stages  # patterns that split one after the other
+        self._form = form  # Unicode normal form that the text must already have
         self._added = added
         self._split = re.compile("(" + "|".join(map(re.escape, sorted(added, key=lambda w: (-len(w), w)))) + ")")
         self._unknown = re.compile(f"[^{_classes()['known']}]")
         self._numbers: dict[str, int] = {}
-        self._first: NDArray[np.int64] = np.empty(0, np.int64)  # of each word's tokens, in the two arrays below
+        self._first: NDArray[np.int64] = np.empty(0, np.int64)  # index of each word's first token in the arrays below
         self._counts: NDArray[np.int64] = np.empty(0, np.int64)
         self._ids: NDArray[np.int32] = np.empty(0, np.int32)
         self._lengths: NDArray[np.int32] = np.empty(0, np.int32)
 
     @staticmethod
     def of(backend: Any) -> WordTokenizer | None:
-        """One for this tokenizer, if it is of the kind and agrees with it."""
+        """A word cache for this tokenizer, or None if its kind is not supported or the check finds a difference."""
         description = json.loads(backend.to_str())
         normalizer = description["normalizer"] or {"type": "Sequence", "normalizers": []}
         nothing, form = normalizer.get("normalizers") == [], normalizer["type"]
@@ -71,13 +77,13 @@ class WordTokenizer:
         return tokenizer if tokenizer._agrees() else None
 
     def can(self, text: str) -> bool:
-        """Whether all characters of a text are among those whose class is settled."""
+        """Whether `encode` supports all characters of a text."""
         if text.isascii():
             return True
         return not self._unknown.search(text) and (not self._form or unicodedata.is_normalized(self._form, text))
 
     def encode(self, texts: Sequence[str]) -> list[Encoded | None]:
-        """The tokens of such texts, without BOS or EOS; None for a text with characters the tokenizer drops."""
+        """The tokens of supported texts, without BOS or EOS; None for a text that the tokenizer shortens."""
         if len(self._numbers) > MAX_WORDS:
             self._numbers = {}
             self._first, self._counts = self._first[:0], self._counts[:0]
@@ -97,7 +103,7 @@ class WordTokenizer:
         return [e if e.lengths.sum() == _num_bytes(text) else None for text, e in zip(texts, encoded, strict=True)]
 
     def _cut(self, text: str) -> list[str]:
-        """The words of a text; added tokens are words of their own."""
+        """The words of a text; each added token is one word."""
         words: list[str] = []
         for number, part in enumerate(self._split.split(text)):
             if number % 2:
@@ -117,8 +123,8 @@ class WordTokenizer:
             return
         encodings = self._backend.encode_batch(new, add_special_tokens=False)
         ids = [encoding.ids for encoding in encodings]
-        lengths = [
-            [_num_bytes(word)] if word in self._added else [len(token) for token in encoding.tokens]  # a sign per byte
+        lengths = [  # a token of the byte-level alphabet has one character per byte
+            [_num_bytes(word)] if word in self._added else [len(token) for token in encoding.tokens]
             for word, encoding in zip(new, encodings, strict=True)
         ]
         counts = np.array([len(word_ids) for word_ids in ids], np.int64)
@@ -130,7 +136,7 @@ class WordTokenizer:
         self._lengths = np.concatenate([self._lengths, np.array(list(itertools.chain(*lengths)), np.int32)])
 
     def _agrees(self) -> bool:
-        """Compare with the tokenizer on every pair of characters, on words, numbers, spaces and added tokens."""
+        """Compares with the tokenizer on all pairs of ASCII characters, on words, numbers, spaces and added tokens."""
         characters = [chr(code) for code in range(128)]
         known = [c for c in map(chr, _codes()) if self.can(c)]
         beyond = [f"a{c}b {c}{c} {c}1{c}.{c}\n{c}" for c in known[128:]]
@@ -153,7 +159,7 @@ class WordTokenizer:
 
 
 def _stages(description: dict[str, Any]) -> list[re.Pattern[str]]:
-    """The patterns by which the tokenizer cuts text into words; none if it is not of the kind, or unclear."""
+    """The patterns with which the tokenizer splits text into words; empty if it is of an unsupported kind."""
     steps = description["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     last = steps[-1] if steps else {}
@@ -162,7 +168,7 @@ def _stages(description: dict[str, Any]) -> list[re.Pattern[str]]:
     cuts: list[str] = []
     for step in steps[:-1]:
         if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
-            cuts.append(step["pattern"].get("Regex", r"\d"))  # a plain string: declined below
+            cuts.append(step["pattern"].get("Regex", r"\d"))  # a plain string: `_compiled` declines \d
         elif step["type"] == "Digits" and step["individual_digits"]:
             cuts.append(r"\p{N}")
         else:
@@ -170,14 +176,14 @@ def _stages(description: dict[str, Any]) -> list[re.Pattern[str]]:
     if last["use_regex"]:
         cuts.append(GPT2)
     if cuts == [r"\p{N}", GPT2]:
-        # In one pass: each digit is a word, and space in front of one is as if at the end of the text.
+        # Both in one pattern: each digit is a word, and spaces before a digit split as at the end of the text.
         cuts = [r"\p{N}|" + GPT2.replace(r"| ?\p{N}+", "").replace(r"(?!\S)", r"(?![^\s\p{N}])")]
     stages = [_compiled(cut if len(cuts) == 1 else f"({cut})") for cut in cuts]
     return [stage for stage in stages if stage is not None] if None not in stages else []
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
-    r"""The tokenizer's pattern with `\p{…}` and `\s` spelled out, inside brackets or not."""
+    r"""The tokenizer's pattern with `\p{…}` and `\s` replaced by character ranges; None if that is not possible."""
     classes, written, inside = _classes(), [], False
     for piece in re.split(r"(\\p\{\w+\}|\\.|\[\^?|\])", pattern):
         if piece in classes:
@@ -186,7 +192,7 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         if piece == r"\S" and not inside:
             piece = f"[^{classes[SPACE]}]"
         elif re.fullmatch(r"\\p.*|\\[SwWdDbB]", piece):
-            return None  # a class we have not spelled out
+            return None  # an unsupported class
         elif piece in ("[", "[^", "]"):
             inside = piece != "]"
         written.append(piece)
@@ -198,7 +204,7 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
 
 @functools.cache
 def _classes() -> dict[str, str]:
-    """Insides of brackets: what the patterns' classes hold of the known characters."""
+    """Character ranges, to be used inside brackets, of the patterns' classes and of all known characters."""
     old = unicodedata.ucd_3_2_0
     settled = [c for c in map(chr, _codes()) if (kind := old.category(c)) != "Cn" and kind == unicodedata.category(c)]
     emoji = f"{chr(EMOJI[0])}-{chr(EMOJI[1] - 1)}"
@@ -210,7 +216,7 @@ def _classes() -> dict[str, str]:
         r"\p{M}": _ranges([c for c in settled if unicodedata.category(c)[0] == "M"]),
         r"\p{P}": _ranges([c for c in settled if unicodedata.category(c)[0] == "P"]),
         r"\p{S}": _ranges([c for c in settled if unicodedata.category(c)[0] == "S"]) + emoji,
-        # White space by Unicode: Python's own also counts the four separators of ASCII.
+        # Unicode white space; Python's isspace() also includes the four ASCII separators.
         SPACE: _ranges([c for c in settled if c.isspace() and not "\x1c" <= c <= "\x1f"]),
         "known": _ranges(settled) + emoji,
     }
@@ -221,7 +227,7 @@ def _codes() -> Iterator[int]:
 
 
 def _ranges(characters: Sequence[str]) -> str:
-    """The characters as ranges for the inside of brackets."""
+    """The characters as ranges, to be used inside brackets."""
     groups = itertools.groupby(enumerate(map(ord, characters)), lambda pair: pair[1] - pair[0])
     runs = [[code for _, code in group] for _, group in groups]
     return "".join(f"\\u{run[0]:04x}-\\u{run[-1]:04x}" for run in runs)

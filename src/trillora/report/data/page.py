@@ -1,26 +1,23 @@
-"""A data report as one HTML file: no script, no outside request, light or dark as the reader's system is."""
+"""A data report as one HTML file: no scripts, no requests, light or dark like the reader's system."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from trillora.data.excerpt import shortened
 from trillora.data.summary import DataReport
 from trillora.errors import TrilloraError
-from trillora.report.data.text import say_epoch, say_lost, say_rows
+from trillora.files.atomic import write_file
+from trillora.report.data.text import bad_rows_by_reason, say_epoch, say_lost, say_rows, say_verdict
 from trillora.report.html import card, coloured, document, text, tiles
 from trillora.report.numbers import format_bytes
 
 
 def write_page(report: DataReport, file: Path) -> None:
-    """The page appears under its name only when it is whole."""
-    making = file.with_name(f".{file.name}.{os.getpid()}")
+    """Replaces the file in one step, so that the page is never incomplete."""
     try:
-        making.write_text(page(report), "utf-8")
-        os.replace(making, file)
+        write_file(file, page(report))
     except OSError as error:
-        making.unlink(missing_ok=True)
         raise TrilloraError(
             f"The page cannot be written: {error.strerror}.", where=str(file), do="give --html a file you can write to"
         ) from None
@@ -31,7 +28,7 @@ def page(report: DataReport) -> str:
         (
             _verdict(report),
             _tiles(report),
-            card("Tokens of an epoch", _tokens(report)),
+            card("Tokens in an epoch", _tokens(report)),
             card("Row lengths in tokens", _lengths(report)),
             card("What is trained", _example(report)),
             card("What is wrong with the bad rows", _bad_rows(report)),
@@ -45,12 +42,12 @@ def page(report: DataReport) -> str:
 
 
 def _verdict(report: DataReport) -> str:
-    verdict = report.verdict
+    verdict = say_verdict(report)
     if verdict.ready:
         return f'<div class="verdict">{text(verdict.what)}</div>'
     where = f"<p>Where: {text(verdict.where)}</p>" if verdict.where else ""
     what, do = text(verdict.what), text(verdict.do)
-    return f'<div class="verdict refused">This data would be refused: {what}{where}<p>Do: {do}</p></div>'
+    return f'<div class="verdict refused">Training would refuse this data: {what}{where}<p>Do: {do}</p></div>'
 
 
 def _tiles(report: DataReport) -> str:
@@ -61,8 +58,8 @@ def _tiles(report: DataReport) -> str:
             (f"{report.bad_rows:,}", "bad rows", report.bad_rows > 0),
             (f"{report.duplicate_rows:,}", "duplicates", False),
             (f"{report.trained_tokens:,}", "trained tokens", report.trained_tokens == 0),
-            (fill, "slots filled", False),
-            (f"{report.steps_per_epoch:,}", "steps an epoch", False),
+            (fill, "of the sequences filled", report.padding_warning is not None),
+            (f"{report.steps_per_epoch:,}", "steps per epoch", False),
         ]
     )
 
@@ -75,7 +72,8 @@ def _tokens(report: DataReport) -> str:
         f'<span><i class="{name}-fill"></i>{name} {count:,} ({count / total:.1%})</span>'
         for name, count in counts.items()
     )
-    return f'<div class="stack">{parts}</div><div class="key">{key}</div><p>{text(say_epoch(report))}</p>'
+    warning = f"<p><b>Warning: {text(report.padding_warning)}</b></p>" if report.padding_warning else ""
+    return f'<div class="stack">{parts}</div><div class="key">{key}</div><p>{text(say_epoch(report))}</p>{warning}'
 
 
 def _lengths(report: DataReport) -> str:
@@ -94,7 +92,7 @@ def _lengths(report: DataReport) -> str:
         lines.append(f"<span>{bin.first:,} to {bin.last:,}</span><span>{bin.rows:,}</span>{bar}")
     if edge not in lines:
         lines.append(edge)
-    middle = f"Median {lengths.median:,}, 95 % up to {lengths.percentile_95:,}, longest {lengths.longest:,}."
+    middle = f"Median {lengths.median:,}, 95th percentile {lengths.percentile_95:,}, longest {lengths.longest:,}."
     return f'<div class="bins">{"".join(lines)}</div><p>{middle} {text(say_lost(report))}</p>'
 
 
@@ -110,15 +108,12 @@ def _example(report: DataReport) -> str:
 def _bad_rows(report: DataReport) -> str:
     if not report.bad_rows:
         return ""
-    reasons = "".join(
-        f'<tr><td class="number">{reason.rows:,}</td><td class="name">{text(reason.what)}</td></tr>'
-        for reason in report.reasons
-    )
-    first = "".join(
-        f'<p><code>{text(row.where)}</code><br>{text(row.what)}<br><span class="faint">Do: {text(row.do)}</span></p>'
-        for row in report.first_bad_rows
-    )
-    return f'<div class="scroll"><table>{reasons}</table></div>{first}'
+    lines = []
+    for num_rows, what, rows in bad_rows_by_reason(report):
+        places = "".join(f"<br><code>{text(row.where)}</code>" for row in rows)
+        do = f'<br><span class="faint">Do: {text(rows[0].do)}</span>' if rows else ""
+        lines.append(f'<tr><td class="number">{num_rows:,}</td><td class="name">{text(what)}{places}{do}</td></tr>')
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
 def _rows(report: DataReport) -> str:

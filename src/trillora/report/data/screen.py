@@ -1,4 +1,4 @@
-"""A data report in a terminal, or in a pipe: there brackets say what colours say elsewhere."""
+"""Prints a data report. Without colours, brackets mark the trained text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.text import Text
 
 from trillora.data.excerpt import Gap, Piece, shortened
 from trillora.data.summary import DataReport
-from trillora.report.data.text import nearby, say_epoch, say_lost, say_rows
+from trillora.errors import TrilloraError
+from trillora.report.data.text import bad_rows_by_reason, nearby, say_epoch, say_lost, say_rows, say_verdict
 from trillora.report.numbers import format_bytes, format_count
 from trillora.safe_text import visible
 
@@ -22,7 +23,7 @@ NUM_FILES = 20
 
 
 def show(report: DataReport, console: Console) -> None:
-    """Prints the report; the verdict stands last, where the eye is."""
+    """Prints the report; the verdict comes last."""
     _show_files(report, console)
     _show_rows(report, console)
     _show_bad_rows(report, console)
@@ -73,18 +74,18 @@ def _show_bad_rows(report: DataReport, console: Console) -> None:
         return
     _title(console, "What is wrong with the bad rows")
     table = _grid(2, right=(0,))
-    for reason in report.reasons:
-        table.add_row(Text(f"{reason.rows:,} x", "red"), Text(visible(reason.what)))
+    for num_rows, what, rows in bad_rows_by_reason(report):
+        table.add_row(Text(f"{num_rows:,} x", "red"), Text(visible(what)))
+        if rows:
+            table.add_row("", Text("\n".join(nearby(row.where) for row in rows), "yellow"))
+            table.add_row("", Text(f"do: {visible(rows[0].do)}", "dim"))
     _print(console, table)
-    for row in report.first_bad_rows:
-        _print(console, Text.assemble((nearby(row.where), "yellow"), "  ", visible(row.what)))
-        _print(console, Text(f"  do: {visible(row.do)}", "dim"))
 
 
 def _show_tokens(report: DataReport, console: Console) -> None:
-    _title(console, "Tokens of an epoch")
+    _title(console, "Tokens in an epoch")
     counts = (
-        ("trained", report.trained_tokens, "the loss sees these", "green"),
+        ("trained", report.trained_tokens, "in the loss", "green"),
         ("masked", report.masked_tokens, "context only", "blue"),
         ("padded", report.padded_tokens, "empty slots", "bright_black"),
     )
@@ -95,6 +96,8 @@ def _show_tokens(report: DataReport, console: Console) -> None:
         table.add_row(name, f"{count:,}", f"{count / total:.1%}", bar, Text(meaning, "dim"))
     _print(console, table)
     _print(console, Text(say_epoch(report)))
+    if report.padding_warning:
+        _print(console, Text(f"Warning: {report.padding_warning}", "bold yellow"))
 
 
 def _show_lengths(report: DataReport, console: Console) -> None:
@@ -114,7 +117,7 @@ def _show_lengths(report: DataReport, console: Console) -> None:
         if not marked:
             table.add_row(Text(f"{report.sequence_length:,}", "bold yellow"), "", _mark(report, console))
         _print(console, table)
-        middle = f"median {lengths.median:,}, 95 % up to {lengths.percentile_95:,}, longest {lengths.longest:,}"
+        middle = f"median {lengths.median:,}, 95th percentile {lengths.percentile_95:,}, longest {lengths.longest:,}"
         _print(console, Text(middle))
     _print(console, Text(say_lost(report)))
 
@@ -155,7 +158,7 @@ def coloured(pieces: Iterable[Piece | Gap]) -> Text:
 
 
 def bracketed(pieces: Iterable[Piece | Gap]) -> Text:
-    """Trained text between ⟦ and ⟧: runs of it in one pair, a gap inside a run stays inside."""
+    """Trained text between ⟦ and ⟧: one pair for neighbouring pieces and the gaps between them."""
     runs: list[tuple[bool, str]] = []
     for piece in pieces:
         trained = runs[-1][0] if isinstance(piece, Gap) and runs else isinstance(piece, Piece) and piece.trained
@@ -181,9 +184,10 @@ def _style_of(piece: Piece | Gap) -> str:
 
 def _show_verdict(report: DataReport, console: Console) -> None:
     console.print()
-    verdict = report.verdict
+    verdict = say_verdict(report)
     if verdict.ready:
         console.print(Text(verdict.what, "bold green"))
     else:
-        line = f"This data would be refused: {visible(verdict.what)} Do: {visible(verdict.do)}."
-        console.print(Text(line, "bold red"), soft_wrap=True)
+        error = TrilloraError(verdict.what, where=verdict.where and nearby(verdict.where), do=verdict.do)
+        text = f"Training would refuse this data: {visible(str(error))}"
+        console.print(Text(text, "bold red"), soft_wrap=True)

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import os
 
-from trillora.data.summary import DataReport
+from trillora.data.prepare import reason_of
+from trillora.data.summary import BadRowFacts, DataReport, DataVerdict
 from trillora.report.numbers import format_count
 from trillora.safe_text import visible
+
+
+def say_verdict(report: DataReport) -> DataVerdict:
+    """The verdict, without repeating a bad row: the list of bad rows shows it."""
+    if report.verdict.ready or not report.bad_rows or report.on_bad_row != "refuse":
+        return report.verdict
+    rows = format_count(report.bad_rows, "row is", "rows are")
+    return DataVerdict(False, f"{rows} bad.", do="fix the bad rows shown, or set data.on_bad_row to skip")
+
+
+def bad_rows_by_reason(report: DataReport) -> list[tuple[int, str, list[BadRowFacts]]]:
+    """How many rows are bad for each reason, the reason, and those of them that the report names."""
+    found = []
+    for reason in report.reasons:
+        rows = [row for row in report.first_bad_rows if reason_of(row.what) == reason.what]
+        # The exact words where there is only one row: a reason has its numbers replaced by N.
+        found.append((reason.rows, rows[0].what if reason.rows == 1 and rows else reason.what, rows))
+    return found
 
 
 def say_lost(report: DataReport) -> str:
@@ -20,15 +39,16 @@ def say_lost(report: DataReport) -> str:
         split = f" {texts} split into pieces of {report.sequence_length:,} tokens."
     if not lost.rows:
         return f"Nothing is lost:{split or f' every row fits into {report.sequence_length:,} tokens.'}"
-    almost = lost.length_that_keeps_99_percent
-    ways = f"{lost.length_that_keeps_all:,} tokens keep all"
-    if report.sequence_length < almost < lost.length_that_keeps_all:
-        ways += f", {almost:,} keep 99 %"
     rows = format_count(lost.rows, "row is", "rows are")
-    fate = "training would refuse" if lost.refused else "left out"
+    if lost.refused:  # the verdict has the numbers
+        return f"{rows} too long; training would refuse.{split}"
+    lengths_to_keep = f"{lost.length_that_keeps_all:,} tokens would keep all"
+    almost = lost.length_that_keeps_99_percent
+    if report.sequence_length < almost < lost.length_that_keeps_all:
+        lengths_to_keep += f", {almost:,} would keep 99%"
     return (
-        f"{rows} longer than {report.sequence_length:,} tokens, with {lost.trained_tokens:,} trained tokens "
-        f"({lost.share:.1%}): {fate}. {ways}.{split}"
+        f"{rows} longer than {report.sequence_length:,} tokens and dropped, with {lost.trained_tokens:,} trained "
+        f"tokens ({lost.share:.1%}). {lengths_to_keep}.{split}"
     )
 
 
@@ -36,7 +56,7 @@ def say_epoch(report: DataReport) -> str:
     if not report.sequences:
         return "No sequence to train on."
     shapes = " and ".join(f"{length:,}" for length in report.sequence_lengths)
-    how = "packed" if report.pack else "one row each"
+    how = "packed" if report.pack else "one document each"
     filler = (
         f", completed with {format_count(report.filler_sequences, 'empty one', 'empty ones')}"
         if report.filler_sequences
@@ -50,16 +70,16 @@ def say_epoch(report: DataReport) -> str:
 
 
 def say_rows(report: DataReport) -> list[tuple[str, str]]:
-    """Facts about rows, each with its name."""
+    """Name and value of each fact about the rows."""
     facts = [("rows", f"{report.rows:,}  ({_counts(report.kinds)})")]
     if report.bad_rows:
-        fate = "training would refuse" if report.on_bad_row == "refuse" else "left out"
+        fate = "training would refuse" if report.on_bad_row == "refuse" else "skipped"
         facts.append(("bad rows", f"{report.bad_rows:,}  ({fate})"))
     else:
         facts.append(("bad rows", "none"))
     facts.append(("duplicates", f"{report.duplicate_rows:,}" if report.duplicate_rows else "none"))
     if report.shortened_rows:
-        facts.append(("shortened", f"{report.shortened_rows:,} rows, to fit (data.on_too_long: {report.on_too_long})"))
+        facts.append(("shortened", f"{report.shortened_rows:,} rows (data.on_too_long: {report.on_too_long})"))
     facts.append(("split", _counts(report.splits)))
     if any(source.weight != 1 for source in report.sources) or len(report.sources) > 1:
         facts += [
@@ -75,7 +95,7 @@ def say_rows(report: DataReport) -> list[tuple[str, str]]:
 
 
 def nearby(path: str) -> str:
-    """A path as the person sees it from where they stand, in characters that do nothing."""
+    """A path relative to the working directory if it is inside, safe to print."""
     inside = os.path.isabs(path) and path.startswith(os.getcwd() + os.sep)
     return visible(os.path.relpath(path) if inside else path).replace("\n", "\\n")
 

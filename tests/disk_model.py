@@ -1,7 +1,7 @@
-"""A disk that loses power: the real calls of `os` are recorded, replayed into a model, and cut off anywhere.
+"""A model of a disk that loses power: real `os` calls are recorded and replayed, and the power can fail after each.
 
-What was flushed stays. What was not may be lost, kept, or kept in part: a folder keeps some first changes of its names,
-a file any first piece of its data, each on its own.
+Flushed data is always kept. Of the rest, each folder keeps any number of its first changes (created, renamed and
+removed names), and each file keeps any prefix of its data, independently of each other.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import pytest
 
 @dataclass
 class Node:
-    """A file or a folder: what programs see, and what the disk is sure to hold."""
+    """A file or a folder: what programs see, and what is flushed to the disk."""
 
     is_folder: bool
     data: bytes = b""
     data_on_disk: bytes = b""
     entries: dict[str, Node] = field(default_factory=dict)
     entries_on_disk: dict[str, Node] = field(default_factory=dict)
-    unsynced: list[dict[str, Node | None]] = field(default_factory=list)  # renames are one change, as in a journal
+    unsynced: list[dict[str, Node | None]] = field(default_factory=list)  # a rename is one change, as in a journal
 
     def change(self, names: dict[str, Node | None]) -> None:
         self.unsynced.append(names)
@@ -87,7 +87,7 @@ class Disk:
                 raise AssertionError(operation)
 
     def after_crash(self, names: Callable[[int], int], data: Callable[[Node], bytes]) -> Tree:
-        """What the next start finds: `names` says how many unflushed changes of a folder survive."""
+        """The files after a restart. `names` maps the number of unflushed changes of a folder to how many survive."""
         tree: Tree = {}
 
         def walk(node: Node, path: str) -> None:
@@ -104,7 +104,7 @@ class Disk:
 
 @contextmanager
 def recorded(root: Path, operations: list[Operation]) -> Iterator[None]:
-    """Notes every call of `os` that changes something below a folder, in the order it was made."""
+    """Records every `os` call that changes something in a folder, in order."""
     real = {name: getattr(os, name) for name in ("open", "write", "fsync", "close", "mkdir", "unlink", "rmdir")}
     renames = {name: getattr(os, name) for name in ("rename", "replace")}
     ours: set[int] = set()
@@ -119,7 +119,7 @@ def recorded(root: Path, operations: list[Operation]) -> Iterator[None]:
         return descriptor
 
     def write(descriptor: int, data: Any) -> int:
-        written: int = real["write"](descriptor, bytes(data)[:100])  # writes may be short; ours must go on
+        written: int = real["write"](descriptor, bytes(data)[:100])  # a short write: the caller must write the rest
         operations.append(("write", descriptor, bytes(data)[:written]))
         return written
 
@@ -157,8 +157,8 @@ def recorded(root: Path, operations: list[Operation]) -> Iterator[None]:
 
 
 def crashes(disk: Disk, draw: random.Random, num_mixtures: int) -> Iterator[Tree]:
-    """Nothing unflushed survives; all does; names without data (a known habit of file systems), data without names;
-    and mixtures, with data torn anywhere."""
+    """Possible states after a crash: nothing unflushed survives; all of it; names without data, which file systems are
+    known to do; data without names; and random mixtures with partly written data."""
 
     def lost(node: Node) -> bytes:
         return node.data_on_disk
@@ -174,7 +174,7 @@ def crashes(disk: Disk, draw: random.Random, num_mixtures: int) -> Iterator[Tree
         yield disk.after_crash(lambda n: draw.randint(0, n), torn)
 
 
-def lay_out(tree: Tree, root: Path) -> None:
+def write_tree(tree: Tree, root: Path) -> None:
     for path, data in tree.items():
         if data is None:
             (root / path.strip("/")).mkdir(exist_ok=True)

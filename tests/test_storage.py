@@ -1,7 +1,7 @@
-"""Storage under power loss, failing disks, hostile names and addresses with secrets.
+"""Storage under power loss, failing disks, hostile names and URLs with secrets.
 
-Power loss is replayed: the calls of `os` that a write really made go into a model of a disk, which is cut off after
-each of them, with what was not flushed lost, kept, or kept in part.
+Power loss is simulated: the `os` calls of a real write are replayed into a model of a disk. The power fails after each
+call; data that was not flushed is lost, kept, or kept in part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from disk_model import Disk, Operation, Tree, crashes, lay_out, recorded, tree_of
+from disk_model import Disk, Operation, Tree, crashes, recorded, tree_of, write_tree
 from fsspec.implementations.memory import MemoryFileSystem
 
 from trillora.errors import TrilloraError
@@ -31,7 +31,7 @@ from trillora.files.storage import MARK, LocalStorage, RemoteStorage, Storage, o
 from trillora.training.checkpoint import Checkpoints, Saver
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
-NUM_MIXTURES = 40 if FULL_DOSE else 4  # of lost and kept, beside the four pure cases
+NUM_MIXTURES = 40 if FULL_DOSE else 4  # random mixtures of lost and kept data, in addition to the four pure cases
 SOURCE = Path(__file__).parent.parent / "src"
 
 
@@ -39,7 +39,7 @@ def files_of(tag: str) -> dict[str, bytes]:
     return {"adapter_model.safetensors": (tag * 250).encode(), "state.json": f'{{"tag": "{tag}"}}'.encode()}
 
 
-# Power loss (R4)
+# Power loss
 
 
 def tag_of(files: dict[str, bytes]) -> str:
@@ -51,11 +51,13 @@ def test_power_loss_after_any_operation_never_shows_a_damaged_checkpoint_nor_los
 ) -> None:
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: None
-    )  # the disk is a model: flushing the real one costs seconds
+    )  # the disk is a model; flushing the real one takes seconds
     made = tmp_path / "made"
     made.mkdir()
     checkpoints = Checkpoints(LocalStorage(made / "run" / "checkpoints"))
-    history: list[tuple[list[Operation], dict[int, set[str]], set[int]]] = []  # operations, what must be, must not be
+    history: list[
+        tuple[list[Operation], dict[int, set[str]], set[int]]
+    ] = []  # operations, steps that must exist, steps that must not
 
     def do(act: Callable[[], None], during: dict[int, set[str]], after: dict[int, set[str]], gone: set[int]) -> None:
         operations: list[Operation] = []
@@ -83,16 +85,16 @@ def test_power_loss_after_any_operation_never_shows_a_damaged_checkpoint_nor_los
             if state not in seen:
                 seen.add(state)
                 check_after_crash(tree, tmp_path / "crash", must, gone, number)
-    assert disk.after_crash(lambda n: n, lambda node: node.data) == tree_of(made)  # the record was complete
+    assert disk.after_crash(lambda n: n, lambda node: node.data) == tree_of(made)  # every operation was recorded
     assert len(history) > 100 and len(seen) > 100
 
 
 def check_after_crash(tree: Tree, root: Path, must: dict[int, set[str]], gone: set[int], number: int) -> None:
-    lay_out(tree, root)
+    write_tree(tree, root)
     storage = LocalStorage(root / "run" / "checkpoints")
     checkpoints = Checkpoints(storage)
     for step in checkpoints.steps():
-        checkpoints.read(step)  # raises where anything visible is damaged
+        checkpoints.read(step)  # raises if a visible checkpoint is damaged
     checkpoints.clean()
     found = {step: tag_of(checkpoints.read(step)) for step in checkpoints.steps()}
     for step, tags in must.items():
@@ -115,7 +117,7 @@ def test_power_loss_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
         operations: list[Operation] = []
         with recorded(made, operations):
             atomic.write_file(made / "run.json", data)
-        # Flushed by the last but one: closing the folder adds nothing.
+        # The last but one call flushes the folder; closing it changes nothing.
         history += [(operation, {before, data}) for operation in operations[:-2]]
         history += [(operation, {data}) for operation in operations[-2:]]
         before = data
@@ -127,14 +129,14 @@ def test_power_loss_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     assert len(history) > 20
 
 
-# Full and failing disks (R5)
+# Full and failing disks
 
 CHANGING = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 
 
 @contextmanager
 def failing(at: int, code: int, *, for_good: bool, thread: str) -> Iterator[list[str]]:
-    """The call of `os` with that number fails, in the named thread; for good, also every later one that changes."""
+    """Call number `at` of `os` in the named thread fails; with `for_good`, also every later call that writes."""
     calls: list[str] = []
 
     def wrap(name: str) -> Callable[..., Any]:
@@ -147,7 +149,7 @@ def failing(at: int, code: int, *, for_good: bool, thread: str) -> Iterator[list
             is_change = name in CHANGING and not (name == "open" and not arguments[1] & os.O_CREAT)
             if len(calls) - 1 == at or (for_good and len(calls) > at and is_change):
                 if name == "close":
-                    real(*arguments)  # as the kernel does
+                    real(*arguments)  # the kernel closes the file even if close fails
                 raise OSError(code, os.strerror(code))
             return None if name == "fsync" else real(*arguments, **options)
 
@@ -163,7 +165,7 @@ def failing(at: int, code: int, *, for_good: bool, thread: str) -> Iterator[list
 def test_a_disk_that_fails_at_any_call_costs_no_good_checkpoint(
     tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # what fails is decided here: no need to wait for a disk
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # flushing the real disk takes seconds
     template = tmp_path / "template"
     for each in (5, 10, 20):
         Checkpoints(LocalStorage(template)).write(each, files_of(f"old {each}"))
@@ -184,7 +186,7 @@ def test_a_disk_that_fails_at_any_call_costs_no_good_checkpoint(
         assert tag_of(checkpoints.read(10)) == "old 10"
         for each in checkpoints.steps():
             checkpoints.read(each)
-        if not for_good:  # a single fault is put right at once, without waiting for the next start
+        if not for_good:  # after a single failure, the saver cleans up at once
             assert 20 in checkpoints.steps() and not [path for path in hidden_in(root) if ".making-" in path]
         if is_saved:
             assert tag_of(checkpoints.read(step)) == "new"
@@ -192,7 +194,7 @@ def test_a_disk_that_fails_at_any_call_costs_no_good_checkpoint(
         else:
             assert len(alarms) == 1 and os.strerror(code) in alarms[0] and str(root) in alarms[0]
             good = max(checkpoints.steps())
-            assert "Training goes on" in alarms[0] and f"newest good checkpoint is that of step {good}." in alarms[0]
+            assert "Training continues" in alarms[0] and f"newest valid checkpoint is from step {good}." in alarms[0]
             num_failed += 1
         checkpoints.clean()
         assert hidden_in(root) == []
@@ -227,18 +229,16 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_orphan(tmp_path
             with failing(at, code, for_good=False, thread=thread), pytest.raises(OSError) as caught:
                 atomic.write_file(path, "new")
             assert caught.value.errno == code
-            # Flushing the folder comes after the rename: that error leaves the new file.
+            # The folder is flushed after the rename, so a failure there leaves the new file.
             assert path.read_text() == ("new" if at > calls.index("replace") else "old")
             assert hidden_in(tmp_path) == []
     with failing(2, errno.EIO, for_good=True, thread=thread), pytest.raises(OSError):
         atomic.write_file(path, "new")
-    assert len(hidden_in(tmp_path)) == 1  # the disk did not even let go of it
+    assert len(hidden_in(tmp_path)) == 1  # the failing disk could not remove it
     assert len(atomic.remove_unfinished(tmp_path)) == 1 and hidden_in(tmp_path) == []
 
 
-def test_a_file_system_that_cannot_flush_folders_is_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_cannot_flush_folders_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -251,7 +251,7 @@ def test_a_file_system_that_cannot_flush_folders_is_no_obstacle(
     assert (tmp_path / "run.json").read_text() == "text"
 
 
-# Behind a URL
+# At a URL
 
 
 @pytest.fixture
@@ -274,7 +274,9 @@ def failing_remote(at: int, make_error: Callable[[], BaseException], *, for_good
             if len(calls) - 1 == at or (for_good and len(calls) > at):
                 raise make_error()
             answer = real(*arguments, **options)
-            return sorted(answer, key=lambda entry: str(entry["name"])) if name == "ls" else answer  # as object stores
+            return (
+                sorted(answer, key=lambda entry: str(entry["name"])) if name == "ls" else answer
+            )  # sorted, as in object stores
 
         return call
 
@@ -289,11 +291,13 @@ class Killed(BaseException):
 
 
 class LibraryError(Exception):
-    """As the libraries of cloud stores have them: no OSError, and the address in the text."""
+    """Like the errors of cloud stores' libraries: not an OSError, and the URL is in the text."""
 
 
 @pytest.mark.parametrize("kind", ["killed", "once", "for good"])
-def test_a_remote_write_or_removal_cut_off_anywhere_shows_nothing_damaged(memory: MemoryFileSystem, kind: str) -> None:
+def test_an_interrupted_remote_write_or_removal_shows_no_damaged_checkpoint(
+    memory: MemoryFileSystem, kind: str
+) -> None:
     url = "memory://bucket/run?token=hidden-canary"
     error = Killed if kind == "killed" else lambda: LibraryError(f"403 at {url}")
     num_cut = 0
@@ -301,7 +305,7 @@ def test_a_remote_write_or_removal_cut_off_anywhere_shows_nothing_damaged(memory
     def attempt(at: int) -> int:
         nonlocal num_cut
         memory.store.clear()
-        memory.pipe_file("/bucket/run?token=hidden-canary/strangers/data.bin", b"not ours")
+        memory.pipe_file("/bucket/run?token=hidden-canary/others/data.bin", b"not ours")
         checkpoints = Checkpoints(open_storage(url))
         for step in (10, 20):
             checkpoints.write(step, files_of(f"old {step}"))
@@ -321,19 +325,19 @@ def test_a_remote_write_or_removal_cut_off_anywhere_shows_nothing_damaged(memory
         checkpoints.clean()
         for step in checkpoints.steps():
             checkpoints.read(step)
-        assert {20, 30} & {*checkpoints.steps()}  # also the one that was being replaced
+        assert {20, 30} & {*checkpoints.steps()}  # 20 also while it was being replaced
         assert not [path for path in memory.store if "/." in path]
-        assert len(memory.store) == 3 * len(checkpoints.steps()) + 1  # the stranger's file is still there
+        assert len(memory.store) == 3 * len(checkpoints.steps()) + 1  # the other file is still there
         return len(calls)
 
     num_calls = attempt(10**9)
     assert num_cut == 0 and num_calls >= 30
     for at in range(num_calls):
         attempt(at)
-    assert num_calls * 0.7 < num_cut <= num_calls  # all but the calls that tidy up after a write
+    assert num_calls * 0.7 < num_cut <= num_calls  # all except the calls that clean up after a write
 
 
-def test_what_is_removed_does_not_come_back_from_a_replacement_cut_off(memory: MemoryFileSystem) -> None:
+def test_a_removed_checkpoint_does_not_come_back_from_an_interrupted_replacement(memory: MemoryFileSystem) -> None:
     checkpoints, storage = Checkpoints(open_storage("memory://run")), open_storage("memory://run")
     num_calls = 1
     at = 0
@@ -350,7 +354,7 @@ def test_what_is_removed_does_not_come_back_from_a_replacement_cut_off(memory: M
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "memory"])
-def test_what_is_written_is_read_back(tmp_path: Path, memory: MemoryFileSystem, kind: str) -> None:
+def test_reading_returns_what_was_written(tmp_path: Path, memory: MemoryFileSystem, kind: str) -> None:
     where = {"folder": str(tmp_path / "a" / "b"), "file": f"file://{tmp_path}/a/b", "memory": "memory://a/b"}[kind]
     storage: Storage = open_storage(where)
     assert isinstance(storage, LocalStorage if kind == "folder" else RemoteStorage)
@@ -361,7 +365,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, memory: MemoryFileSystem, 
     storage.write("step-2", {MARK: b"mark"})
     assert storage.names() == ["step-1", "step-2"]
     assert open_storage(where).read("step-1") == first
-    storage.write("step-1", {"two.bin": b"2", MARK: b"other"})  # nothing of the first stays
+    storage.write("step-1", {"two.bin": b"2", MARK: b"other"})  # no file of the first is left
     assert storage.read("step-1") == {"two.bin": b"2", MARK: b"other"}
     storage.remove("step-2")
     assert storage.names() == ["step-1"] and storage.clean() == []
@@ -370,7 +374,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, memory: MemoryFileSystem, 
     assert [path for path in [*tmp_path.rglob("*"), *map(Path, memory.store)] if path.name.startswith(".")] == []
 
 
-def test_a_listing_is_never_remembered(tmp_path: Path) -> None:
+def test_listings_are_not_cached(tmp_path: Path) -> None:
     reader, writer = open_storage(f"file://{tmp_path}"), open_storage(f"file://{tmp_path}")
     assert reader.names() == []
     writer.write("step-1", {MARK: b"mark"})
@@ -379,7 +383,7 @@ def test_a_listing_is_never_remembered(tmp_path: Path) -> None:
     assert reader._system.dircache.use_listings_cache is False
 
 
-def test_hidden_files_of_others_are_no_part_of_a_checkpoint(tmp_path: Path, memory: MemoryFileSystem) -> None:
+def test_hidden_files_of_other_programs_are_not_part_of_a_checkpoint(tmp_path: Path, memory: MemoryFileSystem) -> None:
     for where in (str(tmp_path), f"file://{tmp_path}"):
         storage = open_storage(where)
         storage.write("step-1", {MARK: b"mark"})
@@ -392,7 +396,7 @@ def test_hidden_files_of_others_are_no_part_of_a_checkpoint(tmp_path: Path, memo
         assert storage.names() == []
 
 
-# Addresses
+# URLs
 
 
 @pytest.mark.parametrize(
@@ -408,42 +412,43 @@ def test_hidden_files_of_others_are_no_part_of_a_checkpoint(tmp_path: Path, memo
         ("memory://me:canary-1?canary-2#canary-3@host/runs", "memory://host/runs", ["canary-1", "canary-2"]),
         ("memory://host/runs#canary-1", "memory://host/runs", ["canary-1"]),
         ("memory://host/runs?sig=canary%2D1", "memory://host/runs", ["canary-1", "canary%2D1"]),
-        ("nobody://me:canary-1@host/runs?t=canary-2", "nobody://host/runs", ["canary-1", "canary-2"]),
+        ("unknown://me:canary-1@host/runs?t=canary-2", "unknown://host/runs", ["canary-1", "canary-2"]),
         ("simplecache::memory://me:canary-1@host/runs", "memory://host/runs", ["canary-1"]),
+        ("zip://a.b/c.zip::memory://me:canary-1@host/runs", "zip://a.b/c.zip", ["canary-1"]),
         ("memory://[canary-1@", "memory://", ["canary-1"]),
     ],
 )
-def test_secrets_of_an_address_are_never_told(
+def test_secrets_of_a_url_are_never_shown(
     url: str, shown: str, secrets: list[str], memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    shown_texts = []
     try:
         storage = open_storage(url)
-        told.append(storage.where)
+        shown_texts.append(storage.where)
         with failing_remote(0, lambda: LibraryError(f"PUT {url} {' '.join(secrets)}"), for_good=True):
             for act in (storage.names, lambda: storage.write("a", {MARK: b""}), lambda: storage.read("a")):
                 with pytest.raises(OSError) as caught:
                     act()
-                told.append(str(caught.value))
+                shown_texts.append(str(caught.value))
     except TrilloraError as error:
-        told.append(str(error))
+        shown_texts.append(str(error))
         assert error.where == shown
     else:
         assert storage.where == shown
-    assert told and not [text for text in told for secret in secrets if secret in text]
+    assert shown_texts and not [text for text in shown_texts for secret in secrets if secret in text]
 
 
 def test_a_missing_library_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     known = importlib.import_module("fsspec.registry")._registry
     monkeypatch.delitem(known, "gs", raising=False)
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed, also where it is
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
     with pytest.raises(TrilloraError) as caught:
         open_storage("gs://bucket/runs")
     assert "gcsfs" in caught.value.what and caught.value.do == "pip install gcsfs"
     assert caught.value.where == "gs://bucket/runs"
 
 
-def test_an_unknown_address_or_one_without_a_folder_is_refused() -> None:
+def test_an_unknown_scheme_or_a_url_without_a_folder_is_refused() -> None:
     with pytest.raises(TrilloraError, match="memry://") as caught:
         open_storage("memry://runs")
     assert "memory://" in caught.value.do
@@ -451,7 +456,7 @@ def test_an_unknown_address_or_one_without_a_folder_is_refused() -> None:
         open_storage("memory://")
 
 
-# Names (S8)
+# Names
 
 
 def hostile_names() -> list[str]:

@@ -1,1 +1,1 @@
-"""Files: atomic writes, storage on disk or at an address, the cache folder."""
+"""Files: atomic writes, checkpoint storage on disk or at a URL, the hub, digests, the cache folder."""

@@ -1,7 +1,9 @@
-"""Files that are whole or not there, also after a power loss.
+"""Atomic file writes: after a crash or power loss a file has its old or its new content, never a part of it.
 
-A file is written under a hidden name beside its place, flushed to the disk, renamed, and the folder that holds the name
-is flushed too. Errors stay OSError: the caller knows what the file was for.
+    write_file(run / "run.json", text)
+
+writes `.run.json.making-<process>-<thread>` next to the target, flushes it to the disk, renames it, and flushes the
+folder. Errors are OSError: the caller knows what the file is for.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 
 _MAKING = ".making-"
-# Some file systems (shared folders of virtual machines, old FUSE drivers) cannot flush a folder and say so.
+# From file systems that cannot flush a folder: shared folders of virtual machines, old FUSE drivers.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 
 
 def write_file(path: Path, data: bytes | str) -> None:
-    """Puts a file in place, or leaves what was there before."""
-    # Process and thread in the name: two writers of one file must not mix their bytes.
+    """Writes or replaces a file. If this fails, the old file is unchanged."""
+    # With process and thread in the name, two writers of one file cannot mix their bytes.
     making = path.parent / f".{path.name}{_MAKING}{os.getpid()}-{threading.get_ident()}"
     try:
         write_synced(making, data.encode() if isinstance(data, str) else data)
@@ -32,19 +34,19 @@ def write_file(path: Path, data: bytes | str) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file and flushes it to the disk; its name is not durable before its folder is flushed."""
+    """Writes a file and flushes it to the disk. Its name is durable only after `sync_folder`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         rest = memoryview(data)
         while rest:
-            rest = rest[os.write(descriptor, rest) :]  # a write may take less than it was given
+            rest = rest[os.write(descriptor, rest) :]  # os.write may write only a part
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:
-    """Flushes the names in a folder: what was created, renamed or removed there stays so."""
+    """Flushes the names in a folder, so that created, renamed and removed files survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(descriptor)
@@ -56,7 +58,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """The folder and those above it, each flushed into the one that holds it."""
+    """Creates a folder and its missing parents, and flushes each of them."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)
@@ -71,7 +73,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> list[str]:
-    """Removes what killed `write_file` calls left in a folder; only for the one process that owns it. Names them."""
+    """Removes the temporary files of killed `write_file` calls and returns their names. Only for the folder's owner."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.name.startswith(".") and _MAKING in entry.name)
     for name in (names := [name for name in names if os.path.isfile(folder / name)]):

@@ -1,4 +1,4 @@
-"""Where Trillora keeps what it makes for itself."""
+"""The folder for files that Trillora can recreate: converted models, tokenized data, compiled programs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,18 @@
-"""Where checkpoints lie: named sets of files that appear whole and vanish whole.
+"""Stores checkpoints: named sets of files that are added, replaced and removed atomically.
 
-A folder on a disk commits by renaming: files are written into a hidden folder, flushed, and the folder gets its name.
-Behind a URL (`gs://…`, any fsspec file system) there is no such rename: objects appear one by one. There a set being
-written or removed holds the object `.making`, and is not there for readers until its mark, written last, is.
+    storage = open_storage("runs/first/checkpoints")        # or "gs://bucket/first"
+    storage.write("step-00000100", {"state.json": b"…", MARK: b"…"})
+    storage.names()                                         # ["step-00000100"]
+
+On a disk, a set is a folder. Its files are written into the hidden folder `.making-<name>-<process>` and flushed, then
+the folder is renamed. A set that is replaced is first renamed to `.replaced-<name>`, one that is removed to
+`.removing-<name>`.
+
+At a URL (`gs://…`, any fsspec file system) there is no atomic rename: files appear one by one. While a set is written
+or removed, it contains the file `.making`. Readers ignore such a set until its last file, `MARK`, is there. To replace
+a set, the new one is first written completely to `.new-<name>`.
+
+After a crash, `clean` finishes or undoes what was interrupted.
 """
 
 from __future__ import annotations
@@ -19,54 +29,54 @@ from trillora.errors import TrilloraError, nearest
 from trillora.files import atomic
 from trillora.secrets import mask_urls, secrets_of_url, without_secrets
 
-MARK = "checksums.json"  # the last file of every set
+MARK = "checksums.json"  # written last; its presence shows that a set is complete
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # room for what the hidden names add, within 255
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # hidden names are longer; the limit of file systems is 255
 
 
 class Storage(Protocol):
-    where: str  # for messages: never a password or a token
+    where: str  # for messages, without secrets
 
     def names(self) -> list[str]:
-        """The sets that were written to their end, sorted; also those that lost a file since."""
+        """The names of all completely written sets, sorted. A set that lost a file later is included."""
 
     def write(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Adds a set or replaces it; its last file is `MARK`. OSError where it cannot; other sets are untouched."""
+        """Adds or replaces a set, whose last file must be `MARK`. Raises OSError; other sets are never affected."""
 
     def read(self, name: str) -> dict[str, bytes]:
-        """All files of a set but hidden ones. What is no file is listed with a slash and no bytes."""
+        """All files of a set except hidden ones. A subfolder is listed as `name/` with no bytes."""
 
     def remove(self, name: str) -> None:
-        """Takes a set away: gone for readers first, then file by file."""
+        """Removes a set. Readers stop seeing it before its first file is removed."""
 
     def clean(self) -> list[str]:
-        """Removes what writes and removals left that never finished, and names it. Only for the one who writes here."""
+        """Cleans up after interrupted writes and removals; returns what it cleaned. Only for the writing process."""
 
 
 def open_storage(where: str | Path) -> Storage:
-    """The storage at a path or an fsspec URL; nothing is created before the first write."""
+    """Opens the storage at a path or an fsspec URL. Nothing is created before the first write."""
     if isinstance(where, str) and "://" in where:
         return RemoteStorage(where)
     return LocalStorage(Path(where).expanduser())
 
 
 def check_name(name: str) -> None:
-    """Refuses every name that could lead out of its folder, hide, or mean something to a shell or a URL."""
+    """Refuses names that could leave the folder, be hidden, or have a meaning in a shell or URL."""
     if not _NAME.fullmatch(name):
         raise TrilloraError(
-            f"{name[:80]!r} cannot be the name of a checkpoint or of a file in one.",
-            do="use up to 128 letters, digits, '.', '_' and '-', the first of them no '.'",
+            f"{name[:80]!r} cannot be the name of a checkpoint or of one of its files.",
+            do="use up to 128 letters, digits, '.', '_' and '-', and do not start with '.'",
         )
 
 
 def _check(name: str, files: Mapping[str, bytes]) -> None:
-    for each in (name, *files):
-        check_name(each)
-    assert list(files)[-1:] == [MARK], "the mark is written last"
+    for checked in (name, *files):
+        check_name(checked)
+    assert list(files)[-1:] == [MARK], "MARK must be the last file"
 
 
 class LocalStorage:
-    """A folder on a disk, a mounted drive included."""
+    """A folder on a disk or a mounted drive."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -84,7 +94,7 @@ class LocalStorage:
         atomic.make_folder(self._root)
         making = self._root / f".making-{name}-{os.getpid()}"
         try:
-            _remove_tree(making)  # of a killed process that had our number
+            _remove_tree(making)  # left by a killed process with the same id
             os.mkdir(making)
             for file, data in files.items():
                 atomic.write_synced(making / file, data)
@@ -96,7 +106,7 @@ class LocalStorage:
             raise
 
     def _commit(self, making: Path, name: str) -> None:
-        """Gives the finished folder its name. A folder of that name steps aside; `clean` knows how to bring it back."""
+        """Renames the finished folder. An existing folder is moved away first; `clean` can restore it."""
         target, old = self._root / name, self._root / f".replaced-{name}"
         replacing = os.path.lexists(target)
         if replacing:
@@ -111,14 +121,14 @@ class LocalStorage:
             raise
         atomic.sync_folder(self._root)
         if replacing:
-            with suppress(OSError):  # the new one is in place; `clean` takes what stays
+            with suppress(OSError):  # the new set is in place; `clean` removes the rest
                 _remove_tree(old)
 
     def read(self, name: str) -> dict[str, bytes]:
         check_name(name)
         files: dict[str, bytes] = {}
         with os.scandir(self._root / name) as entries:
-            # File managers and notebooks leave hidden files wherever somebody looks; none of ours is hidden.
+            # File managers and notebooks create hidden files. Ours are never hidden.
             listed = sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
         for entry in listed:
             if not entry.is_file():
@@ -126,7 +136,7 @@ class LocalStorage:
                 continue
             try:
                 files[entry.name] = Path(entry.path).read_bytes()
-            except OSError as error:  # a failing read, unlike a failing open, does not say of which file
+            except OSError as error:  # unlike open, read does not name the file
                 raise OSError(error.errno, error.strerror, entry.path) from error
         return files
 
@@ -143,25 +153,25 @@ class LocalStorage:
                 hidden = sorted(e.name for e in entries if e.name.startswith((".making-", ".replaced-", ".removing-")))
         except FileNotFoundError:
             return []
-        for each in hidden:
-            name = each.removeprefix(".replaced-")
-            if name != each and _NAME.fullmatch(name) and not os.path.lexists(self._root / name):
-                os.rename(self._root / each, self._root / name)  # killed between the two renames of a replacement
-        for each in hidden:
-            self._drop(self._root / each)
+        for entry in hidden:
+            name = entry.removeprefix(".replaced-")
+            if name != entry and _NAME.fullmatch(name) and not os.path.lexists(self._root / name):
+                os.rename(self._root / entry, self._root / name)  # killed between the two renames of `_commit`
+        for entry in hidden:
+            self._drop(self._root / entry)
         if hidden:
             atomic.sync_folder(self._root)
         return hidden
 
     def _drop(self, hidden: Path) -> None:
-        """Removes a hidden folder. Its new name reaches the disk before the first of its files leaves it."""
+        """Removes a hidden folder. Its new name is flushed to the disk before its first file is removed."""
         if os.path.lexists(hidden):
             atomic.sync_folder(self._root)
             _remove_tree(hidden)
 
 
 def _remove_tree(path: Path) -> None:
-    """Removes a folder and all in it, or a file, or nothing; follows no links."""
+    """Removes a folder with its contents, or a file, if it exists. Links are not followed."""
     if os.path.islink(path) or not os.path.isdir(path):
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -174,7 +184,7 @@ def _remove_tree(path: Path) -> None:
 
 
 class RemoteStorage:
-    """A folder behind an fsspec URL. Every failure of whatever library answers there becomes an OSError."""
+    """A folder at an fsspec URL. Errors of the library behind the URL are raised as OSError."""
 
     def __init__(self, url: str) -> None:
         self.where = without_secrets(url)
@@ -182,20 +192,20 @@ class RemoteStorage:
         self._system, path = self._open(url)
         self._root = str(path).rstrip("/")
         if not self._root:
-            raise TrilloraError("The address names no folder.", where=self.where, do=f"write {self.where}NAME")
+            raise TrilloraError("The URL names no folder.", where=self.where, do=f"use {self.where}NAME")
 
     def names(self) -> list[str]:
         names = [name for name, entry in self._list("").items() if entry["type"] == "directory"]
         return sorted(name for name in names if _NAME.fullmatch(name) and self._is_there(self._list(name)))
 
     def write(self, name: str, files: Mapping[str, bytes]) -> None:
-        """A set that is replaced goes before its successor is there: so that comes whole under a hidden name first."""
+        """To replace a set, its files must be removed first. So the new set is first written under a hidden name."""
         _check(name, files)
         spare = f".new-{name}"
         if self._is_there(self._list(name)) or self._list(spare):
             self._fill(spare, files)
         self._fill(name, files)
-        with suppress(OSError):  # written; `clean` takes what stays
+        with suppress(OSError):  # the set is written; `clean` removes the rest
             self._discard(spare)
 
     def _fill(self, name: str, files: Mapping[str, bytes]) -> None:
@@ -208,8 +218,8 @@ class RemoteStorage:
             with suppress(OSError):
                 self._discard(name)
             raise
-        with suppress(OSError):  # written; `clean` takes what stays
-            self._ask(self._system.rm_file, self._path(name, ".making"))
+        with suppress(OSError):  # the set is written; `clean` removes the rest
+            self._call(self._system.rm_file, self._path(name, ".making"))
 
     def read(self, name: str) -> dict[str, bytes]:
         check_name(name)
@@ -226,7 +236,7 @@ class RemoteStorage:
             if entry["type"] == "directory":
                 files[f"{file}/"] = b""
             else:
-                files[file] = bytes(self._ask(self._system.cat_file, self._path(name, file)))
+                files[file] = bytes(self._call(self._system.cat_file, self._path(name, file)))
         return files
 
     def remove(self, name: str) -> None:
@@ -235,7 +245,7 @@ class RemoteStorage:
         self._discard(name)
 
     def clean(self) -> list[str]:
-        """Touches only what holds `.making`, `.new-…` and empty folders: other things may lie at the same address."""
+        """Changes only sets with `.making`, `.new-…` and empty folders: the URL may have other contents too."""
         cleaned = []
         for folder, entry in sorted(self._list("").items()):
             name = folder.removeprefix(".new-")
@@ -244,43 +254,43 @@ class RemoteStorage:
             files = self._list(folder)
             if not self._is_there(files):
                 self._discard(folder)
-            elif folder != name:  # the replacement is whole: it is put in place now
+            elif folder != name:  # the replacement is complete: put it in place
                 content = self._read(folder)
                 self._fill(name, {file: content[file] for file in sorted(content, key=lambda file: file == MARK)})
                 self._discard(folder)
             elif ".making" in files:
-                self._ask(self._system.rm_file, self._path(name, ".making"))
+                self._call(self._system.rm_file, self._path(name, ".making"))
             else:
                 continue
             cleaned.append(folder)
         return cleaned
 
     def _hide(self, name: str) -> None:
-        """From here on readers see nothing, and `clean` may take it all."""
+        """Makes a set invisible for readers. From now on `clean` may remove it."""
         self._put(name, ".making", b"being written or removed\n")
         if MARK in self._list(name):
-            self._ask(self._system.rm_file, self._path(name, MARK))
+            self._call(self._system.rm_file, self._path(name, MARK))
 
-    def _empty(self, name: str, but: Collection[str]) -> None:
+    def _empty(self, name: str, keep: Collection[str]) -> None:
         for file, entry in self._list(name).items():
-            if file in but:
+            if file in keep:
                 continue
             if entry["type"] == "directory":
-                self._ask(self._system.rm, self._path(name, file), recursive=True)
+                self._call(self._system.rm, self._path(name, file), recursive=True)
             else:
-                self._ask(self._system.rm_file, self._path(name, file))
+                self._call(self._system.rm_file, self._path(name, file))
 
     def _discard(self, name: str) -> None:
         if self._list(name):
             self._hide(name)
             self._empty(name, {".making"})
             self._empty(name, ())
-        with suppress(OSError):  # object stores have no folders; elsewhere an empty one may stay
-            self._ask(self._system.rmdir, self._path(name))
+        with suppress(OSError):  # object stores have no folders; elsewhere an empty folder is harmless
+            self._call(self._system.rmdir, self._path(name))
 
     @staticmethod
     def _is_there(files: Mapping[str, Mapping[str, Any]]) -> bool:
-        """An empty mark is one whose file was opened and not yet written: not every system puts a file at once."""
+        """Whether a set is complete. An empty mark is not: some systems create a file before they write its data."""
         return bool(files) and (".making" not in files or bool(files.get(MARK, {}).get("size")))
 
     def _path(self, *parts: str) -> str:
@@ -288,62 +298,62 @@ class RemoteStorage:
 
     def _put(self, name: str, file: str, data: bytes) -> None:
         try:
-            self._ask(self._system.pipe_file, self._path(name, file), data)
-        except FileNotFoundError:  # a system that knows folders; object stores do not need them
-            self._ask(self._system.makedirs, self._path(name), exist_ok=True)
-            self._ask(self._system.pipe_file, self._path(name, file), data)
+            self._call(self._system.pipe_file, self._path(name, file), data)
+        except FileNotFoundError:  # a file system with folders; object stores have none
+            self._call(self._system.makedirs, self._path(name), exist_ok=True)
+            self._call(self._system.pipe_file, self._path(name, file), data)
 
     def _list(self, name: str) -> dict[str, dict[str, Any]]:
-        """Entries by name. Not `find` or `walk`: they keep silent about a connection that failed."""
+        """Entries by name. Uses `ls` because `find` and `walk` hide connection errors."""
         folder = self._path(name)
         try:
-            self._ask(self._system.invalidate_cache)
-            entries = self._ask(self._system.ls, folder, detail=True)
+            self._call(self._system.invalidate_cache)
+            entries = self._call(self._system.ls, folder, detail=True)
         except FileNotFoundError:
             return {}
         paths = [(entry["name"].rstrip("/"), entry) for entry in entries]
-        # Some object stores list the folder itself among its contents.
+        # Some object stores list the folder itself as one of its entries.
         return {path.rpartition("/")[2]: entry for path, entry in paths if path.strip("/") != folder.strip("/")}
 
     def _open(self, url: str) -> tuple[Any, str]:
-        import fsspec  # half a second, and only where a URL is used
+        import fsspec  # takes half a second, so it is imported only for URLs
 
         scheme = url.partition("://")[0]
         if "::" in url:
-            raise TrilloraError("Chained addresses cannot hold checkpoints.", where=self.where, do="name one address")
+            raise TrilloraError("Chained URLs cannot store checkpoints.", where=self.where, do="use a single URL")
         if scheme not in fsspec.available_protocols():
             near = nearest(scheme, fsspec.available_protocols())
             raise TrilloraError(
-                f"Nobody here knows addresses that begin with {scheme}://.",
+                f"Unsupported URL scheme {scheme}://.",
                 where=self.where,
-                do=f"did you mean {near}://?" if near else "use gs://, s3://, or the path of a folder",
+                do=f"did you mean {near}://?" if near else "use gs://, s3:// or the path of a folder",
             )
         try:
-            # Not an instance shared with others, who may have told it to remember listings.
+            # A new instance: a shared one might cache listings.
             system, path = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
-            missing = getattr(error.__cause__ or error, "name", None) or "the package that fsspec names for it"
+            package = (getattr(error.__cause__ or error, "name", None) or "").partition(".")[0]
             raise TrilloraError(
-                f"Addresses that begin with {scheme}:// need the package {missing.partition('.')[0]}.",
+                f"URLs with {scheme}:// need another package{package and f': {package}'}.",
                 where=self.where,
-                do=f"pip install {missing.partition('.')[0]}",
+                do=f"pip install {package}" if package else f"install the fsspec package for {scheme}",
             ) from None
         except Exception as error:
             raise TrilloraError(
-                f"The address cannot be opened: {self._said(error)}",
+                f"The URL cannot be opened: {self._message(error)}",
                 where=self.where,
-                do="check the address and your credentials for it",
+                do="check the URL and your credentials",
             ) from None
         return system, str(path)
 
-    def _ask(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
             return function(*arguments, **options)
         except FileNotFoundError as error:
-            raise FileNotFoundError(self._said(error)) from None
-        except Exception as error:  # libraries of cloud stores have error trees of their own
-            raise OSError(self._said(error)) from None
+            raise FileNotFoundError(self._message(error)) from None
+        except Exception as error:  # the libraries of cloud stores have their own exception types
+            raise OSError(self._message(error)) from None
 
-    def _said(self, error: Exception) -> str:
+    def _message(self, error: Exception) -> str:
         """The error's name and text, without the secrets of the URL."""
         return mask_urls(f"{type(error).__name__}: {error}", self._secrets)

@@ -479,7 +479,7 @@ NOT_COVERED: dict[str, str] = {
     **_because("hashes tokens into buckets and pads to multiples of them; legacy", "reformer"),
     **_because("permutation language model, not causal by default; legacy", "xlnet"),
     **_because("masked language model unless configured otherwise; legacy", "xlm"),
-    **_because("attends both ways, after prompt tokens of its own; legacy", "cpmant"),
+    **_because("bidirectional attention after its own prompt tokens; legacy", "cpmant"),
 }
 
 

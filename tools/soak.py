@@ -54,7 +54,7 @@ GUARANTEES = (
         "R2 resume is exact",
         "resume",
         "from every checkpoint of a 100-step run and of a 29-step run: two stages, dropout, packing, micro-batches",
-        ("test_resume.py::test_continued_from", "test_resume.py::test_optimiser_restarts_or_carries"),
+        ("test_resume.py::test_resumed_from", "test_resume.py::test_optimizer_state"),
     ),
     Guarantee(
         "R3 corruption is detected",
@@ -83,23 +83,23 @@ GUARANTEES = (
         (
             "test_storage.py::test_a_disk_that_fails",
             "test_storage.py::test_a_file_that_cannot_be_written",
-            "test_storage.py::test_a_remote_write_or_removal",
+            "test_storage.py::test_an_interrupted_remote_write_or_removal",
             "test_checkpoint.py::test_a_failed_save",
             "test_faults.py::test_full_disk",
-            "test_faults.py::test_run_does_not_end_well",
+            "test_faults.py::test_run_without_its_last",
         ),
     ),
     Guarantee(
         "R6 signals",
         "signals",
         "while training and compiling; 40 during evaluation and saving, half of them twice; exit within 10 s",
-        ("test_interruptions.py::test_told_to_stop", "test_interruptions.py::test_signals_during"),
+        ("test_interruptions.py::test_stop_signal", "test_interruptions.py::test_signals_during"),
     ),
     Guarantee(
         "R7 closed terminal",
         "signals",
         "standard output closed during a run; SIGHUP is one of the signals above",
-        ("test_interruptions.py::test_run_goes_on_when_nobody", "test_checkpoint.py::test_a_listener_whose_terminal"),
+        ("test_interruptions.py::test_run_continues", "test_checkpoint.py::test_a_listener_whose_terminal"),
     ),
     Guarantee(
         "R8 NaN and Inf",
@@ -108,7 +108,7 @@ GUARANTEES = (
         (
             "test_step.py::test_a_loss_that_is_not_finite",
             "test_step.py::test_a_gradient_that_is_not_finite",
-            "test_faults.py::test_batch_without_a_number",
+            "test_faults.py::test_batch_with_a_non_finite_loss",
         ),
     ),
     Guarantee(
@@ -118,7 +118,7 @@ GUARANTEES = (
         (
             "test_promises.py::test_a_poisonous_batch",
             "test_promises.py::test_clean_runs",
-            "test_faults.py::test_health",
+            "test_faults.py::test_divergence_monitor",
         ),
     ),
     Guarantee("R11 device counts change", "devices", "1, 8, 1 devices", ("test_resume.py::test_devices_may_change",)),
@@ -127,7 +127,7 @@ GUARANTEES = (
         "adapter",
         "loaded by PEFT for every architecture of the tests, and in a process without Trillora",
         (
-            "test_adapters.py::test_what_we_save_peft_loads",
+            "test_adapters.py::test_peft_loads_our_adapter",
             "test_trainer.py::test_adapter_loads_in_peft",
             "test_evaluate.py::test_the_adapter_is_the_adapter",
         ),
@@ -151,7 +151,7 @@ GUARANTEES = (
         "every unpickling during train, eval, generate, inspect, report and doctor; pickled models",
         (
             "test_promises.py::test_no_file_is_unpickled",
-            "test_promises.py::test_the_watch_sees",
+            "test_promises.py::test_the_audit_sees",
             "test_promises.py::test_pickled_weights",
             "test_source.py::test_folder_without_usable_weights",
         ),
@@ -160,17 +160,17 @@ GUARANTEES = (
         "S2 no remote code",
         "safety",
         "malicious model and tokenizer folders with auto_map",
-        ("test_source.py::test_code_in_a", "test_source.py::test_model_that_transformers_knows"),
+        ("test_source.py::test_code_in_a", "test_source.py::test_model_that_transformers_supports"),
     ),
     Guarantee(
         "S6 secrets",
         "safety",
         "canary values in the environment, the recipe and the command line",
         (
-            "test_promises.py::test_no_secret_is_told",
-            "test_promises.py::test_no_complaint_repeats",
+            "test_promises.py::test_no_secret_is_printed",
+            "test_promises.py::test_no_error_repeats",
             "test_run_report.py::test_no_secret_reaches",
-            "test_storage.py::test_secrets_of_an_address",
+            "test_storage.py::test_secrets_of_a_url",
         ),
     ),
     Guarantee(
@@ -199,7 +199,7 @@ GUARANTEES = (
         "S9 changed inputs are refused",
         "resume",
         "recipe, data, model or tokenizer changed between two starts",
-        ("test_resume.py::test_what_has_changed", "test_resume.py::test_changes_are_accepted"),
+        ("test_resume.py::test_changed_inputs", "test_resume.py::test_changes_are_accepted"),
     ),
 )
 GOODPUT = "R19 goodput"

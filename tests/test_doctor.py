@@ -1,4 +1,4 @@
-"""The doctor names what is wrong and the command that mends it; the failures people met are among what it knows."""
+"""The doctor names each problem and the command that fixes it. It knows the common failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def changed(**facts: Any) -> Machine:
     return dataclasses.replace(HEALTHY, versions={n: v for n, v in versions.items() if v is not None}, **facts)
 
 
-def test_a_healthy_machine_has_nothing_to_mend() -> None:
+def test_a_healthy_machine_needs_no_fix() -> None:
     for machine in (HEALTHY, changed(devices=TPU, chip_files=("/dev/accel0",))):
         findings = examine(machine)
         assert {finding.state for finding in findings} == {"ok"}
@@ -54,12 +54,12 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
     [
         (changed(python=(3, 10)), "broken", "too old", "Python 3.11"),
         (changed(versions={"torchax": None}), "broken", "Missing: torchax", "pip install torchax"),
-        (changed(versions={"jaxlib": "0.10.1"}), "broken", "do not belong together", "jaxlib==0.10.2"),
-        (changed(versions={"libtpu": "0.0.48.1"}), "broken", "not what jax was made for", '"libtpu==0.0.42.*"'),
-        (changed(versions={"torchax": "0.0.13"}), "broken", "not what trillora was made for", "torchax==0.0.14.dev"),
-        (changed(versions={"torch_xla": "2.9"}), "warning", "may take the TPU", "pip uninstall torch_xla"),
-        # A silent fall-back to the CPU, on Colab, on a TPU VM and beside a GPU.
-        (changed(environment={"COLAB_TPU_ADDR": "x"}), "broken", "a run would be on the CPU", "jax[tpu]==0.10.2"),
+        (changed(versions={"jaxlib": "0.10.1"}), "broken", "does not match jaxlib", "jaxlib==0.10.2"),
+        (changed(versions={"libtpu": "0.0.48.1"}), "broken", "does not match jax", '"libtpu==0.0.42.*"'),
+        (changed(versions={"torchax": "0.0.13"}), "broken", "does not match trillora", "torchax==0.0.14.dev"),
+        (changed(versions={"torch_xla": "2.9"}), "warning", "may block the TPU", "pip uninstall torch_xla"),
+        # jax falls back to the CPU without an error: on Colab, on a TPU VM and on a machine with a GPU.
+        (changed(environment={"COLAB_TPU_ADDR": "x"}), "broken", "A run would use the CPU", "jax[tpu]==0.10.2"),
         (changed(chip_files=("/dev/vfio/0",)), "broken", "This machine has a TPU", "jax[tpu]==0.10.2"),
         (changed(chip_files=("/dev/nvidia0",)), "broken", "This machine has a GPU", "jax[cuda12]==0.10.2"),
         (
@@ -68,13 +68,13 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
         ),
         (
             changed(devices={"error": "Bad StatusOr access: INTERNAL: Failed to get global TPU topology."}),
-            "broken", "does not answer", "restart the runtime",
+            "broken", "does not respond", "restart the runtime",
         ),
         (
             changed(devices={"error": "The TPU is already in use by process with pid 4127. Not attempting to load"}),
-            "broken", "Process 4127 holds the TPU", "kill 4127",
+            "broken", "Process 4127 uses the TPU", "kill 4127",
         ),
-        (changed(devices={"error": "Unable to open /tmp/libtpu_lockfile"}), "broken", "holds the TPU", "rm /tmp"),
+        (changed(devices={"error": "Unable to open /tmp/libtpu_lockfile"}), "broken", "uses the TPU", "rm /tmp"),
         (changed(devices={"error": "x\nImportError: no"}), "broken", "jax does not start: ImportError", "pip install"),
         (changed(free_memory=GIB), "warning", "1.0 GiB free", "smaller model"),
         (changed(free_disk=GIB), "warning", "1.0 GiB free", "TRILLORA_CACHE"),
@@ -85,7 +85,7 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
         (changed(environment={"COLAB_RELEASE_TAG": "x"}), "warning", "Drive is not mounted", "drive.mount"),
     ],
 )  # fmt: skip
-def test_each_fault_is_named_with_what_mends_it(machine: Machine, state: str, what: str, do: str) -> None:
+def test_each_problem_is_named_with_its_fix(machine: Machine, state: str, what: str, do: str) -> None:
     faults = [finding for finding in examine(machine) if finding.state != "ok"]
     assert len(faults) == 1, faults
     assert faults[0].state == state
@@ -93,7 +93,7 @@ def test_each_fault_is_named_with_what_mends_it(machine: Machine, state: str, wh
     assert do in faults[0].do
 
 
-def test_this_machine_is_looked_at_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     result = CliRunner().invoke(app, ["doctor", "--json"])
     findings = {found["name"]: Finding(**found) for found in json.loads(result.stdout)}

@@ -1,4 +1,4 @@
-"""The newcomer's first run in small: two findings trained, two tested, everything a person is promised is there."""
+"""A small quickstart: it trains on two findings, evaluates on two, and writes every promised file."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def test_quickstart_trains_tests_and_reports(tmp_path: Path, monkeypatch: pytest
     assert set(evaluation.majority) == {"provider", "area", "severity"}
     assert json.loads((result.run / "eval.json").read_text())["num_rows"] == 2
     assert "severity" in (result.run / "report.html").read_text()
-    told = run.next_steps(result.run)
-    assert str(result.adapter) in told and "report.html" in told and "trillora chat" in told and "data=FILE" in told
-    # What it wrote is a recipe like any other, with the data beside it.
+    text = run.next_steps(result.run)
+    assert str(result.adapter) in text and "report.html" in text and "trillora chat" in text and "data=FILE" in text
+    # The recipe can be used as it is: its data is in the same folder.
     recipe = load_recipe(result.run / "recipe.yaml")
     assert recipe.data is not None and recipe.data.path == str(result.run / "train.jsonl")
 
 
-def test_a_finished_quickstart_is_left_alone_and_an_unfinished_one_goes_on(tmp_path: Path) -> None:
+def test_a_finished_quickstart_is_not_changed_and_an_unfinished_one_is_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "quickstart"
-    assert run._open_or_unused(folder) == folder
+    assert run._resumable_or_new(folder) == folder
     folder.mkdir()
-    assert run._open_or_unused(folder) == tmp_path / "quickstart-2", "somebody else's folder"
+    assert run._resumable_or_new(folder) == tmp_path / "quickstart-2", "not a folder of the quickstart"
     (folder / "recipe.yaml").write_text(run.RECIPE)
-    assert run._open_or_unused(folder) == folder
+    assert run._resumable_or_new(folder) == folder
     (folder / "adapter").mkdir()
-    assert run._open_or_unused(folder) == tmp_path / "quickstart-2"
+    assert run._resumable_or_new(folder) == tmp_path / "quickstart-2"

@@ -1,4 +1,4 @@
-"""The findings of the quickstart: whole, divided without overlap, and as hard as is said of them."""
+"""The data of the quickstart: valid, split without overlap, and with the documented majority baseline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUES = {
     "storage",
     "severity": "critical high low medium",
 }
-# The share of the test that the commonest value of the training rows gets right.
+# Fraction of the test rows for which the most common value of the training rows is right.
 MAJORITY = {"provider": ("aws", 66 / 128), "area": ("identity", 24 / 128), "severity": ("medium", 73 / 128)}
 
 
@@ -66,25 +66,25 @@ def test_every_answer_has_exactly_the_fields_with_known_values(name: str) -> Non
             assert value in VALUES[field].split()
 
 
-def test_every_value_can_be_learnt() -> None:
+def test_every_value_occurs_in_training() -> None:
     for field, values in VALUES.items():
         assert {verdict[field] for verdict in verdicts("train")} == set(values.split())
 
 
 @pytest.mark.parametrize(("one", "other"), [("train", "test"), ("train", "validation"), ("validation", "test")])
-def test_no_title_has_its_like_in_another_file(one: str, other: str, tool: ModuleType) -> None:
+def test_no_title_is_similar_to_one_in_another_file(one: str, other: str, tool: ModuleType) -> None:
     mine, others = ([frozenset(re.findall(r"[a-z0-9]+", t.lower())) for t in titles(name)] for name in (one, other))
     nearest = max(len(a & b) / len(a | b) for a in mine for b in others)
     assert nearest < tool.SAME_WORDS
 
 
-def test_the_majority_guess_is_as_stated() -> None:
+def test_the_majority_guess_is_as_documented() -> None:
     for field, (value, share) in MAJORITY.items():
         assert Counter(verdict[field] for verdict in verdicts("train")).most_common(1)[0][0] == value
         assert sum(verdict[field] == value for verdict in verdicts("test")) / NUM_ROWS["test"] == share
 
 
-def test_licence_and_notice_come_along() -> None:
+def test_licence_and_notice_are_included() -> None:
     licence, notice = ((FOLDER / name).read_text("utf-8") for name in ("LICENSE", "NOTICE"))
     assert "Apache License" in licence and "Version 2.0" in licence and "Toni de la Fuente" in licence
     assert all(word in notice for word in ("prowler 5.46.0", "Toni de la Fuente", "Apache License", "Changed:"))
@@ -99,7 +99,7 @@ def check(provider: str, name: str, title: str, **other: Any) -> dict[str, Any]:
     return {"Provider": provider, "CheckID": name, "CheckTitle": title, **fields, **other}
 
 
-def test_like_checks_are_one_family(tool: ModuleType) -> None:
+def test_similar_checks_form_one_family(tool: ModuleType) -> None:
     checks = [
         check("aws", "bucket_a", "Bucket is not public to anyone on the internet"),
         check("gcp", "bucket_b", "Bucket is not public to anybody on the internet"),
@@ -112,7 +112,7 @@ def test_like_checks_are_one_family(tool: ModuleType) -> None:
     assert len({first, third, fifth}) == 3
 
 
-def test_a_check_without_a_group_takes_its_service_s(tool: ModuleType) -> None:
+def test_a_check_without_a_group_gets_the_area_of_its_service(tool: ModuleType) -> None:
     assert tool.area(check("gcp", "a", "A", ResourceGroup=None, ServiceName="cloudsql")) == "database"
     assert tool.area(check("gcp", "a", "A", ResourceGroup=None, ServiceName="compute")) is None
     assert tool.area(check("gcp", "a", "A", ResourceGroup="ai_ml")) == "ai"

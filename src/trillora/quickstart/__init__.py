@@ -1,1 +1,1 @@
-"""The first run: code and data."""
+"""Code and data of `trillora quickstart`."""

@@ -1,7 +1,10 @@
-"""The first thing a newcomer runs: the embedded chat model learns to judge security findings, on any CPU, in minutes.
+"""`trillora quickstart`: the embedded chat model learns to classify security findings, on any CPU, in minutes.
 
-It writes data and a recipe into the run's folder, trains with them exactly as `trillora train` would, and puts held-out
-findings to the model before and after. What was interrupted goes on when it is started again.
+    prompt  Failed check: Bucket is not public ... Answer in JSON: provider, area, severity.
+    answer  {"provider": "aws", "area": "storage", "severity": "high"}
+
+It writes data and a recipe into the run's folder, trains as `trillora train` does, and evaluates base model and adapter
+on held-out findings. Run it again to resume an interrupted quickstart.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from trillora.recipe.load import load_recipe
 from trillora.report.run.write import write_report
 from trillora.training.trainer import TrainResult, train
 
-NUM_TRAINED = 208  # of 1,285 findings, for a CPU's sake; services take turns, so all are shown
+NUM_TRAINED = 208  # of 1,285, to keep it short on a CPU. The rows alternate between services, so all are covered.
 NUM_TESTED = 40  # of 128
 
 RECIPE = """\
-# What `trillora quickstart` trained: findings of a cloud scanner in, one JSON verdict out. Change `data`, and
-# `trillora train recipe.yaml --out my-run` trains yours.
+# The recipe of `trillora quickstart`: findings of a cloud scanner in, one JSON verdict out. To train on your own rows,
+# change `data` and run `trillora train recipe.yaml --out my-run`.
 model: smollm2
 data: train.jsonl
 lora: {rank: 16, alpha: 32}
@@ -32,35 +35,34 @@ hardware: {devices: 1}
 
 
 def run(out: Path, listener: Listener) -> tuple[TrainResult, Evaluation | None]:
-    """Write data and recipe, train, and test; no test where the training was stopped."""
-    out = _open_or_unused(out)
+    """Writes the data and the recipe, trains and evaluates. The evaluation is None if the training was stopped."""
+    out = _resumable_or_new(out)
     out.mkdir(parents=True, exist_ok=True)
     for name, most in (("train.jsonl", NUM_TRAINED), ("test.jsonl", NUM_TESTED)):
         write_file(out / name, "".join(_findings(name)[:most]))
     write_file(out / "recipe.yaml", RECIPE)
     listener(
         Note(
-            f"Quickstart: SmolLM2-135M learns to judge {NUM_TRAINED} findings of the cloud scanner prowler "
-            f"(Apache-2.0), seven minutes on two cores. Everything is in {out}"
+            f"Quickstart: SmolLM2-135M learns to classify findings of the cloud scanner prowler (Apache-2.0). It "
+            f"trains on {NUM_TRAINED} rows, which takes about seven minutes on two cores. All files are in {out}"
         )
     )
     result = train(load_recipe(out / "recipe.yaml"), out, listener=listener)
     if result.stopped is not None:
         return result, None
-    listener(Note(f"Putting {NUM_TESTED} findings it has never seen to the model, before and after training"))
+    listener(Note(f"Evaluating base model and adapter on {NUM_TESTED} findings that were not trained on"))
     evaluation = evaluate(out, out / "test.jsonl", listener=listener)
     write_report(out)
     return result, evaluation
 
 
 def next_steps(run: Path) -> str:
-    """What a person may want to do now."""
     return f"""\
-Adapter  {run / "adapter"}   (PEFT loads it)
+Adapter  {run / "adapter"}   (PEFT format)
 Report   {run / "report.html"}
 
-Ask it:              trillora chat {run}
-Train your own file: trillora train {run / "recipe.yaml"} data=FILE --out my-run"""
+Chat with it:           trillora chat {run}
+Train on your own data: trillora train {run / "recipe.yaml"} data=FILE --out my-run"""
 
 
 def _findings(name: str) -> list[str]:
@@ -68,12 +70,12 @@ def _findings(name: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
-def _open_or_unused(folder: Path) -> Path:
-    """The first of folder, folder-2, … that is not there yet or not finished."""
+def _resumable_or_new(folder: Path) -> Path:
+    """The first of folder, folder-2, ... that does not exist or holds an unfinished quickstart."""
     names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2)))
-    return next(name for name in names if not name.exists() or _can_go_on(name))
+    return next(name for name in names if not name.exists() or _is_resumable(name))
 
 
-def _can_go_on(run: Path) -> bool:
+def _is_resumable(run: Path) -> bool:
     recipe = run / "recipe.yaml"
     return recipe.is_file() and recipe.read_text("utf-8") == RECIPE and not (run / "adapter").exists()

@@ -1,4 +1,4 @@
-"""An evaluation in a terminal: the measures of base and adapter beside each other, and a few answers."""
+"""Shows an evaluation in a terminal: a few answers, then the metrics of base model and adapter next to each other."""
 
 from __future__ import annotations
 
@@ -9,44 +9,45 @@ from rich.text import Text
 
 from trillora.evaluation.evaluate import Evaluation, Example
 from trillora.evaluation.scores import Scores
+from trillora.report.numbers import format_count
 from trillora.safe_text import visible
 
 NUM_SHOWN = 3  # examples
 NUM_FIELDS = 20
-MAX_CHARACTERS = 400  # of a text among the examples
-BETTER, WORSE, NO_BETTER_THAN_GUESSED = "bold green", "bold red", "bold yellow"
+MAX_CHARACTERS = 400  # of a prompt or an answer
+BETTER, WORSE, NO_BETTER_THAN_GUESS = "bold green", "bold red", "bold yellow"
 
 
 def show(evaluation: Evaluation, console: Console) -> None:
-    """Prints the examples, then the table, which is what people look for."""
+    """Prints the examples, then the metrics: they stay in view above the prompt."""
     lines = box.ROUNDED if console.encoding.lower().startswith("utf") else box.ASCII
     for number, example in enumerate(evaluation.examples[:NUM_SHOWN], 1):
         console.print(Text.assemble((f"Question {number}  ", "bold"), _short(example.prompt)))
         console.print(_answers(example, lines))
-    console.print(_measures(evaluation, lines))
+    console.print(_metrics(evaluation, lines))
 
 
 def _answers(example: Example, lines: box.Box) -> Table:
     table = Table(box=lines, expand=True)
     answers = {"expected": example.expected, "base": example.base, "adapter": example.adapter}
-    given = {name: text for name, text in answers.items() if text is not None}
-    for name in given:
+    known = {name: text for name, text in answers.items() if text is not None}
+    for name in known:
         table.add_column(name, ratio=1, overflow="fold", header_style="dim")
     table.add_row(
         *(
             Text(_short(text), "green" if name != "expected" and text.strip() == example.expected.strip() else "")
-            for name, text in given.items()
+            for name, text in known.items()
         )
     )
     return table
 
 
-def _measures(evaluation: Evaluation, lines: box.Box) -> Table:
+def _metrics(evaluation: Evaluation, lines: box.Box) -> Table:
     base, adapter, guess = evaluation.base, evaluation.adapter, evaluation.majority
-    rows = "1 row" if evaluation.num_rows == 1 else f"{evaluation.num_rows:,} rows"
+    rows = format_count(evaluation.num_rows, "row", "rows")
     title = Text.assemble((f"{rows} of ", "dim"), (visible(evaluation.data), "dim"))
     table = Table(box=lines, title=title, title_justify="left")
-    table.add_column("measure", header_style="bold")
+    table.add_column("metric", header_style="bold")
     if base is not None:
         table.add_column("base", justify="right")
     table.add_column("adapter", justify="right", header_style="bold")
@@ -59,14 +60,14 @@ def _measures(evaluation: Evaluation, lines: box.Box) -> Table:
         cells = [Text(_figure(before, share), "dim")] if base is not None else []
         style = _style(before, after, higher_is_better=share)
         if guessed is not None and after <= guessed:
-            style = NO_BETTER_THAN_GUESSED
+            style = NO_BETTER_THAN_GUESS
         cells.append(Text(_figure(after, share), style))
         if guess:
             cells.append(Text(_figure(guessed, share), "dim"))
         table.add_row(Text(name), *cells)
 
-    for name, key in (("loss", "loss"), ("perplexity", "perplexity")):
-        add(name, _of(base, key), _of(adapter, key), share=False)
+    for key in ("loss", "perplexity"):
+        add(key, _of(base, key), _of(adapter, key), share=False)
     for name, key in (
         ("token accuracy", "accuracy"),
         ("exact match", "exact_match"),
@@ -77,9 +78,9 @@ def _measures(evaluation: Evaluation, lines: box.Box) -> Table:
     for field in list(adapter.fields)[:NUM_FIELDS]:
         before = base.fields.get(field) if base is not None else None
         add(f"  {visible(field)} right", before, adapter.fields[field], share=True, guessed=guess.get(field))
-    left = len(adapter.fields) - NUM_FIELDS
-    if left > 0:
-        table.caption = f"and {left:,} more fields, in eval.json"
+    num_hidden = len(adapter.fields) - NUM_FIELDS
+    if num_hidden > 0:
+        table.caption = f"{num_hidden:,} more fields are in eval.json"
     return table
 
 

@@ -1,6 +1,8 @@
-"""What every page of ours has in common: the frame, the style sheet, text made harmless, the colours of trained text.
+"""Pieces that all HTML pages share: the document, the style sheet, escaped text, cards, and coloured training text.
 
-A page is one file that asks for nothing outside itself, in light or dark as the reader's system is.
+    document("My run", card("Files", text("a<b.jsonl")))  ->  "<!DOCTYPE html> ... a&lt;b.jsonl ..."
+
+A page is a single file without scripts or requests. It follows the light or dark mode of the reader's system.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterable
 from trillora.data.excerpt import Gap, Piece
 from trillora.safe_text import visible
 
-# Names of colours: back, card, text, faint, line, trained, masked, padded, special, bad, edge (of a sequence).
+# The variables are colours. `edge` marks the end of a sequence.
 STYLE = """
 :root { color-scheme: light dark;
   --back: #f4f5f3; --card: #ffffff; --text: #1d2420; --faint: #5d6862; --line: #dde2de; --trained: #12794a;
@@ -68,7 +70,7 @@ mark .special { text-decoration: underline; }
 
 
 def document(title: str, body: str, more_style: str = "") -> str:
-    """The whole page; the browser itself forbids scripts and requests."""
+    """Returns the whole page. Its security policy makes the browser refuse scripts and requests."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -88,7 +90,7 @@ def document(title: str, body: str, more_style: str = "") -> str:
 
 
 def text(words: str) -> str:
-    """Text that is only text, for HTML and for eyes."""
+    """Escapes untrusted text: HTML is not interpreted, and control characters are visible."""
     return html.escape(visible(words))
 
 
@@ -97,7 +99,7 @@ def card(title: str, content: str) -> str:
 
 
 def tiles(facts: Iterable[tuple[str, str, bool]]) -> str:
-    """Large figures: value, name, and whether it is a bad one. Values are written as they are."""
+    """Large figures from (value, name, is alarming). The values and names are HTML and are not escaped."""
     return '<div class="tiles">{}</div>'.format(
         "".join(
             f'<div class="tile{" alarm" if alarm else ""}"><b>{value}</b><span class="faint">{name}</span></div>'
@@ -107,7 +109,7 @@ def tiles(facts: Iterable[tuple[str, str, bool]]) -> str:
 
 
 def coloured(pieces: Iterable[Piece | Gap]) -> str:
-    """A row by what of it is trained, with the key to its colours."""
+    """Shows which parts of a training document are trained on, with a legend of the colours."""
     key = '<mark>trained</mark><span class="faint">context</span><span class="special">special token</span>'
     return f'<div class="key">{key}</div><pre>{"".join(_piece(piece) for piece in pieces)}</pre>'
 

@@ -1,1 +1,1 @@
-"""The findings `trillora quickstart` trains and tests on, made by tools/quickstart_data.py; see NOTICE."""
+"""Findings that `trillora quickstart` trains and evaluates on. tools/quickstart_data.py writes them; see NOTICE."""

@@ -1,4 +1,4 @@
-"""One row at a time, in this process: what tests compare with the tokenizer's own."""
+"""Renders single rows in this process, for comparison with the tokenizer's own output."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def _encoder(tokenizer: Any) -> Encoder:
 
 
 def render(row: dict[str, Any], tokenizer: Any, format: str, **options: Any) -> TokenizedDocument:
-    """A row as tokens; what is wrong with it is raised as users would see it."""
+    """The tokens of a row. A bad row raises the error that users would see."""
     encoder = _encoder(tokenizer)
     settings = render_settings(DataOptions(sources=(), **options), tokenizer, encoder)
     document: TokenizedDocument | BadRow
     try:
-        script = Renderer(settings).script(json.dumps(row).encode(), format)
-        document = encoder.encode([script])[0]
+        rendered = Renderer(settings).render(json.dumps(row).encode(), format)
+        document = encoder.encode([rendered])[0]
     except BadRow as error:
         document = error
     if isinstance(document, BadRow):
@@ -44,6 +44,6 @@ def render_text(text: str, tokenizer: Any) -> TokenizedDocument:
 
 
 def load(path: Path | str, tokenizer: Any, cache: Path, sequence_length: int = 64, **options: Any) -> Dataset:
-    """A file through the whole way, with one worker."""
+    """Prepare a file with one worker."""
     chosen = dataclasses.replace(DataOptions((Source(str(path)),)), **options)
     return prepare(chosen, tokenizer, cache, sequence_length=sequence_length, num_workers=1)

@@ -142,10 +142,10 @@ BAD = [
     (b'{"text": ', "not JSON: Expecting value at column 9"),
     (b'{"text": NaN}', "NaN is not a JSON number"),
     (b'{"text": "\\ud800"}', "half of a surrogate pair"),
-    (b'{"text": ' + b"9" * 5000 + b"}", "not JSON one can use"),
-    (b"[" * 200000, "not JSON one can use"),
-    (b"[1]", "holds a list, not a JSON object"),
-    (b'"text"', "holds a string, not"),
+    (b'{"text": ' + b"9" * 5000 + b"}", "not usable JSON"),
+    (b"[" * 200000, "not usable JSON"),
+    (b"[1]", "is a list, not a JSON object"),
+    (b'"text"', "is text, not"),
     ({"messages": []}, "empty"),
     ({"messages": "Hello"}, "list"),
     ({"messages": ["Hello"]}, "urn 1"),
@@ -156,7 +156,7 @@ BAD = [
     (chat(("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d")), "system"),
     (chat(("user", "a"), ("user", "b"), ("assistant", "c")), "turns 1 and 2 are both user"),
     (chat(("user", "a"), ("assistant", "b"), ("assistant", "c")), "turns 2 and 3 are both assistant"),
-    ({"messages": [*HELLO["messages"]], "tools": [{"type": "function"}]}, "does not write"),
+    ({"messages": [*HELLO["messages"]], "tools": [{"type": "function"}]}, "the chat template ignores"),
 ]
 
 

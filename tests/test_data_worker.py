@@ -1,4 +1,4 @@
-"""Rows and templates are strangers' work: in the worker they cost two seconds and half a gigabyte, and see nothing."""
+"""Untrusted rows and templates: the worker limits them to two seconds and half a gigabyte, and has no secrets."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def hostile(request: pytest.FixtureRequest) -> Iterator[Worker]:
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {
-    "a loop without end": (LOOP, "more than 2 seconds"),
+    "an endless loop": (LOOP, "more than 2 seconds"),
     "a loop that writes": (LOOP.replace("{% endfor %}", "x{% endfor %}", 1), "more than 2 seconds|more than 512 MB"),
-    "a power nobody can wait for": ("{{ n ** (n ** n) }}", "more than 2 seconds"),
+    "a huge power": ("{{ n ** (n ** n) }}", "more than 2 seconds"),
     "a string of ten gigabytes": ("{{ 'x' * 10 ** 10 }}", "more than 512 MB"),
     "a padded gigabyte": ("{{ '%1000000000d' % 1 }}", "more than 512 MB"),
     "a centred gigabyte": ("{{ 'x' | center(2000000000) }}", "more than 512 MB"),
@@ -52,13 +52,13 @@ HOSTILE = {
         "{{ 'x' * (n * 10000000) }}",
         "renders to 90,000,000 characters|more than 512 MB",
     ),
-    "a macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself without end"),
-    "the class of a string": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be filled"),
-    "the globals of a function": ("{{ lipsum.__globals__['os'].environ }}", "cannot be filled"),
-    "a format string's attributes": ("{{ '{0.__class__}'.format(row) }}", "cannot be filled"),
-    "a changed row": ("{{ row.update({'a': 1}) }}", "cannot be filled"),
-    "an include": ("{% include '/etc/passwd' %}", "cannot be filled"),
-    "a name the row has not": ("{{ nothing_here }}", "'nothing_here' is undefined"),
+    "a macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself endlessly"),
+    "the class of a string": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be rendered"),
+    "the globals of a function": ("{{ lipsum.__globals__['os'].environ }}", "cannot be rendered"),
+    "a format string's attributes": ("{{ '{0.__class__}'.format(row) }}", "cannot be rendered"),
+    "a changed row": ("{{ row.update({'a': 1}) }}", "cannot be rendered"),
+    "an include": ("{% include '/etc/passwd' %}", "cannot be rendered"),
+    "a name that the row lacks": ("{{ nothing_here }}", "'nothing_here' is undefined"),
 }
 
 
@@ -67,19 +67,19 @@ def test_hostile_template_becomes_a_bad_row_in_bounded_time_and_memory(hostile: 
     hostile.start()
     assert hostile._process is not None
     limit, _ = resource.prlimit(hostile._process.pid, resource.RLIMIT_AS)
-    assert BYTES_ABOVE_START < limit < BYTES_ABOVE_START + 2**30  # what an interpreter maps before any row comes
+    assert BYTES_ABOVE_START < limit < BYTES_ABOVE_START + 2**30  # what the interpreter maps before the first row
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     outcome = hostile.render([row({"n": 9})], "template")[0]
     hostile.close()
     assert isinstance(outcome, BadRow)
     assert re.search(message, outcome.what), outcome.what
     assert outcome.do
-    # Processor time: what the clock on the wall says depends on who else is at work.
+    # Processor time, since wall time depends on other processes.
     used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     assert used < 2 * HARD_SECONDS_PER_ROW
 
 
-def test_row_that_kills_its_worker_takes_no_other_with_it() -> None:
+def test_row_that_kills_its_worker_is_the_only_one_lost() -> None:
     worker = Worker(settings(template={"text": "{% if n == 9 %}{{ n ** (n ** n) }}{% else %}row {{ n }}{% endif %}"}))
     outcomes = worker.render([row({"n": n}) for n in (0, 1, 2, 9, 4, 5)], "template")
     worker.close()
@@ -100,21 +100,18 @@ def test_pool_keeps_the_order_of_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"template": {"text": "{{ a"}}, "data.template.text is no Jinja template"),
-        ({"chat_template": "{% for %}"}, "The chat template is no Jinja template"),
-        (
-            {"template": {"text": "{{ 9 ** (9 ** 9) }}"}},
-            "more than 2 seconds|does not start",
-        ),  # folded while it compiles
+        ({"template": {"text": "{{ a"}}, "data.template.text is not a valid Jinja template"),
+        ({"chat_template": "{% for %}"}, "The chat template is not a valid Jinja template"),
+        ({"template": {"text": "{{ 9 ** (9 ** 9) }}"}}, "more than 2 seconds|did not start"),  # folded by the compiler
         ({"schema": {"type": 5}}, "schema"),
     ],
 )
-def test_template_that_does_not_compile_is_told_before_any_row(options: dict[str, Any], message: str) -> None:
+def test_template_that_does_not_compile_is_an_error_before_any_row(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TrilloraError, match=message), Pool(settings(**options), num_workers=1):
         pass
 
 
-def test_worker_sees_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_has_no_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_canary")
     worker = Worker(settings())
     worker.start()
@@ -124,7 +121,7 @@ def test_worker_sees_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatc
     worker.close()
 
 
-def test_worker_ends_with_its_parent_and_a_closed_pool_leaves_none() -> None:
+def test_a_closed_pool_leaves_no_worker() -> None:
     with Pool(settings(chat_template=PLAIN), num_workers=2) as pool:
         assert isinstance(pool.render([row(HELLO)], "messages")[0], RenderedRow)
         processes = [worker._process for worker in pool._workers if worker._process is not None]

@@ -1,1 +1,1 @@
-"""From a raw row to the text that is trained: formats, templates and answers, in child processes with limits."""
+"""Renders raw rows to the text that is trained: formats, templates and answers, in worker processes with limits."""

@@ -1,7 +1,8 @@
-"""Chat templates a recipe can name for a tokenizer that has none.
+"""Chat templates that a recipe can choose for a tokenizer without one: `data.chat_template: chatml`.
 
-Each marks where the assistant speaks and ends its turn with a token the tokenizer must have: one of its own for the
-families named after models, the EOS token for `zephyr` and `instruct`, which suit any base model.
+Each has generation marks around the assistant's text and ends its turn with a token that the tokenizer must have: a
+token of the model family for `chatml`, `llama3` and `gemma`, the EOS token for `zephyr` and `instruct`, which work
+with any base model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from trillora.errors import TrilloraError, nearest
 
 
 def _turns(header: str, stop: str, prompt: str, opening: str = "") -> str:
-    """A template that writes every turn alike: header, content, stop."""
+    """A template that writes every turn in the same form: header, content, stop."""
     return (
         opening
         + "{%- for message in messages %}\n"
@@ -68,7 +69,7 @@ NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def find_template(name: str, words: Collection[str], eos: str | None) -> str:
-    """The text of a template by its name, or from a file; refused where the tokenizer lacks what it needs."""
+    """The text of a template, by name or from a file. Raises if the tokenizer lacks a token that a named one needs."""
     if "/" in name or name.endswith((".jinja", ".j2", ".txt")):
         return _read(name)
     if name not in NAMED:
@@ -77,17 +78,18 @@ def find_template(name: str, words: Collection[str], eos: str | None) -> str:
         raise TrilloraError(
             f"There is no chat template '{name}'.",
             where="data.chat_template",
-            do=f"{hint}names: {' '.join(NAMED)}; or give the path of a .jinja file",
+            do=f"{hint}names: {' '.join(NAMED)}; or write the path of a .jinja file",
         )
     template, needed = NAMED[name]
     missing = [word for word in needed if word not in words]
+    do = "use zephyr or instruct, which end a turn with the tokenizer's EOS token"
     if not needed and eos is None:
-        missing = ["an EOS token"]
+        missing, do = ["an EOS token"], "use a model whose tokenizer has an EOS token"
     if missing:
         raise TrilloraError(
             f"The chat template '{name}' needs {' and '.join(missing)}, which this tokenizer does not have.",
             where="data.chat_template",
-            do="use zephyr or instruct, which end a turn with the tokenizer's EOS token",
+            do=do,
         )
     return template
 
@@ -99,5 +101,5 @@ def _read(name: str) -> str:
         raise TrilloraError(
             f"The chat template cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}.",
             where=f"data.chat_template: {name}",
-            do=f"give the path of a .jinja file, or one of the names {' '.join(NAMED)}",
+            do=f"write the path of a .jinja file, or one of the names {' '.join(NAMED)}",
         ) from None

@@ -1,4 +1,4 @@
-"""A tokenizer's own words, as text: what content must never become, and what may end a turn."""
+"""Spellings of a tokenizer's special and added tokens: content must not become them, and they may end a turn."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Span = tuple[int, int]  # characters [start, end) of a rendered string
 
 @dataclass(frozen=True)
 class ControlWords:
-    """Patterns over the spellings of special tokens (control) and of all added tokens (what may end a turn).
+    """Patterns for the spellings of special tokens, and of all added tokens, which may end a turn.
 
-    Added tokens not declared special (`<think>`, Gemma's runs of newlines) are vocabulary that content may use.
+    Added tokens that are not special (`<think>`, Gemma's runs of newlines) are vocabulary that content may use.
     """
 
     special: re.Pattern[str]
     added_at_end: re.Pattern[str]
-    added_next: re.Pattern[str]  # behind whitespace; the token is group 1
+    added_next: re.Pattern[str]  # after optional whitespace; the token is group 1
 
     @staticmethod
     def of(special: Sequence[str], added: Sequence[str]) -> ControlWords:
@@ -35,6 +35,6 @@ def inside(position: int, spans: Sequence[Span]) -> bool:
 
 
 def _any_of(words: Sequence[str]) -> str:
-    # Longest first, as the tokenizer itself prefers; with no word at all, a pattern that never matches.
+    # Longest first, as in the tokenizer; without words, a pattern that never matches.
     ordered = sorted({word for word in words if word}, key=lambda word: (-len(word), word))
     return f"(?:{'|'.join(map(re.escape, ordered))})" if ordered else r"(?!)"

@@ -1,7 +1,7 @@
-"""Rows through worker processes, many at a time, in order.
+"""Renders batches of rows in worker processes, in parallel and in order.
 
-The parent keeps every worker busy while it tokenises what came back. A worker that dies takes its batch with it: the
-rows are then tried one by one, and those that kill again are bad rows.
+The parent keeps all workers busy while it tokenizes their results. If a worker dies, the rows of its batch are tried
+one by one, and a row that kills its worker again is a bad row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Outcome = RenderedRow | BadRow
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows of one file that share a format."""
+    """Rows of one file that have the same format."""
 
     file: int
     format: str
@@ -40,53 +40,53 @@ class Batch:
 
 
 class Worker:
-    """One child process, restarted when it dies."""
+    """One worker process, restarted when it dies."""
 
     def __init__(self, settings: RenderSettings) -> None:
         self._settings = json.dumps(dataclasses.asdict(settings)).encode("utf-8", "surrogatepass")
         self._process: subprocess.Popen[bytes] | None = None
-        self._complaints: IO[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
 
     def render(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None = None) -> list[Outcome]:
-        """A script or what is wrong, for each row."""
+        """The outcome of each row."""
         answers = self._ask(rows, format, cuts)
         if answers is not None:
             return answers
         if len(rows) == 1:
             return [
                 BadRow(
-                    f"This row ended the process that renders it: it took more than {SECONDS_PER_ROW:g} seconds or too "
-                    "much memory.",
-                    "remove the row, or look for a template that does not end",
+                    f"Rendering this row killed the worker: it took more than {SECONDS_PER_ROW:g} seconds or too much "
+                    "memory.",
+                    "remove the row, or fix a loop in the template that does not end",
                     past_limit=True,
                 )
             ]
         return [self.render([row], format, [cuts[i]] if cuts else None)[0] for i, row in enumerate(rows)]
 
     def start(self) -> None:
-        """Make sure a process is there. A template that does not compile is told here."""
+        """Start the process unless it runs. Raises if a template does not compile."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         code = "import sys; sys.path.insert(0, sys.argv[1]); from trillora.data.rendering.worker import main; main()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, str(Path(__file__).parents[3])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            # A template that breaks out of its sandbox finds no secret in the environment.
+            stderr=self._stderr,
+            # No secrets for a template that escapes the sandbox.
             env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
         )
         reply = self._exchange([self._settings])
         if reply is None:
-            self._complaints.seek(0)
-            last = self._complaints.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+            self._stderr.seek(0)
+            last = self._stderr.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
             self.close()
             raise TrilloraError(
-                f"The process that renders rows does not start, or ends while it reads the template. {last}".rstrip(),
+                f"The worker that renders rows did not start, or died while compiling the templates. {last}".rstrip(),
                 where="data",
-                do="check the chat template and data.template for text that does not end",
+                do="check the chat template and data.template for very large constant expressions",
             )
         if "error" in reply:
             self.close()
@@ -100,9 +100,9 @@ class Worker:
                         stream.close()
             self._process.kill()
             self._process.wait()
-        if self._complaints is not None:
-            self._complaints.close()
-        self._process = self._complaints = None
+        if self._stderr is not None:
+            self._stderr.close()
+        self._process = self._stderr = None
 
     def _ask(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None) -> list[Outcome] | None:
         self.start()
@@ -124,7 +124,7 @@ class Worker:
 
 
 class Pool:
-    """Workers for one format and tokenizer."""
+    """Workers for one set of templates and one tokenizer."""
 
     def __init__(self, settings: RenderSettings, num_workers: int | None = None) -> None:
         count = num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
@@ -134,7 +134,7 @@ class Pool:
 
     def __enter__(self) -> Pool:
         try:
-            self._workers[0].start()  # mistakes in a template are told before any row is read
+            self._workers[0].start()  # reports errors in a template before any row is read
         except BaseException:
             self._threads.shutdown(wait=False)
             raise
@@ -148,11 +148,11 @@ class Pool:
             worker.close()
 
     def render(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None = None) -> list[Outcome]:
-        """One batch, now."""
+        """Render one batch now."""
         return self._threads.submit(self._with_worker, rows, format, cuts).result()
 
     def map(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, list[Outcome]]]:
-        """Every batch with its outcomes, in order; a few are under way ahead of the one at hand."""
+        """Every batch with its outcomes, in order. A few batches are rendered ahead."""
         waiting: collections.deque[tuple[Batch, Future[list[Outcome]]]] = collections.deque()
         for batch in batches:
             rows = [row.raw for row in batch.rows]

@@ -1,8 +1,15 @@
-"""From a row's JSON to a `RenderedRow`: the text to tokenise, and which of its characters are trained.
+"""Renders the JSON of a row to a `RenderedRow`: the text to tokenize, and which of its characters are trained.
 
-A conversation is rendered once, whole, by the tokenizer's own chat template. Trained are the assistant's answers with
-their stop tokens, some of them, or everything. Raw text and prompt/completion pairs are taken as they are. All of this
-is plain Python on strings, meant to run in a worker process (`worker`).
+    {"prompt": "2 + 2 = ", "completion": "4"}  ->  RenderedRow(text="2 + 2 = 4", supervised=((8, 9),), ...)
+
+A conversation is rendered as a whole by the tokenizer's chat template; `spans` finds the answers in the result. Raw
+text and prompt/completion pairs are used unchanged.
+
+Content may spell a special token, such as `<|im_end|>` in a question. It must become ordinary text tokens, or a row
+could forge a turn. `RenderedRow.planted` has the spans of such spellings, where the tokenizer must not see a special
+token. A spelling that only arises where content and template text meet is refused.
+
+This is plain Python on strings. It runs in a worker process (`worker`).
 """
 
 from __future__ import annotations
@@ -15,58 +22,58 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from trillora.data.rendering import formats
 from trillora.data.rendering.control import ControlWords, Span
+from trillora.data.rendering.json_values import kind_name, parse_json
 from trillora.data.rendering.sandbox import ChatTemplate, RowTemplate
 from trillora.data.rendering.schema import SchemaCheck
 from trillora.data.rendering.spans import AnswerFinder
 from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 
 MAX_CHARACTERS = 64 * 2**20  # of one rendered row
-# Two of Unicode's noncharacters around a number stand for content that spells a special token.
+# Placeholder for content that spells a special token: a number between two of Unicode's noncharacters.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _NONCHARACTERS = re.compile("[\ufdd0-\ufdd3]")
-_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # json accepts half of a pair; UTF-8, and so a tokenizer, does not
 
 
 @dataclass(frozen=True)
 class RenderSettings:
-    """All a worker must know, as plain JSON."""
+    """Everything a worker needs, as plain JSON."""
 
     special_words: list[str]  # spellings of special tokens
     added_words: list[str]  # spellings of all added tokens
     train_on: str = "auto"
-    template: dict[str, str] | None = None  # the recipe's, in place of a format
+    template: dict[str, str] | None = None  # data.template of the recipe, instead of a format
     chat_template: str | None = None
-    chat_words: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token and the like, for that template
-    template_date: str = "2024-07-26"  # what a chat template hears when it asks for the date
+    chat_words: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token and others, for the chat template
+    template_date: str = "2024-07-26"  # date returned by the template's `strftime_now`
     schema: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class RenderedRow:
-    """A row ready to be tokenised. Spans are in order and do not overlap."""
+    """A row to be tokenized. Spans are in order and do not overlap."""
 
     text: str
     supervised: tuple[Span, ...]
-    planted: tuple[Span, ...] = ()  # content that spells a special token
-    cuts: tuple[int, ...] = ()  # where tokens may not reach across
-    kind: str = "text"  # or pair, or chat: only a chat template writes BOS and stop tokens by itself
-    digest: int = 0  # of the row's meaning: equal rows have equal digests
+    planted: tuple[Span, ...] = ()  # content that spells a special token, to be tokenized as text
+    cuts: tuple[int, ...] = ()  # positions that no token may span
+    kind: str = "text"  # or pair, or chat: a chat template writes BOS and stop tokens itself
+    digest: int = 0  # hash of the content: equal rows have equal digests
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a row that is too long is shortened: `num_characters` taken from its longest untrained content."""
+    """How to shorten a row that is too long: remove `num_characters` from its longest untrained content."""
 
-    side: str  # left or middle
+    side: str  # remove from the left or the middle
     num_characters: int
 
 
 class Renderer:
-    """Makes scripts of raw rows, for one tokenizer."""
+    """Renders raw rows for one tokenizer."""
 
     def __init__(self, settings: RenderSettings) -> None:
         self._settings = settings
@@ -81,21 +88,19 @@ class Renderer:
             self._chat = ChatTemplate(settings.chat_template, settings.chat_words, today)
             self._answers = AnswerFinder(self._chat, self._words)
 
-    def script(self, raw: bytes, format: str, cut: Cut | None = None) -> RenderedRow:
-        """One row, from its JSON text. Raises `BadRow` for anything that cannot be trained on."""
+    def render(self, raw: bytes, format: str, cut: Cut | None = None) -> RenderedRow:
+        """Render one row from its JSON text. Raises `BadRow` for anything that cannot be trained on."""
         row = parse(raw)
         if self._schema is not None:
             self._schema.check(row)
         example = self.example(row, format)
         if cut is not None:
             example = shortened(example, cut)
-        script = self.write(example)
-        if len(script.text) > MAX_CHARACTERS:
-            raise BadRow(
-                f"This row renders to {len(script.text):,} characters.",
-                f"keep rows below {MAX_CHARACTERS:,} characters",
-            )
-        return script
+        rendered = self.write(example)
+        if len(rendered.text) > MAX_CHARACTERS:
+            what = f"This row renders to {len(rendered.text):,} characters; the limit is {MAX_CHARACTERS:,}."
+            raise BadRow(what, "shorten this row, or split it into several rows")
+        return rendered
 
     def example(self, row: dict[str, Any], format: str) -> Example:
         if self._rows is None:
@@ -108,7 +113,7 @@ class Renderer:
     def write(self, example: Example) -> RenderedRow:
         match example:
             case Chat():
-                return self._chat_script(example)
+                return self._write_chat(example)
             case Pair(prompt, completion):
                 if not completion.strip():
                     raise BadRow("The completion is empty.", "write the completion, or remove the row")
@@ -121,11 +126,11 @@ class Renderer:
                     raise BadRow("The text is empty.", "remove the row")
                 return RenderedRow(text, ((0, len(text)),), self._spelled(text), digest=_digest(text))
 
-    def _chat_script(self, chat: Chat) -> RenderedRow:
+    def _write_chat(self, chat: Chat) -> RenderedRow:
         if self._chat is None or self._answers is None:
             raise BadRow(
-                "The model's tokenizer has no chat template, so conversations cannot be rendered the way it expects.",
-                'use the chat ("instruct") version of the model, or name a template: data.chat_template',
+                "The model's tokenizer has no chat template, so conversations cannot be rendered.",
+                'use the chat ("instruct") version of the model, or set data.chat_template, for example to chatml',
             )
         text, planted = self._written(chat, self._chat, prompt=False)
         if self._settings.train_on == "everything":
@@ -135,14 +140,14 @@ class Renderer:
         return RenderedRow(text, supervised, planted, kind="chat", digest=_digest([chat.messages, chat.tools]))
 
     def prompt(self, messages: list[Message]) -> RenderedRow:
-        """A conversation that asks for an answer, with content kept from becoming control as in training."""
+        """A conversation with a generation prompt at its end. Content cannot become control tokens, as in training."""
         if self._chat is None:
-            raise BadRow("There is no chat template.", "use a chat model")
+            raise BadRow("The model's tokenizer has no chat template.", "use a chat model, or set data.chat_template")
         text, planted = self._written(Chat(messages), self._chat, prompt=True)
         return RenderedRow(text, (), planted, kind="chat")
 
     def _written(self, chat: Chat, template: ChatTemplate, *, prompt: bool) -> tuple[str, tuple[Span, ...]]:
-        """What the template makes of a conversation, and where content in it spells a special token."""
+        """The rendered conversation, and the spans where content spells a special token."""
         template.check_tools(chat)
         text = template.render(chat.messages, chat.tools, prompt=prompt)
         planted, may_join = self._planted(chat, text, template, prompt=prompt)
@@ -154,35 +159,29 @@ class Renderer:
         return tuple(match.span() for match in self._words.special.finditer(text))
 
     def _planted(self, chat: Chat, text: str, template: ChatTemplate, *, prompt: bool) -> tuple[tuple[Span, ...], bool]:
-        """Where content spells a special token, found by rendering with stand-ins and verified by putting them back;
-        and whether some content may be a part of one."""
+        """The spans where content spells a special token, and whether some content may be a part of one.
+
+        Found by rendering with placeholders; putting the spellings back must give `text`.
+        """
         spellings: list[str] = []
         may_join = False
 
-        def stand_in(match: re.Match[str]) -> str:
+        def placeholder(match: re.Match[str]) -> str:
             spellings.append(match[0])
             return f"{_OPEN}{len(spellings) - 1}{_CLOSE}"
 
         def hide(value: str) -> str:
             if _NONCHARACTERS.search(value):
-                raise BadRow(
-                    "The text holds one of U+FDD0 to U+FDD3, which are no characters.", "remove them from the row"
-                )
+                what = "The text contains one of U+FDD0 to U+FDD3, which are not valid characters."
+                raise BadRow(what, "remove these characters from the row")
             nonlocal may_join
             may_join = may_join or self._fragments.may_join(value.strip())
-            return self._words.special.sub(stand_in, value)
+            return self._words.special.sub(placeholder, value)
 
-        hidden = [
-            {key: value if key == "role" else _map_text(value, hide) for key, value in message.items()}
-            for message in chat.messages
-        ]
-        tools = _map_text(chat.tools, hide)
+        hidden = _map_chat(chat, hide)
         if not spellings:
             return (), may_join
-        try:
-            rendered = template.render(hidden, tools, prompt=prompt)
-        except BadRow:  # it looks into the content
-            rendered = ""
+        rendered = _render_or_empty(hidden, template, prompt)
         spans, position, restored = [], 0, []
         for number, part in enumerate(re.split(f"{_OPEN}([0-9]+){_CLOSE}", rendered)):
             if number % 2:
@@ -192,21 +191,21 @@ class Renderer:
             position += len(part)
         if "".join(restored) != text:
             raise BadRow(
-                f"Content spells the special token {spellings[0]!r}, and the chat template changes that content, so "
-                "the two cannot be told apart.",
-                "remove that text from the row",
+                f"Content spells the special token {spellings[0]!r}, and the chat template changes this content, so it "
+                "cannot be distinguished from the template's own tokens.",
+                "remove this text from the row",
             )
         return tuple(spans), may_join
 
     def _refuse_joined(self, chat: Chat, text: str, template: ChatTemplate, *, prompt: bool) -> None:
-        """Refuse content that spells a special token only together with what the template writes next to it.
+        """Refuse content that spells a special token only together with the template's text next to it.
 
-        Content that may be a part of one is rendered fenced off from its neighbours: the template's own tokens and
-        whole spellings outlive that, joined ones do not.
+        Such content is rendered between separators. The template's own tokens and complete spellings are still there
+        then, joined ones are not.
         """
         suspects: list[str] = []
 
-        def fence(value: str) -> str:
+        def separate(value: str) -> str:
             core = value.strip()
             if not self._fragments.may_join(core):
                 return value
@@ -214,31 +213,24 @@ class Renderer:
             before, _, after = value.partition(core)
             return f"{before}{_OPEN}{core}{_OPEN}{after}"
 
-        def fence_key(key: str) -> str:
-            return key if key.isidentifier() else fence(key)  # templates ask for names
+        def separate_key(key: str) -> str:
+            return key if key.isidentifier() else separate(key)  # templates look up names
 
-        messages = [
-            {key: value if key == "role" else _map_text(value, fence, fence_key) for key, value in message.items()}
-            for message in chat.messages
-        ]
-        tools = _map_text(chat.tools, fence, fence_key)
+        separated = _map_chat(chat, separate, separate_key)
         if not suspects:
             return
-        try:
-            fenced = template.render(messages, tools, prompt=prompt)
-        except BadRow:  # it looks into the content
-            fenced = ""
-        whole, apart = (Counter(self._words.special.findall(rendering)) for rendering in (text, fenced))
+        renderings = (text, _render_or_empty(separated, template, prompt))
+        whole, apart = (Counter(self._words.special.findall(rendering)) for rendering in renderings)
         if whole != apart:
             raise BadRow(
-                f"The text {suspects[0][:60]!r} and what the chat template writes next to it spell the special token "
-                f"{next(iter(whole - apart or apart))!r}, or cannot be told from it.",
-                "reword that text",
+                f"The text {suspects[0][:60]!r} and the chat template's text next to it spell the special token "
+                f"{next(iter(whole - apart or apart))!r}, or cannot be distinguished from it.",
+                "change this text in the row",
             )
 
 
 class Fragments:
-    """Which texts could, with something before or behind them, spell one of the words."""
+    """Decides which texts could spell one of the words together with text before or after them."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = tuple(word for word in words if word)
@@ -248,7 +240,7 @@ class Fragments:
         self._longest = max(map(len, self._words), default=0)
 
     def may_join(self, text: str) -> bool:
-        """Asked for every text: most are told by not having the first or last character of any word at the border."""
+        """Called for every text. Most are decided fast: no first or last character of a word is near their ends."""
         if not text:
             return False
         if len(text) < self._longest:
@@ -265,18 +257,16 @@ class Fragments:
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """A row's JSON, with everything that JSON itself can get wrong said in words."""
+    """The JSON object of a row. Raises `BadRow` with the reason if it is not one."""
     try:
         line = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadRow(f"Byte {error.start + 1} of this row is not UTF-8.", "save the file as UTF-8") from None
     try:
-        value = json.loads(line, parse_constant=_refuse_constant)
-        if _SURROGATE_ESCAPE.search(line):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        value = parse_json(line)
     except UnicodeEncodeError:
         raise BadRow(
-            "This row escapes half of a surrogate pair (\\ud800 to \\udfff), which is no character.",
+            "This row has half of a surrogate pair (\\ud800 to \\udfff), which is not a character.",
             "write the character itself in UTF-8, or both halves of the pair",
         ) from None
     except json.JSONDecodeError as error:
@@ -284,18 +274,15 @@ def parse(raw: bytes) -> dict[str, Any]:
             f"This row is not JSON: {error.msg} at column {error.colno}.", "write one complete JSON object per row"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"This row is not JSON one can use: {error}.", "write one plain JSON object per row") from None
+        raise BadRow(f"This row is not usable JSON: {error}.", "write one plain JSON object per row") from None
     if not isinstance(value, dict):
-        kinds = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-        raise BadRow(
-            f"This row holds {kinds.get(type(value), 'a number')}, not a JSON object.",
-            'write {"messages": [...]} or {"text": "..."} for each row',
-        )
+        do = 'write each row as {"messages": [...]} or {"text": "..."}'
+        raise BadRow(f"This row is {kind_name(value)}, not a JSON object.", do)
     return value
 
 
 def trained_turns(chat: Chat, train_on: str) -> list[int]:
-    """The assistant turns the loss sees."""
+    """The indices of the assistant turns to train."""
     turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if train_on == "last":
         return turns[-1:]
@@ -305,33 +292,38 @@ def trained_turns(chat: Chat, train_on: str) -> list[int]:
     if train_on in ("completion", "auto"):
         turns = [turn for turn in turns if turn >= chat.num_prompt]
         if not turns:
-            raise BadRow("The completion has no assistant turn, so there is nothing to learn.", "add the answer")
+            raise BadRow("The completion has no assistant turn, so there is nothing to train on.", "add the answer")
     return turns
 
 
 def shortened(example: Example, cut: Cut) -> Example:
-    """The example with characters taken out of what is not trained, its longest parts first. Answers stay whole."""
+    """The example with characters removed from its untrained parts, the longest first. Answers stay complete."""
     match example:
         case Pair(prompt, completion):
             return Pair(_without(prompt, cut.side, cut.num_characters), completion)
         case Text():
-            raise BadRow("A text cannot be truncated: all of it is trained.", "use data.on_too_long: split")
+            raise BadRow("A text cannot be truncated: all of it is trained.", "set data.on_too_long: split")
     messages, left = list(example.messages), cut.num_characters
     while left > 0:
         lengths = [len(m["content"]) if m["role"] != "assistant" and m.get("content") else 0 for m in messages]
         longest = max(range(len(messages)), key=lengths.__getitem__)
         taken = min(left, lengths[longest] - 1)
         if taken <= 0:
-            raise BadRow("The answers alone are longer than a row.", "raise train.sequence_length, or drop such rows")
+            raise _too_long_answer()
         content = _without(messages[longest]["content"], cut.side, taken)
         messages[longest] = {**messages[longest], "content": content}
         left -= taken
     return dataclasses.replace(example, messages=messages)
 
 
+def _too_long_answer() -> BadRow:
+    what = "The answers alone are longer than train.sequence_length."
+    return BadRow(what, "increase train.sequence_length, or set data.on_too_long: drop")
+
+
 def _without(text: str, side: str, num_characters: int) -> str:
     if num_characters >= len(text):
-        raise BadRow("The answer alone is longer than a row.", "raise train.sequence_length, or drop such rows")
+        raise _too_long_answer()
     if side == "left":
         return text[num_characters:]
     start = (len(text) - num_characters) // 2
@@ -341,6 +333,22 @@ def _without(text: str, side: str, num_characters: int) -> str:
 def _digest(meaning: Any) -> int:
     canonical = json.dumps(meaning, sort_keys=True, ensure_ascii=False)
     return int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8).digest(), "little")
+
+
+def _map_chat(chat: Chat, change: Callable[[str], str], change_key: Callable[[str], str] | None = None) -> Chat:
+    """The conversation with every string in it changed, except roles."""
+    messages = [
+        {key: value if key == "role" else _map_text(value, change, change_key) for key, value in message.items()}
+        for message in chat.messages
+    ]
+    return Chat(messages, _map_text(chat.tools, change, change_key))
+
+
+def _render_or_empty(chat: Chat, template: ChatTemplate, prompt: bool) -> str:
+    try:
+        return template.render(chat.messages, chat.tools, prompt=prompt)
+    except BadRow:  # the template depends on the content that was changed
+        return ""
 
 
 def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[str], str] | None = None) -> Any:
@@ -353,7 +361,3 @@ def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[st
         new_key = change_key or change
         return {new_key(key): _map_text(item, change, change_key) for key, item in value.items()}
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

@@ -1,8 +1,8 @@
-"""Jinja for programs that strangers wrote: a model's chat template, and the templates of a recipe.
+"""Sandboxed Jinja for untrusted templates: a model's chat template, and the templates of a recipe.
 
-Chat templates are compiled as transformers compiles them (same trimming, same extra names), so that what is trained is
-what the tokenizer itself would write. Jinja's sandbox keeps a template inside its row; against endless loops and
-gigabytes it is no help, so templates of either kind run only in a worker process with limits (`worker`).
+Chat templates are compiled as in transformers (same trimming, same extra names), so that training uses the text that
+the tokenizer itself would produce. Jinja's sandbox limits a template to its row. It does not limit time and memory, so
+templates run only in a worker process that does (`worker`).
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from jinja2.parser import Parser
 from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trillora.data.rendering.formats import REASONING_KEYS
 from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 
-# Two of Unicode's noncharacters, which no text for interchange contains.
+# Two of Unicode's noncharacters, which valid text does not contain.
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """A chat template, with the words of its tokenizer."""
+    """A chat template with the special tokens of its tokenizer."""
 
     def __init__(self, source: str, words: Mapping[str, str], today: datetime.date) -> None:
         environment = _ChatEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        # A run must render the same on every day it is continued.
+        # A fixed date, so that a resumed run renders the same text.
         midnight = datetime.datetime.combine(today, datetime.time())
         environment.globals["strftime_now"] = midnight.strftime
         self._source = source
         self._words = dict(words)
         self._environment = environment
         self._template = _compiled(environment, source, "The chat template")
-        self._template.globals = dict(self._template.globals)  # read for every row; a plain mapping is the fastest
+        self._template.globals = dict(self._template.globals)  # read for every row; a plain dict is the fastest
         self.has_marks = environment.parse(source).find(ExtensionAttribute) is not None
 
     def check_tools(self, chat: Chat) -> None:
-        """Refuse what the template would leave out: it would be trained as if nobody had called anything."""
+        """Refuse tools and calls that the template ignores: the row would be trained as if there were none."""
         for name, used in (("tools", chat.tools), ("tool_calls", _has_calls(chat))):
             if used and name not in self._source:
                 raise BadRow(
-                    f'This conversation has "{name}", which the chat template does not write.',
-                    "use a model or a data.chat_template that knows tools, or remove the row",
+                    f'This conversation has "{name}", which the chat template ignores.',
+                    "use a model or a data.chat_template that supports tools, or remove the row",
                 )
 
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False, marked: bool = False
     ) -> str:
-        """The conversation as text. `prompt`: ask for an answer at its end. `marked`: show the template's marks."""
+        """The conversation as text. `prompt`: add a generation prompt. `marked`: show generation marks as sentinels."""
         self._environment.shows_marks = marked
         try:
             return self._template.render(
@@ -67,15 +67,15 @@ class ChatTemplate:
             )
         except (MemoryError, RecursionError):
             raise
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # templates can raise anything
             raise BadRow(
                 f"The chat template refuses this conversation: {str(error)[:300]}",
-                "use the roles and the order of turns the template accepts",
+                "use roles and an order of turns that the template accepts",
             ) from None
 
 
 class RowTemplate:
-    """The templates of a recipe: any JSON row becomes a chat, a prompt with its completion, or a text."""
+    """The templates of a recipe. They turn any JSON row into a chat, a prompt with its completion, or a text."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(keep_trailing_newline=True, undefined=StrictUndefined)
@@ -101,8 +101,8 @@ class RowTemplate:
             raise
         except Exception as error:
             raise BadRow(
-                f"The recipe's template '{name}' cannot be filled from this row: {str(error)[:300]}",
-                "check the names in data.template against the row's keys: " + " ".join(sorted(map(str, row))[:20]),
+                f"data.template.{name} cannot be rendered with this row: {str(error)[:300]}",
+                "use only keys of the row in the template: " + " ".join(sorted(map(str, row))[:20]),
             ) from None
 
 
@@ -110,14 +110,14 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
     shows_marks = False
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        # `loop.first` and the like, asked for in every turn: public names of an object that holds nothing to reach.
+        # `loop.first` and similar, read in every turn. Public attributes of a loop give access to nothing else.
         if type(obj) is LoopContext and not attribute.startswith("_"):
             return getattr(obj, attribute, self.undefined(obj=obj, name=attribute))
         return super().getattr(obj, attribute)
 
 
 class _Generation(Extension):
-    """`{% generation %}`, by which a template says where the assistant speaks."""
+    """The tag `{% generation %}`, with which a template marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
@@ -127,9 +127,9 @@ class _Generation(Extension):
         return CallBlock(self.call_method("_generation"), [], [], body).set_lineno(line)
 
     def _generation(self, caller: Macro) -> str:
-        spoken = str(caller())
+        text = str(caller())
         assert isinstance(self.environment, _ChatEnvironment)
-        return f"{OPEN}{spoken}{CLOSE}" if self.environment.shows_marks else spoken
+        return f"{OPEN}{text}{CLOSE}" if self.environment.shows_marks else text
 
 
 def _has_calls(chat: Chat) -> bool:
@@ -140,11 +140,12 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str, name: str
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
-        raise BadRow(f"{name} is no Jinja template: {error.message} in line {error.lineno}.", "mend it") from None
+        what = f"{name} is not a valid Jinja template: {error.message} in line {error.lineno}."
+        raise BadRow(what, "fix the template at the line shown") from None
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Thinking under every name a template may look for it."""
+    """The message with its thinking under every name that a template may read."""
     thought = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 

@@ -1,8 +1,8 @@
-"""The process in which rows are parsed and templates run: rows and templates are strangers' work, so it has limits.
+"""The worker process that parses rows and runs templates. Both are untrusted, so it limits time and memory.
 
-It reads frames from standard input and answers each on standard output. First the settings; then batches of rows. A row
-may use two seconds of processor time and half a gigabyte: past that it becomes a bad row. What cannot be interrupted
-from Python the kernel ends, and the parent finds the guilty row (`pool`).
+It reads frames from standard input, first the settings, then batches of rows, and answers each on standard output. A
+row may use two seconds of processor time and half a gigabyte; above that it becomes a bad row. If Python cannot
+interrupt it, the kernel ends the process, and the parent finds the row that caused it (`pool`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trillora.data.rows import BadRow
 from trillora.errors import TrilloraError
 
 SECONDS_PER_ROW = 2.0  # of processor time
-HARD_SECONDS_PER_ROW = 3.0  # when the kernel ends a process that does not listen
+HARD_SECONDS_PER_ROW = 3.0  # after which the kernel ends the process
 BYTES_ABOVE_START = 512 * 2**20
 _HEADER = struct.Struct("<I")
 
@@ -31,14 +31,14 @@ class TooSlow(BaseException):
 
 
 def write_frame(stream: BinaryIO, parts: Sequence[bytes]) -> None:
-    """A list of byte strings, each behind its length."""
+    """Write a list of byte strings, each preceded by its length."""
     frame = b"".join(piece for part in parts for piece in (_HEADER.pack(len(part)), part))
     stream.write(_HEADER.pack(len(parts)) + struct.pack("<Q", len(frame)) + frame)
     stream.flush()
 
 
 def read_frame(stream: BinaryIO) -> list[bytes] | None:
-    """What `write_frame` wrote; None at the end of the stream, also in the middle of a frame."""
+    """Read what `write_frame` wrote; None at the end of the stream, even in the middle of a frame."""
     header = stream.read(12)
     if len(header) < 12:
         return None
@@ -58,7 +58,7 @@ def read_frame(stream: BinaryIO) -> list[bytes] | None:
 def main() -> None:
     """Serve until standard input ends."""
     incoming, outgoing = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not disturb the frames
+    os.dup2(2, 1)  # printed text must not mix with the frames
     settings = read_frame(incoming)
     if settings is None:
         return
@@ -74,46 +74,45 @@ def main() -> None:
     while (frame := read_frame(incoming)) is not None:
         order, *rows = frame
         format, cuts = json.loads(order)
-        answers = [
-            _script(renderer, row, format, cut) for row, cut in zip(rows, cuts or [None] * len(rows), strict=True)
-        ]
-        write_frame(outgoing, [_answer(answers)])
+        paired = zip(rows, cuts or [None] * len(rows), strict=True)
+        write_frame(outgoing, [_answer([_rendered(renderer, row, format, cut) for row, cut in paired])])
 
 
-def _script(renderer: Renderer, raw: bytes, format: str, cut: list[Any] | None) -> list[Any]:
-    """A script as a list of its fields, or a shorter list: what is wrong, what to do, whether a limit was reached."""
+def _rendered(renderer: Renderer, raw: bytes, format: str, cut: list[Any] | None) -> list[Any]:
+    """The six fields of a `RenderedRow`, or the three of a `BadRow`."""
     try:
-        script = _limited(lambda: renderer.script(raw, format, Cut(*cut) if cut else None))
+        row = _limited(lambda: renderer.render(raw, format, Cut(*cut) if cut else None))
     except BadRow as error:
         return [error.what, error.do, error.past_limit]
-    return [script.text, script.supervised, script.planted, script.cuts, script.kind, script.digest]
+    return [row.text, row.supervised, row.planted, row.cuts, row.kind, row.digest]
 
 
 def _limited(work: Any) -> Any:
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_PER_ROW)
-        signal.setitimer(signal.ITIMER_PROF, HARD_SECONDS_PER_ROW)  # nobody handles SIGPROF: it ends the process
+        signal.setitimer(signal.ITIMER_PROF, HARD_SECONDS_PER_ROW)  # SIGPROF has no handler: it ends the process
         return work()
     except TooSlow:
         raise BadRow(
             f"The template ran for more than {SECONDS_PER_ROW:g} seconds on this row.",
-            "look for a loop in the template that does not end",
+            "fix the loop in the template that does not end",
             past_limit=True,
         ) from None
     except MemoryError:
         raise BadRow(
             f"The template needed more than {BYTES_ABOVE_START >> 20} MB for this row.",
-            "look for text in the template that multiplies",
+            "fix the part of the template that repeats or multiplies text",
             past_limit=True,
         ) from None
     except RecursionError:
-        raise BadRow("The template calls itself without end.", "look for a macro that calls itself") from None
+        raise BadRow("The template calls itself endlessly.", "fix the macro that calls itself") from None
     except BadRow:
         raise
     except TrilloraError as error:
         raise BadRow(error.what, error.do) from None
-    except Exception as error:  # a template that does not compile, a schema that is none
-        raise BadRow(f"{type(error).__name__}: {str(error)[:300]}", "mend it") from None
+    except Exception as error:  # an invalid template or schema
+        what = f"The template or schema cannot be used: {type(error).__name__}: {str(error)[:300]}"
+        raise BadRow(what, "fix data.template, data.chat_template or data.json_schema") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -125,7 +124,7 @@ def _too_slow(number: int, frame: FrameType | None) -> None:
 
 def _limit_memory() -> None:
     if sys.platform != "linux":
-        return  # elsewhere the system does not keep such a limit
+        return  # other systems do not enforce this limit
     import resource
 
     with open("/proc/self/statm", encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""The same training loop in PyTorch and PEFT: same base, same adapter at the start, same batches, same arithmetic."""
+"""A reference training loop in PyTorch and PEFT with the same base model, initial adapter, batches and arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trillora.recipe.schema import Recipe
 
 
 def peft_losses(recipe: Recipe, folder: Path, batches: Batches, adapter_layout: Any, num_steps: int) -> list[float]:
-    """Losses of `num_steps` AdamW steps at a constant learning rate."""
+    """The losses of `num_steps` AdamW steps with a constant learning rate."""
     lora, train = recipe.lora, recipe.train
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -39,19 +39,19 @@ def peft_losses(recipe: Recipe, folder: Path, batches: Batches, adapter_layout: 
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Over supervised tokens. Logits are flattened first: along a strided dim PyTorch sums 49k exponentials naively in
-    float32 and is off by 1e-4."""
+    """The mean over supervised tokens. Logits are flattened first: along a strided dim PyTorch sums 49k exponentials
+    naively in float32, with an error of 1e-4."""
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
 def load_start(model: Any, start: dict[str, np.ndarray]) -> list[torch.nn.Parameter]:
-    """Put our initial adapter into PEFT's parameters; every one of them is set."""
+    """Copies our initial adapter into PEFT's parameters, and checks that all of them are set."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {"lora_a": "lora_A.default.weight", "lora_b": "lora_B.default.weight"}
     for name, array in start.items():
         layer, kind = name.rsplit(".", 1)
         with torch.no_grad():
             parameters.pop(f"base_model.model.{layer}.{names[kind]}").copy_(torch.tensor(array))
-    assert not parameters, f"PEFT trains what we do not: {sorted(parameters)[:3]}"
+    assert not parameters, f"PEFT trains more parameters: {sorted(parameters)[:3]}"
     return [p for p in model.parameters() if p.requires_grad]

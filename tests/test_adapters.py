@@ -1,4 +1,4 @@
-"""An adapter is one file for us and for PEFT: what one writes the other reads, and both compute the same logits."""
+"""Adapters are compatible with PEFT: each reads what the other writes, and both compute the same logits."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from architecture_checks import distance, to_jax
 from safetensors.numpy import load_file, save_file
 
 from trillora.errors import TrilloraError
-from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, fit_adapter, load_adapter, save_adapter
+from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, fit_adapter, load_adapter, save_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import stack, unstack
+from trillora.model.loading.source import base_name
 from trillora.model.lora import LoraSpec, initial_adapter
 
 pytestmark = pytest.mark.core
 
 TOKENS = np.random.default_rng(0).integers(3, tiny_models.VOCABULARY, (2, 12))
-SAME = 1e-5  # of the largest logit: float32, the same sums in another order
-DIFFERENT = 1e-2  # what an adapter changes, so that equality means something
+SAME = 1e-5  # relative to the largest logit: float32 sums in another order
+DIFFERENT = 1e-2  # an adapter changes the logits by at least this, so that equality is meaningful
 
 SPECS = {
     "llama": LoraSpec(rank=4, alpha=8, rslora=True),
@@ -83,7 +84,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's, on an adapter for a tied head
 @pytest.mark.parametrize("name", SPECS)
-def test_what_we_save_peft_loads_and_computes_the_same(name: str, tmp_path: Path) -> None:
+def test_peft_loads_our_adapter_and_computes_the_same(name: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
     model, adapter = save(tmp_path, name)
@@ -94,7 +95,7 @@ def test_what_we_save_peft_loads_and_computes_the_same(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_what_peft_saves_we_load_and_compute_the_same(name: str, tmp_path: Path) -> None:
+def test_we_load_an_adapter_of_peft_and_compute_the_same(name: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -102,7 +103,7 @@ def test_what_peft_saves_we_load_and_compute_the_same(name: str, tmp_path: Path)
         r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM", use_rslora=name == "llama"
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it sets fan_in_fan_out for Conv1D
+        warnings.simplefilter("ignore")  # PEFT warns that it sets fan_in_fan_out for Conv1D
         model = get_peft_model(tiny_models.build(name), config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -111,7 +112,7 @@ def test_what_peft_saves_we_load_and_compute_the_same(name: str, tmp_path: Path)
     theirs = torch_logits(model)
     assert distance(torch_logits(tiny_models.build(name)), theirs) > DIFFERENT
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the model came from no folder, so it cannot look its vocabulary up
+        warnings.simplefilter("ignore")  # PEFT cannot check the vocabulary of a model without a folder
         model.save_pretrained(tmp_path)
 
     spec, adapter = load_adapter(tmp_path)
@@ -122,7 +123,7 @@ def test_what_peft_saves_we_load_and_compute_the_same(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_what_we_save_we_load_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_a_saved_adapter_loads_bit_for_bit(name: str, tmp_path: Path) -> None:
     model, adapter = save(tmp_path, name)
     spec, loaded = load_adapter(tmp_path)
     assert loaded.keys() == adapter.keys()
@@ -142,18 +143,24 @@ def test_saving_again_replaces_the_adapter(tmp_path: Path) -> None:
     assert all(np.array_equal(array, doubled[name]) for name, array in load_adapter(tmp_path)[1].items())
 
 
-def test_the_configuration_says_what_peft_needs(tmp_path: Path) -> None:
+def test_the_configuration_has_what_peft_needs(tmp_path: Path) -> None:
     save(tmp_path, "ernie4_5")
     config = json.loads((tmp_path / CONFIG_FILE).read_text("utf-8"))
     assert config["base_model_name_or_path"] == "some/base"
     assert config["peft_type"] == "LORA" and config["task_type"] == "CAUSAL_LM"
     assert config["fan_in_fan_out"] is False
-    # Short names would take in the up_proj of every layer.
+    # Short names would also select up_proj in every other layer.
     values = [f"model.layers.{i}.self_attn.v_proj" for i in range(4)]
     assert sorted(config["target_modules"]) == sorted(["lm_head", *values, "model.layers.1.mlp.up_proj"])
     save(tmp_path, "gpt2")
     config = json.loads((tmp_path / CONFIG_FILE).read_text("utf-8"))
     assert config["fan_in_fan_out"] is True
+
+
+def test_an_adapter_on_the_embedded_model_names_its_hub_id() -> None:
+    model = ours("llama", SPECS["llama"])
+    files = adapter_files(random_adapter(model), model.module, model.targets, SPECS["llama"], base_name("smollm2"))
+    assert json.loads(files[CONFIG_FILE])["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_an_adapter_that_changes_nothing_is_not_saved(tmp_path: Path) -> None:
@@ -205,7 +212,7 @@ def test_values_that_mean_not_used_are_accepted(tmp_path: Path) -> None:
     load_adapter(tmp_path)
 
 
-def test_matrices_of_another_kind_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_matrices_are_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path)
     tensors = load_file(tmp_path / WEIGHTS_FILE)
     odd = "base_model.model.model.embed_tokens.lora_embedding_A"
@@ -215,7 +222,7 @@ def test_matrices_of_another_kind_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, -1])
-def test_a_cut_off_file_is_an_error_that_says_so(size: int, tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error(size: int, tmp_path: Path) -> None:
     save(tmp_path)
     path = tmp_path / WEIGHTS_FILE
     path.write_bytes(path.read_bytes()[:size])

@@ -1,4 +1,4 @@
-"""A real chat model: its logits are transformers', its training is PyTorch's and PEFT's."""
+"""A real chat model: its logits equal transformers', its training losses equal PyTorch with PEFT."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_logits_equal_transformers(folder: Path) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     base = load_weights(folder, model.module, model.layout, {key: replicated(mesh) for key in model.layout})
     logits = jax.jit(model.logits)(base, {}, {"tokens": jnp.asarray(ids)})
-    # Logits reach 20 to 30; float32 sums over 30 layers taken in another order differ in the fifth digit.
+    # Logits are up to 30; float32 sums over 30 layers in another order differ in the fifth digit.
     np.testing.assert_allclose(np.asarray(logits), expected.numpy(), atol=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Weights arrive as transformers itself would load them, in any file layout, on any mesh, in little host memory."""
+"""Weights are loaded as transformers loads them, from any file layout, on any mesh, with little host memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def meta_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 
 
 def layout_of(module: Any, dtype: Any = jnp.float32, *, stacked: bool = False, drop: tuple[str, ...] = ()) -> Layout:
-    """Every parameter and buffer once (tied ones under their first name); with `stacked`, equal layers together."""
+    """Every parameter and buffer once (tied ones under their first name); with `stacked`, equal layers are stacked."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     groups: dict[str, list[str]] = {}
     for name in tensors:
@@ -111,7 +111,7 @@ def sharded(layout: Layout) -> dict[str, Sharding]:
 
 
 def save_random(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
-    """A checkpoint of random values, every vector too, so that two swapped norms cannot pass for equal."""
+    """Writes a checkpoint of random values, norms included, so that a test notices two swapped norms."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def as_float(array: Any) -> np.ndarray[Any, Any]:
 def assert_equals_transformers(
     folder: Path, tree: dict[str, jax.Array], layout: Layout, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Every value bit-equal to what `from_pretrained` gives; returns how many tensors were compared."""
+    """Asserts that every value is bit-equal to `from_pretrained`; returns the number of compared tensors."""
     reference = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
     tensors = {**reference.state_dict(), **dict(reference.named_buffers())}
     loaded = unstack(tree, layout)
@@ -162,7 +162,7 @@ def test_loaded_weights_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_mixtral_is_saved_one_tensor_per_expert(tmp_path: Path) -> None:
-    """The conversion tests above mean something only while transformers writes the original layout."""
+    """The conversion tests above are useful only if transformers writes the original layout."""
     save_random(mixtral(), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert stored["model.layers.0.block_sparse_moe.experts.3.w1.weight"].shape == (96, 64)
@@ -225,7 +225,7 @@ def test_tied_weights_stored_twice_must_agree(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_the_bare_body_loads(tmp_path: Path) -> None:
-    """A LlamaModel saves `layers.0…` where the causal LM says `model.layers.0…`."""
+    """A LlamaModel saves `layers.0…`; the causal LM has `model.layers.0…`."""
     config = llama(tie_word_embeddings=True)
     body = LlamaModel(config)
     body.save_pretrained(tmp_path)
@@ -293,18 +293,18 @@ def test_stacks_compile_once_per_shape(tmp_path: Path) -> None:
     layout = {key: leaf for key, leaf in layout_of(module, stacked=True).items() if leaf.stacked}
     compiled: list[str] = []
 
-    def heard(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
     jax.clear_caches()
-    jax.monitoring.register_event_duration_secs_listener(heard)
+    jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         load_weights(tmp_path, module, layout, sharded(layout))
     finally:
         jax.monitoring.clear_event_listeners()
     num_shapes = len({(leaf.shape, sharded(layout)[key]) for key, leaf in layout.items()})
-    assert 0 < len(compiled) <= 2 * num_shapes  # one to make the zeros, one to write a layer
+    assert 0 < len(compiled) <= 2 * num_shapes  # one creates the zeros, one writes a layer
     assert len(layout) > num_shapes
 
 
@@ -323,7 +323,7 @@ def test_progress_counts_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert done == sorted(done) and done[-1] == total and len(done) > 10
 
 
-# ---- what can be wrong with a checkpoint
+# ---- damaged and unsuitable checkpoints
 
 
 def refusal(folder: Path, config: PreTrainedConfig, layout: Layout | None = None) -> TrilloraError:
@@ -343,7 +343,7 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
     assert error.what == "The checkpoint lacks 1 of the model's parameters: model.norm.weight"
     assert str(tmp_path) in (error.where or "")
     assert "model.final_norm.weight" in (error.where or "")
-    assert "whole model" in error.do
+    assert "complete model" in error.do
 
 
 def test_missing_expert_is_an_error(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_missing_expert_is_an_error(tmp_path: Path) -> None:
     error = refusal(tmp_path, mixtral())
     assert "[3, 64, 96] in the file, but the model needs [4, 64, 96]" in error.what
     assert "model.layers.1" in (error.where or "")
-    del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]  # and now its w3 has no partner
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]  # now its w3 has no partner
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     error = refusal(tmp_path, mixtral())
     assert "cannot be combined into model.layers.1.mlp.experts.gate_up_proj" in error.what
@@ -393,7 +393,7 @@ def test_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored_dtype", [torch.float8_e4m3fn, torch.uint8])
-def test_quantised_weights_are_refused_not_misread(stored_dtype: torch.dtype, tmp_path: Path) -> None:
+def test_quantized_weights_are_refused(stored_dtype: torch.dtype, tmp_path: Path) -> None:
     save_random(llama(), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -402,10 +402,10 @@ def test_quantised_weights_are_refused_not_misread(stored_dtype: torch.dtype, tm
     error = refusal(tmp_path, llama())
     assert error.what.startswith(f"{name} is stored as")
     assert error.where == str(tmp_path / "model.safetensors")
-    assert "unquantised" in error.do
+    assert "unquantized" in error.do
 
 
-def test_whole_numbers_are_never_cut_to_fit(tmp_path: Path) -> None:
+def test_integers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = llama()
     save_random(config, tmp_path)
     module = meta_model(config)
@@ -413,7 +413,7 @@ def test_whole_numbers_are_never_cut_to_fit(tmp_path: Path) -> None:
     layout = layout_of(module)
     with pytest.raises(TrilloraError) as caught:
         load_weights(tmp_path, module, layout, whole(layout))
-    assert caught.value.what == "multipliers holds whole numbers that do not fit int32."
+    assert caught.value.what == "multipliers contains integers that do not fit int32."
     assert "int64" in (caught.value.where or "")
     assert "64-bit" in caught.value.do
 
@@ -431,7 +431,7 @@ def test_random_weights_fill_the_same_tree(tmp_path: Path) -> None:
     }
     assert {key: array.sharding for key, array in tree.items()} == sharded(layout)
     up = as_float(tree["model.layers.0:3:1.mlp.up_proj.weight"])
-    # 3 * 96 * 64 samples: the standard error of their deviation is 0.5 %, so 3 % is six of those
+    # 3 * 96 * 64 samples: the standard error of their deviation is 0.5 %; 3 % is six of these
     assert up.std() == pytest.approx(0.02, rel=0.03)
     assert not np.array_equal(up[0], up[1])
     assert not np.array_equal(up, as_float(tree["model.layers.0:3:1.mlp.gate_proj.weight"]))
@@ -443,7 +443,7 @@ def test_random_weights_fill_the_same_tree(tmp_path: Path) -> None:
     np.testing.assert_array_equal(as_float(again["lm_head.weight"]), as_float(tree["lm_head.weight"]))
 
 
-# ---- memory, measured in a process of its own
+# ---- memory, measured in a separate process
 
 MEASURE = """
 import json, os, re, sys, threading, time
@@ -461,7 +461,7 @@ module = t.meta_model(config, t.torch.bfloat16)
 layout = t.layout_of(module, t.jnp.bfloat16, stacked=True)
 shardings = t.sharded(layout)
 tiny = {"model.norm.weight": layout["model.norm.weight"]}
-load_weights(Path(sys.argv[1]), module, tiny, shardings)  # what jax and safetensors take for themselves
+load_weights(Path(sys.argv[1]), module, tiny, shardings)  # the memory that jax and safetensors need anyway
 peak, running = 0, True
 def watch():
     global peak
@@ -481,8 +481,8 @@ def memory_config() -> LlamaConfig:
     return llama(hidden_size=1024, intermediate_size=4096, vocab_size=16384, num_hidden_layers=8)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's own account of memory")
-def test_host_memory_stays_near_what_the_devices_hold(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_host_memory_is_little_more_than_the_devices_need(tmp_path: Path) -> None:
     shapes = {name: tuple(p.shape) for name, p in meta_model(memory_config()).named_parameters()}
     values = torch.randn(max(math.prod(shape) for shape in shapes.values())).to(torch.bfloat16)
     tensors = {name: values[: math.prod(shape)].reshape(shape).clone() for name, shape in shapes.items()}

@@ -1,4 +1,9 @@
-"""The one error users meet: what happened, where, and what to do about it."""
+"""The error for everything a user can fix: what happened, where, and what to do.
+
+LoRA target 'q_prj' matches no layer.
+  where: lora.targets[0]
+  do:    did you mean 'q_proj'?
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,9 @@ from collections.abc import Iterable
 
 
 class TrilloraError(Exception):
-    """A mistake or obstacle a person can act on. The command line prints it without a traceback."""
+    """An error that the user can fix. The command line prints it without a traceback."""
 
-    exit_code = 2  # of the command line
+    exit_code = 2  # of the command-line program
 
     def __init__(self, what: str, *, where: str | None = None, do: str) -> None:
         super().__init__(what)
@@ -26,6 +31,6 @@ class TrilloraError(Exception):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate a person most likely meant, or None when nothing is close."""
+    """The candidate most similar to `name`, or None if none is similar."""
     matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
     return matches[0] if matches else None

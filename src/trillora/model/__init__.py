@@ -1,1 +1,4 @@
-"""The only home of torch, torchax and transformers' modelling code: checkpoints in, pure JAX functions out."""
+"""The model: turns a checkpoint into pure JAX functions.
+
+Only this package imports torch, torchax and transformers.
+"""

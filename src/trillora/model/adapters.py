@@ -1,7 +1,11 @@
-"""Adapters as files, in PEFT's format: `adapter_model.safetensors` and `adapter_config.json`.
+"""Adapters as files in PEFT's format: `adapter_model.safetensors` and `adapter_config.json`.
 
-PEFT names the two matrices of a layer `base_model.model.<layer>.lora_A.weight` and `…lora_B.weight`, with the shapes
-used here. What is written is read back and compared before it counts as written.
+Names in memory and in the file; the shapes are the same:
+
+    model.layers.0.mlp.up_proj.lora_a  <->  base_model.model.model.layers.0.mlp.up_proj.lora_A.weight
+    model.layers.0.mlp.up_proj.lora_b  <->  base_model.model.model.layers.0.mlp.up_proj.lora_B.weight
+
+Written files are read back and compared.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 _SUFFIXES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
-# Kinds of adapter that add up otherwise than W + scale * B A; each value is the one that means "not used".
+# Options that change W + scale * B A to another formula, with the value that means "not used".
 _UNSUPPORTED: dict[str, Any] = {
     "use_dora": False,
     "use_bdlora": None,
@@ -42,14 +46,14 @@ _UNSUPPORTED: dict[str, Any] = {
     "arrow_config": None,
 }
 
-# Ways to initialise that also change the base model's weights; each may be followed by details.
+# Prefixes of initialisations that also change the base model's weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def adapter_files(
     adapter: dict[str, np.ndarray], module: Any, targets: list[str], spec: LoraSpec, base_name: str
 ) -> dict[str, bytes]:
-    """PEFT's two files of an adapter given by parameter name (`….q_proj.lora_a`); PEFT will look for the base at
+    """PEFT's two files for an adapter given by parameter name (`….q_proj.lora_a`). PEFT loads the base model from
     `base_name`. Equal adapters give equal bytes."""
     tensors = {_to_peft(name): np.ascontiguousarray(array) for name, array in adapter.items()}
     config = {
@@ -70,7 +74,7 @@ def adapter_files(
 
 
 def read_adapter(weights: bytes) -> dict[str, np.ndarray]:
-    """The matrices of `WEIGHTS_FILE`'s bytes, by parameter name."""
+    """The matrices in the bytes of `WEIGHTS_FILE`, by parameter name."""
     return {_from_peft(name, Path(WEIGHTS_FILE)): array for name, array in load(weights).items()}
 
 
@@ -86,7 +90,7 @@ def check_changes_something(adapter: dict[str, np.ndarray], where: str) -> None:
 def save_adapter(
     folder: Path, adapter: dict[str, np.ndarray], module: Any, targets: list[str], spec: LoraSpec, base_name: str
 ) -> None:
-    """Write an adapter; what is read back is compared before it counts as written."""
+    """Writes an adapter, then reads the files back and compares them."""
     check_changes_something(adapter, str(folder))
     files = adapter_files(adapter, module, targets, spec, base_name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,21 +103,21 @@ def check_written(folder: Path, files: dict[str, bytes]) -> None:
     for name, data in files.items():
         if (folder / name).read_bytes() != data:
             raise TrilloraError(
-                "The adapter read back from disk differs from the one written.",
+                "The adapter on disk differs from the one that was written.",
                 where=str(folder / name),
-                do="check the disk, and write the adapter to another one",
+                do="check the disk, or write the adapter to another disk",
             )
 
 
 def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, np.ndarray]]:
-    """An adapter written by us or by PEFT, by parameter name."""
+    """Reads an adapter written by Trillora or PEFT; its matrices are by parameter name."""
     config_path, weights_path = folder / CONFIG_FILE, folder / WEIGHTS_FILE
     for path in (config_path, weights_path):
         if not path.is_file():
             raise TrilloraError(
                 f"There is no adapter here: {path.name} is missing.",
                 where=str(folder),
-                do="give the folder that holds adapter_config.json and adapter_model.safetensors",
+                do="use the folder that contains adapter_config.json and adapter_model.safetensors",
             )
     config = _read_config(config_path)
     if config.get("peft_type") != "LORA":
@@ -137,7 +141,7 @@ def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, np.ndarray]]:
         alpha=config["lora_alpha"],
         rslora=config.get("use_rslora", False),
         dropout=config.get("lora_dropout", 0.0),
-        # What PEFT selected, by whatever rule, is in the file.
+        # PEFT has many rules to select targets. The file contains the result.
         targets=tuple(sorted({name.rsplit(".", 1)[0] for name in adapter})),
     )
     return spec, adapter
@@ -151,22 +155,22 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise TrilloraError(
             f"The adapter's configuration cannot be read: {type(error).__name__}: {error}.",
             where=str(path),
-            do="copy the file again, or write it anew with the peft_type, r and lora_alpha of the training run",
+            do="copy the file again, or rewrite it with the peft_type, r and lora_alpha of the training run",
         ) from error
     return config
 
 
 def fit_adapter(adapter: dict[str, np.ndarray], layout: Layout, where: str) -> dict[str, np.ndarray]:
-    """A loaded adapter stacked as a model's layout asks, or an error that names what does not fit."""
+    """Stacks a loaded adapter by a model's layout. An adapter that does not fit raises an error with the matrix."""
     expected = {name: leaf.part_shape for leaf in layout.values() for name in leaf.names}
     for name in sorted(expected.keys() | adapter.keys()):
-        found, wanted = adapter[name].shape if name in adapter else None, expected.get(name)
-        if found != wanted:
+        found, needed = adapter[name].shape if name in adapter else None, expected.get(name)
+        if found != needed:
             raise TrilloraError(
                 f"The adapter does not fit this model: {name} is {found or 'missing'}, the model needs "
-                f"{wanted or 'no such matrix'}.",
+                f"{needed or 'no such matrix'}.",
                 where=where,
-                do="use the base model and the targets the adapter was made for (see its adapter_config.json)",
+                do="use the base model and the targets that the adapter was trained with (see its adapter_config.json)",
             )
     return {
         key: np.stack([adapter[name] for name in leaf.names]) if leaf.stacked else adapter[leaf.names[0]]
@@ -175,7 +179,7 @@ def fit_adapter(adapter: dict[str, np.ndarray], layout: Layout, where: str) -> d
 
 
 def _target_names(module: torch.nn.Module, targets: list[str]) -> list[str]:
-    """Short names where they select exactly the targets by PEFT's rule (equal, or ending in .name), else whole ones."""
+    """Short names if PEFT's rule (the name, or a path ending in .name) selects exactly the targets, else full names."""
     short = sorted({name.rsplit(".", 1)[-1] for name in targets})
     selected = {name for name, _ in module.named_modules() if name.rsplit(".", 1)[-1] in short}
     return short if selected == set(targets) and selected <= set(linear_layers(module)) else sorted(targets)
@@ -191,9 +195,9 @@ def _from_peft(name: str, path: Path) -> str:
         if name.startswith(_PREFIX) and name.endswith(theirs):
             return name.removeprefix(_PREFIX).removesuffix(theirs) + ours
     raise TrilloraError(
-        f"The adapter holds {name}, which is not a LoRA matrix of a linear layer.",
+        f"The adapter contains {name}, which is not a LoRA matrix of a linear layer.",
         where=str(path),
-        do="use an adapter of plain LoRA matrices",
+        do="use an adapter that has only LoRA matrices of linear layers",
     )
 
 
@@ -201,5 +205,5 @@ def _unsupported(path: Path, key: str, value: Any) -> TrilloraError:
     return TrilloraError(
         f"This adapter uses {key}: {value}, which is not plain LoRA.",
         where=str(path),
-        do="use an adapter made with LoRA alone, or merge this one into its base with PEFT first",
+        do="use a plain LoRA adapter, or merge this one into its base model with PEFT first",
     )

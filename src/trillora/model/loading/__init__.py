@@ -1,1 +1,1 @@
-"""From a hub id, a folder or the embedded model to sharded arrays."""
+"""Loading a model: find its files, then read its weights into sharded arrays."""

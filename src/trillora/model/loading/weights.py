@@ -1,8 +1,14 @@
-"""Checkpoint files to sharded arrays, one tensor at a time: never the whole model in host memory.
+"""Reads checkpoint files into sharded arrays, one tensor at a time: the host never holds the whole model.
 
-Each device's slice is read straight from the safetensors file, cast on the host and sent; a process of a multi-host
-run reads only what its own devices hold. Which stored tensors make up a parameter is transformers' knowledge
-(renamings, experts stored one by one, tied weights) and is asked of transformers, not written again here.
+First, `resolve_sources` finds where each parameter comes from. Transformers decides this (names that changed, experts
+stored one by one, tied weights); here its rules are only applied:
+
+    model.norm.weight            Stored     the tensor of that name in model-00002.safetensors
+    …mlp.experts.gate_up_proj    Converted  from experts.0.w1, experts.0.w3, experts.1.w1, … by transformers' converter
+    model.rotary_emb.inv_freq    Computed   not in the checkpoint: the module computed it
+
+Then each device's slice is read directly from the safetensors file, cast on the host and copied to the device. In a
+multi-host run a process reads only the slices of its own devices.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 Index = tuple[slice, ...]
 ReadSlice = Callable[[Index], torch.Tensor]
-PLAIN_FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names; other types in a float's place are quantised
-ROWS_AT_ONCE = 4096  # of two supposedly tied matrices being compared
+PLAIN_FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors; a weight of another type is quantized
+ROWS_PER_READ = 4096  # when two tied matrices are compared
 
 
 @dataclass(frozen=True)
@@ -52,18 +58,18 @@ class Stored:
 
 @dataclass(frozen=True)
 class Converted:
-    """A parameter that transformers makes of one or more stored tensors (fused experts, split projections)."""
+    """A parameter that transformers computes from stored tensors (fused experts, split projections)."""
 
     target: str
     shape: tuple[int, ...]
-    converter: WeightConverter  # never run itself: it collects tensors, so each use is a copy
-    parts: tuple[tuple[str, Stored], ...]  # (the converter's pattern it matched, tensor)
-    first_target: str  # the name the converter is called with; the same for all that one conversion makes
+    converter: WeightConverter  # has state, so each use makes a copy
+    parts: tuple[tuple[str, Stored], ...]  # (matching pattern of the converter, tensor)
+    first_target: str  # the name passed to the converter, the same for all its results
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A buffer the checkpoint does not hold; the module computed it when it was built."""
+    """A buffer that is not in the checkpoint; the module computed it when it was built."""
 
     tensor: torch.Tensor
 
@@ -95,7 +101,7 @@ def load_weights(
         for layer, name in enumerate(leaf.names):
             with _open_source(sources[name], module, leaf.dtype) as read:
                 part = _place(name, leaf.part_shape, leaf.dtype, part_sharding, read)
-            # Waiting keeps the host from reading ahead of the devices: its copies would pile up.
+            # Wait for the devices: if the host read ahead, its copies would fill its memory.
             tree[key] = jax.block_until_ready(_write(tree[key], part, layer, sharding) if leaf.stacked else part)
             done += leaf.num_bytes // len(leaf.names)
             report(done, num_bytes)
@@ -105,7 +111,7 @@ def load_weights(
 def random_weights(
     module: torch.nn.Module, layout: Layout, shardings: Mapping[str, Sharding], seed: int
 ) -> dict[str, jax.Array]:
-    """The same tree without a checkpoint, made on the devices: small normals, ones for norms, zeros for biases."""
+    """The same arrays without a checkpoint, created on the devices: small normals, ones for norms, zeros for biases."""
     buffers = dict(module.named_buffers())
     tree: dict[str, jax.Array] = {}
     for number, (key, leaf) in enumerate(layout.items()):
@@ -121,11 +127,11 @@ def random_weights(
     return tree
 
 
-# ---- which stored tensors make which parameter
+# ---- where each parameter comes from
 
 
 def resolve_sources(folder: Path, module: torch.nn.Module, layout: Layout) -> dict[str, Source]:
-    """Where each parameter of `layout` comes from, everything checked that can be without reading values."""
+    """Where each parameter of `layout` comes from. Checks everything that can be checked without reading values."""
     stored = _read_headers(folder)
     known, unused = _match_names(stored, module)
     buffers = dict(module.named_buffers())
@@ -152,11 +158,11 @@ def resolve_sources(folder: Path, module: torch.nn.Module, layout: Layout) -> di
 
 
 def _read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint: name, file, shape, type. Opens each file once, so a broken one shows up now."""
+    """Name, file, shape and type of every tensor. Opens each file, so a damaged file is found now."""
     stored: dict[str, Stored] = {}
     for file in weight_files(folder):
         with _opened(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+            for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
                 head = tensors.get_slice(name)
                 stored[name] = Stored(name, file, tuple(head.get_shape()), head.get_dtype())
     return stored
@@ -171,42 +177,43 @@ def _opened(file: Path) -> Iterator[Any]:
         raise TrilloraError(
             f"This weight file is damaged or incomplete: {error}",
             where=f"{file} ({file.stat().st_size} bytes)" if file.exists() else str(file),
-            do="download it again; compare its size with the one the model's page shows",
+            do="download it again; compare its size with the size on the model's page",
         ) from error
 
 
 def _match_names(stored: dict[str, Stored], module: Any) -> tuple[dict[str, Source], list[str]]:
-    """Parameters by the module's names, and the stored tensors nothing asked for."""
+    """The source of each parameter, by the module's names; and the stored tensors that no parameter uses."""
     transforms = get_model_conversion_mapping(module)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    wanted = module.state_dict()
+    parameters = module.state_dict()
     prefix = module.base_model_prefix
     known: dict[str, Source] = {}
     unused: list[str] = []
     groups: dict[str, list[tuple[str, Stored]]] = defaultdict(list)
-    # Sorted as transformers does: the order decides which expert is which, and some renamings look at it.
+    # In transformers' order: it decides which expert is which, and some renamings depend on it.
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:
-            target, pattern = rename_source_key(name, [], [], prefix, wanted)
-        if target not in wanted:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
+        if target not in parameters and name in parameters:
+            target, pattern = rename_source_key(name, [], [], prefix, parameters)
+        if target not in parameters:
             unused.append(name)
         elif pattern is None:
             known[target] = stored[name]
         else:
             groups[target].append((pattern, stored[name]))
     for first_target, parts in groups.items():
-        rehearsal = Converted(first_target, (), converter_of[parts[0][0]], tuple(parts), first_target)
-        results = _convert(rehearsal, module, lambda part: torch.empty(part.shape, device="meta"))
+        first = Converted(first_target, (), converter_of[parts[0][0]], tuple(parts), first_target)
+        # A conversion on the meta device finds the names and shapes of all results.
+        results = _convert(first, module, lambda part: torch.empty(part.shape, device="meta"))
         for target, tensor in results.items():
-            known[target] = Converted(target, tuple(tensor.shape), rehearsal.converter, rehearsal.parts, first_target)
+            known[target] = replace(first, target=target, shape=tuple(tensor.shape))
     return known, unused
 
 
 def _convert(source: Converted, module: Any, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Run transformers' own conversion; all the parameters it makes, by name."""
+    """Runs transformers' conversion and returns all its results by parameter name."""
     converter = copy.deepcopy(source.converter)
     for pattern, part in source.parts:
         converter.add_tensor(source.first_target, part.name, pattern, functools.partial(read, part))
@@ -215,14 +222,14 @@ def _convert(source: Converted, module: Any, read: Callable[[Stored], torch.Tens
     except (RuntimeError, ValueError) as error:
         raise TrilloraError(
             f"{len(source.parts)} stored tensors cannot be combined into {source.first_target}: {error}",
-            where=f"{source.parts[0][1].file}, from {source.parts[0][1].name} on",
-            do="check that the checkpoint is complete and that config.json (number of experts, sizes) belongs to it",
+            where=f"{source.parts[0][1].file}, tensor {source.parts[0][1].name} and following",
+            do="check that the checkpoint is complete and that config.json (number of experts, sizes) matches it",
         ) from error
     return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
 
 def _tied_groups(module: Any) -> dict[str, tuple[str, ...]]:
-    """For each tied parameter, the other names of the same values."""
+    """The other names of each tied parameter."""
     groups: dict[str, list[str]] = defaultdict(list)
     for alias, original in module.all_tied_weights_keys.items():
         groups[original].append(alias)
@@ -230,7 +237,7 @@ def _tied_groups(module: Any) -> dict[str, tuple[str, ...]]:
     return {name: tuple(other for other in group if other != name) for group in members for name in group}
 
 
-# ---- what can be wrong
+# ---- checks
 
 
 def _check_fits(name: str, leaf: Leaf, source: Source) -> None:
@@ -240,31 +247,31 @@ def _check_fits(name: str, leaf: Leaf, source: Source) -> None:
         for part in parts:
             if part.dtype not in PLAIN_FLOATS:
                 raise TrilloraError(
-                    f"{part.name} is stored as {part.dtype}: the checkpoint is quantised.",
+                    f"{part.name} is stored as {part.dtype}: the checkpoint is quantized.",
                     where=str(part.file),
-                    do="give the unquantised (bfloat16 or float32) version of the model",
+                    do="use the unquantized (bfloat16 or float32) version of the model",
                 )
     if source.shape != leaf.part_shape:
         raise TrilloraError(
             f"{name} has shape {list(source.shape)} in the file, but the model needs {list(leaf.part_shape)}.",
             where=f"{parts[0].file}, tensor {parts[0].name}",
-            do="take config.json and the weights from the same model: they disagree",
+            do="use config.json and weights of the same model",
         )
 
 
 def _check_equal(name: str, source: Source, alias: str, other: Source) -> None:
-    """Two stored copies of weights the config calls tied. Only one will be trained on, so they must be one."""
+    """Checks that two stored copies of tied weights are equal, since only one of them is used."""
     if not (isinstance(source, Stored) and isinstance(other, Stored)) or source == other:
         return
     with _opened(source.file) as tensors, _opened(other.file) as other_tensors:
         ours, theirs = tensors.get_slice(source.name), other_tensors.get_slice(other.name)
         same = source.shape == other.shape and all(
-            torch.equal(ours[row : row + ROWS_AT_ONCE], theirs[row : row + ROWS_AT_ONCE])
-            for row in range(0, source.shape[0], ROWS_AT_ONCE)
+            torch.equal(ours[row : row + ROWS_PER_READ], theirs[row : row + ROWS_PER_READ])
+            for row in range(0, source.shape[0], ROWS_PER_READ)
         )
     if not same:
         raise TrilloraError(
-            f"The config ties {alias} to {name}, but the checkpoint holds two different tensors.",
+            f"The config ties {alias} to {name}, but the checkpoint contains two different tensors.",
             where=f"{other.file}, tensor {other.name}",
             do='set "tie_word_embeddings": false in a local copy of config.json',
         )
@@ -276,24 +283,25 @@ def _missing(missing: list[str], stored: list[str], folder: Path) -> TrilloraErr
         f"The checkpoint lacks {len(missing)} of the model's parameters: {', '.join(missing[:3])}"
         + (" …" if len(missing) > 3 else ""),
         where=str(folder) + (f" (nearest stored name: {close})" if close else ""),
-        do="check that the folder holds a whole model of config.json's kind, not an adapter, a part or another version",
+        do="check that the folder contains a complete model that matches config.json, not an adapter",
     )
 
 
 def _report_unused(unused: list[str], module: Any) -> None:
-    # Old checkpoints store rotary tables; transformers lists, per model, what else is normal (prediction heads, …).
-    normal = [r"rotary_emb\.inv_freq", *(module._keys_to_ignore_on_load_unexpected or ())]
-    odd = [name for name in unused if not any(re.search(pattern, name) for pattern in normal)]
-    if odd:
-        logger.warning("%d tensors of the checkpoint are not used by the model: %s", len(odd), ", ".join(odd[:3]))
+    # Old checkpoints contain rotary tables. Transformers lists for each model what else may be unused.
+    expected = [r"rotary_emb\.inv_freq", *(module._keys_to_ignore_on_load_unexpected or ())]
+    surprising = [name for name in unused if not any(re.search(pattern, name) for pattern in expected)]
+    if surprising:
+        names = ", ".join(surprising[:3])
+        logger.warning("%d tensors of the checkpoint are not used by the model: %s", len(surprising), names)
 
 
-# ---- values, slice by slice
+# ---- reading values, slice by slice
 
 
 @contextmanager
 def _open_source(source: Source, module: Any, dtype: np.dtype[Any]) -> Iterator[ReadSlice]:
-    """A function that gives any slice of the parameter. Files are mapped only meanwhile: pages read are let go."""
+    """Yields a function that reads any slice of the parameter. The file is mapped only meanwhile, to free its pages."""
     if isinstance(source, Stored):
         with _opened(source.file) as tensors:
             if source.shape:
@@ -302,7 +310,7 @@ def _open_source(source: Source, module: Any, dtype: np.dtype[Any]) -> Iterator[
             else:
                 yield lambda index: tensors.get_tensor(source.name)
     elif isinstance(source, Converted):
-        # A conversion mixes whole tensors, so this one parameter is made whole in host memory, then sliced.
+        # A conversion needs whole tensors, so this one parameter is built in host memory and then sliced.
         def read(part: Stored) -> torch.Tensor:
             with _opened(part.file) as tensors:
                 return tensors.get_tensor(part.name).to(_torch_dtype(dtype), copy=True)
@@ -319,11 +327,11 @@ def _cut(tensor: torch.Tensor, index: Index) -> torch.Tensor:
 def _place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding, read: ReadSlice) -> jax.Array:
     def host_slice(index: Index | None) -> np.ndarray[Any, Any]:
         piece = read(index or ())
-        # A copy even without a cast: the array must not lean on the mapped file, which may change or vanish.
+        # A copy even without a cast: the array must not refer to the mapped file, which may change or be removed.
         cast = piece.detach().to(_torch_dtype(dtype), copy=True).contiguous()
         if not piece.is_floating_point() and not torch.equal(cast.to(piece.dtype), piece):
             raise TrilloraError(
-                f"{name} holds whole numbers that do not fit {dtype.name}.",
+                f"{name} contains integers that do not fit {dtype.name}.",
                 where=f"tensor of type {piece.dtype}",
                 do="run with 64-bit integers (JAX_ENABLE_X64=1), or choose another model",
             )
@@ -333,7 +341,7 @@ def _place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sh
 
 
 def _as_numpy(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    if dtype.kind == "V":  # bfloat16 and the float8s: numpy has no such types, ml_dtypes adds them by their bits
+    if dtype.kind == "V":  # bfloat16 and float8: types of ml_dtypes, which numpy cannot convert
         same_size = {1: torch.uint8, 2: torch.uint16}[dtype.itemsize]
         return tensor.view(same_size).numpy().view(dtype)
     return tensor.numpy()
@@ -345,7 +353,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def _of_one_layer(sharding: Sharding) -> Sharding:
-    """How one layer's slice of a stack lies: the same without the leading dim."""
+    """The sharding of one layer of a stack: the same without the leading dim."""
     if isinstance(sharding, SingleDeviceSharding):
         return sharding
     assert isinstance(sharding, NamedSharding), f"a stack needs a named sharding, not {type(sharding).__name__}"
@@ -357,7 +365,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding) -> 
 
 
 def _write(stack: jax.Array, part: jax.Array, layer: int, sharding: Sharding) -> jax.Array:
-    """The stack with one layer's values in it, written in place: the old stack is given up."""
+    """Writes one layer into the stack, in place: the old stack is donated."""
     return jax.jit(_with_layer, donate_argnums=0, out_shardings=sharding)(stack, part, layer)
 
 

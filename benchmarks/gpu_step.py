@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "peak_gib": round(stats.get("peak_bytes_in_use", 0) / 2**30, 1),
         "planned_gib": round(step_bytes(plan.compiled) / 2**30, 1),
         "limit_gib": round(stats.get("bytes_limit", 0) / 2**30, 1),
-        "remat": plan.recipe.engine.remat,
+        "remat": plan.settings.remat,
         "packed": args.packed,
         "num_compiles": plan.num_compiles,
         "compile_seconds": round(compile_seconds, 1),

@@ -1,12 +1,12 @@
-"""Small real tokenizers, one per family of chat template, trained on a few sentences when a test asks for them.
+"""Small real tokenizers, one per family of chat templates, trained on a few sentences on first use.
 
-The templates are written in the manner of their families: ChatML with a default system prompt, ChatML that ignores
-`add_generation_prompt`, Llama 3 (BOS, trimmed content) and 3.1 (one call per turn, results from "ipython"), Gemma
-(system text inside the first user turn, role "model"), Mistral (no assistant header, sentencepiece spaces; tools and
-system text stand at the last question), Qwen 3 (thinking dropped from earlier rounds, tool results in a user turn), Phi
-(an end token that swallows the newline behind it), Zephyr (headers that are no tokens), DeepSeek V3 (no header behind
-tool results) and R1 (asks with an open <think> that it never writes). The `-marked` ones put `{% generation %}` marks
-around answer and stop token. Beside each template stands, in Python, what its assistant says.
+The templates imitate their families: ChatML with a default system prompt, ChatML that ignores `add_generation_prompt`,
+Llama 3 (BOS, trimmed content) and 3.1 (one call per turn, results from "ipython"), Gemma (system text inside the first
+user turn, role "model"), Mistral (no assistant header, sentencepiece spaces; tools and system text at the last
+question), Qwen 3 (thinking dropped from earlier rounds, tool results in a user turn), Phi (an end token that swallows
+the newline after it), Zephyr (headers that are not tokens), DeepSeek V3 (no header after tool results) and R1 (its
+generation prompt opens a <think> that it never writes). The `-marked` ones have `{% generation %}` marks around answer
+and stop token. A Python function next to each template gives the text of its assistant.
 """
 # ruff: noqa: RUF001  (DeepSeek spells its tokens with the full-width bar)
 
@@ -34,7 +34,7 @@ _SENTENCES = [
 
 @dataclass(frozen=True)
 class Family:
-    """What a test must know about a template to say what it should train."""
+    """What a test must know about a template to predict what is trained."""
 
     template: str
     specials: tuple[str, ...]
@@ -44,14 +44,14 @@ class Family:
     spaces: str = "byte-level"  # or "gemma", "mistral": how the tokenizer writes a space
     trims: bool = False  # the template trims the content of turns
     has_system: bool = True
-    stop_strips: bool = False  # the stop token swallows the whitespace behind it
-    num_calls: int = 0  # at most, in one turn; 0: the family has no tools
-    thinks: bool = False  # the template knows thinking, in `reasoning_content` or between <think> and </think>
+    stop_strips: bool = False  # the stop token swallows the whitespace after it
+    num_calls: int = 0  # maximum in one turn; 0: the family has no tools
+    thinks: bool = False  # the template supports thinking, in `reasoning_content` or between <think> and </think>
     opens: bool = True  # a conversation may begin with the assistant
-    says: Callable[[Messages, int], str] | None = None  # all the assistant writes in that turn, where it is special
+    says: Callable[[Messages, int], str] | None = None  # the assistant's text in a turn, if not content and stop
 
     def speech(self, messages: Messages) -> list[str]:
-        """What the assistant says in each of its turns, through its stop token."""
+        """The text of each assistant turn, including its stop token."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         return [self.says(messages, i) if self.says else self._content(messages[i]) + self.stop for i in turns]
 
@@ -134,7 +134,7 @@ _LLAMA3_TOOLS = """\
 {%- set turns = messages[1:] if messages[0]['role'] == 'system' else messages %}
 {{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + ('Environment: ipython\\n' if tools else '') }}
 {{- 'Knowledge ends in 2023.\\n\\n' + first + '<|eot_id|>' }}
-{%- set told = namespace(tools=false) %}
+{%- set written = namespace(tools=false) %}
 {%- for message in turns %}
     {%- set role = 'ipython' if message['role'] == 'tool' else message['role'] %}
     {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
@@ -151,8 +151,8 @@ _LLAMA3_TOOLS = """\
             {{- '{"name": "' + call['name'] + '", "parameters": ' + (call['arguments'] | tojson) + '}<|eot_id|>' }}
         {%- endif %}
     {%- else %}
-        {%- if tools and role == 'user' and not told.tools %}
-            {%- set told.tools = true %}
+        {%- if tools and role == 'user' and not written.tools %}
+            {%- set written.tools = true %}
             {{- 'Call one of these functions with JSON, where it helps.\\n\\n' }}
             {%- for tool in tools %}{{- (tool | tojson(indent=4)) + '\\n\\n' }}{% endfor %}
         {%- endif %}
@@ -389,7 +389,7 @@ FAMILIES = {
 
 @functools.cache
 def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a family. Callers must not change it."""
+    """The tokenizer of a family. Callers must not modify it."""
     family = FAMILIES[name]
     inner = Tokenizer.from_str(_trained(family.spaces))
     words = [
@@ -448,14 +448,14 @@ _TOOL_NAMES = ("weather", "search", "add_numbers")
 
 
 def some_text(rng: random.Random, family: Family) -> str:
-    specials = set(family.specials)  # planted tokens have tests of their own
+    specials = set(family.specials)  # planted tokens have their own tests
     words = [word for word in _WORDS if word not in specials]
     words += _BEYOND_ASCII if family.spaces == "byte-level" else []
     return " ".join(rng.choice(words) for _ in range(rng.randint(1, 12))).lstrip() or "fox"
 
 
 def some_conversation(rng: random.Random, family: Family) -> dict[str, Any]:
-    """A row with messages of every kind the family has, and tools where some are called."""
+    """A row with messages of every kind in the family, and tools if some are called."""
     messages: Messages = []
     if family.has_system and rng.random() < 0.5:
         messages.append({"role": "system", "content": some_text(rng, family)})
@@ -482,7 +482,7 @@ def some_tool(name: str) -> dict[str, Any]:
 def _some_answer(rng: random.Random, family: Family) -> dict[str, Any]:
     answer = some_text(rng, family)
     chance = rng.random() if family.thinks else 1.0
-    thought = answer.strip() if rng.random() < 0.2 else some_text(rng, family)  # what is thought may be what is said
+    thought = answer.strip() if rng.random() < 0.2 else some_text(rng, family)  # thinking and answer may be equal
     if chance < 0.3:
         return {"role": "assistant", "content": answer, "reasoning_content": thought}
     if chance < 0.6:
@@ -491,7 +491,7 @@ def _some_answer(rng: random.Random, family: Family) -> dict[str, Any]:
 
 
 def _some_calls(rng: random.Random, family: Family) -> Messages:
-    """An assistant's turn with calls, and the tools' answers."""
+    """An assistant turn with calls, and the tool turns after it."""
     turn = _some_answer(rng, family)
     if rng.random() < 0.5:
         turn["content"] = None if rng.random() < 0.5 else ""

@@ -155,7 +155,7 @@ def test_a_gated_or_missing_dataset_says_how_to_get_it(monkeypatch: pytest.Monke
     for kind, word in cases.items():
 
         def refuse(*args: object, kind: Any = kind, **kwargs: object) -> str:
-            raise kind.__new__(kind)  # as raised, these carry a response whose text may hold a token
+            raise kind.__new__(kind)  # without its constructor, which needs a response
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
         with pytest.raises(TrilloraError, match=word):

@@ -439,7 +439,7 @@ def recipe_data(name: str) -> dict[str, Any]:
 
 
 def rows_at(document: Any, where: str) -> list[Any]:
-    """What `row_path: a.*.*` means, written in the most obvious way."""
+    """What `row_path: a.*.*` means, in the most obvious form."""
     found = [document]
     for step in where.split("."):
         if step == "*":
@@ -471,14 +471,14 @@ def test_the_scan_recipe_writes_the_bytes_of_the_original_pipeline() -> None:
     assert len(records) == 12
     for record in records:
         schema.check(record)
-        asked = json.dumps({"findings": record["enriched_findings"], "correlations": record["correlations"]})
+        shown = json.dumps({"findings": record["enriched_findings"], "correlations": record["correlations"]})
         answer = json.dumps({"summary": record["summaries"], "actions": record["actions"]})
         pair = template.convert(record)
         assert isinstance(pair, Pair)
         assert pair.completion == answer
         assert pair.prompt == (
             "### Instruction:\nAnalyze the following security finding and provide an assessment:\n\n"
-            f"{asked}\n\n### Response:\n"
+            f"{shown}\n\n### Response:\n"
         )
     assert any(not json.dumps(record, ensure_ascii=False).isascii() for record in records), (
         "the sample must test escaping"
@@ -493,10 +493,10 @@ def test_a_finding_recipe_asks_without_the_answer(name: str) -> None:
         pair = template.convert(row)
         assert isinstance(pair, Pair)
         answer = {key: row[key] for key in ("risk_score", "risk_subscores", "probability_actionable", "rationale")}
-        asked = {key: value for key, value in row.items() if key not in answer}
-        assert len(asked) == 9
+        shown = {key: value for key, value in row.items() if key not in answer}
+        assert len(shown) == 9
         assert pair.completion == json.dumps(answer)
-        assert pair.prompt.splitlines()[3] == json.dumps(asked)
+        assert pair.prompt.splitlines()[3] == json.dumps(shown)
         assert pair.prompt.endswith("\n\n### Response:\n")
         assert row["rationale"] not in pair.prompt
 

@@ -1,7 +1,7 @@
-"""The proof of rendering on tokenizers people use, from packages that carry their files.
+"""Rendering with widely used tokenizers, from packages that contain their files.
 
-The packages are never imported, only their files are read; a tokenizer whose package is not installed is skipped.
-SmolLM2 speaks with its own chat template, the others with the template of their family.
+The packages are not imported, only their files are read; a tokenizer whose package is not installed is skipped.
+SmolLM2 has its own chat template, the others use the template of their family.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-BYTE_SIGNS = {  # ByteLevel writes each byte as one of these
+BYTE_SIGNS = {  # the character for each byte in ByteLevel
     byte: chr(byte) for first, end in ((33, 127), (161, 173), (174, 256)) for byte in range(first, end)
 }
 for _byte in range(256):
@@ -41,7 +41,7 @@ def by_file(file: Path) -> Tokenizer:
 
 
 def by_bytes(tokens: list[bytes], pattern: str) -> Tokenizer:
-    """A byte-level tokenizer from its tokens in the order of their merging, as tiktoken keeps them."""
+    """A byte-level tokenizer from its tokens in merge order, as in tiktoken."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
     merges = []
     for token in tokens:
@@ -70,7 +70,7 @@ def by_tekken(file: Path) -> Tokenizer:
 
 
 def pieces_of(file: Path) -> Iterator[tuple[str, int]]:
-    """Text and kind (1 normal, 2 unknown, 3 control, 4 asked for by the maker, 6 byte) from a sentencepiece model."""
+    """Text and kind (1 normal, 2 unknown, 3 control, 4 user-defined, 6 byte) from a sentencepiece model."""
     for field, piece in fields_of(file.read_bytes()):
         if field == 1:
             values = dict(fields_of(piece))
@@ -78,7 +78,7 @@ def pieces_of(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def fields_of(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protocol buffer: its number, and bytes or an integer."""
+    """The fields of a protocol buffer: number, and bytes or an integer."""
     position = 0
 
     def number() -> int:
@@ -121,7 +121,7 @@ def by_sentencepiece(file: Path, spaces: str) -> Tokenizer:
     elif spaces == "mistral":
         inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
         ends.append(decoders.Strip(content=" ", left=1, right=0))
-    else:  # as Llama 2 had it: a space in front of every stretch of text between special tokens
+    else:  # Llama 2: a space before every piece of text between special tokens
         inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         ends.append(decoders.Strip(content=" ", left=1, right=0))
     inner.decoder = decoders.Sequence(ends)
@@ -132,13 +132,13 @@ def by_sentencepiece(file: Path, spaces: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Real:
-    """A tokenizer somebody may have installed."""
+    """A tokenizer that may be installed."""
 
     package: str
     file: str
     read: Callable[[Path], Tokenizer]
     family: str
-    num_tokens: int  # at least, so that it is the real one
+    num_tokens: int  # minimum, to check that it is the real one
     spaces: str = "byte-level"
 
 
@@ -201,7 +201,7 @@ def family_of(name: str) -> Family:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_rendering_equals_the_real_tokenizers_own_and_trains_what_the_assistant_says(name: str) -> None:
+def test_rendering_equals_the_real_tokenizers_own_and_trains_the_assistants_text(name: str) -> None:
     prove_conversations(real_tokenizer(name), family_of(name), NUM_CONVERSATIONS)
 
 
@@ -213,7 +213,7 @@ def without_spaces(text: str) -> str:
 def test_special_tokens_planted_in_any_field_stay_text_for_real_tokenizers(name: str) -> None:
     family = family_of(name)
     places = ("a {} b", "{}", "a{}", "{}b") if FULL_DOSE else ("a{}",)
-    # Llama 2 writes a space behind every special token, so a spelling that was cut in two shows one where it was cut.
+    # Llama 2 writes a space after every special token, so a spelling that was split in two shows one at the split.
     read = without_spaces if name == "llama2" else str
     num_text = prove_planted_is_text(real_tokenizer(name), family, family.specials, places, read)
     assert num_text >= 4 * len(family.specials) * len(places)
@@ -228,7 +228,7 @@ def smollm2() -> Any:
     return AutoTokenizer.from_pretrained(smollm2_folder())
 
 
-def test_rendering_equals_smollm2s_own_and_trains_what_the_assistant_says() -> None:
+def test_rendering_equals_smollm2s_own_and_trains_the_assistants_text() -> None:
     prove_conversations(smollm2(), FAMILIES["chatml"], NUM_CONVERSATIONS)
 
 

@@ -552,7 +552,7 @@ def test_an_open_quote_in_csv_keeps_no_more_than_a_row(tmp_path: Path) -> None:
     found, peak = peak_bytes(lambda: read(path))
     rows, (fault,) = split(found)
     assert rows == [{"a": "1"}] and "closing quote is missing" in fault.what
-    assert peak < 8 * MAX_ROW_BYTES  # the csv module holds characters of up to four bytes
+    assert peak < 8 * MAX_ROW_BYTES  # the csv module uses up to four bytes per character
 
 
 class Repeated(io.RawIOBase):

@@ -219,7 +219,7 @@ def _tar_member(gate: _Gate, name: str, header: tarfile.TarInfo, sparse: bool, p
 
 
 def _extended(source: Stream, header: tarfile.TarInfo) -> dict[str, str]:
-    """What an extended header says about the next member: pax records, or GNU's long name as `path`."""
+    """The records of an extended header, which describe the next member: pax records, or GNU's long name as `path`."""
     if header.size > _MAX_EXTENDED_HEADER:
         what = f"A header of the tar archive has {header.size:,} bytes; the limit is {_MAX_EXTENDED_HEADER >> 20} MiB."
         raise Damage(what, _PACK_AGAIN)

@@ -136,10 +136,10 @@ def _local(entry: str, source: int) -> list[DataFile]:
         return [_local_file(entry, entry, source)]
     if glob.has_magic(entry):
         matches = sorted(set(glob.glob(entry, recursive=True)))
-        wanted = [path for path in matches if os.path.isfile(path) and found_data(os.path.basename(path))]
-        if not wanted:
+        chosen = [path for path in matches if os.path.isfile(path) and found_data(os.path.basename(path))]
+        if not chosen:
             raise _nothing_there(entry, len(matches))
-        return [_local_file(path, path, source) for path in wanted]
+        return [_local_file(path, path, source) for path in chosen]
     hub_id = _HUB_ID.fullmatch(entry)
     if hub_id and kind_of(entry) is None:
         not_data = ("README*", "*/README*", ".*", "*/.*")
@@ -157,17 +157,17 @@ def _local(entry: str, source: int) -> list[DataFile]:
 def _folder(folder: str, shown_as: str, source: int) -> list[DataFile]:
     """The data files in a folder and its subfolders. Links to files are followed, links to folders (cycles) are not."""
     num_seen = 0
-    wanted: list[tuple[str, str]] = []  # to be sorted by the path inside the folder, the same on every machine
+    chosen: list[tuple[str, str]] = []  # sorted later by the path inside the folder, the same on every machine
     for parent, _, names in os.walk(folder, onerror=_raise):
         for name in names:
             num_seen += 1
             path = os.path.join(parent, name)
             below = os.path.relpath(path, folder).replace(os.sep, "/")
             if found_data(below) and os.path.isfile(path):
-                wanted.append((below, path))
-    if not wanted:
+                chosen.append((below, path))
+    if not chosen:
         raise _nothing_there(shown_as, num_seen)
-    return [_local_file(path, os.path.join(shown_as, below), source) for below, path in sorted(wanted)]
+    return [_local_file(path, os.path.join(shown_as, below), source) for below, path in sorted(chosen)]
 
 
 def _local_file(path: str, name: str, source: int) -> DataFile:
@@ -195,9 +195,9 @@ def _remote(entry: str, source: int) -> list[DataFile]:
             paths = list(system.find(path))
         else:
             return [_remote_file(entry, system.info(path), source)]
-        wanted = sorted(found for found in paths if found_data(_below(found, path)))
-        if wanted:
-            return [_remote_file(system.unstrip_protocol(found), system.info(found), source) for found in wanted]
+        chosen = sorted(found for found in paths if found_data(_below(found, path)))
+        if chosen:
+            return [_remote_file(system.unstrip_protocol(found), system.info(found), source) for found in chosen]
     except FileNotFoundError:
         raise TrilloraError(
             f"There is no data at {shown}.", where=shown, do="check the URL and your access rights"

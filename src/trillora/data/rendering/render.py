@@ -287,8 +287,9 @@ def trained_turns(chat: Chat, train_on: str) -> list[int]:
     if train_on == "last":
         return turns[-1:]
     if train_on == "completion" and not chat.num_prompt:
-        asked = max((i for i, message in enumerate(chat.messages[: turns[-1]]) if message["role"] == "user"), default=0)
-        return [turn for turn in turns if turn > asked] or turns[-1:]
+        users = (i for i, message in enumerate(chat.messages[: turns[-1]]) if message["role"] == "user")
+        last_question = max(users, default=0)
+        return [turn for turn in turns if turn > last_question] or turns[-1:]
     if train_on in ("completion", "auto"):
         turns = [turn for turn in turns if turn >= chat.num_prompt]
         if not turns:

@@ -1,5 +1,5 @@
-"""The tables of chips, slices and platforms: names as people use them, figures that agree with each other, and
-topologies as the TPU compiler itself counts them."""
+"""The tables of chips, slices and platforms: the names that people use, consistent figures, and topologies that agree
+with the TPU compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from trillora.devices.chips import CHIPS, GPUS, chip_of, peak_tflops
 from trillora.devices.slices import (
     COMPILE_ONLY_ENVIRONMENT,
-    LENT,
+    NOTEBOOK_SLICES,
     SLICES,
     find_slice,
     larger_slices,
@@ -23,7 +23,7 @@ from trillora.devices.slices import (
 from trillora.errors import TrilloraError
 
 
-def test_every_slice_of_the_issue_is_known() -> None:
+def test_every_rentable_slice_is_known() -> None:
     names = [f"{chip}-{number}" for chip in ("v5e", "v6e") for number in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
     names += [f"{chip}-{number}" for chip in ("v4", "v5p", "7x") for number in (8, 16, 32, 64, 128)]
     names += ["v2-8", "v3-8", "v3-32", "7x-2"]
@@ -67,19 +67,19 @@ def test_a_slice_counts_devices_chips_and_hosts(name: str, num_devices: int, num
         ("colab-V6e", "colab-v6e"),
     ],
 )
-def test_a_slice_is_found_by_other_peoples_names(name: str, ours: str) -> None:
+def test_a_slice_is_found_by_its_other_names(name: str, ours: str) -> None:
     assert find_slice(name).name == ours
 
 
-def test_a_platform_lends_the_same_chips_on_its_own_terms() -> None:
+def test_a_platform_offers_the_same_chips_with_its_own_limits() -> None:
     for name, same in (("colab", "v5e-1"), ("colab-v6e", "v6e-1"), ("kaggle", "v5e-8")):
-        lent, rented = find_slice(name), find_slice(same)
-        assert (lent.chip, lent.topology, lent.options) == (rented.chip, rented.topology, rented.options)
-        assert lent.platform is not None
-        assert (lent.host_ram_gib, lent.disk_gib) == (lent.platform.host_ram_gib, lent.platform.disk_gib)
-        assert lent.host_ram_gib <= rented.host_ram_gib
+        offered, rented = find_slice(name), find_slice(same)
+        assert (offered.chip, offered.topology, offered.options) == (rented.chip, rented.topology, rented.options)
+        assert offered.platform is not None
+        assert (offered.host_ram_gib, offered.disk_gib) == (offered.platform.host_ram_gib, offered.platform.disk_gib)
+        assert offered.host_ram_gib <= rented.host_ram_gib
     assert all(rented.platform is None for rented in SLICES.values())
-    kaggle = LENT["kaggle"].platform
+    kaggle = NOTEBOOK_SLICES["kaggle"].platform
     assert kaggle is not None
     assert (kaggle.session_hours, kaggle.weekly_hours) == (9, 20)
 
@@ -88,14 +88,14 @@ def test_a_platform_lends_the_same_chips_on_its_own_terms() -> None:
     ("name", "guess"), [("v5e-7", "v5e-"), ("v6-8", "v6e-8"), ("kagle", "kaggle"), ("v5litepod-3", "v5e-")]
 )
 def test_an_unknown_slice_names_the_nearest_and_all(name: str, guess: str) -> None:
-    with pytest.raises(TrilloraError, match=f"No slice is called {name}") as raised:
+    with pytest.raises(TrilloraError, match=f"Unknown slice '{name}'") as raised:
         find_slice(name)
     assert f"did you mean {guess}" in raised.value.do
-    assert all(known in raised.value.do for known in (*SLICES, *LENT))
+    assert all(known in raised.value.do for known in (*SLICES, *NOTEBOOK_SLICES))
     assert raised.value.where == "--on"
 
 
-def test_a_name_like_nothing_gets_the_list_without_a_guess() -> None:
+def test_a_name_similar_to_none_gets_the_list_without_a_guess() -> None:
     with pytest.raises(TrilloraError) as raised:
         find_slice("")
     assert raised.value.do.startswith("Known: ")
@@ -103,7 +103,7 @@ def test_a_name_like_nothing_gets_the_list_without_a_guess() -> None:
 
 def test_larger_slices_are_of_the_same_chip_and_ascend() -> None:
     assert [slice.name for slice in larger_slices(find_slice("v5e-8"))] == [f"v5e-{n}" for n in (16, 32, 64, 128, 256)]
-    assert [slice.name for slice in larger_slices(find_slice("v5e-1"))][:2] == ["v5e-4", "v5e-8"]  # -2 is not rented
+    assert [slice.name for slice in larger_slices(find_slice("v5e-1"))][:2] == ["v5e-4", "v5e-8"]  # -2 cannot be rented
     assert larger_slices(find_slice("kaggle")) == larger_slices(find_slice("v5e-8"))
     assert larger_slices(find_slice("v6e-256")) == []
 
@@ -111,18 +111,18 @@ def test_larger_slices_are_of_the_same_chip_and_ascend() -> None:
 def test_every_slice_has_a_chip_with_plausible_figures() -> None:
     assert {slice.chip for slice in SLICES.values()} == set(CHIPS)
     for chip in CHIPS.values():
-        # What a chip can compute for each byte it reads: 65 on v2 to 560 on v6e. A figure of the wrong unit is far off.
+        # Operations per byte read: 65 on v2 to 560 on v6e. A figure in the wrong unit is far outside.
         assert 60 < 1e12 * chip.bf16_tflops / (1e9 * chip.hbm_gb_per_second) < 600
         assert 10 < chip.hbm_gb_per_second / chip.link_gb_per_second < 50
         assert chip.torus_dims in (2, 3)
-        # Multiply and add in whole systolic arrays, every cycle.
+        # An integer number of systolic arrays, each with a multiply and an add per cell and cycle.
         arrays = 1e12 * chip.bf16_tflops / (2 * chip.matrix_unit**2 * 1e9 * chip.clock_ghz)
         assert arrays == pytest.approx(round(arrays), rel=0.02)
     for slice in SLICES.values():
         assert len(slice.topology.partition(":")[2].split("x")) == CHIPS[slice.chip].torus_dims
 
 
-def test_a_gpu_is_known_by_what_jax_calls_it() -> None:
+def test_a_device_is_found_by_its_name_in_jax() -> None:
     assert chip_of("NVIDIA H200") is GPUS["H200"]
     assert chip_of("NVIDIA H100 80GB HBM3") is GPUS["H100"]
     assert chip_of("NVIDIA H100 PCIe") is GPUS["H100 PCIe"]
@@ -152,7 +152,7 @@ print(json.dumps(counted))
 @pytest.mark.tpu_compiler
 def test_the_tpu_compiler_counts_the_same_devices_and_hosts() -> None:
     if importlib.util.find_spec("libtpu") is None:
-        pytest.skip(f"libtpu has no build for {platform.machine()} {platform.system()}; this runs on x86-64 Linux")
+        pytest.skip(f"libtpu has no build for {platform.machine()} {platform.system()}, only for x86-64 Linux")
     environment = {**os.environ, **COMPILE_ONLY_ENVIRONMENT, "XLA_FLAGS": ""}
     done = subprocess.run(
         [sys.executable, "-c", COUNT_DEVICES], env=environment, capture_output=True, text=True, timeout=300

@@ -1,4 +1,4 @@
-"""Any number of devices, however arranged, trains the same adapter."""
+"""Any number of devices, on any mesh, trains the same adapter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
 
-LOSS = 1e-5  # relative: float32 sums over devices are taken in another order
+LOSS = 1e-5  # relative: float32 sums over devices in another order
 MESHES = {
     "data 8": {"data": 8},
     "fsdp 8": {"fsdp": 8},
@@ -59,7 +59,7 @@ def test_many_devices_equal_one(folder: Path, alone: list[float], tmp_path: Path
     _, ours = load_adapter(tmp_path / "run" / "adapter")
     _, reference = load_adapter(folder / "alone" / "adapter")
     for key, array in reference.items():
-        # Adam divides small gradients by small roots: rounding of the gradient shows up larger in the weights.
+        # Adam divides small gradients by small roots, which amplifies rounding errors of the gradients.
         np.testing.assert_allclose(ours[key], array, atol=2e-3 * np.abs(array).max())
 
 
@@ -88,7 +88,7 @@ def test_experts_on_a_mesh_equal_one_device(tmp_path: Path) -> None:
     assert train(load_recipe(settings), tmp_path / "mesh").losses == pytest.approx(alone, rel=LOSS)
 
 
-def test_every_large_weight_is_split_without_naming_it(folder: Path) -> None:
+def test_every_large_weight_is_sharded_by_its_shape_alone(folder: Path) -> None:
     settings = tiny_run.recipe(
         folder,
         model={"dtype": "float32"},
@@ -105,12 +105,14 @@ def test_every_large_weight_is_split_without_naming_it(folder: Path) -> None:
     assert large and split == large
     down = next(key for key in split if "down_proj" in key)
     up = next(key for key in split if "up_proj" in key)
-    assert assembly.base_shardings[down].spec[-1] == "tensor", "the product back to the residual splits its inputs"
+    assert assembly.base_shardings[down].spec[-1] == "tensor", (
+        "the projection back to the residual shards its input dim"
+    )
     assert assembly.base_shardings[up].spec[-2] == "tensor"
     assert all(s.is_fully_replicated for s in assembly.adapter_shardings.values())
 
 
-def test_uneven_and_small_weights_are_copied() -> None:
+def test_uneven_and_small_weights_are_replicated() -> None:
     mesh = make_mesh(jax.devices(), MeshShape(fsdp=8))
     assert weight_spec((1001, 1003), mesh, stacked=False) == jax.sharding.PartitionSpec(None, None)
     assert weight_spec((64, 64), mesh, stacked=False) == jax.sharding.PartitionSpec()
@@ -129,7 +131,7 @@ def test_uneven_and_small_weights_are_copied() -> None:
         (8, 12, 1, MeshShape(data=4, tensor=2)),
     ],
 )
-def test_mesh_is_chosen_from_rows_and_memory(
+def test_mesh_is_chosen_from_batch_size_and_memory(
     num_devices: int, batch_size: int, base_gib: int, expected: MeshShape
 ) -> None:
     shape, reason = choose_mesh(num_devices, batch_size, base_gib * 2**30, limit=15.75 * 2**30)
@@ -146,8 +148,8 @@ def test_every_architecture_gets_its_choices() -> None:
     assert len(names) > 100
 
 
-def test_large_adapter_is_split_but_not_on_a_mesh_of_three_axes() -> None:
-    """There it was seen to come out wrong: a loss of 6.18007 for 6.17930."""
+def test_large_adapter_is_sharded_except_on_a_mesh_of_three_axes() -> None:
+    """On three axes the result was wrong: a loss of 6.18007 instead of 6.17930."""
     large = {"a": Leaf(("a",), False, (2**14, 2**14), np.dtype(np.float32))}
     for shape, copied in ((MeshShape(2, 2, 2), True), (MeshShape(data=2, fsdp=4), False), (MeshShape(fsdp=8), False)):
         sharding = shard_adapter(large, make_mesh(jax.devices(), shape))["a"]

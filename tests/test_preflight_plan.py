@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trillora.devices.slices import LENT, Platform
+from trillora.devices.slices import NOTEBOOK_SLICES, Platform
 from trillora.errors import TrilloraError
 from trillora.preflight.host import host_lines
 from trillora.preflight.sessions import RunTime, run_time
@@ -58,7 +58,7 @@ def test_no_session_is_begun_that_ends_before_its_first_step() -> None:
 
 
 def test_a_platform_without_a_quota_is_limited_by_its_sessions() -> None:
-    colab = LENT["colab"].platform
+    colab = NOTEBOOK_SLICES["colab"].platform
     assert colab is not None
     assert colab.weekly_hours is None
     run = plan(23, start_hours=0.5, platform=colab)
@@ -81,7 +81,7 @@ def test_the_cost_is_of_all_chips_and_starts() -> None:
 
 
 def test_the_price_is_the_platforms_unless_given() -> None:
-    kaggle = LENT["kaggle"].platform
+    kaggle = NOTEBOOK_SLICES["kaggle"].platform
     assert kaggle is not None
     assert plan(5, platform=kaggle).cost == 0
     assert plan(4.9, platform=kaggle, price=1.0).cost == pytest.approx(5 * 8)

@@ -162,7 +162,7 @@ def test_finished_run_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     ("section", "values", "what", "where"),
     [
         ("lora", {"targets": ["q_prj"]}, "q_prj", "lora.targets[0]"),
-        ("hardware", {"devices": 9}, "9 devices asked for, 8 cpu found", "hardware.devices"),
+        ("hardware", {"devices": 9}, "9 devices requested, but only 8 cpu devices found", "hardware.devices"),
         ("hardware", {"backend": "tpu"}, "No tpu device", "hardware.backend"),
         ("hardware", {"devices": 8, "mesh": {"data": 8}}, "", "train.batch_size"),
         ("train", {"sequence_length": 512}, "256 positions", "train.sequence_length"),

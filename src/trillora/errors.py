@@ -1,8 +1,10 @@
 """The error for everything a user can fix: what happened, where, and what to do.
 
-LoRA target 'q_prj' matches no layer.
-  where: lora.targets[0]
-  do:    did you mean 'q_proj'?
+The command line prints it as
+
+    LoRA target 'q_prj' matches no layer.
+      where: lora.targets[0]
+      do:    did you mean 'q_proj'?
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -141,7 +140,7 @@ class HistoryEntry:
 Metric = Step | Skipped | Evaluated | Sampled
 Event = Note | Alarm | Chosen | Progress | Saved | Metric
 Listener = Callable[[Event], None]
-QUIET_SECONDS = 2.0  # progress is reported only for work that takes longer
+QUIET_SECONDS = 2.0  # people see progress only for work that takes longer
 
 # The `kind` of a line of metrics.jsonl. The names are part of the file format: old files use them too.
 METRICS: dict[str, type[Metric]] = {"step": Step, "skipped": Skipped, "evaluation": Evaluated, "samples": Sampled}
@@ -150,17 +149,6 @@ _KIND_OF = {event_type: kind for kind, event_type in METRICS.items()}
 
 def ignore_events(event: Event) -> None:
     """A listener that does nothing."""
-
-
-def progress_reporter(listener: Listener, label: str, unit: Literal["", "bytes"] = "") -> Callable[[int, int], None]:
-    """Returns a function `report(done, total)` that sends Progress events. Work shorter than two seconds sends none."""
-    start = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        if time.monotonic() - start >= QUIET_SECONDS:
-            listener(Progress(label, done, total, unit))
-
-    return report
 
 
 def to_json(event: Event) -> str:

@@ -40,7 +40,7 @@ from trillora.data.rows import BadRow, Fault, RawRow, place, refused
 from trillora.data.tokenizing.encode import Encoder, TokenizedDocument, Tokenizer
 from trillora.data.tokenizing.store import KINDS, ROW, Store, StoreWriter, open_store
 from trillora.errors import TrilloraError
-from trillora.events import Listener, ignore_events, progress_reporter
+from trillora.events import Listener, Progress, ignore_events
 from trillora.files.digests import json_digest, text_digest
 
 FORMAT = 1  # of a store: increase it when the same data would be tokenized or stored differently
@@ -222,7 +222,7 @@ class _StoreBuilder:
         self._files = files
         self._encoder = encoder
         self._pool = pool
-        self._report = progress_reporter(listener, "Reading data", "bytes")
+        self._listener = listener
         self._truncate_to = truncate_to
         self._names: dict[tuple[int, str], int] = {}
         self._problems: list[_Found] = []
@@ -350,7 +350,7 @@ class _StoreBuilder:
     def _consumed(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
         if total := sum(file.size for file in self._files):  # some remote stores report no sizes
-            self._report(self._num_bytes, total)
+            self._listener(Progress("Reading data", self._num_bytes, total, "bytes"))
 
 
 def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder) -> RenderSettings:

@@ -1,1 +1,1 @@
-"""Chips, slices and meshes of devices."""
+"""Devices: chips, TPU slices, the mesh, and the versions of the packages that drive them."""

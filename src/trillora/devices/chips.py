@@ -1,4 +1,4 @@
-"""Chips: memory, arithmetic and bandwidth of each TPU and GPU. No jax."""
+"""Memory, peak arithmetic and bandwidth of each TPU and GPU. No jax."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Chip:
-    """One JAX device of this kind: half a chip on v2, v3 and 7x, where each core is a device of its own."""
+    """One JAX device. On v2, v3 and 7x that is half a chip, because each core is a device."""
 
-    hbm_gib: float  # usable, as the compiler enforces it
-    bf16_tflops: float  # dense; float16 where a GPU has no bfloat16
+    hbm_gib: float  # usable memory; the compiler enforces this limit
+    bf16_tflops: float  # dense; float16 on GPUs without bfloat16
     hbm_gb_per_second: float
-    link_gb_per_second: float  # one interconnect link, one direction; 0 where there is none
-    torus_dims: int  # directions in which links run; 0 where devices are not wired as a torus
+    link_gb_per_second: float  # one interconnect link in one direction; 0 if there is none
+    torus_dims: int  # dimensions of the torus of devices; 0 if they are not connected as a torus
     clock_ghz: float
-    matrix_unit: int  # side of the systolic array, of a tensor core's tile on a GPU
+    matrix_unit: int  # side of the systolic array; on a GPU, of a tensor core's tile
 
 
-# Peaks and bandwidths: Google's page of each version (cloud.google.com/tpu/docs), the chip's figure divided by its
-# devices. Links: the pages say 50 GB/s a link and direction for v4 and v5e, 100 for v5p, v6e and 7x, of which nine
-# tenths are counted, as the JAX team's scaling book does; v2 and v3: Jouppi et al., CACM 2020, 496 and 656 Gbit/s,
-# shared by two devices. Clock: what the peak implies for the matrix units.
+# Peaks and bandwidths: Google's page for each version (cloud.google.com/tpu/docs), divided by the devices of a chip.
+# Links: those pages give 50 GB/s per link and direction for v4 and v5e, and 100 for v5p, v6e and 7x. We use 90 % of
+# that, as the JAX team's scaling book does. v2 and v3: Jouppi et al., CACM 2020, 496 and 656 Gbit/s, shared by two
+# devices. The clock follows from the peak and the matrix units.
 CHIPS: dict[str, Chip] = {
     "v2": Chip(7.48, 22.9, 350, 31, 2, 0.70, 128),
     "v3": Chip(15.48, 61.5, 450, 41, 2, 0.94, 128),
@@ -33,8 +33,8 @@ CHIPS: dict[str, Chip] = {
     "7x": Chip(94.75, 1153.5, 3690, 90, 3, 2.20, 256),
 }
 
-# NVIDIA's data sheets, without sparsity; memory as the driver shows it. A longer name is a variant of a shorter one
-# and stands before it. Links: NVLink to the other GPUs of a board, all links together; clock: the one of the peak.
+# NVIDIA's data sheets, without sparsity; memory as shown by the driver. A variant with a longer name comes before the
+# shorter name. Links: NVLink to the other GPUs of a board, all links together. Clock: the one that gives the peak.
 GPUS: dict[str, Chip] = {
     "H200": Chip(139.8, 989, 4800, 450, 0, 1.83, 16),
     "H100 PCIe": Chip(79.1, 756, 2000, 0, 0, 1.62, 16),
@@ -48,7 +48,7 @@ GPUS: dict[str, Chip] = {
     "V100": Chip(15.8, 125, 900, 150, 0, 1.53, 16),
 }
 
-# What jax calls the devices.
+# The names of TPUs in jax.
 DEVICE_KINDS = {
     "TPU v2": "v2",
     "TPU v3": "v3",
@@ -64,7 +64,7 @@ DEVICE_KINDS = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip jax names `device_kind`, where it is known."""
+    """The chip that jax calls `device_kind`, if it is in the tables."""
     if device_kind in DEVICE_KINDS:
         return CHIPS[DEVICE_KINDS[device_kind]]
     words = set(device_kind.replace("-", " ").split())
@@ -72,11 +72,11 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def peak_tflops(device_kind: str) -> float | None:
-    """Of one device, where it is known."""
+    """Peak TFLOP/s of one device, if it is in the tables."""
     chip = chip_of(device_kind)
     return chip.bf16_tflops if chip else None
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:
-    """Whether the machine shows a TPU, an NVIDIA or an AMD device to its processes."""
+    """Whether this machine has a TPU, NVIDIA or AMD device file."""
     return any(any(devices.glob(pattern)) for pattern in ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg"))

@@ -1,7 +1,11 @@
-"""Devices as a named mesh, and the rules that lay any model's weights over it.
+"""The device mesh, and the rules that shard arrays over it.
 
-Three axes: `data` copies the base, `fsdp` splits it and gathers each layer as it is used, `tensor` splits the products
-themselves. Rows of a batch are split over the first two. No rule knows a model by name: it sees shapes.
+The mesh has three axes. `data` replicates the base weights. `fsdp` shards them and gathers each layer when it is used.
+`tensor` shards the matrix products. The sequences of a batch are sharded over `data` and `fsdp`. The rules depend only
+on shapes, never on the model:
+
+    weight [4096, 1024] on data 1 x fsdp 4 x tensor 2  ->  PartitionSpec("tensor", "fsdp")
+    batch  [8, 2048]    on data 2 x fsdp 4             ->  PartitionSpec(("data", "fsdp"))
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 AXES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
 PROGRAM_CACHE_BYTES = 4 * 2**30
-SMALL = 2**16  # elements; below this a weight costs less copied than gathered
+SMALL = 2**16  # elements; replicating a smaller weight costs less than gathering it
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ class MeshShape:
 
 
 def find_devices(backend: str, num_devices: int | None) -> list[jax.Device]:
-    """The devices asked for, or an error: a run never falls back to another kind of chip in silence."""
+    """Returns the requested devices. If they are missing, that is an error: we never fall back silently."""
     if backend == "cpu" or (backend == "auto" and not has_accelerator()):
-        # Else an installed libtpu looks for chips, and complains at length about a laptop.
+        # Otherwise an installed libtpu searches for chips and prints long warnings on machines without any.
         jax.config.update("jax_platforms", "cpu")
     try:
         devices = jax.devices() if backend == "auto" else jax.devices(backend)
@@ -58,13 +62,13 @@ def find_devices(backend: str, num_devices: int | None) -> list[jax.Device]:
         raise TrilloraError(
             f"No {backend} device was found on this machine.",
             where="hardware.backend",
-            do=f"use what is there (hardware.backend={seen}), or install jax for {backend} and check the runtime type",
+            do=f"use hardware.backend={seen}, or install jax for {backend} and check the runtime type",
         ) from error
     if num_devices is None:
         return devices
     if num_devices > len(devices):
         raise TrilloraError(
-            f"{num_devices} devices asked for, {len(devices)} {devices[0].platform} found.",
+            f"{num_devices} devices requested, but only {len(devices)} {devices[0].platform} devices found.",
             where="hardware.devices",
             do=f"set hardware.devices to {len(devices)} or auto",
         )
@@ -74,7 +78,7 @@ def find_devices(backend: str, num_devices: int | None) -> list[jax.Device]:
 def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
     if shape.size != len(devices):
         raise TrilloraError(
-            f"A mesh of {shape} needs {shape.size} devices, {len(devices)} are used.",
+            f"A mesh of {shape} needs {shape.size} devices, but {len(devices)} are used.",
             where="hardware.mesh",
             do=f"choose sizes whose product is {len(devices)}, or set hardware.mesh to auto",
         )
@@ -84,8 +88,8 @@ def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
 def weight_spec(
     shape: tuple[int, ...], mesh: Mesh, *, stacked: bool, tensor_on_last_dim: bool = False
 ) -> PartitionSpec:
-    """How a frozen weight is split: `tensor` over the last dim or the one before, `fsdp` over the largest dim left.
-    The stacked dim is never split; what is small or does not divide evenly is copied."""
+    """The sharding of a frozen weight: `tensor` on the last dim or the one before, `fsdp` on the largest other dim. The
+    stacked dim is never sharded. A small weight, or a dim that is not divisible, is replicated."""
     spec: list[str | None] = [None] * len(shape)
     dims = list(range(1 if stacked else 0, len(shape)))
     if len(dims) < 2 or math.prod(shape[dims[0] :]) < SMALL:
@@ -105,18 +109,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over the batch axes; tokens of a row stay together."""
+    """Sequences are sharded over the batch axes; the tokens of a sequence stay together."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def local_rows(num_rows: int, mesh: Mesh) -> list[int]:
-    """Which rows of a batch the devices of this process hold."""
+    """The sequences of a batch that are on the devices of this process."""
     parts = [index[0] for index in batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values() if index]
     return sorted({row for part in parts for row in range(*part.indices(num_rows))})
 
 
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh, num_rows: int | None = None) -> dict[str, jax.Array]:
-    """Host arrays onto the mesh. They hold all rows, or those `local_rows` names of `num_rows`."""
+    """Copies a batch to the mesh. The arrays contain all sequences or, with `num_rows`, those of `local_rows`."""
     sharding = batch_sharding(mesh)
     whole = num_rows or len(next(iter(batch.values())))
     place = {row: number for number, row in enumerate(local_rows(whole, mesh))} if num_rows else None
@@ -134,37 +138,37 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh, num_rows: int | None = N
 
 
 def split_rows(array: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Tell the compiler that the leading dim is rows of the batch. Said at every boundary of the model: left to itself
-    the partitioner was seen to give wrong numbers on a data x fsdp x tensor mesh."""
+    """Constrains the leading dim to the batch axes. Used at every boundary of the model: without it, the partitioner
+    computed wrong numbers on a data x fsdp x tensor mesh."""
     if mesh is None or mesh.size == 1:
         return array
     return jax.lax.with_sharding_constraint(array, batch_sharding(mesh))
 
 
 def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`function` run by each device on its own part of the arguments."""
+    """Runs `function` on each device with its shard of the arguments."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def gather(tree: Any, mesh: Mesh) -> Any:
-    """The whole arrays on the host, in every process."""
+    """Copies whole arrays to the host, in every process."""
     everywhere = jax.jit(lambda t: t, out_shardings=replicated(mesh))(tree)
     return jax.tree.map(np.asarray, everywhere)
 
 
 def remember_programs(folder: Path) -> None:
-    """Keep compiled programs on disk, so that a run that goes on does not compile again. One that the environment
-    names (JAX_COMPILATION_CACHE_DIR) stays."""
+    """Caches compiled programs on disk, so that a resumed run does not compile again. JAX_COMPILATION_CACHE_DIR has
+    precedence over `folder`."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", PROGRAM_CACHE_BYTES)
 
 
-def any_process(*wishes: bool) -> tuple[bool, ...]:
-    """What any process of the run wants, all do: together, or their programs would wait for each other for ever."""
+def any_process(*flags: bool) -> tuple[bool, ...]:
+    """Logical OR of each flag over all processes, so that all take the same branch. Otherwise they would deadlock."""
     if jax.process_count() == 1:
-        return wishes
-    return tuple(bool(wish) for wish in multihost_utils.process_allgather(np.array(wishes)).any(axis=0))
+        return flags
+    return tuple(bool(flag) for flag in multihost_utils.process_allgather(np.array(flags)).any(axis=0))
 
 
 def same_everywhere(number: int) -> bool:
@@ -173,7 +177,7 @@ def same_everywhere(number: int) -> bool:
 
 
 def join_cluster() -> None:
-    """Connect to the other processes of a multi-host run, where the environment names them: JAX_COORDINATOR_ADDRESS
+    """Connects to the other processes of a multi-host run, if environment variables name them: JAX_COORDINATOR_ADDRESS
     with JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the worker list of a Cloud TPU slice."""
     if jax.distributed.is_initialized():
         return

@@ -1,4 +1,11 @@
-"""Slices: groups of TPU chips rented together, and the platforms that rent them out. No jax."""
+"""TPU slices (groups of chips that are rented together) and the notebook platforms that offer them. No jax.
+
+Slices have Cloud's names, which count chips or cores. JAX sees devices:
+
+    find_slice("v5e-8")   8 devices, 8 chips, 1 host
+    find_slice("v4-8")    4 devices, 4 chips, 1 host: Cloud counts the 8 cores
+    find_slice("kaggle")  the chips of v5e-8 with Kaggle's memory, disk and time limits
+"""
 
 from __future__ import annotations
 
@@ -8,28 +15,28 @@ from typing import Any
 
 from trillora.errors import TrilloraError, nearest
 
-# ---- who lends them, and on what terms
+# ---- notebook platforms
 
 
 @dataclass(frozen=True)
 class Platform:
-    """A notebook service: how long a session lasts and what its machine holds."""
+    """A notebook service: its time limits, and the memory and disk of its machine."""
 
     name: str
     session_hours: float
-    weekly_hours: float | None  # None: no published quota
+    weekly_hours: float | None  # None: no quota is published
     host_ram_gib: float
     disk_gib: float
-    price_per_hour: float | None  # of one chip; 0 where it is free, None where it is not published
+    price_per_hour: float | None  # per chip; 0: free, None: not published
 
 
-# Free notebooks "at most 12 hours" (research.google.com/colaboratory/faq.html). RAM and disk are not published:
-# about 47 and 225 GiB were seen on the v5e-1 runtime.
+# Free notebooks run "at most 12 hours" (research.google.com/colaboratory/faq.html). RAM and disk are not published;
+# the v5e-1 runtime had about 47 and 225 GiB.
 COLAB = Platform("Colab", 12.0, None, 47.0, 225.0, 0.0)
-# A paid runtime: compute units an hour are not published; about 173 GiB of RAM and 225 of disk were seen.
+# Paid: compute units per hour are not published. A v6e-1 runtime had about 173 GiB of RAM and 225 GiB of disk.
 COLAB_PAID = Platform("Colab (paid)", 24.0, None, 173.0, 225.0, None)
-# 9 hours a session and 20 a week (kaggle.com/docs/tpu); about 20 GB of disk are promised, what lies outside of
-# /kaggle/working is more but not published. Nor is the RAM: about 330 GiB were seen on TPU VMs.
+# 9 hours per session, 20 per week, 20 GB of disk in /kaggle/working (kaggle.com/docs/tpu). More disk elsewhere, and
+# the RAM, are not published; TPU VMs had about 330 GiB of RAM.
 KAGGLE = Platform("Kaggle", 9.0, 20.0, 330.0, 20.0, 0.0)
 
 
@@ -38,25 +45,25 @@ KAGGLE = Platform("Kaggle", 9.0, 20.0, 330.0, 20.0, 0.0)
 
 @dataclass(frozen=True)
 class Slice:
-    """Chips that are rented together, as `jax.experimental.topologies` wants them named."""
+    """Chips that are rented together. `topology` and `options` are arguments of `jax.experimental.topologies`."""
 
     name: str
     chip: str
     topology: str
     options: dict[str, Any]
-    num_devices: int  # of JAX
-    num_chips: int  # as they are paid for
+    num_devices: int  # JAX devices
+    num_chips: int  # the unit of prices
     num_hosts: int
-    host_ram_gib: float  # of one host
-    disk_gib: float  # likewise, free
-    platform: Platform | None = None  # None: rented from Cloud by the hour, no limit on a session
+    host_ram_gib: float  # per host
+    disk_gib: float  # free space, per host
+    platform: Platform | None = None  # None: rented by the hour from Google Cloud, without time limit
 
 
 Bounds = tuple[int, int, int]
 ONE_CHIP, TWO_CHIPS, FOUR_CHIPS, EIGHT_CHIPS = (1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 4, 1)
 
-# RAM of a Cloud TPU VM by the chips it holds (cloud.google.com/tpu/docs, "VM types"); v2, v3 and one chip of 7x: about.
-# Two chips are half of a four-chip VM: jax can be told to use them, nobody rents them.
+# RAM of a Cloud TPU VM by its number of chips (cloud.google.com/tpu/docs, "VM types"); approximate for v2, v3 and one
+# chip of 7x. Two chips are half of a four-chip VM: jax can use them, but they cannot be rented.
 HOST_RAM_GIB: dict[str, dict[int, float]] = {
     "v2": {4: 334},
     "v3": {4: 340},
@@ -67,11 +74,11 @@ HOST_RAM_GIB: dict[str, dict[int, float]] = {
     "7x": {1: 240, 4: 960},
 }
 NOT_RENTED = frozenset({"v5e-2", "v6e-2"})
-CLOUD_DISK_GIB = 80.0  # about what is free of a TPU VM's boot disk, 100 GB unless more is asked for
+CLOUD_DISK_GIB = 80.0  # free space of a TPU VM's default boot disk of 100 GB, approximately
 
 
 def _slice(chip: str, number: int, topology: str, host: Bounds, wrapped: str = "") -> Slice:
-    """`wrapped`: the axes that close into rings, of x, y and z."""
+    """`wrapped`: those of the axes x, y and z that form rings."""
     family = "tpu7x" if chip == "7x" else chip
     num_chips, chips_per_host = math.prod(int(side) for side in topology.split("x")), math.prod(host)
     return Slice(
@@ -81,7 +88,7 @@ def _slice(chip: str, number: int, topology: str, host: Bounds, wrapped: str = "
         options={
             "chips_per_host_bounds": host,
             "wrap": tuple(axis in wrapped for axis in "xyz"),
-            # Megacore: a chip's two cores as one device.
+            # Megacore: the two cores of a chip are one device.
             "chip_config_name": "megacore" if chip in ("v4", "v5p") else "default",
         },
         num_devices=num_chips * (2 if chip in ("v2", "v3", "7x") else 1),
@@ -93,7 +100,7 @@ def _slice(chip: str, number: int, topology: str, host: Bounds, wrapped: str = "
 
 
 def _all_slices() -> dict[str, Slice]:
-    """By Cloud's names: v5e and v6e count chips, the others cores. Rings close where a pod's whole side is rented."""
+    """By Cloud's names: v5e and v6e count chips, the others cores. An axis is a ring if it spans a whole pod."""
     slices = [_slice(chip, 8, "2x2", FOUR_CHIPS) for chip in ("v2", "v3")]
     slices.append(_slice("v3", 32, "4x4", FOUR_CHIPS))
     for chip in ("v5e", "v6e"):
@@ -120,36 +127,36 @@ def _all_slices() -> dict[str, Slice]:
     return {slice.name: slice for slice in slices}
 
 
-def _lent(name: str, slice: Slice, platform: Platform) -> Slice:
+def _on_platform(name: str, slice: Slice, platform: Platform) -> Slice:
     return replace(slice, name=name, platform=platform, host_ram_gib=platform.host_ram_gib, disk_gib=platform.disk_gib)
 
 
 SLICES: dict[str, Slice] = _all_slices()
-LENT: dict[str, Slice] = {
-    "colab": _lent("colab", SLICES["v5e-1"], COLAB),
-    "colab-v6e": _lent("colab-v6e", SLICES["v6e-1"], COLAB_PAID),
-    "kaggle": _lent("kaggle", SLICES["v5e-8"], KAGGLE),
+NOTEBOOK_SLICES: dict[str, Slice] = {
+    "colab": _on_platform("colab", SLICES["v5e-1"], COLAB),
+    "colab-v6e": _on_platform("colab-v6e", SLICES["v6e-1"], COLAB_PAID),
+    "kaggle": _on_platform("kaggle", SLICES["v5e-8"], KAGGLE),
 }
-# Other names for the same things: (how it begins, how we begin it). The last is Kaggle's `machine_shape`.
+# Other names: (their prefix, our prefix). The last is Kaggle's `machine_shape`.
 ALIASES = (("v5litepod-", "v5e-"), ("tpu7x-", "7x-"), ("v7x-", "7x-"), ("tpuv5e8", "kaggle"))
 
 
 def find_slice(name: str) -> Slice:
-    """By Cloud's name, or `colab`, `kaggle`; any case."""
-    wanted = name.strip().lower()
+    """Finds a slice by Cloud's name, or by `colab`, `colab-v6e` or `kaggle`, in upper or lower case."""
+    key = name.strip().lower()
     for alias, ours in ALIASES:
-        if wanted.startswith(alias):
-            wanted = ours + wanted.removeprefix(alias)
-    known = SLICES | LENT
-    if wanted not in known:
-        guess = nearest(wanted, known)
+        if key.startswith(alias):
+            key = ours + key.removeprefix(alias)
+    known = SLICES | NOTEBOOK_SLICES
+    if key not in known:
+        guess = nearest(key, known)
         hint = f"did you mean {guess}? " if guess else ""
-        raise TrilloraError(f"No slice is called {name}.", where="--on", do=f"{hint}Known: {' '.join(known)}")
-    return known[wanted]
+        raise TrilloraError(f"Unknown slice {name!r}.", where="--on", do=f"{hint}Known: {' '.join(known)}")
+    return known[key]
 
 
 def larger_slices(slice: Slice) -> list[Slice]:
-    """Those that can be rented with more of the same chips, the smallest first."""
+    """Rentable slices with more chips of the same kind, smallest first."""
     larger = [
         other
         for other in SLICES.values()
@@ -158,7 +165,7 @@ def larger_slices(slice: Slice) -> list[Slice]:
     return sorted(larger, key=lambda other: other.num_devices)
 
 
-# What libtpu reads before jax is imported, so that it compiles for chips that are not there and asks no server.
+# Set before jax is imported, so that libtpu compiles for chips that this machine does not have, and contacts no server.
 COMPILE_ONLY_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "JAX_PLATFORMS": "cpu",

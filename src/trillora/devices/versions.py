@@ -1,7 +1,9 @@
 """Versions of installed packages, and the versions that packages require of each other. No jax.
 
-pinned_version("jax", "libtpu")             ->  "==0.0.42.*"
-matches_pin("0.0.42.1", "==0.0.42.*")       ->  True
+For example, with jax 0.10.2:
+
+    pinned_version("jax", "libtpu")        ->  "==0.0.42.*"
+    matches_pin("0.0.42.1", "==0.0.42.*")  ->  True
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from trillora.errors import TrilloraError, nearest
-from trillora.events import Listener, ignore_events, progress_reporter
+from trillora.events import Listener, Progress, ignore_events
 from trillora.model.layout import Layout, Leaf
 from trillora.model.loading.source import weight_files
 
@@ -91,7 +91,6 @@ def load_weights(
     """
     sources = resolve_sources(folder, module, layout)
     num_bytes, done = sum(leaf.num_bytes for leaf in layout.values()), 0
-    report = progress_reporter(listener, "Loading weights", "bytes")
     tree: dict[str, jax.Array] = {}
     for key, leaf in layout.items():
         sharding = shardings[key]
@@ -104,7 +103,7 @@ def load_weights(
             # Wait for the devices: if the host read ahead, its copies would fill its memory.
             tree[key] = jax.block_until_ready(_write(tree[key], part, layer, sharding) if leaf.stacked else part)
             done += leaf.num_bytes // len(leaf.names)
-            report(done, num_bytes)
+            listener(Progress("Loading weights", done, num_bytes, "bytes"))
     return tree
 
 

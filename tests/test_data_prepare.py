@@ -18,6 +18,7 @@ from rendering import load, render, render_chat, render_text
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from trillora.data.batches import Batches
 from trillora.data.documents import part_of
 from trillora.data.open import data_options, with_template_date
 from trillora.data.prepare import Dataset, Source
@@ -266,6 +267,19 @@ def test_rows_whose_answer_is_beyond_the_sequence_length_are_refused(tmp_path: P
     dataset = load(write(tmp_path / "a.jsonl", [pair] * 5), TOKENIZER, tmp_path)
     with pytest.raises(TrilloraError, match="5 of 5 rows are longer than sequence_length 512"):
         dataset.batches(sequence_length=512, batch_size=1, seed=0, pack=True)
+
+
+def test_fewer_documents_than_a_batch_make_a_smaller_batch_on_request(tmp_path: Path) -> None:
+    rows = [question(f"number {n}") for n in range(3)]
+    documents = load(write(tmp_path / "a.jsonl", rows), TOKENIZER, tmp_path).documents()
+    options = {"batch_size": 8, "sequence_length": 64, "pack": False}
+    whole, small = Batches(documents, **options), Batches(documents, **options, shrink=True)
+    assert (whole.batch_size, small.batch_size, small.steps_per_epoch) == (8, 3, 1)
+    for name, array in small.batch(0).items():
+        np.testing.assert_array_equal(array, whole.batch(0)[name][:3])
+    assert Batches(documents, **{**options, "batch_size": 2}, shrink=True).batch_size == 2
+    assert small.padding_fraction == pytest.approx(1 - documents.lengths_N.sum() / (3 * 64))
+    assert whole.padding_fraction == pytest.approx(1 - documents.lengths_N.sum() / (8 * 64))
 
 
 @pytest.mark.parametrize("side", ["left", "middle"])

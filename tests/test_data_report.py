@@ -386,7 +386,22 @@ def test_a_pipe_of_any_encoding_gets_the_whole_report(folder: Path) -> None:
     text = result.stdout.decode("latin-1")
     assert result.returncode == 0, result.stderr.decode()
     assert r"\u27e6It is \u6f22\u5b57.<|im_end|>\u27e7" in text and "####" in text
-    assert "jax" not in result.stderr.decode()
+
+
+def test_the_command_imports_neither_torch_nor_jax_and_reports_the_same(folder: Path, look: Look) -> None:
+    expected = json.loads(json.dumps(look(CHATS, split={"validation": 0.2}).to_dict()))  # here torch is imported
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(trillora.__file__).parent.parent),
+        "TRILLORA_CACHE": str(folder / "other cache"),
+    }
+    command = [sys.executable, "-X", "importtime", "-m", "trillora", "inspect", str(folder / "recipe.yaml"), "--json"]
+    result = subprocess.run(command, capture_output=True, check=False, env=environment)
+    imported = set(re.findall(r"\| +([\w.]+)$", result.stderr.decode(), re.M))
+    assert result.returncode == 0, result.stderr.decode()
+    assert json.loads(result.stdout) == expected
+    assert {"trillora.data.summary", "transformers"} <= imported
+    assert not {name for name in imported if name.split(".")[0] in ("torch", "jax", "torchax")}
 
 
 @pytest.mark.skipif(

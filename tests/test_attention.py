@@ -1,9 +1,9 @@
-"""Attention is what its formula says in every form the models ask for, and the TPU kernel agrees with it.
+"""Attention equals its definition in every form that models use, and the TPU kernel equals the reference.
 
-The formula is written out here in float64 loops. The Pallas kernel runs interpreted, step by step on the CPU; that it
-also compiles for the chips is `test_attention_on_tpu.py`. cuDNN needs a GPU: here it is only asked what it refuses.
+The definition is written here as float64 loops. The Pallas kernel runs in the interpreter, on the CPU;
+`test_attention_on_tpu.py` compiles it for TPUs. cuDNN needs a GPU: here only its list of unsupported forms is tested.
 
-Legend: B rows, T tokens, H query heads, K key/value heads, D key width, E value width.
+Legend: B sequences, T tokens, H query heads, K key/value heads, D key width, E value width.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Form:
     rule: MaskRule = CAUSAL
     softcap: float | None = None
     sinks: bool = False
-    packed: bool = False  # several documents and padding in a row
+    packed: bool = False  # several documents and padding in a sequence
     value_width: int = WIDTH
     key_heads: int = KEY_HEADS
     bias: str | None = None
@@ -49,12 +49,12 @@ class Form:
         return ScoreScaling(scale=0.3, softcap=self.softcap)
 
 
-# What the TPU kernel claims. The caps and windows are small enough to matter: scores here reach about 4.
+# Forms that the TPU kernel supports. The caps and windows are small enough to matter: scores here reach about 4.
 FORMS = {
     "causal": Form(),
     "window": Form(MaskRule(window=5)),
     "window of one": Form(MaskRule(window=1)),
-    "window longer than the row": Form(MaskRule(window=10_000)),
+    "window longer than the sequence": Form(MaskRule(window=10_000)),
     "chunks": Form(MaskRule(chunk=4)),
     "soft cap": Form(softcap=1.5),
     "sinks": Form(sinks=True),
@@ -67,21 +67,21 @@ FORMS = {
     "all at once": Form(MaskRule(window=5), softcap=1.5, sinks=True, packed=True, value_width=24),
     "all at once, in chunks": Form(MaskRule(chunk=4), softcap=1.5, sinks=True, packed=True, value_width=8),
 }
-# What only the reference does.
+# Forms that only the reference supports.
 REFERENCE_FORMS = {
-    "both ways": Form(MaskRule(causal=False)),
-    "both ways, packed": Form(MaskRule(causal=False), packed=True),
+    "not causal": Form(MaskRule(causal=False)),
+    "not causal, packed": Form(MaskRule(causal=False), packed=True),
     "additive bias": Form(bias="per head"),
-    "additive bias for all heads and rows": Form(bias="shared"),
+    "additive bias for all heads and sequences": Form(bias="shared"),
     "boolean bias": Form(bias="boolean"),
-    "bias at once with all": Form(
+    "all at once, with a bias": Form(
         MaskRule(window=5), softcap=1.5, sinks=True, packed=True, value_width=24, bias="shared"
     ),
 }
 
 
 def draw(form: Form, num_rows: int, num_tokens: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
-    """Queries, keys and values; and what else the form needs, by the name `attend` gives it."""
+    """Queries, keys and values, and the other arguments of `attend` for this form."""
     generator = np.random.default_rng(0)
     shapes = ((HEADS, WIDTH), (form.key_heads, WIDTH), (form.key_heads, form.value_width))
     tensors = tuple(jnp.asarray(generator.normal(size=(num_rows, num_tokens, *s)), jnp.float32) for s in shapes)
@@ -103,7 +103,7 @@ def draw(form: Form, num_rows: int, num_tokens: int) -> tuple[tuple[jax.Array, .
 
 
 def document_ends(num_tokens: int, row: int) -> list[int]:
-    """Rows differ, documents do not end on blocks or chunks, and padding is left."""
+    """Different for each sequence, not at the end of a block or chunk, and with padding after the last document."""
     return [num_tokens * 3 // 10 + row, num_tokens * 3 // 5, num_tokens - 2 - row]
 
 
@@ -122,14 +122,14 @@ def positions(ids: np.ndarray) -> np.ndarray:
 
 
 def real_tokens(extra: dict[str, jax.Array], num_rows: int, num_tokens: int) -> np.ndarray:
-    """1 for tokens of documents, 0 for padding, whose output nobody reads; [B, T, 1, 1]."""
+    """1 for tokens of documents, 0 for padding, whose output is not used; [B, T, 1, 1]."""
     segments = extra.get("segments_BT")
     real = np.ones((num_rows, num_tokens)) if segments is None else np.asarray(segments) > 0
     return real.astype(np.float32)[:, :, None, None]
 
 
 def by_definition(form: Form, tensors: tuple[jax.Array, ...], extra: dict[str, jax.Array]) -> np.ndarray:
-    """Softmax over the keys a query may see, one score at a time."""
+    """Softmax over the visible keys of each query, one score at a time."""
     query, key, value = (np.asarray(t, np.float64) for t in tensors)
     num_rows, num_tokens, num_heads = query.shape[:3]
     out = np.zeros((num_rows, num_tokens, num_heads, value.shape[-1]))
@@ -177,7 +177,7 @@ def assert_close(ours: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [*FORMS, *REFERENCE_FORMS])
-def test_the_reference_is_attention_by_its_definition(name: str) -> None:
+def test_the_reference_equals_the_definition(name: str) -> None:
     form = {**FORMS, **REFERENCE_FORMS}[name]
     tensors, extra = draw(form, num_rows=2, num_tokens=13)
     real = real_tokens(extra, 2, 13)
@@ -187,8 +187,8 @@ def test_the_reference_is_attention_by_its_definition(name: str) -> None:
 
 
 def test_every_form_differs_from_plain_causal_attention() -> None:
-    """The control: a form whose parameter did nothing at this size would prove nothing above."""
-    same = {"window longer than the row"}
+    """The control: if a parameter had no effect at this size, the test above would prove nothing."""
+    same = {"window longer than the sequence"}
     for name, form in {**FORMS, **REFERENCE_FORMS}.items():
         tensors, extra = draw(form, num_rows=2, num_tokens=13)
         plain = by_definition(replace(form, rule=MaskRule(), softcap=None, sinks=False, bias=None), tensors, {})
@@ -197,7 +197,7 @@ def test_every_form_differs_from_plain_causal_attention() -> None:
         assert differs == (name not in same and not shape_only), name
 
 
-def test_a_row_with_nothing_to_see_is_finite() -> None:
+def test_a_query_without_visible_keys_gives_finite_output() -> None:
     tensors, _ = draw(Form(), num_rows=1, num_tokens=5)
     nothing = jnp.zeros((1, 1, 5, 5), bool)
     assert jnp.isfinite(attend(*tensors, MaskRule(), ScoreScaling(0.3), bias_BHTS=nothing)).all()
@@ -212,7 +212,7 @@ def test_the_output_has_the_type_of_the_values() -> None:
 def output_and_gradients(
     form: Form, num_rows: int, num_tokens: int, implementation: Implementation
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Of real tokens: padding's output is dropped, and the loss sends nothing back through it."""
+    """Only of real tokens: the output of padding is not used, and its gradient is zero."""
     tensors, extra = draw(form, num_rows, num_tokens)
     real = real_tokens(extra, num_rows, num_tokens)
     shape = (num_rows, num_tokens, HEADS, form.value_width)
@@ -232,8 +232,8 @@ def uses_kernel(function: Any, *args: Any) -> bool:
     return "pallas_call" in str(jax.make_jaxpr(function)(*args))
 
 
-# Compiling the interpreter takes seconds, so forms come together: a kernel that got one of them wrong would get all
-# wrong. Blocks are multiples of 128 tokens: 200 has to be filled up, 384 is three of them, some with nothing to see.
+# The interpreter takes seconds to compile, so several forms are combined: an error in one of them fails the case.
+# Blocks are multiples of 128 tokens: 200 needs padding, and 384 is three blocks, some of them masked completely.
 KERNEL_CASES = {"causal": 256, "window": 384, "packed chunks": 128, "one key head": 128, "all at once": 200}
 
 
@@ -241,7 +241,7 @@ KERNEL_CASES = {"causal": 256, "window": 384, "packed chunks": 128, "one key hea
 def test_the_tpu_kernel_equals_the_reference_in_output_and_gradients(name: str, num_tokens: int) -> None:
     form = FORMS[name]
     if form.sinks and not KERNEL_HAS_SINKS:
-        pytest.skip("this jax's kernel has no sinks; the reference does them")
+        pytest.skip("the kernel of this jax version has no sinks; the reference is used")
     ours, our_gradients = output_and_gradients(form, 1, num_tokens, "splash")
     expected, expected_gradients = output_and_gradients(form, 1, num_tokens, "xla")
     assert_close(ours, expected)
@@ -250,7 +250,7 @@ def test_the_tpu_kernel_equals_the_reference_in_output_and_gradients(name: str, 
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_tpu_kernel_runs_every_form_it_claims(name: str) -> None:
+def test_the_tpu_kernel_runs_every_supported_form(name: str) -> None:
     form = FORMS[name]
     tensors, extra = draw(form, num_rows=2, num_tokens=13)
     reason = unsupported("splash", *tensors, form.rule, form.scores, extra.get("sinks_H"), None)
@@ -263,7 +263,7 @@ def test_the_tpu_kernel_runs_every_form_it_claims(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFERENCE_FORMS)
-def test_what_the_tpu_kernel_does_not_claim_is_done_by_the_reference(name: str) -> None:
+def test_the_reference_runs_forms_that_the_tpu_kernel_does_not_support(name: str) -> None:
     form = REFERENCE_FORMS[name]
     tensors, extra = draw(form, num_rows=2, num_tokens=13)
     assert unsupported("splash", *tensors, form.rule, form.scores, extra.get("sinks_H"), extra.get("bias_BHTS"))
@@ -275,7 +275,7 @@ def test_what_the_tpu_kernel_does_not_claim_is_done_by_the_reference(name: str) 
     np.testing.assert_array_equal(run(*tensors), attend(*tensors, form.rule, form.scores, **extra))
 
 
-def test_keys_of_another_length_are_left_to_the_reference() -> None:
+def test_the_reference_runs_queries_and_keys_of_different_length() -> None:
     (query, key, value), _ = draw(Form(), num_rows=1, num_tokens=13)
     for implementation in ("splash", "cudnn"):
         reason = unsupported(implementation, query[:, :7], key, value, MaskRule(), ScoreScaling(1.0), None, None)
@@ -297,18 +297,19 @@ def test_keys_of_another_length_are_left_to_the_reference() -> None:
         ("width 12", jnp.bfloat16, 12, Form(value_width=12)),
     ],
 )
-def test_cudnn_says_which_forms_it_cannot_do(reason: str | None, dtype: Any, width: int, form: Form) -> None:
-    query = jax.ShapeDtypeStruct((1, 13, HEADS, width), dtype)
-    value = jax.ShapeDtypeStruct((1, 13, HEADS, form.value_width), dtype)
+def test_cudnn_reports_which_forms_it_does_not_support(reason: str | None, dtype: Any, width: int, form: Form) -> None:
+    query: Any = jax.ShapeDtypeStruct((1, 13, HEADS, width), dtype)
+    value: Any = jax.ShapeDtypeStruct((1, 13, HEADS, form.value_width), dtype)
     extra = draw(form, num_rows=1, num_tokens=13)[1]
-    asked: Any = (query, query, value, form.rule, form.scores, extra.get("sinks_H"), extra.get("bias_BHTS"))
-    answer = unsupported("cudnn", *asked)
+    answer = unsupported(
+        "cudnn", query, query, value, form.rule, form.scores, extra.get("sinks_H"), extra.get("bias_BHTS")
+    )
     assert answer is None if reason is None else reason in (answer or "")
 
 
 @pytest.mark.parametrize("name", ["all at once, in chunks", "one key head"])
-def test_eight_devices_give_what_one_gives(name: str) -> None:
-    """Rows over data and fsdp, heads over tensor; a single key head cannot be split and stays whole."""
+def test_eight_devices_equal_one(name: str) -> None:
+    """Sequences are split over data and fsdp, heads over tensor; a single key head is not split."""
     form = FORMS[name]
     if form.sinks and not KERNEL_HAS_SINKS:
         form = replace(form, sinks=False)

@@ -1,7 +1,7 @@
-"""The TPU kernel compiles, forwards and backwards, for chips that are not here.
+"""The TPU attention kernel compiles, forward and backward, on a machine without a TPU.
 
-The interpreter of `test_attention.py` takes shapes and layouts that the chip's compiler refuses; this is the other
-half. libtpu reads its settings once, before jax is imported, so the compiler has a process of its own.
+The interpreter used in `test_attention.py` accepts shapes and layouts that the TPU compiler rejects. libtpu reads its
+settings once, before jax is imported, so each test compiles in a separate process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 
-# Runs with the name of a slice; prints one line per form it has compiled.
+# Takes the name of a slice and prints one line for every form it has compiled.
 PROGRAM = textwrap.dedent(
     """
     import sys
@@ -34,7 +34,7 @@ PROGRAM = textwrap.dedent(
     from jax.experimental import topologies
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from trillora.engine.attention import MaskRule, Scores, unsupported
+    from trillora.engine.attention import MaskRule, ScoreScaling, unsupported
     from trillora.devices.slices import find_slice
     from trillora.devices.mesh import BATCH_AXES, TENSOR_AXIS, MeshShape, make_mesh
     from trillora.model.overrides.attention import _attend_per_shard
@@ -45,12 +45,12 @@ PROGRAM = textwrap.dedent(
     mesh = make_mesh(topology.devices, MeshShape(data=1, fsdp=len(topology.devices) // 2, tensor=2))
     B, T, H, K = mesh.size // 2, 512, 4, 2
 
-    # rule, soft cap, sinks, documents, key width, value width, tokens, kind of number
+    # rule, soft cap, sinks, packed, key width, value width, tokens, dtype
     forms = {
         "soft cap": (MaskRule(), 30.0, False, False, 128, 128, T, jnp.bfloat16),
         "window": (MaskRule(window=200), None, False, True, 128, 128, T, jnp.bfloat16),
         "sinks": (MaskRule(window=128), None, True, True, 128, 128, T, jnp.bfloat16),
-        "filled up to whole blocks": (MaskRule(), None, False, True, 128, 128, 500, jnp.bfloat16),
+        "padded to whole blocks": (MaskRule(), None, False, True, 128, 128, 500, jnp.bfloat16),
         "odd heads": (MaskRule(), None, False, True, 80, 80, T, jnp.bfloat16),
         "values of another width": (MaskRule(), None, False, True, 192, 128, T, jnp.bfloat16),
         "float32": (MaskRule(), None, False, True, 128, 128, T, jnp.float32),
@@ -66,7 +66,7 @@ PROGRAM = textwrap.dedent(
             trace = Trace(
                 weights={}, segments_BT=segments, positions_BT=positions, attention="splash", mesh=mesh
             )
-            return _attend_per_shard(trace, query, key, value, rule, Scores(0.1, softcap), sinks, None)
+            return _attend_per_shard(trace, query, key, value, rule, ScoreScaling(0.1, softcap), sinks, None)
 
         def both(query, key, value, sinks, segments, positions, cotangent):
             out, pull_back = jax.vjp(lambda *t: run(*t, sinks, segments, positions), query, key, value)
@@ -79,7 +79,7 @@ PROGRAM = textwrap.dedent(
         )
         tokens = shape((B, num_tokens), jnp.int32, BATCH_AXES) if packed else None
         sink = shape((H,), dtype, TENSOR_AXIS) if sinks else None
-        reason = unsupported("splash", query, key, value, rule, Scores(0.1, softcap), sink, None)
+        reason = unsupported("splash", query, key, value, rule, ScoreScaling(0.1, softcap), sink, None)
         compiled = jax.jit(both).lower(query, key, value, sink, tokens, tokens, cotangent).compile()
         kernels = compiled.as_text().count("tpu_custom_call")
         assert (kernels >= 2) == (reason is None), f"{name}: {kernels} kernels, {reason}"
@@ -90,7 +90,7 @@ NUM_FORMS = 7
 
 
 @pytest.mark.parametrize("slice_name", ["v5e-4", "v6e-4"])
-def test_the_kernel_compiles_in_every_form_it_claims(slice_name: str) -> None:
+def test_the_kernel_compiles_in_every_supported_form(slice_name: str) -> None:
     environment = {**os.environ, **COMPILE_ONLY_ENVIRONMENT, "XLA_FLAGS": ""}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(

@@ -1,6 +1,6 @@
-"""The loss in chunks is the loss of whole logits, and whole logits never exist.
+"""The chunked loss equals the loss of full logits, and full logits are never in memory.
 
-Legend: B rows, T tokens, D width, V vocabulary.
+Legend: B sequences, T tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from trillora.engine.loss import chunked_loss, chunked_totals, token_losses, tot
 pytestmark = pytest.mark.core
 
 B, T, D, V = 3, 10, 8, 32
-CHUNKS = (1, 5, 7, 64)  # a token at a time, dividing T, not dividing it, longer than a row
+CHUNKS = (1, 5, 7, 64)  # one token, a divisor of T, not a divisor, longer than the sequence
 ROUNDING = 1e-5  # of the largest value: float32 sums in another order
 
 
 def head(base: dict[str, jax.Array], adapter: dict[str, jax.Array], hidden_BCD: jax.Array) -> jax.Array:
-    """A linear head with an adapter and a bend, so that no gradient is right by being linear."""
+    """A head with an adapter and a nonlinearity, so that the gradient depends on the hidden states."""
     plain = hidden_BCD @ base["weight"].astype(hidden_BCD.dtype)
     return plain + jnp.tanh(hidden_BCD @ adapter["a"].astype(plain.dtype)) @ adapter["b"].astype(plain.dtype)
 
 
 def draw(dtype: Any = jnp.float32) -> tuple[Any, Any, jax.Array, jax.Array, jax.Array]:
-    """Base, head adapter, hidden states, targets, weights; one row and some tokens are not supervised."""
+    """Base, head adapter, hidden states, targets, weights. One sequence and some tokens are not supervised."""
     generator = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
@@ -46,7 +46,7 @@ def draw(dtype: Any = jnp.float32) -> tuple[Any, Any, jax.Array, jax.Array, jax.
 
 
 def in_chunks(chunk: int, dtype: Any = jnp.float32) -> tuple[jax.Array, Any]:
-    """Loss and gradients with respect to head adapter and hidden states, three times the loss."""
+    """Loss and its gradients with respect to head adapter and hidden states. The factor 3 tests the cotangent."""
     base, adapter, hidden, targets, weights = draw(dtype)
 
     def loss(adapter: Any, hidden: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ def in_chunks(chunk: int, dtype: Any = jnp.float32) -> tuple[jax.Array, Any]:
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(adapter, hidden)
 
 
-def of_whole_logits(dtype: Any = jnp.float32) -> tuple[jax.Array, Any]:
+def of_full_logits(dtype: Any = jnp.float32) -> tuple[jax.Array, Any]:
     base, adapter, hidden, targets, weights = draw(dtype)
 
     def loss(adapter: Any, hidden: jax.Array) -> jax.Array:
@@ -88,15 +88,15 @@ def test_token_losses_of_bfloat16_logits_are_float32() -> None:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_loss_and_gradients_in_chunks_equal_those_of_whole_logits(chunk: int) -> None:
+def test_chunked_loss_and_gradients_equal_those_of_full_logits(chunk: int) -> None:
     loss, gradients = in_chunks(chunk)
-    expected_loss, expected_gradients = of_whole_logits()
+    expected_loss, expected_gradients = of_full_logits()
     assert_close(loss, expected_loss)
     jax.tree.map(assert_close, gradients, expected_gradients)
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_tokens_without_weight_send_nothing_back(chunk: int) -> None:
+def test_tokens_without_weight_have_no_gradient(chunk: int) -> None:
     weights = draw()[-1]
     gradient = in_chunks(chunk)[1][1]
     unsupervised = np.asarray(weights) == 0
@@ -116,7 +116,7 @@ def test_a_batch_without_supervision_has_no_loss_and_no_gradient() -> None:
     assert not any(np.asarray(g).any() for g in jax.tree.leaves(gradients))
 
 
-def test_an_empty_head_adapter_is_fine() -> None:
+def test_the_head_adapter_may_be_empty() -> None:
     base, adapter, hidden, targets, weights = draw()
 
     def frozen(base: Any, nothing: Any, hidden: jax.Array) -> jax.Array:
@@ -124,13 +124,13 @@ def test_an_empty_head_adapter_is_fine() -> None:
         return head(base, adapter, hidden)
 
     gradient = jax.grad(lambda h: chunked_loss(frozen, base, {}, h, targets, weights, 4))(hidden)
-    assert_close(3 * gradient, of_whole_logits()[1][1])
+    assert_close(3 * gradient, of_full_logits()[1][1])
 
 
-def test_the_gradient_of_bfloat16_hidden_states_is_bfloat16_and_as_good() -> None:
-    """Adapters stay float32. Both paths round to bfloat16 (8 bits), at different places."""
+def test_the_gradient_of_bfloat16_hidden_states_is_bfloat16_and_as_accurate() -> None:
+    """Adapters stay float32. Both versions round to bfloat16 (8 bits), but after different operations."""
     loss, (adapter_gradient, hidden_gradient) = in_chunks(4, jnp.bfloat16)
-    expected_loss, (expected_adapter_gradient, expected_hidden_gradient) = of_whole_logits(jnp.bfloat16)
+    expected_loss, (expected_adapter_gradient, expected_hidden_gradient) = of_full_logits(jnp.bfloat16)
     assert loss.dtype == jnp.float32
     assert hidden_gradient.dtype == jnp.bfloat16
     assert all(g.dtype == jnp.float32 for g in adapter_gradient.values())
@@ -140,10 +140,10 @@ def test_the_gradient_of_bfloat16_hidden_states_is_bfloat16_and_as_good() -> Non
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_totals_in_chunks_count_what_whole_logits_hit(chunk: int) -> None:
+def test_chunked_totals_equal_totals_of_full_logits(chunk: int) -> None:
     base, adapter, hidden, targets, weights = draw()
     logits = np.asarray(head(base, adapter, hidden))
-    targets = jnp.where(jnp.arange(T) % 2, targets, logits.argmax(-1))  # so that about half are right
+    targets = jnp.where(jnp.arange(T) % 2, targets, logits.argmax(-1))  # about half of the predictions are correct
     ours = chunked_totals(head, base, adapter, hidden, targets, weights, chunk)
     hits = logits.argmax(-1) == np.asarray(targets)
     assert 0 < hits.sum() < hits.size
@@ -154,7 +154,7 @@ def test_totals_in_chunks_count_what_whole_logits_hit(chunk: int) -> None:
 
 
 def arrays_of(jaxpr: Any) -> Iterator[Any]:
-    """Every value a program computes, those of loops and called functions included."""
+    """Every array that a program computes, including loops and called functions."""
     for equation in jaxpr.eqns:
         yield from (variable.aval for variable in equation.outvars)
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
@@ -164,30 +164,30 @@ def arrays_of(jaxpr: Any) -> Iterator[Any]:
 
 
 def largest_array(function: Any, *args: Any) -> tuple[int, int]:
-    """Its number of elements; and how many arrays were looked at."""
+    """The number of elements of the largest array, and the number of arrays."""
     sizes = [int(np.prod(aval.shape)) for aval in arrays_of(jax.make_jaxpr(function)(*args).jaxpr)]
     return max(sizes), len(sizes)
 
 
-def test_whole_logits_never_exist() -> None:
+def test_full_logits_are_never_in_memory() -> None:
     base, adapter, hidden, targets, weights = draw()
     chunk = 4
-    padded = B * 12 * V  # the last chunk is filled up
+    padded = B * 12 * V  # with the padding of the last chunk
 
     def loss(adapter: Any, hidden: jax.Array) -> jax.Array:
         return chunked_loss(head, base, adapter, hidden, targets, weights, chunk)
 
-    size, looked_at = largest_array(jax.value_and_grad(loss, argnums=(0, 1)), adapter, hidden)
-    assert looked_at > 50
+    size, num_arrays = largest_array(jax.value_and_grad(loss, argnums=(0, 1)), adapter, hidden)
+    assert num_arrays > 50
     assert size == B * chunk * V < B * T * V < padded
-    size, looked_at = largest_array(
+    size, num_arrays = largest_array(
         lambda a, h: chunked_totals(head, base, a, h, targets, weights, chunk), adapter, hidden
     )
-    assert looked_at > 20
+    assert num_arrays > 20
     assert size == B * chunk * V
 
 
-def test_the_search_for_whole_logits_finds_them_where_they_are() -> None:
+def test_the_search_for_full_logits_finds_them_if_they_exist() -> None:
     base, adapter, hidden, targets, weights = draw()
 
     def loss(hidden: jax.Array) -> jax.Array:

@@ -1,5 +1,5 @@
-"""Optimisers and schedules: equal to optax where optax has them; 8-bit Lion equal to its rule written down in NumPy,
-with its distance from Lion in float32 measured; all of them in real runs."""
+"""Optimizers and schedules: equal to optax where optax has them. 8-bit Lion equals a NumPy version of it, and its
+difference from Lion in float32 is measured. Every optimizer trains in a real run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from trillora.engine.lion8bit import (
     block_scales,
     blocked_shape,
     dequantise,
-    dice,
     quantise,
+    rounding_numbers,
     scale_by_lion_8bit,
 )
 from trillora.engine.optim import OptimizerName, ScheduleName, make_optimizer, make_schedule, scale_by_adafactor
@@ -42,12 +42,12 @@ pytestmark = pytest.mark.core
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 ROUNDING = 1e-5  # relative: float32 arithmetic in another order, over a few steps
-# One block that is not full, many blocks with a last one padded, stacked layers, stacked experts, a vector.
+# One block that is not full, several blocks with padding in the last one, stacked layers, stacked experts, a vector.
 SHAPES = {"small": (3, 5), "wide": (4, 200), "stack": (3, 8, 40), "experts": (2, 3, 4, 70), "vector": (300,)}
 
 
 def tree(seed: int, *, spread: bool = False) -> dict[str, np.ndarray]:
-    """Normal numbers; spread over six decades if asked, as gradients of an adapter are."""
+    """Normal numbers; `spread`: over six decades, like the gradients of an adapter."""
     generator = np.random.default_rng(seed)
     return {
         key: np.asarray(
@@ -67,12 +67,12 @@ def assert_close(ours: Any, expected: Any) -> None:
         np.testing.assert_allclose(ours[key], array, rtol=ROUNDING, atol=1e-7, err_msg=key)
 
 
-# What optax has
+# Optimizers of optax
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize(("name", "reference"), [("adamw", optax.adamw), ("lion", optax.lion)])
-def test_adamw_and_lion_are_optaxs(name: OptimizerName, reference: Any, weight_decay: float) -> None:
+def test_adamw_and_lion_equal_optax(name: OptimizerName, reference: Any, weight_decay: float) -> None:
     ours, theirs = make_optimizer(name, weight_decay), reference(0.01, weight_decay=weight_decay)
     params = tree(0)
     state, other = ours.init(params), theirs.init(params)
@@ -84,8 +84,8 @@ def test_adamw_and_lion_are_optaxs(name: OptimizerName, reference: Any, weight_d
         params = optax.apply_updates(params, expected)
 
 
-def test_adafactor_is_optaxs_matrix_by_matrix() -> None:
-    """Also for layers stacked on leading dims, which optax alone would factor across."""
+def test_adafactor_equals_optax_matrix_by_matrix() -> None:
+    """Also for layers stacked on leading dims, which optax by itself might factor."""
     ours, theirs = scale_by_adafactor(), optax.scale_by_factored_rms(min_dim_size_to_factor=2)
 
     def matrices(tree: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_adafactor_is_optaxs_matrix_by_matrix() -> None:
     assert len(expected) == 1 + 1 + 3 + 6 + 1
 
 
-def test_adafactor_with_its_rate_and_clipping_left_to_others_is_optaxs_adafactor() -> None:
+def test_adafactor_equals_optaxs_without_its_learning_rate_scaling_and_clipping() -> None:
     theirs = optax.adafactor(
         0.01, min_dim_size_to_factor=2, multiply_by_parameter_scale=False, clipping_threshold=None, momentum=None
     )
@@ -120,12 +120,12 @@ def test_adafactor_with_its_rate_and_clipping_left_to_others_is_optaxs_adafactor
         assert_close(jax.tree.map(lambda d: -0.01 * d, direction), expected)
 
 
-def test_adafactor_keeps_next_to_nothing_for_an_adapter() -> None:
+def test_adafactor_state_is_small_for_an_adapter() -> None:
     adapter = {"lora_a": np.zeros((30, 16, 2048), np.float32), "lora_b": np.zeros((30, 8192, 16), np.float32)}
     assert num_bytes(scale_by_adafactor().init(adapter)) < 0.07 * num_bytes(adapter)  # 1/16 and the short sides
 
 
-def test_stacked_layers_are_updated_as_they_would_be_alone() -> None:
+def test_stacked_layers_are_updated_like_separate_layers() -> None:
     layers = [tree(i, spread=True)["stack"] for i in range(4)]
     for name in OPTIMIZERS:
         optimizer = make_optimizer(name, 0.1)
@@ -141,24 +141,24 @@ def test_stacked_layers_are_updated_as_they_would_be_alone() -> None:
 # 8-bit Lion
 
 
-def numpy_dice(count: int, num: int) -> np.ndarray:
+def numpy_rounding_numbers(count: int, num: int) -> np.ndarray:
     mask = 2**32 - 1
-    dice = []
-    for place in range(num):
-        bits = place ^ (count * 0x9E3779B9 & mask)
+    numbers = []
+    for index in range(num):
+        bits = index ^ (count * 0x9E3779B9 & mask)
         for factor in (0x7FEB352D, 0x846CA68B):
             bits = (bits ^ (bits >> 16)) * factor & mask
             bits ^= bits >> 15
-        dice.append(((bits ^ (bits >> 16)) >> 8) / 2**24)
-    return np.array(dice, np.float32)
+        numbers.append(((bits ^ (bits >> 16)) >> 8) / 2**24)
+    return np.array(numbers, np.float32)
 
 
 def numpy_lion_8bit(
-    gradient: np.ndarray, codes: np.ndarray, scales: np.ndarray, dice: np.ndarray
+    gradient: np.ndarray, codes: np.ndarray, scales: np.ndarray, random_numbers: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Block-wise quantisation (Dettmers et al. 2022, section 2: each block over its own largest magnitude, then to a
-    value of the code) around Lion (Chen et al. 2023, algorithm 2): for one matrix, block after block, in float32.
-    The code is the table of its 128 magnitudes, and of the two around a number the dice take one."""
+    """One update of one matrix in float32: block-wise quantisation (Dettmers et al. 2022, section 2: divide a block by
+    its largest magnitude, then round to a value of the code) around Lion (Chen et al. 2023, algorithm 2). The code is a
+    table of 128 magnitudes; the random numbers select one of the two nearest."""
     table = np.arange(128, dtype=np.float32) ** 2  # in units of 1/127² of the largest
     flat = gradient.reshape(-1)
     direction, codes, scales = np.zeros_like(flat), codes.copy(), scales.copy()
@@ -176,19 +176,19 @@ def numpy_lion_8bit(
             size = np.abs(m) * (np.float32(16129) / scales[block])
             below = np.clip(np.searchsorted(table, size, side="right") - 1, 0, 126)
             share = (size - table[below]) / (table[below + 1] - table[below])
-            codes[block, : len(g)] = np.sign(m) * (below + (dice[part][: len(g)] < share))
+            codes[block, : len(g)] = np.sign(m) * (below + (random_numbers[part][: len(g)] < share))
     return direction.reshape(gradient.shape), codes, scales
 
 
-def test_lion_8bit_is_the_block_wise_rule_bit_for_bit() -> None:
-    """Operation by operation: a compiled program may fuse a product with a sum and round once instead of twice."""
+def test_lion_8bit_equals_the_numpy_version_bit_for_bit() -> None:
+    """Not compiled: XLA may fuse a product with a sum and round once instead of twice."""
     optimizer = scale_by_lion_8bit()
     state = optimizer.init(tree(0))
     reference = jax.tree.map(np.asarray, state)
     visited = 0
     for i in range(6):
         gradients = tree(i + 1, spread=True)
-        dice = numpy_dice(i, 1024)
+        random_numbers = numpy_rounding_numbers(i, 1024)
         if i == 3:
             gradients["wide"][:] = 0
         direction, state = optimizer.update(gradients, state)
@@ -196,7 +196,7 @@ def test_lion_8bit_is_the_block_wise_rule_bit_for_bit() -> None:
             codes, scales = np.array(reference.codes[key]), np.array(reference.scales[key])
             leading = gradient.shape[:-2]
             for index in np.ndindex(leading):
-                of_matrix = numpy_lion_8bit(gradient[index], codes[index], scales[index], dice)
+                of_matrix = numpy_lion_8bit(gradient[index], codes[index], scales[index], random_numbers)
                 expected, codes[index], scales[index] = of_matrix
                 np.testing.assert_array_equal(np.asarray(direction[key])[index], expected, err_msg=key)
             np.testing.assert_array_equal(state.codes[key], codes, err_msg=key)
@@ -206,7 +206,7 @@ def test_lion_8bit_is_the_block_wise_rule_bit_for_bit() -> None:
     assert visited > 10_000 and all(np.abs(codes).max() == 127 for codes in reference.codes.values())
 
 
-def test_blocks_lie_within_one_matrix_and_the_last_is_padded() -> None:
+def test_a_block_never_spans_two_matrices_and_the_last_is_padded() -> None:
     assert blocked_shape((4, 200)) == (4, BLOCK_SIZE)
     assert blocked_shape((3, 5)) == (1, 15)
     assert blocked_shape((32, 16, 4096)) == (32, 256, BLOCK_SIZE)
@@ -214,7 +214,7 @@ def test_blocks_lie_within_one_matrix_and_the_last_is_padded() -> None:
     assert blocked_shape(()) == (1, 1)
 
 
-def test_lion_8bit_reads_back_within_one_step_of_its_code() -> None:
+def test_lion_8bit_quantisation_error_is_below_one_step_of_the_code() -> None:
     gradient = tree(1, spread=True)["stack"]
     scales = block_scales(gradient)
     read = np.asarray(dequantise(quantise(gradient, scales, jnp.int32(7)), scales, gradient))
@@ -223,37 +223,38 @@ def test_lion_8bit_reads_back_within_one_step_of_its_code() -> None:
     share = np.abs(blocks).reshape(3, 2, -1) / np.asarray(scales)[..., None]
     step = (2 * np.floor(np.sqrt(share) * 127) + 1) / 127**2 * np.asarray(scales)[..., None]
     error = np.abs(read.reshape(3, -1) - gradient.reshape(3, -1))
-    assert (error <= step.reshape(3, -1)[:, :320] * (1 + 1e-5)).all()  # and float32 rounding
-    assert (np.sign(read) * np.sign(gradient) >= 0).all()  # no sign ever turns
+    assert (error <= step.reshape(3, -1)[:, :320] * (1 + 1e-5)).all()  # 1e-5: float32 rounding
+    assert (np.sign(read) * np.sign(gradient) >= 0).all()  # no sign is flipped
     assert step.max() <= 1.6e-2 * np.asarray(scales).max()
 
 
-def test_lion_8bit_is_right_on_average() -> None:
-    """Also for numbers of less than one step, which rounding to nearest would lose every time."""
+def test_lion_8bit_quantisation_is_unbiased() -> None:
+    """Also for numbers below one step, which rounding to nearest would always set to zero."""
     numbers = jnp.asarray([[1.0, 0.5, 0.1, 1e-2, 1e-3, 1e-4, 3e-5, 1e-5, 1e-6, 0.0, -0.3, -2e-5] * 20], jnp.float32)
     scales, num_times = block_scales(numbers), 4000
     one = jax.jit(jax.vmap(lambda count: dequantise(quantise(numbers, scales, count), scales, numbers)))
     mean = np.asarray(one(jnp.arange(num_times)), np.float64).mean(0)
     steps = (2 * np.floor(np.sqrt(np.abs(numbers)) * 127) + 1) / 127**2
-    # Half a step is the most a number can scatter; five times the scatter of the mean, over 240 numbers.
+    # The standard deviation is at most half a step: allow five standard errors of the mean, for 240 numbers.
     assert (np.abs(mean - numbers) <= 5 * 0.5 * steps / num_times**0.5 + 1e-7).all()
-    assert mean[0, 0] == 1.0 and mean[0, 9] == 0.0  # the largest and nothing are always exact
+    assert mean[0, 0] == 1.0 and mean[0, 9] == 0.0  # the largest number and zero are always exact
 
 
-def test_the_dice_are_even_and_do_not_know_each_other() -> None:
-    throws = np.asarray(jax.vmap(lambda count: dice((64, BLOCK_SIZE), count))(jnp.arange(64))).reshape(64, -1)
+def test_rounding_numbers_are_uniform_and_uncorrelated() -> None:
+    draw = jax.vmap(lambda count: rounding_numbers((64, BLOCK_SIZE), count))
+    throws = np.asarray(draw(jnp.arange(64))).reshape(64, -1)
     num, deviation = throws.size, 1 / 12**0.5
     assert 0.0 <= throws.min() < 1e-4 and 1 - 1e-4 < throws.max() < 1.0
     assert abs(throws.mean() - 0.5) < 5 * deviation / num**0.5
     off = (throws - 0.5) / deviation
     for other in (np.roll(off, 1, 0), np.roll(off, 1, 1), np.roll(off, BLOCK_SIZE, 1), np.roll(off, (1, 1), (0, 1))):
-        assert abs((off * other).mean()) < 5 / num**0.5  # five times what chance would do
+        assert abs((off * other).mean()) < 5 / num**0.5  # five standard errors
     counts, _ = np.histogram(throws, 256)
     assert ((counts - num / 256) ** 2 / (num / 256)).sum() < 255 + 5 * (2 * 255) ** 0.5
 
 
 def test_lion_8bit_is_the_same_on_any_mesh() -> None:
-    """Bit for bit, given the same gradients: nothing in it depends on who computes which part."""
+    """Bit for bit, given the same gradients."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     split = NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
     optimizer = scale_by_lion_8bit()
@@ -268,7 +269,7 @@ def test_lion_8bit_is_the_same_on_any_mesh() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-39])
-def test_gradients_too_small_to_scale_leave_zeros_behind(value: float) -> None:
+def test_gradients_too_small_to_scale_become_zeros(value: float) -> None:
     optimizer = scale_by_lion_8bit()
     gradient = {"w": jnp.full((3, 300), value, jnp.float32)}
     direction, state = optimizer.update(gradient, optimizer.init(gradient))
@@ -282,7 +283,7 @@ def test_lion_8bit_takes_a_quarter_of_lions_memory() -> None:
     assert 0.25 < ours / theirs < 0.255  # a scale for every 256 bytes
 
 
-def test_lion_8bit_state_goes_through_safetensors() -> None:
+def test_lion_8bit_state_can_be_saved_as_safetensors() -> None:
     optimizer = scale_by_lion_8bit()
     update = jax.jit(optimizer.update)
     _, state = update(tree(1), optimizer.init(tree(0)))
@@ -296,7 +297,7 @@ def test_lion_8bit_state_goes_through_safetensors() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_donated_state_survives_a_step_that_is_skipped(name: OptimizerName) -> None:
+def test_a_donated_state_is_intact_after_a_skipped_step(name: OptimizerName) -> None:
     def loss(adapter: Any, base: Any, batch: Any, key: Any) -> jax.Array:
         return sum(jnp.sum((a - 1.0) ** 2) for a in adapter.values()) * batch["tokens"].sum()
 
@@ -314,8 +315,8 @@ def test_a_donated_state_survives_a_step_that_is_skipped(name: OptimizerName) ->
     assert int(metrics.skipped) == 0 and not np.array_equal(state.adapter["wide"], before[0]["wide"])
 
 
-# How far 8-bit Lion is from Lion: 200 steps with a falling rate on 6,144 parabolas, curvatures over two decades within
-# every block. Noise is that of the gradient, in units of the steepest curvature. Measured, x86-64:
+# How far 8-bit Lion is from Lion: 200 steps with a decaying rate on 6,144 quadratic functions, with curvatures over two
+# decades in every block. The gradient noise is in units of the largest curvature. Measured on x86-64:
 #
 #   noise   signs that differ, same gradients   final loss of Lion   of 8-bit Lion   (659.9 at the start)
 #    0                  21.9 %                        18.34               18.72
@@ -324,16 +325,17 @@ def test_a_donated_state_survives_a_step_that_is_skipped(name: OptimizerName) ->
 #    1                   1.4 %                       101.59              101.89
 #    3                   0.9 %                       241.76              242.34
 #
-# Without noise most of those signs belong to numbers that have arrived and only swing around their place: the loss does
-# not see them. Equal steps rounded to nearest ended at 188.7 and 73.6 in the first two rows.
+# Without noise most of those signs belong to numbers that have converged and oscillate around the minimum, which hardly
+# changes the loss. A uniform code with rounding to nearest ended at 188.7 and 73.6 in the first two rows.
 WALK_STEPS, WALK_RATE = 200, 0.02
-# Most signs that differ, most final loss over Lion's: a little above what was measured, for other machines' rounding.
+# The largest allowed fraction of differing signs and ratio of the final losses: a little above the measured values, for
+# the rounding of other machines.
 WALKS = {0.0: (0.25, 1.05), 0.1: (0.05, 1.04), 1.0: (0.018, 1.01)}
 
 
 def walk(noise: float) -> tuple[float, float, float, float]:
-    """Share of signs 8-bit Lion takes otherwise than Lion fed the same gradients; loss at the start, then at the end of
-    Lion's walk and of 8-bit Lion's, each with gradients of its own."""
+    """The fraction of signs that differ from Lion's for the same gradients; the loss at the start; and the final losses
+    of Lion and of 8-bit Lion, each following its own gradients."""
     generator = np.random.default_rng(0)
     curvature = jnp.asarray(10 ** generator.uniform(-2, 0, (64, 96)), jnp.float32)
     target = jnp.asarray(generator.normal(size=(64, 96)), jnp.float32)
@@ -359,7 +361,7 @@ def walk(noise: float) -> tuple[float, float, float, float]:
 
 
 @pytest.mark.parametrize("noise", WALKS)
-def test_lion_8bit_stays_as_close_to_lion_as_we_say(noise: float) -> None:
+def test_lion_8bit_stays_as_close_to_lion_as_documented(noise: float) -> None:
     differ, at_start, of_lion, of_ours = walk(noise)
     most_differ, most_loss = WALKS[noise]
     print(f"noise {noise}: {differ:.2%} of signs differ; loss {at_start:.1f} -> {of_lion:.2f}, {of_ours:.2f}")
@@ -367,10 +369,10 @@ def test_lion_8bit_stays_as_close_to_lion_as_we_say(noise: float) -> None:
     assert of_ours < most_loss * of_lion < at_start
 
 
-# What decays
+# Weight decay
 
 
-def test_matrices_decay_and_vectors_do_not_however_they_are_stacked() -> None:
+def test_matrices_decay_and_vectors_do_not_stacked_or_separate() -> None:
     def leaf(shape: tuple[int, ...], *, stacked: bool) -> Leaf:
         return Leaf(("name",) * (shape[0] if stacked else 1), stacked, shape, np.dtype(np.float32))
 
@@ -407,11 +409,11 @@ def rates(name: ScheduleName, warmup: int, steps: int, decay_fraction: float | N
         (0, 10, 0.2, [1, 1, 1, 1, 1, 1, 1, 1, 1, 0.5, 0, 0]),
         (0, 4, 1.0, [1, 0.75, 0.5, 0.25, 0, 0]),
         (3, 4, 1.0, [1 / 3, 2 / 3, 1, 1, 0]),  # the warm-up comes first
-        (0, 3, 0.01, [1, 1, 1, 0, 0]),  # at least one step of decay, which begins at the peak
+        (0, 3, 0.01, [1, 1, 1, 0, 0]),  # at least one step of decay, which starts at the peak
         (4, 4, 0.5, [0.25, 0.5, 0.75, 1]),
     ],
 )
-def test_wsd_warms_up_stays_and_falls(warmup: int, steps: int, fraction: float, expected: list[float]) -> None:
+def test_wsd_warms_up_stays_and_decays(warmup: int, steps: int, fraction: float, expected: list[float]) -> None:
     np.testing.assert_allclose(rates("wsd", warmup, steps, fraction, len(expected)), expected, rtol=1e-6)
 
 
@@ -423,7 +425,7 @@ def test_every_schedule_reaches_its_peak_and_ends_at_zero_or_stays(name: Schedul
     assert at[29] > 0 and at[30:] == [1.0 if name == "constant" else 0.0] * 5
 
 
-def test_decay_fraction_is_wsds_alone() -> None:
+def test_decay_fraction_is_only_for_wsd() -> None:
     smallest = {"model": "smollm2", "data": "train.jsonl"}
     assert load_recipe(smallest, ["train.schedule=wsd"]).train.decay_fraction == 0.2
     assert load_recipe(smallest, ["train.schedule=wsd", "train.decay_fraction=0.5"]).train.decay_fraction == 0.5
@@ -455,7 +457,7 @@ def test_every_optimizer_learns_in_a_run(folder: Path, tmp_path: Path, name: Opt
 
 
 def test_lion_8bit_on_eight_devices_equals_one(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the adapter and its momentum split, which a real one is only when it is large."""
+    """With a split adapter and momentum; normally only large adapters are split."""
     monkeypatch.setattr(assembly_module, "COPIED_ADAPTER_BYTES", 0)
     settings = {"optimizer": "lion-8bit", "learning_rate": 1e-3, "steps": 3}
     runs: dict[str, tuple[float, ...]] = {}
@@ -465,11 +467,11 @@ def test_lion_8bit_on_eight_devices_equals_one(folder: Path, tmp_path: Path, mon
     }.items():
         recipe = tiny_run.recipe(folder, train=settings, lora={"rank": 256, "alpha": 16}, hardware=hardware)
         runs[name] = train(load_recipe(recipe), tmp_path / name).losses
-    # Float32 sums over devices are taken in another order, which also turns the sign of a momentum that is nearly zero.
+    # Float32 sums over devices are taken in another order, which can flip the sign of a momentum close to zero.
     assert runs["mesh"] == pytest.approx(runs["alone"], rel=1e-5)
     (_, ours), (_, reference) = (load_adapter(tmp_path / name / "adapter") for name in ("mesh", "alone"))
-    turned = np.concatenate([(np.abs(ours[key] - array) > 1e-4).reshape(-1) for key, array in reference.items()])
-    assert turned.size > 10**6 and turned.mean() < 1e-3  # none where it was measured
+    flipped = np.concatenate([(np.abs(ours[key] - array) > 1e-4).reshape(-1) for key, array in reference.items()])
+    assert flipped.size > 10**6 and flipped.mean() < 1e-3  # 0 when measured
 
 
 @pytest.mark.parametrize(("name", "num_like_it"), [("adamw", 2), ("lion", 1), ("lion-8bit", 1), ("adafactor", 0)])

@@ -1,22 +1,33 @@
-"""Attention in every form the models ask for: one reference and the two kernels that are tested against it.
+"""Attention in all the forms that models use: a reference in plain XLA, and two kernels tested against it.
 
-Legend: B rows, T query tokens, S key tokens, H query heads, K key/value heads, D key width, E value width.
+Example: four tokens, one head of width 1. Queries and keys are zero, so each output is the mean of the visible values.
 
-| implementation | where | forms it cannot do (the reference steps in) |
+    >>> zeros = jnp.zeros((1, 4, 1, 1))
+    >>> values = jnp.array([10.0, 20.0, 30.0, 40.0]).reshape(1, 4, 1, 1)
+    >>> attend(zeros, zeros, values, MaskRule(), ScoreScaling(1.0)).ravel()  # causal
+    [10. 15. 20. 25.]
+    >>> attend(zeros, zeros, values, MaskRule(window=2), ScoreScaling(1.0)).ravel()
+    [10. 15. 25. 35.]
+    >>> segments = jnp.array([[1, 1, 2, 2]])  # two documents packed into one sequence
+    >>> attend(zeros, zeros, values, MaskRule(), ScoreScaling(1.0), segments_BT=segments).ravel()
+    [10. 15. 30. 35.]
+
+| implementation | where | what it does not support (`xla` is used instead) |
 |---|---|---|
-| `xla` | anywhere: the reference | none |
-| `splash` | TPU: the Pallas kernel that ships in jax | an additive bias; sinks where jax's kernel has none |
+| `xla` | everywhere | nothing |
+| `splash` | TPU: the Pallas kernel of jax | an additive bias; attention sinks in older versions of jax |
 | `cudnn` | NVIDIA GPUs | soft caps, sinks, float32, E other than D, heads wider than 256 |
 
-Documents packed into one row are kept apart by segment ids. Chunked attention is the same thing once more: the chunk
-a token's position falls into refines its segment.
+Segment ids keep the documents of a packed sequence apart. Chunked attention uses them too: each chunk of a document
+gets a segment id of its own.
+
+Legend: B sequences, T query tokens, S key tokens, H query heads, K key/value heads, D key width, E value width.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,32 +37,33 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 Implementation = Literal["xla", "splash", "cudnn"]
-MASKED = -1e30  # finite, so that a row with nothing to see gives a mean instead of NaN
-SAVED_NAME = "attention"  # what a remat policy calls this output
-SPLASH_LANES = 128  # the kernel's blocks are multiples of this
-SPLASH_PADDING = -1  # segment of the tokens added to reach a whole block; no real token has it
+MASKED = -1e30  # finite, so that a query without visible keys gives a mean instead of NaN
+SAVED_NAME = "attention"  # the name of the output in remat policies
+SPLASH_LANES = 128  # the kernel's block sizes are multiples of this
+SPLASH_PADDING = -1  # segment id of the tokens that pad a sequence to whole blocks; no real token has it
 
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which keys a query may see, as a rule instead of a T x S array."""
+    """Which keys a query attends to, as a rule instead of a T x S array."""
 
     causal: bool = True
-    window: int | None = None  # a query sees itself and window - 1 tokens before
-    chunk: int | None = None  # positions in other chunks of this length are not seen
+    window: int | None = None  # a query sees itself and the window - 1 tokens before it
+    chunk: int | None = None  # a query sees only the tokens of its own chunk of this length
 
 
 @dataclass(frozen=True)
 class RuleChoice:
-    """One of several rules, told apart while the program runs: layers that differ in nothing else share a body."""
+    """Several rules, one of which is selected at run time. Layers that differ only in their rule can then share one
+    scan body."""
 
     rules: tuple[MaskRule, ...]
-    index: jax.Array  # a scalar
+    index: jax.Array  # a scalar: the rule to use
 
 
 @dataclass(frozen=True)
 class ScoreScaling:
-    """How raw scores become logits."""
+    """How the products of queries and keys become logits: scaled, then optionally soft-capped."""
 
     scale: float
     softcap: float | None = None
@@ -71,30 +83,25 @@ def attend(
     implementation: Implementation = "xla",
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention output [B, T, H, E] by the implementation asked for, or by the reference where it cannot.
+    """Attention output [B, T, H, E]. Uses the reference if `implementation` does not support this form.
 
-    `interpret` runs the TPU kernel's program step by step on any backend, for tests.
+    `interpret` runs the TPU kernel in the Pallas interpreter, on any backend, for tests.
     """
     if isinstance(rule, RuleChoice):
-        if implementation == "xla":  # two small masks instead of two attentions
+        if implementation == "xla":  # selects between masks, which is cheaper than a branch for each attention
             return _reference(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, bias_BHTS)
-
-        def by(one: MaskRule) -> Callable[..., jax.Array]:
-            return lambda query, key, value: attend(
-                query,
-                key,
-                value,
-                one,
-                scores,
-                sinks_H=sinks_H,
-                segments_BT=segments_BT,
-                positions_BT=positions_BT,
-                bias_BHTS=bias_BHTS,
-                implementation=implementation,
-                interpret=interpret,
-            )
-
-        return jax.lax.switch(rule.index, [by(one) for one in rule.rules], query_BTHD, key_BSKD, value_BSKE)
+        branch = functools.partial(
+            attend,
+            scores=scores,
+            sinks_H=sinks_H,
+            segments_BT=segments_BT,
+            positions_BT=positions_BT,
+            bias_BHTS=bias_BHTS,
+            implementation=implementation,
+            interpret=interpret,
+        )
+        branches = [functools.partial(branch, rule=one) for one in rule.rules]
+        return jax.lax.switch(rule.index, branches, query_BTHD, key_BSKD, value_BSKE)
     if rule.chunk is not None:
         segments_BT = refine_by_chunk(segments_BT, positions_BT, rule.chunk, query_BTHD.shape[:2])
     if unsupported(implementation, query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, bias_BHTS):
@@ -109,7 +116,10 @@ def attend(
 def refine_by_chunk(
     segments_BT: jax.Array | None, positions_BT: jax.Array | None, chunk: int, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Segment ids under which two tokens are equal only if they share document and chunk."""
+    """Segment ids that are equal for two tokens only if they have the same document and the same chunk.
+
+    With chunk = 2, segments [1 1 1 2 2] and positions [0 1 2 0 1] give [3 3 4 6 6].
+    """
     num_tokens = shape[1]
     positions = jnp.arange(num_tokens)[None] if positions_BT is None else positions_BT
     chunks = jnp.broadcast_to(positions // chunk, shape).astype(jnp.int32)
@@ -128,7 +138,7 @@ def unsupported(
     sinks: jax.Array | None,
     bias: jax.Array | None,
 ) -> str | None:
-    """Why this implementation cannot do this form of attention, or None when it can."""
+    """Why the implementation does not support this form of attention; None if it does."""
     if implementation == "xla":
         return None
     if bias is not None:
@@ -174,7 +184,7 @@ def _reference(
     segments_BT: jax.Array | None,
     bias_BHTS: jax.Array | None,
 ) -> jax.Array:
-    """Plain XLA. Query heads are grouped by the key head they share, so keys are never repeated in memory."""
+    """Plain XLA. Query heads are grouped by the key head they share, so keys are not repeated in memory."""
     B, T, H, D = query_BTHD.shape
     S, K = key_BSKD.shape[1:3]
     query = query_BTHD.reshape(B, T, K, H // K, D)
@@ -230,9 +240,10 @@ def _splash(
     segments_BT: jax.Array | None,
     interpret: bool,
 ) -> jax.Array:
-    """The kernel works on [heads, tokens, width] of one row; rows are mapped over, tokens padded to whole blocks."""
+    """The kernel takes [heads, tokens, width] of one sequence: `vmap` adds the batch, and tokens are padded to whole
+    blocks."""
     B, T, H, _ = query_BTHD.shape
-    padding = -T % (SPLASH_LANES if T <= 512 else 512)  # long rows want long blocks
+    padding = -T % (SPLASH_LANES if T <= 512 else 512)  # long sequences run faster with long blocks
     if padding and segments_BT is None:
         segments_BT = jnp.zeros((B, T), jnp.int32)
     if segments_BT is not None:
@@ -247,12 +258,12 @@ def _splash(
     kernel = _splash_kernel(H, T + padding, rule.window, scores.softcap, largest_block, interpret)
     extra: dict[str, Any] = {} if sinks_H is None else {"sinks": sinks_H}
 
-    def one_row(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None) -> jax.Array:
+    def one_sequence(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None) -> jax.Array:
         ids = None if segments is None else splash.SegmentIds(q=segments, kv=segments)
         return kernel(query, key, value, segment_ids=ids, **extra)
 
     in_axes = (0, 0, 0, None if segments_BT is None else 0)
-    out = jax.vmap(one_row, in_axes=in_axes)(query, heads_first(key_BSKD), heads_first(value_BSKE), segments_BT)
+    out = jax.vmap(one_sequence, in_axes=in_axes)(query, heads_first(key_BSKD), heads_first(value_BSKE), segments_BT)
     return out.swapaxes(1, 2)[:, :T].astype(value_BSKE.dtype)
 
 
@@ -275,14 +286,14 @@ def _splash_kernel(
         mask: Any = splash_mask.CausalMask(shape)
     else:
         mask = splash_mask.LocalMask(shape, (window - 1, 0), 0)
-    with jax.ensure_compile_time_eval():  # the mask's block tables are constants of the program, not tracers
+    with jax.ensure_compile_time_eval():  # the mask's block tables must be constants, not tracers
         return splash.make_splash_mha(
             splash_mask.MultiHeadMask([mask] * num_heads),
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=softcap,
-            residual_checkpoint_name=SAVED_NAME,  # so that a backward pass need not run the forward kernel again
+            residual_checkpoint_name=SAVED_NAME,  # saved: the backward pass does not run the forward kernel again
             interpret=interpret,
         )
 

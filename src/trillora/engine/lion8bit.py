@@ -1,20 +1,21 @@
-"""Lion with its momentum in one byte a number.
+"""Lion with its momentum stored in one byte per number.
 
-The momentum is kept block by block, as in 8-bit optimisers by Dettmers et al. (2022): 256 numbers as int8 beside one
-float32, the largest magnitude among them. A step reads it back, does what Lion does in float32, and rounds. Blocks lie
-within one matrix, so layers stacked for a scan keep the very numbers they would have alone.
+The momentum is quantised in blocks, as in the 8-bit optimizers of Dettmers et al. (2022): 256 numbers as int8, and one
+float32 scale, the largest magnitude in the block. A step dequantises it, computes Lion in float32 and quantises again.
+A block never spans two matrices, so layers stacked for a scan have the same numbers as separate layers.
 
-The code is a square root: c stands for c²/127² of its block's largest, with its sign. A step of it is 1.6 % of the
-largest at the top and 0.006 % next to zero, where Lion's signs are decided. Rounding goes up or down by dice, with the
-chance that keeps the mean: what is read back is less than one step of the code from what was written, and right on
-average. Rounding to nearest would be half as far off, but always the same way: a momentum moves by a hundredth of its
-gradient, and a change below half a step would be forgotten each time anew. The dice are a hash of the number of updates
-and the place in the matrix, so a run is the same bit for bit when it is repeated or resumed, and on any mesh.
+Quantisation is quadratic: code c means sign(c) * (c / 127)² * scale. With scale 1, code 127 is 1.0, code 126 is 0.984
+and code 1 is 0.00006: a step is 1.6 % of the scale at the top and 0.006 % near zero, where Lion's signs are decided.
 
-Its distance from Lion in float32: `tests/test_optim.py` has the table. On parabolas the final loss is 2 % above Lion's
-without noise in the gradients and 0.3 % with as much noise as slope; on a tiny language model 0.6 % of signs differ.
+Rounding is stochastic: up or down, with the probabilities that keep the mean. So the error is below one step of the
+code and zero on average. Rounding to nearest would halve the largest error but add a bias: one update moves the
+momentum by a hundredth of the gradient, and a change below half a step would be lost every time. The random numbers
+are a hash of the update count and the element's index, so a run repeats and resumes bit for bit, on any mesh.
 
-Shapes: [..., N, K], the dims before the last two of the parameter kept, N blocks of K numbers, the last one padded.
+Difference from Lion in float32 (table in `tests/test_optim.py`): on quadratic functions the final loss is 2 % higher
+without gradient noise and 0.3 % higher with as much noise as gradient; on a tiny language model 0.6 % of signs differ.
+
+Shapes: [..., N, K] has the parameter's dims before the last two, then N blocks of K numbers; the last one is padded.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ Tree = Any
 BLOCK_SIZE = 256
 LARGEST = 127  # of int8; -128 stays unused, so that the code is symmetric
 SQUARE = LARGEST**2
-SMALLEST_SCALE = 1e-33  # far below it a step of the code is no float32: such a block counts as all zeros
+SMALLEST_SCALE = 1e-33  # for smaller scales a step of the code underflows float32: the block becomes all zeros
 
 
 class Lion8bitState(NamedTuple):
-    """Two trees like the parameters', and what the dice need to fall otherwise each time."""
+    """Two trees with the structure of the parameters."""
 
-    num_updates: jax.Array  # int32
+    num_updates: jax.Array  # int32; each update rounds with other random numbers
     codes: Tree  # int8 [..., N, K]
     scales: Tree  # float32 [..., N]: largest magnitude of each block
 
 
 def scale_by_lion_8bit(b1: float = 0.9, b2: float = 0.99) -> optax.GradientTransformation:
-    """As `optax.scale_by_lion`, with a quarter of its memory."""
+    """`optax.scale_by_lion` with a quarter of its memory."""
 
     def init(params: Tree) -> Lion8bitState:
         def codes(param: jax.Array) -> jax.Array:
@@ -67,7 +68,7 @@ def scale_by_lion_8bit(b1: float = 0.9, b2: float = 0.99) -> optax.GradientTrans
 
 
 def blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[..., N, K] for a parameter of this shape; a matrix smaller than a block is one block of its own size."""
+    """[..., N, K] for a parameter of this shape. A matrix smaller than BLOCK_SIZE is one block of its own size."""
     size = math.prod(shape[-2:])
     block = max(min(size, BLOCK_SIZE), 1)
     return (*shape[:-2], -(-size // block), block)
@@ -79,26 +80,26 @@ def block_scales(array: jax.Array) -> jax.Array:
 
 
 def quantise(array: jax.Array, scales: jax.Array, count: jax.Array) -> jax.Array:
-    """Codes of the array's blocks; `count` makes the dice of one update differ from those of another."""
+    """Codes of the array's blocks. `count` is the number of the update: each rounds with its own random numbers."""
     blocks = _in_blocks(array)
     squares = jnp.abs(blocks) * (SQUARE / jnp.where(scales == 0, jnp.inf, scales))[..., None]  # 0 to 127²
-    # Where a chip's root or quotient is not exact, `part` leaves 0 to 1 by as little and the nearer code is taken.
+    # If a chip's square root or division is inexact, `part` may be slightly outside [0, 1]; the nearer code is taken.
     below = jnp.minimum(jnp.floor(jnp.sqrt(squares)), LARGEST - 1)
-    part = (squares - below * below) / (2 * below + 1)  # of the way to the next code's square
-    return (jnp.sign(blocks) * (below + (dice(blocks.shape, count) < part))).astype(jnp.int8)
+    part = (squares - below * below) / (2 * below + 1)  # position between this code's square and the next one's
+    return (jnp.sign(blocks) * (below + (rounding_numbers(blocks.shape, count) < part))).astype(jnp.int8)
 
 
 def dequantise(codes: jax.Array, scales: jax.Array, like: jax.Array) -> jax.Array:
-    """float32 in the shape of `like`."""
+    """The float32 array, in the shape of `like`."""
     numbers = codes.astype(jnp.float32)
     values = numbers * jnp.abs(numbers) * (scales * (1 / SQUARE))[..., None]
     size = math.prod(like.shape[-2:])
     return values.reshape(*like.shape[:-2], -1)[..., :size].reshape(like.shape)
 
 
-def dice(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
-    """Even in [0, 1), for blocks [..., N, K]: a function of `count` and of the place in N x K alone. Matrices share
-    them, each update has its own."""
+def rounding_numbers(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
+    """Uniform in [0, 1), for blocks [..., N, K]: a function of `count` and of the index in N x K. All matrices share
+    the numbers of an update."""
     return uniform(scramble(element_index(shape, 2) ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))))
 
 

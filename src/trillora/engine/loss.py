@@ -1,10 +1,13 @@
-"""Cross-entropy over hidden states, chunk by chunk: whole logits never exist.
+"""Cross-entropy computed from hidden states in chunks, so the full logits are never in memory.
 
-Training needs the gradient of the loss with respect to the hidden states. It is computed in the same pass as the loss,
-while a chunk's logits are at hand, and kept; the backward pass only scales it. That is one product over the vocabulary
-fewer than recomputing logits, and no more memory than one chunk of them.
+Training needs the gradient of the loss with respect to the hidden states. The forward pass computes it together with
+the loss, while a chunk's logits exist, and the backward pass only scales it. This saves one matrix product over the
+vocabulary compared with recomputing the logits, and needs no more memory than one chunk of logits.
 
-Legend: B rows, T tokens, C tokens of a chunk, D width, V vocabulary.
+Example: B = 2, T = 5 and chunk = 2 give 3 chunks of 2 tokens from every sequence; the last one is padded with a token
+of weight 0. Logits exist as [2, 2, V], never as [2, 5, V].
+
+Legend: B sequences, T tokens, C tokens of a chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,21 +23,21 @@ Head = Callable[[Tree, Tree, jax.Array], jax.Array]  # (base, head adapter, hidd
 
 
 class Totals(NamedTuple):
-    """Sums over supervised tokens; divided once, by the caller, so any split of a batch gives the same loss."""
+    """Sums over supervised tokens. The caller divides once, so any split of a batch gives the same loss."""
 
     loss: jax.Array
-    num_correct: jax.Array  # tokens whose likeliest prediction is the target
+    num_correct: jax.Array  # tokens whose most likely prediction is the target
 
 
 def token_losses(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Negative log-likelihood of each target, in float32. The reference."""
+    """Negative log-likelihood of each target, in float32. The reference implementation."""
     logits = logits_BTV.astype(jnp.float32)
     target = jnp.take_along_axis(logits, targets_BT[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - target
 
 
 def totals(logits_BTV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> Totals:
-    """Loss and hits of whole logits."""
+    """Loss and correct predictions from full logits."""
     hits = jnp.argmax(logits_BTV, axis=-1) == targets_BT
     return Totals((token_losses(logits_BTV, targets_BT) * weights_BT).sum(), (hits * weights_BT).sum())
 
@@ -48,7 +51,7 @@ def chunked_loss(
     weights_BT: jax.Array,
     chunk: int,
 ) -> jax.Array:
-    """Summed loss, differentiable in `head_adapter` and `hidden_BTD`; `chunk` tokens of every row at a time."""
+    """Summed loss, differentiable in `head_adapter` and `hidden_BTD`; `chunk` tokens of every sequence at a time."""
 
     @jax.custom_vjp
     def loss_only(head_adapter: Tree, hidden_BTD: jax.Array) -> jax.Array:
@@ -89,7 +92,7 @@ def chunked_totals(
     weights_BT: jax.Array,
     chunk: int,
 ) -> Totals:
-    """Loss and hits without a gradient."""
+    """Loss and correct predictions, without a gradient."""
 
     def one_chunk(sums: Totals, xs: tuple[jax.Array, ...]) -> tuple[Totals, None]:
         hidden, targets, weights = xs
@@ -101,8 +104,8 @@ def chunked_totals(
 
 
 def _chunks(hidden_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, chunk: int) -> tuple[jax.Array, ...]:
-    """[B, T, …] as [chunks, B, C, …]: every device works on its own rows of every chunk. The last chunk is filled with
-    tokens of no weight."""
+    """[B, T, …] as [chunks, B, C, …]: every device works on its own sequences in every chunk. The last chunk is padded
+    with tokens of weight zero."""
     chunk = min(chunk, hidden_BTD.shape[1])
     padding = -hidden_BTD.shape[1] % chunk
 

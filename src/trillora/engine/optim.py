@@ -1,8 +1,8 @@
-"""Optimisers and schedules. An optimiser here gives a direction; the step scales it by the learning rate of its own
-number, which a skipped update does not hold back.
+"""Optimizers and learning-rate schedules. An optimizer returns a direction; the train step multiplies it by the
+learning rate. The schedule follows the step number, which also counts skipped updates.
 
-Every direction has entries of size about one, so that what the learning rate means changes little between them: Lion's
-are signs, where Adam's and Adafactor's are mostly below one; hence Lion wants a rate a few times smaller.
+The entries of every direction are about one in size, so learning rates are comparable. Lion's entries are signs, while
+those of Adam and Adafactor are mostly below one: use a learning rate a few times smaller for Lion.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Tree = Any
 def make_optimizer(
     name: OptimizerName, weight_decay: float, decayed: Mapping[str, bool] | None = None
 ) -> optax.GradientTransformation:
-    """Decoupled weight decay, as in the papers, for the parameters `decayed` names or for all; PyTorch's defaults for
-    everything else."""
+    """An optimizer with PyTorch's default hyperparameters and decoupled weight decay (Loshchilov and Hutter, 2019).
+    `decayed` says which parameters decay; None: all of them."""
     makers: dict[str, Callable[[], optax.GradientTransformation]] = {
         "adamw": optax.scale_by_adam,
         "lion": optax.scale_by_lion,
@@ -41,14 +41,15 @@ def make_optimizer(
 
 
 def scale_by_adafactor() -> optax.GradientTransformation:
-    """The gradient over the root of Adafactor's factored second moment, as optax computes it, and no more of
-    Adafactor: rate and clipping are the step's, as for every optimiser.
+    """The gradient divided by the root of Adafactor's factored second moment, as in optax. The rest of Adafactor is
+    left out: learning rate and clipping belong to the train step, as for every optimizer.
 
-    optax factors the two largest dims, which in stacked layers may be the stack itself: here it is shown one matrix at
-    a time. It leaves matrices with a side below 128 whole; that is every adapter, so here all of them are factored.
+    optax factors the two largest dims, and in stacked layers one of them may be the stack. So it is mapped over the
+    stack and sees one matrix at a time. By default it does not factor matrices with a side below 128, which would be
+    every adapter; here all of them are factored.
     """
     of_matrix = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
-    stacked = optax.FactoredState(count=None, v_row=0, v_col=0, v=0)  # the dim each part is stacked on, if it is
+    stacked = optax.FactoredState(count=None, v_row=0, v_col=0, v=0)  # vmap axes: all but the counter are stacked
 
     def init_leaf(param: jax.Array) -> optax.FactoredState:
         function = of_matrix.init
@@ -84,17 +85,17 @@ def scale_by_adafactor() -> optax.GradientTransformation:
 def make_schedule(
     name: ScheduleName, peak: float, warmup_steps: int, num_steps: int, decay_fraction: float | None = None
 ) -> Schedule:
-    """Linear warm-up that ends at `peak`; then constant, or down to zero after the last step and zero from there on.
-    `wsd` stays at the peak and falls linearly over the last `decay_fraction` of all steps, or what the warm-up leaves
-    of them."""
-    fall_from = warmup_steps
+    """Linear warm-up to `peak`, then constant or a decay that reaches zero right after the last step and stays there.
+    `wsd` (warmup, stable, decay) stays at the peak and decays linearly over the last `decay_fraction` of all steps, or
+    over fewer if the warm-up leaves fewer."""
+    decay_start = warmup_steps
     if name == "wsd":
         assert decay_fraction is not None
-        fall_from = max(warmup_steps, num_steps - max(1, round(decay_fraction * num_steps)))
+        decay_start = max(warmup_steps, num_steps - max(1, round(decay_fraction * num_steps)))
 
     def schedule(step: jax.Array) -> jax.Array:
         warmup = jnp.minimum(1.0, (step + 1) / max(warmup_steps, 1)) if warmup_steps else 1.0
-        done = jnp.clip((step - fall_from) / max(num_steps - fall_from, 1), 0.0, 1.0)
+        done = jnp.clip((step - decay_start) / max(num_steps - decay_start, 1), 0.0, 1.0)
         if name == "constant":
             shape = jnp.ones_like(done)
         else:

@@ -1,7 +1,12 @@
-"""From logits to tokens: how the next one is chosen, and the loop that writes several.
+"""From logits to tokens: sampling one token, and the loop that decodes several.
 
-Every row draws from a key of its own, so what it says depends on the seed and its number, not on its neighbours or on
-how prompts were padded. Legend: B rows, V vocabulary, N tokens written by one call.
+Every sequence has its own random key, made from the seed and the sequence's number. So its tokens do not depend on the
+other sequences of the batch or on padding.
+
+Example: logits with probabilities [0.5, 0.3, 0.15, 0.05] and top_p = 0.7. Token 0 alone has 0.5 < 0.7, tokens 0 and 1
+together reach 0.8: the draw is between these two, with probabilities 0.625 and 0.375.
+
+Legend: B sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,11 +19,11 @@ import jax.numpy as jnp
 
 
 class Sampling(NamedTuple):
-    """Numbers, not structure: another temperature is not another program."""
+    """Arguments of the compiled program, not constants: a new temperature does not recompile."""
 
-    temperature: jax.Array | float = 0.0  # 0: always the likeliest token
-    top_p: jax.Array | float = 1.0  # the likeliest tokens that together have this probability
-    top_k: jax.Array | int = 0  # at most this many of the likeliest; 0: all
+    temperature: jax.Array | float = 0.0  # 0: greedy, always the most likely token
+    top_p: jax.Array | float = 1.0  # draw from the fewest most likely tokens whose probabilities sum to this
+    top_k: jax.Array | int = 0  # draw from at most this many of the most likely tokens; 0: all
     seed: jax.Array | int = 0
 
 
@@ -26,13 +31,13 @@ GREEDY = Sampling()
 
 
 class DecodeState(NamedTuple):
-    """Rows being written. `token_B` is chosen but not yet read by the model."""
+    """Sequences being generated. `token_B` is sampled but not yet fed to the model."""
 
     cache: Any
     token_B: jax.Array
-    slot: jax.Array  # where token_B will be kept
-    starts_B: jax.Array
-    rows_B: jax.Array  # each row's number, for its random numbers
+    slot: jax.Array  # the cache slot for token_B
+    starts_B: jax.Array  # the first slot of each sequence that is not padding
+    rows_B: jax.Array  # each sequence's number, for its random key
     num_written: jax.Array
     done_B: jax.Array
 
@@ -41,7 +46,7 @@ Forward = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]
 
 
 def choose(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
-    """The next token of every row."""
+    """The next token of every sequence."""
     logits = logits_BV.astype(jnp.float32)
     return jax.lax.cond(
         jnp.asarray(sampling.temperature) > 0,
@@ -51,7 +56,7 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.A
 
 
 def _draw(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    order = jnp.argsort(-logits_V)  # likeliest first; equal ones by their number, which argsort keeps
+    order = jnp.argsort(-logits_V)  # most likely first; the sort is stable, so ties keep the order of the vocabulary
     ranked = logits_V[order] / jnp.maximum(sampling.temperature, 1e-6)
     rank = jnp.arange(len(ranked))
     ranked = jnp.where((rank < sampling.top_k) | (jnp.asarray(sampling.top_k) <= 0), ranked, -jnp.inf)
@@ -70,7 +75,7 @@ def begin(
     sampling: Sampling,
     stops: jax.Array,
 ) -> DecodeState:
-    """The first token after prompts that fill `num_read` slots."""
+    """Samples the first token after prompts that fill `num_read` slots."""
     token = choose(logits_BV, token_keys(sampling.seed, rows_B, 0), sampling)
     done = jnp.isin(token, stops)
     return DecodeState(cache, token, jnp.int32(num_read), starts_B, rows_B, jnp.int32(1), done)
@@ -78,15 +83,16 @@ def begin(
 
 def write_on(
     forward: Forward,
-    writing: DecodeState,
+    state: DecodeState,
     limit: jax.Array,
     sampling: Sampling,
     stops: jax.Array,
     most: int,
     padding: int,
 ) -> tuple[DecodeState, jax.Array]:
-    """Up to `limit` more tokens [B, most], fewer where every row has stopped; rows that have are padded."""
-    out = jnp.full((len(writing.token_B), most), padding, jnp.int32)
+    """Decodes up to `limit` more tokens into an array [B, most] and stops early when all sequences have ended. The
+    rest of the array is padding."""
+    out = jnp.full((len(state.token_B), most), padding, jnp.int32)
 
     def step(carry: tuple[jax.Array, DecodeState, jax.Array]) -> tuple[jax.Array, DecodeState, jax.Array]:
         i, w, out = carry
@@ -101,15 +107,15 @@ def write_on(
             out,
         )
 
-    def goes_on(carry: tuple[jax.Array, DecodeState, jax.Array]) -> jax.Array:
+    def unfinished(carry: tuple[jax.Array, DecodeState, jax.Array]) -> jax.Array:
         i, w, _ = carry
         return (i < jnp.minimum(limit, most)) & ~w.done_B.all()
 
-    _, writing, out = jax.lax.while_loop(goes_on, step, (jnp.int32(0), writing, out))
-    return writing, out
+    _, state, out = jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, out))
+    return state, out
 
 
 def token_keys(seed: jax.Array | int, rows_B: jax.Array, number: jax.Array | int) -> jax.Array:
-    """A random key for one token of every row."""
+    """A random key for one token of every sequence."""
     key = jax.random.key(seed)
     return jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), number))(rows_B)

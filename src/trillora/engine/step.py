@@ -1,7 +1,7 @@
 """The training step: a pure function of (state, base, batch).
 
-Micro-batches are accumulated inside; the loss is summed over supervised tokens and divided once by their number in the
-whole batch, so that devices, micro-batches and packing all give the same update.
+Gradients are accumulated over micro-batches. The loss is summed over the supervised tokens and divided once, by their
+number in the whole batch, so devices, micro-batches and packing do not change the update.
 """
 
 from __future__ import annotations
@@ -21,40 +21,38 @@ Tree = Any
 Batch = dict[str, jax.Array]  # tokens, targets, weights, segments, positions: each [B, T]
 Loss = Callable[[Tree, Tree, Batch, MaskKey], jax.Array]  # (adapter, base, batch, dropout key) -> summed loss
 Evaluation = Callable[[Tree, Tree, Batch], Totals]
-
-
-# A gradient is out of line if it is this many times longer than gradients were, and would be clipped to half or less.
-# What clipping can absorb is left to it.
+# A gradient is a spike if its norm is this many times the typical norm and clipping would at least halve it. Smaller
+# outliers are left to clipping.
 SPIKE = 20.0
-SETTLED = 20  # steps before anything is called out of line
-MEMORY = 0.05  # weight of the newest step in what is typical
+SETTLED = 20  # steps before any gradient is called a spike
+MEMORY = 0.05  # weight of the newest step in the running mean
 
 
 class GradNormStats(NamedTuple):
-    """How long gradients have been."""
+    """The typical gradient norm."""
 
     log_norm: jax.Array  # running mean
     num_steps: jax.Array
 
 
 class TrainState(NamedTuple):
-    """All that changes. The base is not here: it is frozen."""
+    """Everything that changes during training. The base is frozen, so it is not part of the state."""
 
-    step: jax.Array  # of the stage
+    step: jax.Array  # counted from the start of the stage
     adapter: Tree
     optimizer: Any
-    key: jax.Array  # of dropout; folded with the step, never consumed
+    key: jax.Array  # for dropout; each step folds in its number, the key itself never changes
     typical: GradNormStats
 
 
 class StepMetrics(NamedTuple):
-    """Left on the device; read when convenient."""
+    """Stays on the device, so that the host need not wait for it."""
 
     loss: jax.Array  # mean over the batch's supervised tokens
     num_tokens: jax.Array
     grad_norm: jax.Array
     learning_rate: jax.Array
-    skipped: jax.Array  # nothing was changed: 1 the loss or gradient was not finite, 2 the gradient was out of line
+    skipped: jax.Array  # 0: updated; no update because 1: the loss or gradient was not finite, 2: gradient spike
 
 
 def initial_state(adapter: Tree, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
@@ -62,7 +60,7 @@ def initial_state(adapter: Tree, optimizer: optax.GradientTransformation, seed: 
 
 
 def next_stage(adapter: Tree, optimizer_state: Any, seed: int, stage: int) -> TrainState:
-    """The state at the first step of a stage: what was learnt goes on, the count of steps begins again."""
+    """The state at the first step of a stage: adapter and optimizer are kept, the step counter restarts at zero."""
     key = jax.random.fold_in(jax.random.key(seed), stage) if stage else jax.random.key(seed)
     return TrainState(jnp.int32(0), adapter, optimizer_state, key, GradNormStats(jnp.float32(0), jnp.int32(0)))
 
@@ -90,7 +88,7 @@ def make_train_step(
         adapter = jax.tree.map(lambda a, d: a - learning_rate * d, state.adapter, direction)
 
         finite = jnp.isfinite(loss_mean) & jnp.isfinite(grad_norm)
-        spike = finite & out_of_line(grad_norm, state.typical, max_grad_norm)
+        spike = finite & is_spike(grad_norm, state.typical, max_grad_norm)
         good = finite & ~spike
         adapter, optimizer_state = jax.tree.map(
             lambda new, old: jnp.where(good, new, old), (adapter, optimizer_state), (state.adapter, state.optimizer)
@@ -107,15 +105,15 @@ def make_train_step(
     return train_step
 
 
-def out_of_line(grad_norm: jax.Array, typical: GradNormStats, max_grad_norm: float | None) -> jax.Array:
+def is_spike(grad_norm: jax.Array, typical: GradNormStats, max_grad_norm: float | None) -> jax.Array:
     far = grad_norm > SPIKE * jnp.exp(typical.log_norm)
     large = grad_norm > 2 * (max_grad_norm or 0.0)
     return far & large & (typical.num_steps >= SETTLED)
 
 
 def with_norm(typical: GradNormStats, grad_norm: jax.Array, spike: jax.Array) -> GradNormStats:
-    """What is typical after one more step. A spike counts as twice the usual: if gradients have become long for good,
-    a few steps are skipped and no more."""
+    """The statistics after one more step. A spike counts as twice the typical norm, so if the norm stays high, only a
+    few steps are skipped before it counts as typical."""
     rate = jnp.maximum(1 / (typical.num_steps + 1.0), MEMORY)
     usual = typical.log_norm + rate * (jnp.log(jnp.maximum(grad_norm, 1e-12)) - typical.log_norm)
     return GradNormStats(jnp.where(spike, typical.log_norm + jnp.log(2.0), usual), typical.num_steps + 1)
@@ -124,7 +122,7 @@ def with_norm(typical: GradNormStats, grad_norm: jax.Array, spike: jax.Array) ->
 def accumulate(
     loss: Loss, adapter: Tree, base: Tree, batch: Batch, key: jax.Array, num_micro_batches: int
 ) -> tuple[jax.Array, Tree]:
-    """Summed loss and gradient of a batch, `num_micro_batches` parts one after another."""
+    """Summed loss and gradient of a batch, computed in `num_micro_batches` parts, one after another."""
     gradient = jax.value_and_grad(loss)
     batch_size = len(batch["weights"])
     if num_micro_batches == 1:
@@ -146,7 +144,7 @@ def accumulate(
 
 
 def make_eval_step(evaluation: Evaluation) -> Callable[[Tree, Tree, Batch], dict[str, jax.Array]]:
-    """Sums over one batch; the caller adds batches up and divides once."""
+    """Returns sums over one batch; the caller adds up batches and divides once."""
 
     def eval_step(adapter: Tree, base: Tree, batch: Batch) -> dict[str, jax.Array]:
         sums = evaluation(adapter, base, batch)

@@ -1,4 +1,4 @@
-"""Runs as processes: started through the real command line, listened to, and interrupted again and again."""
+"""Runs as processes: started with the real command line, followed through their events, and interrupted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import tiny_run
 
-WAIT = 900  # seconds for a run to end; a busy machine takes minutes to start one
+WAIT = 900  # seconds for a run to end; on a busy machine the start alone takes minutes
 
 
 def trillora(*arguments: str, environment: dict[str, str] | None = None, **pipes: Any) -> subprocess.Popen[str]:
@@ -26,14 +26,14 @@ def start(recipe: Path, out: Path, **pipes: Any) -> subprocess.Popen[str]:
 
 
 def events_of(process: Any) -> Iterator[dict[str, Any]]:
-    """What a run started by `start` tells, while it tells it."""
+    """The events of a run started by `start`, as they arrive."""
     assert process.stdout is not None
     for line in process.stdout:
         yield json.loads(line)
 
 
 def finish(recipe: Path, out: Path) -> Path:
-    """The run, taken to its end."""
+    """Run to the end."""
     process = start(recipe, out)
     _, errors = process.communicate(timeout=WAIT)
     assert process.returncode == 0, errors
@@ -43,15 +43,15 @@ def finish(recipe: Path, out: Path) -> Path:
 def interrupt_often(
     recipe: Path,
     place: Path,
-    num_wanted: int,
+    num_interruptions: int,
     interrupt: Callable[[Any, Path], bool],
     begin: Callable[[Path, Path], Any] = start,
 ) -> list[Path]:
-    """Starts a run and hands its process to `interrupt`, so often that it was interrupted `num_wanted` times. A run
-    that reaches its end is followed by another; the last is let to its end. Every run, finished."""
+    """Start a run again and again until `interrupt` has interrupted it `num_interruptions` times. A run that finishes
+    is followed by a new one; the last run is completed. Returns the finished runs."""
     runs: list[Path] = []
     num_done = 0
-    while num_done < num_wanted:
+    while num_done < num_interruptions:
         if not runs or (runs[-1] / "adapter").exists():
             runs.append(place / f"run-{len(runs)}")
         num_done += interrupt(begin(recipe, runs[-1]), runs[-1])
@@ -61,13 +61,13 @@ def interrupt_often(
 
 
 def leftovers(run: Path) -> list[str]:
-    """What writes that were cut off have left beside the checkpoints."""
+    """What interrupted writes have left in the checkpoint folder."""
     checkpoints = run / "checkpoints"
     return sorted(path.name for path in checkpoints.glob(".*")) if checkpoints.exists() else []
 
 
 def check_all_readable(run: Path) -> None:
-    """Whatever is visible is whole."""
+    """Every visible checkpoint is complete."""
     checkpoints = tiny_run.checkpoints_of(run)
     for step in checkpoints.steps():
-        checkpoints.read(step)  # raises where one is damaged
+        checkpoints.read(step)  # raises if it is damaged

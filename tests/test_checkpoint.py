@@ -1,4 +1,4 @@
-"""Checkpoints: rot is noticed, a kill shows nothing half-written, saving beside the training tells what happened."""
+"""Checkpoints: damage is detected, a kill leaves nothing incomplete visible, background saves report their result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def paths_of(root: Path, step: int) -> list[Path]:
 
 
 def check_noticed(checkpoints: Checkpoints, names: set[str], expected: dict[str, bytes], *, to: int = 20) -> None:
-    """Each damaged checkpoint is told with one of the names; the one before them is used."""
+    """Every damaged checkpoint is reported with one of the names, and the one before them is used."""
     events: list[Event] = []
     found = checkpoints.newest_valid(events.append)
     assert found == (to, expected)
@@ -62,7 +62,7 @@ def check_noticed(checkpoints: Checkpoints, names: set[str], expected: dict[str,
     assert caught.value.file in names and caught.value.file in str(caught.value)
 
 
-# Rot (R3)
+# Damage (R3)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def test_every_bit_of_the_checksums_counts(checkpoints: Checkpoints, tmp_path: P
             with pytest.raises(Damaged) as caught:
                 checkpoints.read(30)
             assert caught.value.file == MARK
-    # The same facts written another way are not what was written either.
+    # The same facts in another formatting are damage too.
     same = [whole.rstrip(), whole + b" ", whole.replace(b"\n ", b"\n\t", 1), whole.replace(b"{", b'{"step": 30,', 1)]
     for other in same:
         assert json.loads(other) == json.loads(whole)
@@ -150,13 +150,13 @@ def paths_and_more(root: Path, step: int) -> list[str]:
 
 def test_whole_checkpoints_under_each_others_names_are_noticed(checkpoints: Checkpoints, tmp_path: Path) -> None:
     good = checkpoints.read(10)
-    (tmp_path / "step-00000020").rename(tmp_path / "aside")
+    (tmp_path / "step-00000020").rename(tmp_path / "moved")
     (tmp_path / "step-00000030").rename(tmp_path / "step-00000020")
-    (tmp_path / "aside").rename(tmp_path / "step-00000030")
+    (tmp_path / "moved").rename(tmp_path / "step-00000030")
     check_noticed(checkpoints, {MARK}, good, to=10)
 
 
-def test_nothing_valid_is_none_and_every_loss_is_told(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_no_valid_checkpoint_gives_none_and_an_alarm_for_each(checkpoints: Checkpoints, tmp_path: Path) -> None:
     for step in (10, 20, 30):
         (tmp_path / f"step-{step:08d}" / "state.json").write_bytes(b"")
     events: list[Event] = []
@@ -164,7 +164,7 @@ def test_nothing_valid_is_none_and_every_loss_is_told(checkpoints: Checkpoints, 
     assert [isinstance(event, Alarm) and "state.json has 0 bytes" in event.text for event in events] == [True] * 3
 
 
-def test_hostile_checksums_are_damage_and_never_a_traceback(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_hostile_checksums_are_reported_as_damage(checkpoints: Checkpoints, tmp_path: Path) -> None:
     from trillora.training.checkpoint import _seal
 
     path = tmp_path / "step-00000030" / MARK
@@ -180,9 +180,7 @@ def test_hostile_checksums_are_damage_and_never_a_traceback(checkpoints: Checkpo
             checkpoints.read(30)
 
 
-def test_a_checkpoint_of_a_later_version_stops_instead_of_being_passed_over(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_a_later_version_is_an_error_and_not_skipped(checkpoints: Checkpoints, tmp_path: Path) -> None:
     from trillora.training.checkpoint import _seal
 
     (tmp_path / "step-00000030" / MARK).write_bytes(_seal({"format": 2, "step": 30, "novel": []}))
@@ -191,7 +189,7 @@ def test_a_checkpoint_of_a_later_version_stops_instead_of_being_passed_over(
     assert not isinstance(caught.value, Damaged)
 
 
-def test_a_bad_sector_is_rot_and_a_missing_right_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_sector_is_damage_and_no_permission_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(LocalStorage(tmp_path))
     for step in (10, 20):
         checkpoints.write(step, files_of(random.Random(step)))
@@ -199,7 +197,7 @@ def test_a_bad_sector_is_rot_and_a_missing_right_is_not(tmp_path: Path, monkeypa
 
     def read_bytes(path: Path) -> bytes:
         if path.parent.name == "step-00000020" and path.name == "state.json":
-            raise OSError(code, os.strerror(code))  # as read(2) does: without the name of the file
+            raise OSError(code, os.strerror(code))  # like read(2): without the file name
         return real(path)
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
@@ -218,7 +216,7 @@ def test_a_bad_sector_is_rot_and_a_missing_right_is_not(tmp_path: Path, monkeypa
 def test_pruning_keeps_the_newest_and_the_protected(checkpoints: Checkpoints, tmp_path: Path) -> None:
     for step in (40, 50, 123456789):
         checkpoints.write(step, {"state.json": b"{}"})
-    (tmp_path / "step-40").mkdir()  # not how a step is written: not ours
+    (tmp_path / "step-40").mkdir()  # not in our format
     (tmp_path / "step-000000050").mkdir()
     (tmp_path / "notes").mkdir()
     assert checkpoints.steps() == [10, 20, 30, 40, 50, 123456789]
@@ -240,8 +238,8 @@ def test_the_checksums_are_last_and_readable(tmp_path: Path) -> None:
     checkpoints = Checkpoints(LocalStorage(tmp_path))
     checkpoints.write(7, {"zzz.bin": b"abc"})
     assert checkpoints.read(7) == {"zzz.bin": b"abc"}
-    told = json.loads((tmp_path / "step-00000007" / MARK).read_text())
-    assert (told["format"], told["step"], told["files"]["zzz.bin"]["size"]) == (1, 7, 3)
+    facts = json.loads((tmp_path / "step-00000007" / MARK).read_text())
+    assert (facts["format"], facts["step"], facts["files"]["zzz.bin"]["size"]) == (1, 7, 3)
     with pytest.raises(ValueError):
         checkpoints.write(7, {MARK: b""})
 
@@ -258,7 +256,7 @@ checkpoints.clean()
 step = max(checkpoints.steps(), default=0)
 print("ready", flush=True)
 while True:
-    step += random.randint(0, 1)  # also again, in place of the last
+    step += random.randint(0, 1)  # 0 replaces the last checkpoint
     files = {name: random.randbytes(random.choice([10, 100_000])) for name in ("adapter", "state", "metrics")}
     checkpoints.write(step, files)
     print(step, flush=True)
@@ -271,7 +269,7 @@ def test_a_kill_at_any_instant_shows_nothing_damaged(tmp_path: Path, kind: str, 
     root = tmp_path / "checkpoints"
     where = str(root) if kind == "folder" else f"file://{root}"
     checkpoints, draw = Checkpoints(open_storage(where)), random.Random(9)
-    options = ["-S"] if kind == "folder" else []  # without site-packages Python starts at once; fsspec needs them
+    options = ["-S"] if kind == "folder" else []  # Python starts faster without site-packages, but fsspec needs them
     num_unfinished = newest = 0
     for _ in range(num_kills):
         command = [sys.executable, *options, "-c", WRITER, str(SOURCE), where]
@@ -283,7 +281,7 @@ def test_a_kill_at_any_instant_shows_nothing_damaged(tmp_path: Path, kind: str, 
         newest = max([newest, *saved])
         steps = checkpoints.steps()
         for step in steps:
-            checkpoints.read(step)  # raises where anything visible is damaged
+            checkpoints.read(step)  # raises if a visible checkpoint is damaged
         assert steps or not newest
         num_unfinished += bool(checkpoints.clean())
         steps = checkpoints.steps()
@@ -295,17 +293,17 @@ def test_a_kill_at_any_instant_shows_nothing_damaged(tmp_path: Path, kind: str, 
     shutil.rmtree(root)
 
 
-# Saving beside the training
+# Saving in the background
 
 
-def test_saving_goes_on_beside_the_caller(tmp_path: Path) -> None:
+def test_saving_runs_in_the_background(tmp_path: Path) -> None:
     events: list[Event] = []
     order: list[str] = []
-    may_go = threading.Event()
+    may_continue = threading.Event()
 
     def make_files() -> dict[str, bytes]:
         assert threading.current_thread() is not threading.main_thread()
-        may_go.wait(10)
+        may_continue.wait(10)
         order.append("made")
         return {"state.json": b"{}"}
 
@@ -314,7 +312,7 @@ def test_saving_goes_on_beside_the_caller(tmp_path: Path) -> None:
         assert not saver.busy and saver.seconds is None and saver.last_saved is None
         saver.submit(5, make_files, after=lambda: order.append(f"after {checkpoints.steps()}"))
         assert saver.busy and saver.last_saved is None
-        may_go.set()
+        may_continue.set()
         saver.submit(6, make_files)  # waits for the first
         assert order[:2] == ["made", "after [5]"]
     assert checkpoints.steps() == [5, 6] and not saver.busy and saver.last_saved == 6
@@ -332,7 +330,7 @@ def failing_with(error: BaseException) -> Callable[[], Any]:
     return make_files
 
 
-def test_a_failed_save_is_an_alarm_and_a_later_one_heals_it(tmp_path: Path) -> None:
+def test_a_failed_save_is_an_alarm_and_a_later_save_clears_it(tmp_path: Path) -> None:
     events: list[Event] = []
     checkpoints = Checkpoints(LocalStorage(tmp_path / "run"))
     saver = Saver(checkpoints, events.append)
@@ -343,7 +341,7 @@ def test_a_failed_save_is_an_alarm_and_a_later_one_heals_it(tmp_path: Path) -> N
     (tmp_path / "run").unlink()
     saver.submit(6, failing_with(OSError(28, "No space left on device")))
     saver.wait()
-    assert "no good checkpoint yet" in event_text(events[-1]) and "No space left" in event_text(events[-1])
+    assert "no valid checkpoint yet" in event_text(events[-1]) and "No space left" in event_text(events[-1])
     saver.submit(7, lambda: {"state.json": b"{}"}, after=failing_with(OSError(30, "Read-only file system")))
     saver.wait()
     assert saver.failure is None and saver.last_saved == 7
@@ -376,7 +374,7 @@ def test_any_other_error_reaches_the_trainer_once(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*state.json"))
 
 
-def test_a_listener_whose_terminal_is_gone_is_no_failing_disk(tmp_path: Path) -> None:
+def test_a_listener_whose_terminal_is_closed_is_not_a_disk_failure(tmp_path: Path) -> None:
     def listener(event: Event) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 

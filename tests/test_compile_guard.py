@@ -1,4 +1,4 @@
-"""A run says which programs it compiles and compiles those: no other one once it trains, whatever changes its shape."""
+"""A run announces the programs it compiles. During training it compiles nothing else, and a changed shape stops it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def two_stages(folder: Path) -> dict[str, Any]:
-    """Rows bucketed by length with evaluation and answers, then packed ones without; checkpoints in both."""
+    """A stage with length buckets, evaluation and samples, then one with packing; checkpoints in both."""
     settings = tiny_run.recipe(
         folder,
         train={"checkpoint_every": 2, "keep_checkpoints": 100},
@@ -54,24 +54,24 @@ def two_stages(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counting_compiles() -> Iterator[Counter[str]]:
-    """How often each function is compiled, by its name."""
+    """Function name -> how often it is compiled."""
     names: Counter[str] = Counter()
 
-    def hear(event: str, seconds: float, **facts: Any) -> None:
+    def count(event: str, seconds: float, **facts: Any) -> None:
         if event == COMPILE_EVENTS[1]:
             names[re.sub(r"^jit[_(](.*?)\)?$", r"\1", str(facts["fun_name"]))] += 1
 
-    jax.monitoring.register_event_duration_secs_listener(hear)
+    jax.monitoring.register_event_duration_secs_listener(count)
     try:
         yield names
     finally:
         if hasattr(jax.monitoring, "unregister_event_duration_listener"):
-            jax.monitoring.unregister_event_duration_listener(hear)
+            jax.monitoring.unregister_event_duration_listener(count)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A run of two stages, what it said and what it compiled."""
+    """A run of two stages, its events, and what it compiled."""
 
     run: Path
     events: list[Any]
@@ -101,9 +101,9 @@ def test_plan_names_the_programs_that_are_then_compiled(whole: Watched) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 6])
-def test_continued_run_stays_within_its_plan(folder: Path, whole: Watched, tmp_path: Path, step: int) -> None:
-    """It answers its first prompts, and compiles what answers them, in the midst of the stage; or begins with the
-    second stage."""
+def test_resumed_run_stays_within_its_plan(folder: Path, whole: Watched, tmp_path: Path, step: int) -> None:
+    """Step 2: its first answers, which compile their programs, come in the middle of a stage. Step 6: it starts with
+    the second stage."""
     run = tmp_path / "run"
     shutil.copytree(whole.run, run)
     shutil.rmtree(run / "adapter")
@@ -113,7 +113,7 @@ def test_continued_run_stays_within_its_plan(folder: Path, whole: Watched, tmp_p
 
 
 def change_batches(monkeypatch: pytest.MonkeyPatch, change: Any, at_step: int) -> None:
-    """From this step on a stage's batches are others."""
+    """Change the batches from this step on."""
     make = Batches.batch
 
     def changed(self: Batches, step: int, places: Any = None) -> Any:
@@ -123,10 +123,10 @@ def change_batches(monkeypatch: pytest.MonkeyPatch, change: Any, at_step: int) -
     monkeypatch.setattr(Batches, "batch", changed)
 
 
-def test_batch_of_another_shape_stops_the_run_which_can_go_on(folder: Path, tmp_path: Path) -> None:
+def test_batch_of_another_shape_stops_the_run_and_it_can_resume(folder: Path, tmp_path: Path) -> None:
     settings = load_recipe(tiny_run.recipe(folder, train={"checkpoint_every": 1}))
-    with pytest.MonkeyPatch.context() as planted, counting_compiles() as compiled:
-        change_batches(planted, lambda batch: {name: array[:, :48] for name, array in batch.items()}, at_step=2)
+    with pytest.MonkeyPatch.context() as patched, counting_compiles() as compiled:
+        change_batches(patched, lambda batch: {name: array[:, :48] for name, array in batch.items()}, at_step=2)
         with pytest.raises(UnplannedProgram) as caught:
             train(settings, tmp_path / "run")
     error = caught.value
@@ -140,7 +140,7 @@ def test_batch_of_another_shape_stops_the_run_which_can_go_on(folder: Path, tmp_
 def test_a_single_array_of_another_shape_stops_the_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the compiled program itself sees that."""
+    """Only the compiled program itself can detect this."""
     change_batches(monkeypatch, lambda batch: {**batch, "targets": batch["targets"][:, :48]}, at_step=2)
     with pytest.raises(UnplannedProgram, match=r"int32\[8,48\]"):
         train(load_recipe(tiny_run.recipe(folder)), tmp_path / "run")
@@ -164,7 +164,7 @@ def whole_batch(evaluator: Any) -> Any:
 def test_program_outside_the_plan_is_stopped_before_it_is_compiled(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted in the loop: a running mean whose array grows by a number every step."""
+    """The loop is patched to compute a running mean over an array that grows in every step."""
     seen: list[float] = []
 
     @jax.jit
@@ -182,7 +182,7 @@ def test_program_outside_the_plan_is_stopped_before_it_is_compiled(
     with counting_compiles() as compiled, pytest.raises(UnplannedProgram) as caught:
         train(load_recipe(tiny_run.recipe(folder, train={"steps": 9})), tmp_path / "run")
     error = caught.value
-    # The metrics of step 3 are read while step 4 runs.
+    # Metrics of step 3 are read while step 4 runs.
     assert len(seen) == 3 and "running_mean" in error.what and "float32[3]" in error.what
     assert "step 4 of stage" in error.what and "8 x 64" in error.what
     assert str(error.where).startswith("trillora.training.loop, line ")
@@ -200,7 +200,7 @@ def test_listener_may_compute_with_jax(folder: Path, tmp_path: Path) -> None:
     assert len(means) == 4
 
 
-def test_watch_sees_its_own_thread_while_it_watches() -> None:
+def test_guard_checks_only_its_thread_and_only_while_it_is_active() -> None:
     watch = CompileWatch()
 
     def compile_one(value: float) -> float:
@@ -220,7 +220,7 @@ def test_watch_sees_its_own_thread_while_it_watches() -> None:
     compile_one(5)
 
 
-def test_plan_counts_programs_and_says_why() -> None:
+def test_plan_counts_and_describes_programs() -> None:
     parts = [Planned("the step of stage raw", 2, "8 x 32, 8 x 64"), Planned("the copy of the state")]
     assert describe(parts) == (
         "3 programs are compiled: 2 for the step of stage raw (8 x 32, 8 x 64); the copy of the state"

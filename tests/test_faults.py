@@ -1,5 +1,5 @@
-"""What a run does when things go wrong: numbers that are none, steps that lead nowhere, disks that are full, time
-that is short. Promises R5, R8 and R9 on whole runs."""
+"""Complete runs under faults: values that are not finite, divergence, full disks, short time limits. Guarantees R5, R8
+and R9."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def lines(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def poisoned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model and the chats, with one token whose embedding is infinite and one row that has it."""
+def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and the chats, with one token whose embedding is infinite and one row that contains it."""
     from transformers import AutoTokenizer
 
-    place = tmp_path_factory.mktemp("poisoned")
+    place = tmp_path_factory.mktemp("broken")
     tiny_run.write_both(place)
     token = AutoTokenizer.from_pretrained(place / "model")("€", add_special_tokens=False)["input_ids"][-1]
     weights = load_file(place / "model" / "model.safetensors")
@@ -59,12 +59,10 @@ def poisoned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_batch_without_a_number_changes_nothing_and_names_its_rows(poisoned: Path, tmp_path: Path) -> None:
-    """R8. The embedding is tied to the head, so its infinite entry would spoil every logit of that token: the loss is
-    not finite wherever the token is seen or scored, and no step may pass."""
-    settings = tiny_run.recipe(
-        poisoned, train={"steps": 20, "checkpoint_every": 1, "max_bad_steps": 3, "batch_size": 2}
-    )
+def test_batch_with_a_non_finite_loss_is_skipped_and_its_rows_are_named(broken: Path, tmp_path: Path) -> None:
+    """R8. The embedding is tied to the head, so its infinite value affects the logit of that token everywhere: every
+    loss is not finite, and every step must be skipped."""
+    settings = tiny_run.recipe(broken, train={"steps": 20, "checkpoint_every": 1, "max_bad_steps": 3, "batch_size": 2})
     alarms: list[str] = []
     with pytest.raises(Diverged) as caught:
         train(
@@ -82,11 +80,11 @@ def test_batch_without_a_number_changes_nothing_and_names_its_rows(poisoned: Pat
 
 
 def test_learning_rate_of_a_million_stops_with_the_last_good_state(folder: Path, tmp_path: Path) -> None:
-    """Ten good steps, then a rate that no run survives: what was good stays, what came after is gone."""
+    """Ten good steps, then an absurd learning rate: good checkpoints stay, later ones are removed."""
     run = tmp_path / "run"
     good = tiny_run.recipe(folder, train={"steps": 10, "checkpoint_every": 5})
     settings = {**good, "stages": [{"name": "good", "data": good["data"], "steps": 10}]}
-    settings["stages"].append({"name": "mad", "data": good["data"], "steps": 60, "learning_rate": 1e6})
+    settings["stages"].append({"name": "absurd", "data": good["data"], "steps": 60, "learning_rate": 1e6})
     del settings["data"]
     settings["train"] = {**settings["train"], "steps": None, "checkpoint_every": 1, "max_bad_steps": 5}
     with pytest.raises(Diverged) as caught:
@@ -102,7 +100,7 @@ def test_learning_rate_of_a_million_stops_with_the_last_good_state(folder: Path,
     assert losses[-1] < losses[0]
 
 
-def test_mad_learning_rate_from_the_start_leaves_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_absurd_learning_rate_from_the_start_leaves_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     settings = tiny_run.recipe(
         folder, train={"steps": 60, "learning_rate": 1e6, "checkpoint_every": 1, "max_bad_steps": 4}
     )
@@ -112,23 +110,23 @@ def test_mad_learning_rate_from_the_start_leaves_no_checkpoint(folder: Path, tmp
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_health_raises_no_alarm_over_clean_losses_and_sees_a_lost_run(seed: int) -> None:
-    """R9's other half, on the rule itself: noisy losses that fall, with single wild steps, are healthy."""
-    dice = np.random.default_rng(seed)
-    health = DivergenceMonitor(math.log(50_000))
+def test_divergence_monitor_accepts_noisy_losses_and_detects_divergence(seed: int) -> None:
+    """R9 for the rule itself: noisy falling losses with single outliers are accepted."""
+    generator = np.random.default_rng(seed)
+    monitor = DivergenceMonitor(math.log(50_000))
     for step in range(1, 2001):
-        loss = 1.5 + 2.5 * math.exp(-step / 300) + dice.normal(0, 0.4) + (4 if dice.random() < 0.01 else 0)
-        health.observe(step, loss, 0.5, skipped=bool(dice.random() < 0.005))
-        assert health.num_bad < 4
-    again = DivergenceMonitor.from_dict(json.loads(json.dumps(health.to_dict())))
-    assert again == health
+        loss = 1.5 + 2.5 * math.exp(-step / 300) + generator.normal(0, 0.4) + (4 if generator.random() < 0.01 else 0)
+        monitor.observe(step, loss, 0.5, skipped=bool(generator.random() < 0.005))
+        assert monitor.num_bad < 4
+    restored = DivergenceMonitor.from_dict(json.loads(json.dumps(monitor.to_dict())))
+    assert restored == monitor
     for step in range(2001, 2011):
-        health.observe(step, 9.0 + dice.normal(0, 0.5), 0.5, skipped=False)
-    assert health.num_bad >= 10 and health.first_bad is not None and health.first_bad >= 1999
+        monitor.observe(step, 9.0 + generator.normal(0, 0.5), 0.5, skipped=False)
+    assert monitor.num_bad >= 10 and monitor.first_bad is not None and monitor.first_bad >= 1999
 
 
 def test_full_disk_does_not_stop_the_training(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R5: the second of four checkpoints finds no room; the run goes on and ends with what the others hold."""
+    """R5: the disk is full for the second of four checkpoints; the run continues and keeps the other three."""
     write = LocalStorage.write
 
     def fails_once(self: LocalStorage, name: str, files: Any) -> None:
@@ -148,7 +146,7 @@ def test_full_disk_does_not_stop_the_training(folder: Path, tmp_path: Path, monk
     assert len(alarms) == 1 and "No space left" in alarms[0] and "step 2" in alarms[0]
 
 
-def test_run_does_not_end_well_without_its_last_state(
+def test_run_without_its_last_checkpoint_is_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: LocalStorage, name: str, files: Any) -> None:
@@ -160,7 +158,7 @@ def test_run_does_not_end_well_without_its_last_state(
     assert "could not be saved" in caught.value.what and "same command" in caught.value.do
 
 
-def test_time_limit_shorter_than_a_step_makes_one_step_at_a_time(folder: Path, tmp_path: Path) -> None:
+def test_time_limit_shorter_than_a_step_trains_one_step_per_start(folder: Path, tmp_path: Path) -> None:
     settings = tiny_run.recipe(folder, train={"steps": 3, "time_limit": "0s"})
     seen = []
     for _ in range(3):
@@ -171,18 +169,18 @@ def test_time_limit_shorter_than_a_step_makes_one_step_at_a_time(folder: Path, t
     assert result.losses == plain.losses
 
 
-def test_stage_without_rows_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_stage_without_rows_is_an_error_with_its_name(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     settings = tiny_run.recipe(folder)
     data = settings.pop("data")
-    settings["stages"] = [{"name": "full", "data": data}, {"name": "hollow", "data": str(tmp_path / "empty.jsonl")}]
+    settings["stages"] = [{"name": "full", "data": data}, {"name": "empty", "data": str(tmp_path / "empty.jsonl")}]
     with pytest.raises(TrilloraError) as caught:
         train(load_recipe(settings), tmp_path / "run")
-    assert "hollow" in str(caught.value) or "empty.jsonl" in str(caught.value)
+    assert "stage empty" in str(caught.value) or "empty.jsonl" in str(caught.value)
 
 
 def test_best_evaluation_is_kept_and_patience_ends_a_stage(folder: Path, tmp_path: Path) -> None:
-    """Four rows learnt by heart: the loss of others falls, then rises."""
+    """Training memorizes four rows: the loss of other rows falls, then rises."""
     few, others = tmp_path / "few.jsonl", tmp_path / "others.jsonl"
     rows = (folder / "chats.jsonl").read_text().splitlines()
     few.write_text("\n".join(rows[:4]) + "\n")

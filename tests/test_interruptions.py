@@ -1,7 +1,7 @@
-"""Runs as processes: killed at any instant, told to stop, cut off from their terminal, raced by a second one.
+"""Runs as processes: killed at any time, stopped by signals, without a terminal, and started twice.
 
-Promises R1, R6, R7, R20 through the real command line. A process start costs seconds, so the dose here is small;
-TRILLORA_DOSE=full takes 200 kills and 40 signals.
+Guarantees R1, R6, R7 and R20 with the real command line. Starting a process takes seconds, so few are started here;
+TRILLORA_DOSE=full makes 200 kills and sends 40 signals.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any
 
 import pytest
 import tiny_run
-from dose import FULL, dose, full_dose_only, tell
+from dose import FULL, dose, full_dose_only, log_progress
 from run_process import WAIT, check_all_readable, events_of, finish, interrupt_often, leftovers, start
 from tiny_run import assert_same, checkpoints_of, metrics
 from warm_process import WarmRun
 
 NUM_STEPS = 80
-NUM_RUNS = dose(1, 8)  # each with its share of the kills, so that several processes can work at them
+NUM_RUNS = dose(1, 8)  # the kills are divided among them, so that tests can run in parallel
 NUM_KILLS = -(-dose(2, 200) // NUM_RUNS)
 EVALUATE_EVERY = 20
 SAVE_EVERY = 5
-GRACE = 10.0  # seconds from a signal to the end, as promised
+GRACE = 10.0  # seconds from a signal to the end of the process that we guarantee
 Record = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With rows to evaluate on that take long enough to be interrupted."""
+    """With enough evaluation rows that an evaluation can be interrupted."""
     folder = tiny_run.write_small(tmp_path_factory.mktemp("small"))
     tiny_run.write_chats(folder / "others.jsonl", num_rows=120)
     return folder
@@ -55,7 +55,7 @@ def recipe_file(folder: Path, name: str, **train: Any) -> Path:
 
 
 def stopped_at(process: subprocess.Popen[str], step: int) -> float:
-    """Seconds from SIGTERM, sent after this step, to the process's end; signals go on arriving meanwhile."""
+    """Seconds from SIGTERM, sent after this step, to the end of the process. A second signal follows."""
     for event in events_of(process):
         if event["event"] == "step" and event["step"] == step:
             break
@@ -73,59 +73,59 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
-def test_killed_at_random_instants_it_ends_as_if_it_never_was(
+def test_killed_at_random_times_a_run_ends_like_an_uninterrupted_one(
     folder: Path, tmp_path: Path, seed: int, request: pytest.FixtureRequest, record_property: Record
 ) -> None:
-    """R1. Some come before the first step, some while a checkpoint is written. Nothing half-written is visible."""
+    """R1. Some kills come before the first step, some during a save. No incomplete checkpoint is ever visible."""
     recipe = recipe_file(folder, f"killed-{seed}", seed=seed)
     whole = request.getfixturevalue("whole") if seed == 0 else finish(recipe, tmp_path / "whole")
-    dice = random.Random(seed)
-    fell: Counter[str] = Counter()
+    generator = random.Random(seed)
+    kills: Counter[str] = Counter()
 
     def kill(process: subprocess.Popen[str] | WarmRun, run: Path) -> bool:
-        seen = _wait_at_random(process, dice)
+        seen = _wait_at_random(process, generator)
         process.kill()
         process.communicate()
         if process.returncode != -signal.SIGKILL:
-            return False  # it was faster
+            return False  # it had already finished
         place = "during a save" if leftovers(run) else "between steps" if seen else "before the first step"
-        fell[place] += 1
+        kills[place] += 1
         check_all_readable(run)
-        tell(f"run {seed}: kill {fell.total()} of {NUM_KILLS} {place}")
+        log_progress(f"run {seed}: kill {kills.total()} of {NUM_KILLS} {place}")
         return True
 
-    # Two hundred times ten seconds of imports are half an hour; the few of `make test` are whole processes.
+    # 200 imports of ten seconds each would take half an hour. The few of `make test` are real processes.
     runs = interrupt_often(recipe, tmp_path, NUM_KILLS, kill, begin=WarmRun if FULL else start)
     for run in runs:
         assert_same(run, whole)
         assert not leftovers(run)
-        assert len(checkpoints_of(run).steps()) <= 3, "two and the best"
-    assert fell.total() == NUM_KILLS
-    assert fell["before the first step"] < NUM_KILLS, "some hit the training"
+        assert len(checkpoints_of(run).steps()) <= 3, "two, and the best one"
+    assert kills.total() == NUM_KILLS
+    assert kills["before the first step"] < NUM_KILLS, "some hit the training"
     record_property("kills", NUM_KILLS)
-    for place, number in fell.items():
+    for place, number in kills.items():
         record_property(place, number)
     record_property("runs compared", len(runs))
 
 
-def _wait_at_random(process: subprocess.Popen[str] | WarmRun, dice: random.Random) -> bool:
-    """Some time from the start, or a moment after some step or save; whether a step was seen."""
-    wait = dice.choice(["start", "step", "saved", "step"])
+def _wait_at_random(process: subprocess.Popen[str] | WarmRun, generator: random.Random) -> bool:
+    """Wait for a random time after the start, or shortly after a random step or save. True if a step was seen."""
+    wait = generator.choice(["start", "step", "saved", "step"])
     if wait == "start":
-        time.sleep(dice.uniform(0.1, 6.0))
+        time.sleep(generator.uniform(0.1, 6.0))
         return False
-    patience, seen = dice.randrange(1, 8 if wait == "step" else 3), False
+    num_events, seen = generator.randrange(1, 8 if wait == "step" else 3), False
     for event in events_of(process):
         seen = seen or event["event"] == "step"
-        patience -= event["event"] == wait
-        if patience <= 0:
+        num_events -= event["event"] == wait
+        if num_events <= 0:
             break
-    time.sleep(dice.uniform(0.0, 0.05))
+    time.sleep(generator.uniform(0.0, 0.05))
     return seen
 
 
-def test_told_to_stop_it_saves_and_says_so_by_its_exit_code(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """R6: while training, then while compiling; signals that follow do no harm."""
+def test_stop_signal_saves_and_sets_the_exit_code(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """R6: during training, then during compilation. Further signals do no harm."""
     recipe, run = recipe_file(folder, "stopped"), tmp_path / "run"
     process = start(recipe, run)
     assert stopped_at(process, 7) < GRACE
@@ -155,50 +155,51 @@ def test_told_to_stop_it_saves_and_says_so_by_its_exit_code(folder: Path, whole:
 def test_signals_during_evaluation_and_save_lose_nothing(
     folder: Path, whole: Path, tmp_path: Path, record_property: Record
 ) -> None:
-    """R6 and, with the signal of a terminal that is closed, R7. A step's event comes before what follows the step."""
-    dice = random.Random(1)
-    num_wanted = dose(2, 40)
+    """R6, and R7 with SIGHUP, the signal of a closed terminal. The event of a step comes before its evaluation and
+    save."""
+    generator = random.Random(1)
+    num_signals = dose(2, 40)
     hit: Counter[str] = Counter()
     slowest = 0.0
 
     def interrupt(process: subprocess.Popen[str], run: Path) -> bool:
         nonlocal slowest
-        instant = ["evaluation", "save"][(hit["evaluation"] + hit["save"]) % 2]
-        every = EVALUATE_EVERY if instant == "evaluation" else SAVE_EVERY
+        phase = ["evaluation", "save"][(hit["evaluation"] + hit["save"]) % 2]
+        every = EVALUATE_EVERY if phase == "evaluation" else SAVE_EVERY
         for event in events_of(process):
             if event["event"] == "step" and event["step"] % every == 0:
                 break
         sent = time.monotonic()
-        process.send_signal(dice.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
-        if dice.random() < 0.5:
-            time.sleep(dice.uniform(0, 0.1))
+        process.send_signal(generator.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
+        if generator.random() < 0.5:
+            time.sleep(generator.uniform(0, 0.1))
             process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=WAIT)
         if process.returncode == 0:
-            return False  # it was the last step
+            return False  # it was the last step, and the run finished
         assert process.returncode == 75, errors
         slowest = max(slowest, time.monotonic() - sent)
         last = checkpoints_of(run).steps()[-1]
         assert last == metrics(run, "step")[-1]["step"], "no step was lost"
         evaluated = {line["step"] for line in metrics(run, "evaluation")}
-        hit["evaluations given up"] += last % EVALUATE_EVERY == 0 and last not in evaluated
-        hit[instant] += 1
+        hit["evaluations abandoned"] += last % EVALUATE_EVERY == 0 and last not in evaluated
+        hit[phase] += 1
         check_all_readable(run)
-        tell(f"signal {hit['evaluation'] + hit['save']} of {num_wanted} during {instant}")
+        log_progress(f"signal {hit['evaluation'] + hit['save']} of {num_signals} during {phase}")
         return True
 
-    for run in interrupt_often(recipe_file(folder, "signals"), tmp_path, num_wanted, interrupt):
+    for run in interrupt_often(recipe_file(folder, "signals"), tmp_path, num_signals, interrupt):
         assert_same(run, whole)
     assert slowest < GRACE
-    assert hit["evaluations given up"] >= 1
-    record_property("signals", num_wanted)
-    record_property("evaluations given up", hit["evaluations given up"])
+    assert hit["evaluations abandoned"] >= 1
+    record_property("signals", num_signals)
+    record_property("evaluations abandoned", hit["evaluations abandoned"])
     record_property("slowest end, s", round(slowest, 2))
 
 
 @full_dose_only
-def test_run_goes_on_when_nobody_reads_it_any_more(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """R7: the terminal or notebook that showed it is gone."""
+def test_run_continues_when_its_output_is_closed(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """R7: the terminal or notebook that showed it is closed."""
     process = start(recipe_file(folder, "unread"), tmp_path / "run", stderr=subprocess.DEVNULL)
     for event in events_of(process):
         if event["event"] == "step":
@@ -210,8 +211,8 @@ def test_run_goes_on_when_nobody_reads_it_any_more(folder: Path, whole: Path, tm
 
 
 @full_dose_only
-def test_second_process_is_refused_at_once_and_a_dead_owner_is_no_owner(folder: Path, tmp_path: Path) -> None:
-    """R20 on whole runs. The lock is asked for before anything is read."""
+def test_second_process_is_refused_and_a_dead_owner_is_replaced(folder: Path, tmp_path: Path) -> None:
+    """R20 on complete runs. The run takes the lock before it reads anything."""
     recipe, run = recipe_file(folder, "owned", steps=5000), tmp_path / "run"
     owner = start(recipe, run)
     for event in events_of(owner):

@@ -1,5 +1,6 @@
-"""Promises about whole runs that no other file keeps: R9 a poisonous batch, R17 long runs, S1 no pickle, S6 secrets,
-S8 names. What other files test stands in the table of tools/soak.py.
+"""Guarantees for complete runs: R9 a poisonous batch, R17 long runs, S1 no pickle, S6 secrets, S8 file names.
+
+tools/soak.py has the table of all guarantees and their tests.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import jax
 import psutil
 import pytest
 import tiny_run
-from dose import FULL, dose, full_dose_only, tell
+from dose import FULL, dose, full_dose_only, log_progress
 from run_process import WAIT, trillora
 from tiny_run import checkpoints_of, metrics
 
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # R9: one poisonous batch
 
-POISONED = 30  # the step that meets it, after those in which anything may be usual
+POISONED = 30  # its step; the first steps only collect what gradient norm is usual
 
 
 def last_loss(run: Path) -> float:
@@ -57,9 +58,9 @@ def last_loss(run: Path) -> float:
 def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
     tmp_path: Path, outcome: str, record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Less than an epoch in batches of 8, so that each row is met once, by a model that learns in so few steps. To be
-    out of line takes twenty times the usual gradient, which so small a model never has: that bound is lowered, for rows
-    whose answers are all the same and soon learnt."""
+    """Less than one epoch, so every row is used once. A step is skipped if its gradient norm is twenty times the usual
+    one, which a model this small never reaches. So that limit is lowered, and all answers are equal, which makes the
+    usual gradients small."""
     tiny_run.write_small(tmp_path, width=128, num_rows=400)
     rows = (tmp_path / "chats.jsonl").read_text().splitlines()
     if outcome == "skipped":
@@ -93,19 +94,19 @@ def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
     assert steps[: POISONED - 1] == before[: POISONED - 1], "only that batch differs"
     bad, good = steps[POISONED - 1], before[POISONED - 1]
     usual = statistics.median(line["grad_norm"] for line in before[POISONED - 11 : POISONED - 1])
-    assert bad["loss"] > 1.25 * good["loss"] and bad["grad_norm"] > 2 * usual, "it is poisonous"
+    assert bad["loss"] > 1.25 * good["loss"] and bad["grad_norm"] > 2 * usual, "the batch is poisonous"
     skipped = metrics(tmp_path / "poisoned", "skipped")
     if outcome == "clipped":
         assert bad["grad_norm"] > 1.0 and not skipped
     else:
         assert [(line["step"], len(line["rows"])) for line in skipped] == [(POISONED, 8)]
         assert all(any(place.endswith(f":{line}") for line in lines) for place in skipped[0]["rows"])
-    # One step of 45 in a wrong direction, no longer than the others: the loss of clean rows remembers little of it.
+    # One wrong step of 45, clipped to the length of the others, changes the loss of clean rows only little.
     ratio = last_loss(tmp_path / "poisoned") / last_loss(tmp_path / "clean")
     assert ratio < 1.1
     record_property("poisonous batch", outcome)
-    record_property("its gradient against the usual", round(bad["grad_norm"] / usual, 1))
-    record_property("loss of clean rows against a clean run", round(ratio, 3))
+    record_property("gradient norm relative to the usual", round(bad["grad_norm"] / usual, 1))
+    record_property("loss of clean rows relative to a clean run", round(ratio, 3))
 
 
 @pytest.mark.parametrize("seed", range(dose(1, 10)))
@@ -129,7 +130,7 @@ NUM_STEPS = dose(300, 10_000)
 
 @dataclass
 class Watch:
-    """Looks at its own process while it trains."""
+    """Observes its own process during training."""
 
     checkpoints: Path
     steps: list[int] = field(default_factory=list)
@@ -153,9 +154,9 @@ class Watch:
             visible = [path for path in self.checkpoints.glob("step-*") if path.is_dir()]
             self.num_checkpoints.append(len(visible))
         if event.step % 500 == 0:
-            tell(f"step {event.step} of {event.num_steps}: {self.memory[-1] / 2**20:.0f} MiB")
+            log_progress(f"step {event.step} of {event.num_steps}: {self.memory[-1] / 2**20:.0f} MiB")
 
-    def hear(self, event: str, duration: float, **rest: Any) -> None:
+    def count_compile(self, event: str, duration: float, **rest: Any) -> None:
         self.num_compiles += self.is_training and event == COMPILE
 
     def between(self, values: list[int], first: int, last: int) -> list[int]:
@@ -167,8 +168,8 @@ class Watch:
 
 
 def test_a_long_run_stays_as_it_began(folder: Path, tmp_path: Path, record_property: Record) -> None:
-    """One compile, as many file handles at the end as at the start, old checkpoints gone; at the full dose memory too,
-    which a short run still grows into."""
+    """One compilation, a constant number of file handles, and old checkpoints are removed. With TRILLORA_DOSE=full also
+    constant memory, which a short run does not reach."""
     settings = tiny_run.recipe(
         folder,
         data={"validation": str(folder / "chats.jsonl")},
@@ -176,16 +177,16 @@ def test_a_long_run_stays_as_it_began(folder: Path, tmp_path: Path, record_prope
         evaluate={"every_steps": NUM_STEPS // 3, "num_samples": 0, "max_documents": 8},
     )
     watch = Watch(tmp_path / "run" / "checkpoints")
-    jax.monitoring.register_event_duration_secs_listener(watch.hear)
+    jax.monitoring.register_event_duration_secs_listener(watch.count_compile)
     result = train(load_recipe(settings), tmp_path / "run", listener=watch.listen)
     assert len(result.losses) == NUM_STEPS and result.num_compiles == 1
-    assert watch.num_compiles == 0, "after the first step nothing was compiled"
+    assert watch.num_compiles == 0, "nothing is compiled after the first step"
     tenth = NUM_STEPS // 10
     first, last = (tenth, 2 * tenth), (NUM_STEPS - tenth, NUM_STEPS)
-    # Between saves: a background save has files open.
+    # The minimum, because a background save has files open.
     handles = [min(watch.between(watch.handles, *span)) for span in (first, last)]
     assert handles[0] == handles[1]
-    assert max(watch.num_checkpoints) <= 4, "two, the best, and one that is about to go"
+    assert max(watch.num_checkpoints) <= 4, "two, the best, and one that is being removed"
     assert len(checkpoints_of(tmp_path / "run").steps()) <= 3
     size = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file())
     memory = [statistics.median(watch.between(watch.memory, *span)) for span in (first, last)]
@@ -199,11 +200,11 @@ def test_a_long_run_stays_as_it_began(folder: Path, tmp_path: Path, record_prope
     if NUM_STEPS >= 10_000:
         assert memory[1] < 1.02 * memory[0]
         assert size < 100 * 2**20
-        # Medians of a thousand steps each; the rest is what else the machine does.
+        # Medians of a thousand steps each; other load on the machine causes the rest.
         assert seconds[1] < 1.5 * seconds[0]
 
 
-# S1, S6, S8: what a run reads, tells and writes
+# S1, S6, S8: what a run reads, prints and writes
 
 CANARIES = {
     "HF_TOKEN": "hf_Canary0Canary1Canary2Canary3Canary",
@@ -212,14 +213,14 @@ CANARIES = {
 }
 IN_ADDRESS = "canary-in-an-address-5150"
 STARTUP = Path(__file__).parent / "startup"
-# Strange for a shell, a page, a path, a terminal, YAML and a log.
+# Special characters of shells, HTML, paths, terminals, YAML and logs.
 DATA_NAME = "$(touch owned);`id` <b>&amp; ..%2f..%2fup\\..\\..\\x\u202e\n- a: 'b' é.jsonl"
 RUN_NAME = "run ..%2fup $(touch owned) <i>'\"\n#"
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A training, a test of it and an answer by it, as processes with secrets around them and an ear at every door."""
+    """`train`, `eval` and `generate` as audited processes, with secrets in their environment."""
 
     place: Path
     run: Path
@@ -262,10 +263,10 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
         output, errors = process.communicate(timeout=WAIT)
         assert process.returncode == 0, errors
         outputs.append(output + errors)
-        tell(f"watched: {arguments[0]}")
+        log_progress(f"watched: {arguments[0]}")
     lines = [line.split("\t") for line in audit.read_text("utf-8").splitlines()]
     changed = {path for path in tree(place) - before if path.parts[0] not in ("inner", "cache", "audit")}
-    assert not changed, "S8: something was written beside the run"
+    assert not changed, "S8: something was written outside the run"
     return Watched(place, run, outputs, lines)
 
 
@@ -275,17 +276,17 @@ def tree(place: Path) -> set[Path]:
 
 @full_dose_only
 def test_no_file_is_unpickled_by_a_whole_run(watched: Watched, record_property: Record) -> None:
-    """S1. Python's own processes send each other pickles through pipes; files are another matter."""
+    """S1. Only Python's multiprocessing may use pickle, to send objects through pipes."""
     starts = [line for line in watched.audit if line[0] == "start"]
-    assert len(starts) >= 4, "every process was watched"
+    assert len(starts) >= 4, "every process was audited"
     found = [line for line in watched.audit if line[0] == "unpickle" and "multiprocessing" not in line[-1]]
     assert not found, found[:5]
     record_property("processes watched", len(starts))
     record_property("unpickled", len(found))
 
 
-def test_the_watch_sees_an_unpickling(tmp_path: Path) -> None:
-    """The control of the test above."""
+def test_the_audit_sees_an_unpickling(tmp_path: Path) -> None:
+    """Checks that the test above can fail."""
     environment = {**os.environ, "TRILLORA_AUDIT": str(tmp_path / "audit"), "PYTHONPATH": str(STARTUP)}
     code = "import pathlib, pickle; pickle.loads(pickle.dumps(pathlib.Path('x')))"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
@@ -300,7 +301,7 @@ def test_pickled_weights_are_refused_and_not_opened(folder: Path, tmp_path: Path
     for file in (folder / "model").iterdir():
         if file.suffix != ".safetensors":
             (model / file.name).write_bytes(file.read_bytes())
-    # Whoever opens it as a pickle leaves a mark.
+    # Loading it as a pickle creates a file.
     (model / name).write_bytes(f"cos\nsystem\n(S'touch {tmp_path}/owned'\ntR.".encode())
     settings = tiny_run.recipe(folder)
     settings["model"]["name"] = str(model)
@@ -311,13 +312,13 @@ def test_pickled_weights_are_refused_and_not_opened(folder: Path, tmp_path: Path
 
 
 @full_dose_only
-def test_no_secret_is_told_or_written(watched: Watched, record_property: Record) -> None:
+def test_no_secret_is_printed_or_written(watched: Watched, record_property: Record) -> None:
     """S6: nowhere in what was printed, in the run's folder, its checkpoints, its report, or the cache."""
     secrets = [secret.encode() for secret in (*CANARIES.values(), IN_ADDRESS)]
     files = [path for path in watched.place.rglob("*") if path.is_file() and path.name != "audit"]
     assert any(path.name == "report.html" for path in files) and any(path.name == "state.json" for path in files)
     resolved = (watched.place / "inner" / "addressed" / "resolved.yaml").read_text("utf-8")
-    assert "@bucket/run" in resolved, "the address itself is told"
+    assert "@bucket/run" in resolved, "the address itself is shown"
     places = [(str(path), path.read_bytes()) for path in files]
     places += [(f"output {number}", text.encode()) for number, text in enumerate(watched.outputs)]
     found = [(where, secret) for where, content in places for secret in secrets if secret in content]
@@ -338,19 +339,19 @@ def test_no_secret_is_told_or_written(watched: Watched, record_property: Record)
     ],
     ids=lambda change: "-".join([*change, *next(iter(change.values()))]),
 )
-def test_no_complaint_repeats_the_secret_of_an_address(folder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
-    """Also what the machine cannot open, and what is no recipe."""
-    told: list[Any] = []
+def test_no_error_repeats_the_secret_of_an_address(folder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    """Also for addresses that cannot be opened and for invalid recipes."""
+    events: list[Any] = []
     with pytest.raises(TrilloraError) as caught:
-        train(load_recipe(tiny_run.recipe(folder, **change)), tmp_path / "run", listener=told.append)
-    assert IN_ADDRESS not in f"{caught.value} {told}"
+        train(load_recipe(tiny_run.recipe(folder, **change)), tmp_path / "run", listener=events.append)
+    assert IN_ADDRESS not in f"{caught.value} {events}"
     for path in (tmp_path / "run").rglob("*"):
         assert not path.is_file() or IN_ADDRESS.encode() not in path.read_bytes()
 
 
 @full_dose_only
-def test_strange_names_lead_nowhere(watched: Watched, record_property: Record) -> None:
-    """S8: files of the run, the cache, what Python keeps for itself, and nothing else were written."""
+def test_strange_names_do_not_leave_the_folder(watched: Watched, record_property: Record) -> None:
+    """S8: only the run, the cache and Python's own files were written."""
     allowed = [str(watched.place / "inner"), str(watched.place / "cache"), "/dev/", "/proc/"]
     changed = {line[1] for line in watched.audit if line[0] == "change" and os.path.isabs(line[1])}
     temporary = Path(tempfile.gettempdir())
@@ -364,11 +365,11 @@ def test_strange_names_lead_nowhere(watched: Watched, record_property: Record) -
 
 
 def test_no_stage_is_named_like_a_path(record_property: Record) -> None:
-    dice = random.Random(8)
+    generator = random.Random(8)
     letters = "ab.Z0-_/\\ :\n\0~$%<>'\"|*?é\u202e"
     num_names = num_refused = 0
     for _ in range(dose(300, 10_000)):
-        name = "".join(dice.choice(letters) for _ in range(dice.randrange(0, 12)))
+        name = "".join(generator.choice(letters) for _ in range(generator.randrange(0, 12)))
         stage = {"name": name, "data": "rows.jsonl", "steps": 1}
         num_names += 1
         try:

@@ -1,6 +1,7 @@
-"""A run that is interrupted goes on where it was, to the bit; one that is not itself any more is refused.
+"""An interrupted run resumes and ends bit-identical; a run whose inputs have changed is refused.
 
-Promises R2, R3, R11, S9 on whole runs of a tiny model with dropout, packing, micro-batches, evaluation and two stages.
+Guarantees R2, R3, R11 and S9 on complete runs of a tiny model with dropout, packing, micro-batches, evaluation and two
+stages.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_run
-from dose import FULL, dose, full_dose_only, tell
+from dose import FULL, dose, full_dose_only, log_progress
 from safetensors.numpy import load
 from tiny_run import assert_same, checkpoints_of, metrics
 
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def two_stages(folder: Path, num_first: int = 11, num_epochs: int = 3) -> dict[str, Any]:
-    """11 steps in halves with dropout and evaluation, then three epochs of 6 with an optimiser started afresh."""
+    """11 steps of two micro-batches with dropout and evaluation, then three epochs of 6 steps, optimizer reset."""
     settings = tiny_run.recipe(
         folder,
         lora={"dropout": 0.1},
@@ -49,7 +50,7 @@ def two_stages(folder: Path, num_first: int = 11, num_epochs: int = 3) -> dict[s
 
 
 def interrupted_at(whole: Path, step: int, run: Path) -> Path:
-    """A run as it lay there when it was killed some steps after this checkpoint."""
+    """The folder of a run that was killed some steps after this checkpoint."""
     shutil.copytree(whole, run)
     shutil.rmtree(run / "adapter")
     checkpoints_of(run).remove_after(step)
@@ -58,7 +59,7 @@ def interrupted_at(whole: Path, step: int, run: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Never interrupted."""
+    """A run without interruption."""
     run = tmp_path_factory.mktemp("whole") / "run"
     result = train(load_recipe(two_stages(folder)), run)
     assert result.num_compiles == 2 and result.stopped is None
@@ -74,7 +75,7 @@ def test_run_has_its_stages_evaluations_and_checkpoints(whole: Path) -> None:
     assert [line["step"] for line in lines if line["kind"] == "samples"] == [0, 5, 10, 11]
     assert checkpoints_of(whole).steps() == [4, 5, 8, 10, 11, 12, 16, 20, 24, 28, 29]
     first, second = steps[:11], steps[11:]
-    # Each stage has a schedule of its own, and the adapter goes from one to the other.
+    # Each stage has its own schedule, and the second continues with the adapter of the first.
     assert first[0]["learning_rate"] == second[0]["learning_rate"] == pytest.approx(1e-2)
     assert second[0]["loss"] < 0.8 * first[0]["loss"]
     events = [json.loads(line)["event"] for line in (whole / "history.jsonl").read_text().splitlines()]
@@ -83,11 +84,11 @@ def test_run_has_its_stages_evaluations_and_checkpoints(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [4, 5, 8, 10, 11, 12, 16, 20, 24, 28, 29])
-def test_continued_from_any_checkpoint_it_ends_the_same(folder: Path, whole: Path, tmp_path: Path, step: int) -> None:
-    """In the middle of an epoch, at its edge (12 steps into stage two: 23), at an evaluation, between stages, at the
-    end. The small dose takes two of them."""
+def test_resumed_from_any_checkpoint_it_ends_the_same(folder: Path, whole: Path, tmp_path: Path, step: int) -> None:
+    """In the middle of an epoch, at its end (step 23 is the 12th of stage two), at an evaluation, between stages, at
+    the end. Only two of them without TRILLORA_DOSE=full."""
     if step not in (10, 20) and not FULL:
-        pytest.skip("full dose only: a whole run each (TRILLORA_DOSE=full)")
+        pytest.skip("only with TRILLORA_DOSE=full: each is a complete run")
     run = interrupted_at(whole, step, tmp_path / "run")
     notes: list[Any] = []
     result = train(load_recipe(two_stages(folder)), run, listener=notes.append)
@@ -99,26 +100,26 @@ def test_continued_from_any_checkpoint_it_ends_the_same(folder: Path, whole: Pat
 
 @full_dose_only
 @pytest.mark.parametrize("part", range(4))
-def test_continued_from_every_checkpoint_of_a_hundred_steps_it_ends_the_same(
+def test_resumed_from_every_checkpoint_of_a_hundred_steps_it_ends_the_same(
     tmp_path: Path, part: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """R2: a quarter of the checkpoints in each part, so that several processes share the work."""
+    """R2: each part tests a quarter of the checkpoints, so that parts can run in parallel."""
     settings = two_stages(tiny_run.write_small(tmp_path), num_first=40, num_epochs=10)
     whole = tmp_path / "whole"
     assert len(train(load_recipe(settings), whole).losses) == 100
     steps = checkpoints_of(whole).steps()
     assert len(steps) >= 25
-    wanted = steps[part::4][: dose(0, 100)]
-    for step in wanted:
+    tested = steps[part::4][: dose(0, 100)]
+    for step in tested:
         run = interrupted_at(whole, step, tmp_path / f"run-{step}")
         train(load_recipe(settings), run)
         assert_same(run, whole)
         shutil.rmtree(run)
-        tell(f"resumed from step {step} of 100: the same to the bit")
-    record_property("resumed from checkpoints", len(wanted))
+        log_progress(f"resumed from step {step} of 100: bit-identical")
+    record_property("resumed from checkpoints", len(tested))
 
 
-def test_damaged_checkpoint_is_named_and_the_one_before_used(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_reported_and_the_one_before_used(folder: Path, whole: Path, tmp_path: Path) -> None:
     run = interrupted_at(whole, 28, tmp_path / "run")
     file = run / "checkpoints" / "step-00000028" / "state.safetensors"
     data = bytearray(file.read_bytes())
@@ -132,7 +133,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_used(folder: Path, whole
     assert_same(run, whole)
 
 
-def test_optimiser_restarts_or_carries_over_as_the_recipe_says(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_optimizer_state_is_reset_or_carried_over_as_the_recipe_says(folder: Path, whole: Path, tmp_path: Path) -> None:
     def moments(run: Path, step: int) -> list[np.ndarray]:
         tensors = load(checkpoints_of(run).read(step)["state.safetensors"])
         return [array for name, array in tensors.items() if "/mu/" in name]
@@ -153,7 +154,7 @@ def refused(settings: dict[str, Any], run: Path) -> str:
     return caught.value.what
 
 
-def test_what_has_changed_is_refused_by_name(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_changed_inputs_are_refused_by_name(folder: Path, whole: Path, tmp_path: Path) -> None:
     run = interrupted_at(whole, 24, tmp_path / "run")
     settings = two_stages(folder)
     settings["train"]["learning_rate"] = 5e-3
@@ -182,7 +183,7 @@ def test_what_has_changed_is_refused_by_name(folder: Path, whole: Path, tmp_path
     shutil.copy(folder / "model" / "tokenizer.json", tokenizer)
     assert checkpoints_of(run).steps()[-1] == 24, "nothing was trained"
 
-    # Moved files are the same files, and what does not touch the numbers may change.
+    # Files may move, and options that do not change the numbers may change.
     same_content["train"] |= {"checkpoint_every": 3, "keep_checkpoints": 50, "time_limit": "1h"}
     same_content["evaluate"]["every_steps"] = 7
     train(load_recipe(same_content), run)
@@ -190,7 +191,7 @@ def test_what_has_changed_is_refused_by_name(folder: Path, whole: Path, tmp_path
     assert (run / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_changes_are_accepted_when_told(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_changes_are_accepted_with_accept_changes(folder: Path, whole: Path, tmp_path: Path) -> None:
     run = interrupted_at(whole, 28, tmp_path / "run")
     settings = two_stages(folder)
     settings["stages"][1]["learning_rate"] = 1e-3
@@ -204,8 +205,8 @@ def test_changes_are_accepted_when_told(folder: Path, whole: Path, tmp_path: Pat
     assert any("stages.1.learning_rate" in text for text in alarms)
 
 
-def test_devices_may_change_on_the_way(folder: Path, tmp_path: Path) -> None:
-    """One device, then eight, then one: the same adapter up to the order in which floats are added."""
+def test_devices_may_change_between_starts(folder: Path, tmp_path: Path) -> None:
+    """One device, then eight, then one: the same adapter, except for the order of float additions."""
 
     def settings(devices: int, **train_options: Any) -> dict[str, Any]:
         options = {"steps": 9, "checkpoint_every": 3, "keep_checkpoints": 9, **train_options}
@@ -220,16 +221,16 @@ def test_devices_may_change_on_the_way(folder: Path, tmp_path: Path) -> None:
             checkpoints_of(moved).remove_after(step)
         assert result.num_compiles == 1
     first, same = (checkpoints_of(run).read(3)["state.safetensors"] for run in (plain, moved))
-    assert first == same, "up to there nothing differed"
+    assert first == same, "nothing differs yet"
     last, other = (load(checkpoints_of(run).read(9)["adapter_model.safetensors"]) for run in (plain, moved))
-    assert not all((last[key] == other[key]).all() for key in last), "eight devices add in another order"
+    assert not all((last[key] == other[key]).all() for key in last), "eight devices add in a different order"
     for key in last:
-        # 6 Adam steps of 1e-2 from gradients whose last bits differ.
+        # 6 Adam steps of 1e-2 with gradients that differ in the last bits.
         np.testing.assert_allclose(last[key], other[key], atol=2e-5)
 
 
-def test_checkpoints_at_an_address_outlive_the_machine(folder: Path, tmp_path: Path) -> None:
-    """The run's folder is lost; the same command on another machine goes on from the address."""
+def test_checkpoints_at_a_url_survive_the_machine(folder: Path, tmp_path: Path) -> None:
+    """The run's folder is lost; the same command on another machine resumes from the URL."""
     settings = tiny_run.recipe(
         folder, train={"steps": 6, "checkpoint_every": 2, "checkpoint_dir": "memory://bucket/run"}
     )
@@ -244,7 +245,7 @@ def test_checkpoints_at_an_address_outlive_the_machine(folder: Path, tmp_path: P
     assert (tmp_path / "there" / name).read_bytes() == (plain / name).read_bytes()
 
 
-def test_finished_state_without_an_adapter_only_writes_it(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_finished_run_without_an_adapter_only_writes_it(folder: Path, whole: Path, tmp_path: Path) -> None:
     run = interrupted_at(whole, 29, tmp_path / "run")
     result: TrainResult = train(load_recipe(two_stages(folder)), run)
     assert result.adapter == run / "adapter" and result.num_compiles == 0

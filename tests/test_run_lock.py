@@ -1,4 +1,5 @@
-"""One owner of a run (R20), with real processes: the second is refused at once, a killed owner's lock is recovered."""
+"""Only one process may use a run folder (R20). With real processes: a second one is refused at once, and the lock of a
+killed owner is taken over."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_a_second_process_is_refused_at_once_and_told_the_owner(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_at_once_with_the_name_of_the_owner(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "first"
     with owner(run) as process:
         assert first_line(process) == "owns"
@@ -71,7 +72,7 @@ def test_a_second_process_is_refused_at_once_and_told_the_owner(tmp_path: Path) 
         assert caught.value.where == str(run)
         with owner(run) as second:
             assert first_line(second) == "refused"
-        # Being refused changed nothing.
+        # The refused process has not changed the note.
         with pytest.raises(TrilloraError, match=f"process {process.pid} "), lock_run(run):
             pytest.fail("two owners")
         process.communicate("go\n")
@@ -86,17 +87,17 @@ def test_a_killed_owners_lock_is_recovered(tmp_path: Path, locks: str) -> None:
             assert first_line(process) == "owns"
             process.send_signal(signal.SIGKILL)
             process.wait()
-            assert json.loads((tmp_path / ".lock-owner").read_text())["pid"] == process.pid  # it could not tidy up
-            with owner(tmp_path, locks) as heir:
-                assert first_line(heir) == "owns"
-                heir.communicate("go\n")
+            assert json.loads((tmp_path / ".lock-owner").read_text())["pid"] == process.pid  # not removed
+            with owner(tmp_path, locks) as successor:
+                assert first_line(successor) == "owns"
+                successor.communicate("go\n")
     assert not (tmp_path / ".lock-owner").exists()
 
 
 def test_of_many_at_once_exactly_one_owns(tmp_path: Path) -> None:
     dead = json.dumps({"pid": 2**22 + 1, "host": socket.gethostname(), "since": 0})
     for locks in ("locks", "no locks"):
-        (tmp_path / ".lock-owner").write_text(dead)  # all of them want to inherit
+        (tmp_path / ".lock-owner").write_text(dead)  # every process tries to replace this note
         with ExitStack() as stack:
             processes = [stack.enter_context(owner(tmp_path, locks)) for _ in range(8 if FULL_DOSE else 4)]
             assert sorted(first_line(process) for process in processes) == ["owns", *["refused"] * (len(processes) - 1)]
@@ -132,19 +133,19 @@ def test_without_locks_the_note_decides(tmp_path: Path, monkeypatch: pytest.Monk
     def leave(pid: int, host: str, since: float) -> None:
         note.write_text(json.dumps({"pid": pid, "host": host, "since": since}))
 
-    leave(2**22 + 1, "elsewhere", time.time())  # no process here, but there: who knows
+    leave(2**22 + 1, "elsewhere", time.time())  # a process of another host may be alive
     with pytest.raises(TrilloraError, match="on elsewhere"), lock_run(tmp_path):
         pytest.fail("two owners")
-    leave(os.getpid(), socket.gethostname(), time.time() - 10**6)  # our number, but a process long before us
+    leave(os.getpid(), socket.gethostname(), time.time() - 10**6)  # our pid, but of a much older process
     with lock_run(tmp_path):
         pass
-    leave(2**22 + 1, socket.gethostname(), time.time())  # beyond the largest number a process can have
+    leave(2**22 + 1, socket.gethostname(), time.time())  # larger than any possible pid
     with lock_run(tmp_path):
         pass
     assert not note.exists()
 
 
-def test_a_note_that_is_not_one_harms_nobody(tmp_path: Path) -> None:
+def test_a_damaged_note_does_no_harm(tmp_path: Path) -> None:
     draw = random.Random(20)
     notes = [b"", b"{", b"[]", b'{"pid": "x"}', b'{"pid": 1e999}', b"\xff" * 10, b"[" * 100_000, draw.randbytes(100)]
     notes.append(json.dumps({"pid": -1, "host": socket.gethostname(), "since": 1e300}).encode())
@@ -159,7 +160,7 @@ def test_a_note_that_is_not_one_harms_nobody(tmp_path: Path) -> None:
                 pytest.fail("two owners")
 
 
-def test_a_folder_that_cannot_be_is_said(tmp_path: Path) -> None:
+def test_an_impossible_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(TrilloraError, match="cannot be written") as caught, lock_run(tmp_path / "file" / "run"):
         pytest.fail("no such folder")

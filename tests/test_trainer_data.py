@@ -1,4 +1,4 @@
-"""What the data layer promises, seen from the run: packing changes nothing, shapes are announced, batches are early."""
+"""Data as seen from a run: packing does not change the loss, shapes are announced, batches are built ahead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batches_of(folder: Path, sequence_length: int = 64, **data: Any) -> Batches:
 
 
 def losses_by_document(batches: Batches, folder: Path) -> dict[tuple[int, ...], list[float]]:
-    """The loss of every trained token, for each document by its tokens."""
+    """Tokens of a document -> the loss of each of its trained tokens."""
     model = CausalLM(load_config(folder / "model"), dtype="float32", lora=None)
     one_device = replicated(make_mesh(jax.devices()[:1], MeshShape()))
     base = load_weights(folder / "model", model.module, model.layout, dict.fromkeys(model.layout, one_device))
@@ -58,7 +58,7 @@ def losses_by_document(batches: Batches, folder: Path) -> dict[tuple[int, ...], 
     return found
 
 
-def test_packed_and_bucketed_rows_give_every_token_the_loss_it_has_alone(folder: Path) -> None:
+def test_packed_and_bucketed_losses_equal_those_of_single_documents(folder: Path) -> None:
     packed = batches_of(folder, 192, pack=True)
     alone = batches_of(folder, 192, pack=False)
     bucketed = batches_of(folder, 192, pack=False, num_length_buckets=4)
@@ -70,10 +70,10 @@ def test_packed_and_bucketed_rows_give_every_token_the_loss_it_has_alone(folder:
         found = losses_by_document(other, folder)
         assert found.keys() == expected.keys()
         for document, losses in expected.items():
-            np.testing.assert_allclose(found[document], losses, atol=1e-5)  # float32 sums in another order
+            np.testing.assert_allclose(found[document], losses, atol=1e-5)  # float32 sums in a different order
 
 
-def test_bucketed_run_compiles_one_program_a_length_and_says_so(folder: Path, tmp_path: Path) -> None:
+def test_bucketed_run_compiles_and_announces_one_program_per_length(folder: Path, tmp_path: Path) -> None:
     events: list[Any] = []
     settings = tiny_run.recipe(
         folder, data={"pack": False, "num_length_buckets": 4}, train={"steps": None, "epochs": 2}
@@ -81,8 +81,8 @@ def test_bucketed_run_compiles_one_program_a_length_and_says_so(folder: Path, tm
     lengths = batches_of(folder, pack=False, num_length_buckets=4).lengths
     result = train(load_recipe(settings), tmp_path / "run", listener=events.append)
     assert result.num_compiles == len({*lengths, 64})
-    said = [event.text for event in events if isinstance(event, Note)]
-    assert any(f"{len(lengths)} programs in all, for rows of {', '.join(map(str, lengths))} tokens" in t for t in said)
+    notes = [event.text for event in events if isinstance(event, Note)]
+    assert any(f"{len(lengths)} programs in all, for rows of {', '.join(map(str, lengths))} tokens" in t for t in notes)
     assert all(np.isfinite(result.losses))
 
 
@@ -101,7 +101,7 @@ def test_rows_kept_for_validation_and_test_are_never_trained(folder: Path) -> No
     assert found == kept
 
 
-def test_named_chat_template_lies_beside_the_adapter(folder: Path, tmp_path: Path) -> None:
+def test_named_chat_template_is_saved_with_the_adapter(folder: Path, tmp_path: Path) -> None:
     settings = tiny_run.recipe(folder, data={"chat_template": "instruct"}, train={"steps": 1, "sequence_length": 128})
     result = train(load_recipe(settings), tmp_path / "run")
     template = (result.adapter / "chat_template.jinja").read_text()
@@ -111,7 +111,7 @@ def test_named_chat_template_lies_beside_the_adapter(folder: Path, tmp_path: Pat
     )
 
 
-def test_any_json_trains_through_a_template(folder: Path, tmp_path: Path) -> None:
+def test_arbitrary_json_trains_with_a_template(folder: Path, tmp_path: Path) -> None:
     rows = [{"finding": {"title": f"Port {n}"}, "risk": n % 3} for n in range(12)]
     (tmp_path / "rows.json").write_text(json.dumps({"found": {"net": rows}}))
     data = {
@@ -123,7 +123,7 @@ def test_any_json_trains_through_a_template(folder: Path, tmp_path: Path) -> Non
     assert result.losses[-1] < result.losses[0]
 
 
-def test_run_on_bad_rows_only_is_refused_with_the_first(folder: Path, tmp_path: Path) -> None:
+def test_data_with_only_bad_rows_is_an_error_at_the_first(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n{"messages": 3}\n')
     settings = tiny_run.recipe(folder, data={"path": str(tmp_path / "bad.jsonl"), "on_bad_row": "skip"})
     with pytest.raises(TrilloraError, match="No row can be trained on") as caught:
@@ -131,17 +131,17 @@ def test_run_on_bad_rows_only_is_refused_with_the_first(folder: Path, tmp_path: 
     assert caught.value.where == f"{tmp_path / 'bad.jsonl'}:1"
 
 
-def test_batches_are_made_before_they_are_asked_for_and_arrive_in_order(folder: Path) -> None:
+def test_batches_are_built_ahead_and_arrive_in_order(folder: Path) -> None:
     batches = batches_of(folder, pack=False)
     mesh = make_mesh(jax.devices()[:4], MeshShape(data=4))
-    made: list[int] = []
+    built: list[int] = []
 
     class Watched(Batches):
         def __init__(self) -> None:
             self.__dict__ = batches.__dict__
 
         def batch(self, step: int, places: Any = None) -> Any:
-            made.append(step)
+            built.append(step)
             return super().batch(step, places)
 
     arriving = placed_batches(Watched(), range(6), mesh)
@@ -149,11 +149,11 @@ def test_batches_are_made_before_they_are_asked_for_and_arrive_in_order(folder: 
     assert (np.asarray(first["tokens"]) == batches.batch(0)["tokens"]).all()
     for step, batch in enumerate(arriving, start=1):
         assert (np.asarray(batch["tokens"]) == batches.batch(step)["tokens"]).all()
-    assert made == list(range(6))
+    assert built == list(range(6))
     assert NUM_AHEAD >= 1
 
 
-def test_process_that_holds_some_rows_needs_only_those() -> None:
+def test_a_process_needs_only_its_own_sequences() -> None:
     mesh = make_mesh(jax.devices()[:4], MeshShape(data=4))
     assert local_rows(8, mesh) == list(range(8))
     whole = {"tokens": np.arange(16).reshape(8, 2)}

@@ -1,4 +1,4 @@
-"""A whole run in small: a random Llama with a real chat tokenizer in a folder, a chat file, and a recipe for them."""
+"""A small complete run: a random Llama with a real chat tokenizer in a folder, a file of chats, and a recipe."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TIMES = {
     "tokens_per_second",
     "memory_gib",
     "peak_fraction",
-}  # what a clock or the machine decides
-# Wide enough that weights are really split over a mesh (`mesh.SMALL`).
+}  # depend on the clock or the machine
+# Wide enough that weights are sharded over a mesh (`mesh.SMALL`).
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
@@ -45,7 +45,7 @@ def write_model(folder: Path, config: Any | None = None) -> Path:
 
 
 def write_small(folder: Path, num_layers: int = 2, width: int = 64, num_rows: int = 21) -> Path:
-    """Model and chats where only the number of steps matters: a few milliseconds each."""
+    """A smaller model and chats, for tests with many steps: a few milliseconds per step."""
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=2 * width,
@@ -76,14 +76,14 @@ def write_chats(path: Path, num_rows: int = 21) -> Path:
 
 
 def write_both(folder: Path) -> Path:
-    """Model and chats, where `recipe` looks for them."""
+    """The model and the chats at the paths that `recipe` uses."""
     write_model(folder / "model")
     write_chats(folder / "chats.jsonl")
     return folder
 
 
 def recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A recipe for the model and the chats in `folder`, as a mapping; sections are merged into its own."""
+    """A recipe for the model and the chats in `folder`, as a mapping; `sections` are merged into it."""
     settings: dict[str, Any] = {
         "model": {"name": str(folder / "model")},
         "data": {"path": str(folder / "chats.jsonl")},
@@ -112,14 +112,14 @@ def checkpoints_of(run: Path) -> Checkpoints:
 
 
 def metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """What a run measured, without what a clock decides."""
+    """The metrics of a run, without the fields that depend on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    wanted = [line for line in lines if kind in (None, line["kind"])]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in wanted]
+    lines = [line for line in lines if kind in (None, line["kind"])]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
 def assert_same(run: Path, whole: Path) -> None:
-    """Adapter, last checkpoint and every figure, bit for bit."""
+    """Adapter, last checkpoint and all metrics are equal, bit for bit."""
     assert metrics(run) == metrics(whole)
     name = "adapter/adapter_model.safetensors"
     assert (run / name).read_bytes() == (whole / name).read_bytes()

@@ -1,7 +1,7 @@
-"""Runs that start in a moment: children of a process that has imported everything, each as good as a new one.
+"""Runs that start quickly: forked from a process that has already imported everything.
 
-What a kill tests begins when a run begins; seconds of importing before it only make two hundred kills long. The child
-goes through the real command line with pipes of its own, and a signal ends it and nothing else.
+Kill tests are about what happens after the imports, and two hundred kills would spend most of their time importing. The
+child uses the real command line and its own pipe, and a signal ends only the child.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONTEXT.set_forkserver_preload(["trillora.cli", "trillora.training.trainer"])
 
 
 class WarmRun:
-    """As much of `subprocess.Popen` as runs need."""
+    """The part of `subprocess.Popen` that the tests need."""
 
     def __init__(self, recipe: Path, out: Path) -> None:
         read, write = os.pipe()
@@ -40,10 +40,10 @@ class WarmRun:
         self._process.kill()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        said = self.stdout.read()
+        output = self.stdout.read()
         self._process.join(timeout)
         self.stdout.close()
-        return said, ""
+        return output, ""
 
 
 def _run(pipe: connection.Connection, arguments: list[str]) -> Any:

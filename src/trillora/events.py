@@ -144,7 +144,7 @@ QUIET_SECONDS = 2.0  # people see progress only for work that takes longer
 
 # The `kind` of a line of metrics.jsonl. The names are part of the file format: old files use them too.
 METRICS: dict[str, type[Metric]] = {"step": Step, "skipped": Skipped, "evaluation": Evaluated, "samples": Sampled}
-_KIND_OF = {event_type: kind for kind, event_type in METRICS.items()}
+_KINDS: dict[type[Event], str] = {event_type: kind for kind, event_type in METRICS.items()}
 
 
 def ignore_events(event: Event) -> None:
@@ -158,7 +158,7 @@ def to_json(event: Event) -> str:
 
 def to_metrics_line(event: Event) -> str | None:
     """The event as a line of metrics.jsonl; None if it is not a metric."""
-    kind = _KIND_OF.get(type(event))
+    kind = _KINDS.get(type(event))
     return None if kind is None else _to_line({"kind": kind}, event)
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints: sets of files with their checksums, the newest valid one found, saved beside the training.
+"""Checkpoints: sets of files with checksums, saved in the background; a resumed run uses the newest valid one.
 
-`checksums.json` holds size and SHA-256 of every other file, the step, and a digest of itself; it is compared byte for
-byte with what it would be if it were written now, so that a flipped bit is noticed wherever it is.
+`checksums.json` has the step, the size and SHA-256 of every other file, and a digest of itself. Reading compares it
+byte for byte with what would be written for the same facts, so every flipped bit is detected.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 
 
 class Damaged(TrilloraError):
-    """A checkpoint is not what was written."""
+    """A file of a checkpoint is not as it was written."""
 
     def __init__(self, name: str, file: str, fault: str, *, where: str) -> None:
         super().__init__(
             f"Checkpoint {name} is damaged: {file} {fault}.",
             where=f"{where}/{name}/{file}",
-            do="continue from an earlier checkpoint, or bring the file back from a copy",
+            do="resume from an earlier checkpoint, or restore the file from a copy",
         )
         self.file = file
         self.fault = fault
 
 
 class Checkpoints:
-    """The checkpoints of one run. One process writes; whoever wants may read."""
+    """The checkpoints of one run. One process writes; any process may read."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -48,22 +48,24 @@ class Checkpoints:
         return f"{self._storage.where}/{_name(step)}"
 
     def write(self, step: int, files: Mapping[str, bytes]) -> None:
-        """Adds or replaces a checkpoint. OSError where that fails; those that were there are untouched."""
+        """Add or replace a checkpoint. Raises OSError if that fails; existing checkpoints stay intact."""
         self._storage.write(_name(step), with_checksums(step, files))
 
     def steps(self) -> list[int]:
-        """Of every checkpoint there is, unread, ascending."""
+        """The steps of all checkpoints, ascending. Their files are not read."""
         found = [(name, int(match[1])) for name in self._storage.names() if (match := _STEP.fullmatch(name))]
-        return sorted(step for name, step in found if name == _name(step))  # step-000000050 is not ours
+        return sorted(step for name, step in found if name == _name(step))  # not step-000000050: an extra zero
 
     def read(self, step: int) -> dict[str, bytes]:
-        """The files that were written, each compared with its checksum; `Damaged` where one differs."""
+        """The files of a checkpoint, verified; raises `Damaged` if one differs from its checksum."""
         try:
             files = self._storage.read(_name(step))
         except FileNotFoundError:
-            there = ", ".join(map(str, self.steps())) or "none"
+            existing = ", ".join(map(str, self.steps())) or "none"
             raise TrilloraError(
-                f"There is no checkpoint of step {step}.", where=self._storage.where, do=f"steps there: {there}"
+                f"There is no checkpoint of step {step}.",
+                where=self._storage.where,
+                do=f"use one of the existing steps: {existing}",
             ) from None
         if found := _fault(step, files, where=self.where(step)):
             raise Damaged(_name(step), *found, where=self._storage.where)
@@ -71,7 +73,7 @@ class Checkpoints:
         return files
 
     def newest_valid(self, listener: Listener) -> tuple[int, dict[str, bytes]] | None:
-        """The newest that verifies, with its files. Each newer one is told as an alarm."""
+        """The newest valid checkpoint: its step and files. Every damaged newer one is reported as an alarm."""
         try:
             for step in reversed(self.steps()):
                 try:
@@ -79,49 +81,49 @@ class Checkpoints:
                 except Damaged as damage:
                     fault = f"{damage.file} {damage.fault}"
                 except OSError as error:
-                    if error.errno != errno.EIO:  # a bad sector is rot; a lost connection or a missing right is not
+                    if error.errno != errno.EIO:  # EIO is a bad sector; a lost connection or permission is no damage
                         raise
                     fault = f"{error.filename} cannot be read ({error.strerror})"
-                listener(Alarm(f"{self.where(step)} is damaged: {fault}. The checkpoint before it is tried."))
+                listener(Alarm(f"{self.where(step)} is damaged: {fault}. Trying the checkpoint before it."))
         except OSError as error:
             raise TrilloraError(
                 f"Checkpoints cannot be read: {error}",
                 where=self._storage.where,
-                do="make the place readable and start again: nothing was changed",
+                do="make this location readable and run the same command again; nothing was changed",
             ) from error
         return None
 
     def prune(self, keep: int, protect: Collection[int] = ()) -> None:
-        """Removes all but the newest `keep` and the protected, oldest first."""
+        """Remove all but the newest `keep` and the protected checkpoints, oldest first."""
         if keep < 1:
-            raise ValueError("the newest checkpoint stays")
+            raise ValueError("keep must be at least 1")
         for step in self.steps()[:-keep]:
             if step not in protect:
                 self._storage.remove(_name(step))
 
     def remove_after(self, step: int) -> None:
-        """Removes what is newer than a step, newest first: cut short, what stays is still a history."""
+        """Remove checkpoints after a step, newest first, so that an interruption leaves no gap."""
         for newer in reversed(self.steps()):
             if newer > step:
                 self._storage.remove(_name(newer))
 
     def clean(self) -> list[str]:
-        """Removes and names what unfinished writes and removals left; for the owner of the run, at its start."""
+        """Remove the leftovers of interrupted writes and return their names. Only for the owner of the run."""
         return self._storage.clean()
 
 
 class Saver:
-    """Saves in one background thread, one checkpoint at a time. Events come from that thread."""
+    """Saves one checkpoint at a time in a background thread, which also sends the events."""
 
     def __init__(self, checkpoints: Checkpoints, listener: Listener) -> None:
         self._checkpoints = checkpoints
         self._listener = listener
-        # One thread for all saves: each thread has a heap of its own, and a new one every time makes memory grow.
+        # One thread for all saves: each new thread gets its own malloc arena, and memory would grow.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trillora-saver")
         self._saving: Future[None] | None = None
-        self.seconds: float | None = None  # the last save that succeeded took
-        self.last_saved: int | None = None  # step, by this saver
-        self.failure: OSError | None = None  # of the last save, None after one that succeeded
+        self.seconds: float | None = None  # duration of the last successful save
+        self.last_saved: int | None = None  # its step
+        self.failure: OSError | None = None  # of the latest save; None if it succeeded
 
     @property
     def busy(self) -> bool:
@@ -130,12 +132,12 @@ class Saver:
     def submit(
         self, step: int, make_files: Callable[[], Mapping[str, bytes]], after: Callable[[], None] | None = None
     ) -> None:
-        """Starts a save, after the one under way. `after` runs when it succeeded: pruning, say."""
+        """Start a save when the current one is done. `after` runs if it succeeds, for example to prune."""
         self.wait()
         self._saving = self._thread.submit(self._run, step, make_files, after)
 
     def wait(self) -> None:
-        """Until nothing is being saved. Raises what went wrong there other than the disk."""
+        """Wait for the current save. Raises its error unless it is an OSError, which is in `failure`."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
@@ -166,7 +168,7 @@ class Saver:
             self.failure = None
         except OSError as error:
             self.failure = error
-        # Outside the `try`: a listener whose terminal is gone raises an OSError too.
+        # Outside the `try`: a listener with a closed terminal raises OSError too.
         if self.failure is None:
             self.last_saved, self.seconds = step, time.monotonic() - start
             self._listener(Saved(step=step, where=self._checkpoints.where(step), seconds=self.seconds))
@@ -174,7 +176,7 @@ class Saver:
         self._listener(
             Alarm(
                 f"The checkpoint of step {step} could not be saved: {self.failure}. Where: "
-                f"{self._checkpoints.where(step)}. Training goes on; {self._newest_good()}."
+                f"{self._checkpoints.where(step)}. Training continues; {self._newest_good()}."
             )
         )
         return False
@@ -188,30 +190,30 @@ class Saver:
         if failed is not None:
             self._listener(
                 Alarm(
-                    f"The checkpoint of step {step} is saved; tidying up after it failed: {failed}. "
-                    f"Where: {self._checkpoints.where(step)}. Training goes on."
+                    f"The checkpoint of step {step} is saved, but old ones could not be removed: {failed}. "
+                    f"Where: {self._checkpoints.where(step)}. Training continues."
                 )
             )
 
     def _newest_good(self) -> str:
-        """Read and verified: this is said when a disk fails."""
+        """The newest valid checkpoint in words. It is verified, because the disk just failed."""
         try:
             found = self._checkpoints.newest_valid(ignore_events)
         except TrilloraError:
             return "no checkpoint can be read there now"
-        return f"the newest good checkpoint is that of step {found[0]}" if found else "there is no good checkpoint yet"
+        return f"the newest valid checkpoint is from step {found[0]}" if found else "there is no valid checkpoint yet"
 
 
 def with_checksums(step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files with their checksums behind them."""
+    """The files, followed by their checksums."""
     if MARK in files:
-        raise ValueError(f"{MARK} is made here")
+        raise ValueError(f"{MARK} is a reserved name")
     return {**files, MARK: _checksums(step, files)}
 
 
 def _name(step: int) -> str:
     if step < 0:
-        raise ValueError("steps begin with 0")
+        raise ValueError("a step cannot be negative")
     return f"step-{step:08d}"
 
 
@@ -221,18 +223,17 @@ def _checksums(step: int, files: Mapping[str, bytes]) -> bytes:
 
 
 def _seal(facts: dict[str, Any]) -> bytes:
-    """One way to write the facts, with their digest."""
+    """The facts and their digest as JSON. Equal facts give equal bytes."""
     digest = json_digest(facts)
     return (json.dumps({**facts, "digest": digest}, sort_keys=True, indent=1) + "\n").encode()
 
 
 def _unseal(data: bytes) -> dict[str, Any] | None:
     try:
-        told = json.loads(data)
-        facts = {key: value for key, value in told.items() if key != "digest"}
+        facts = {key: value for key, value in json.loads(data).items() if key != "digest"}
         if _seal(facts) != data:
             return None
-        # Sealed by something else than `_checksums`: as good as rot.
+        # A correct digest around facts that `_checksums` does not write is damage too.
         is_ours = facts["format"] != FORMAT or all(
             len(sums) == 2 and len(sums["sha256"]) == 64 and sums["size"] >= 0 for sums in facts["files"].values()
         )
@@ -242,26 +243,26 @@ def _unseal(data: bytes) -> dict[str, Any] | None:
 
 
 def _fault(step: int, files: Mapping[str, bytes], *, where: str) -> tuple[str, str] | None:
-    """The first file that is not what was written, and what is wrong with it."""
+    """The first damaged file and what is wrong with it, or None."""
     if MARK not in files:
         return MARK, "is missing"
     facts = _unseal(files[MARK])
     if facts is None:
         return MARK, "differs from its own digest"
-    if facts.get("format") != FORMAT:  # sealed, so no rot
+    if facts.get("format") != FORMAT:  # the digest is right, so this is no damage
         raise TrilloraError(
             f"Checkpoint {_name(step)} has format {facts.get('format')}; this version of Trillora reads {FORMAT}.",
             where=where,
-            do="continue with the version that wrote it",
+            do="resume with the version of Trillora that wrote it",
         )
     if facts["step"] != step:
         return MARK, f"belongs to step {facts['step']}"
-    for name, told in facts["files"].items():
+    for name, expected in facts["files"].items():
         if name not in files:
             return name, "is missing"
-        if len(files[name]) != told["size"]:
-            return name, f"has {len(files[name])} bytes instead of {told['size']}"
-        if bytes_digest(files[name]) != told["sha256"]:
+        if len(files[name]) != expected["size"]:
+            return name, f"has {len(files[name])} bytes instead of {expected['size']}"
+        if bytes_digest(files[name]) != expected["sha256"]:
             return name, "differs from its checksum"
     extra = sorted(files.keys() - facts["files"].keys() - {MARK})
     return (extra[0], "does not belong there") if extra else None

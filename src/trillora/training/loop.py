@@ -24,6 +24,7 @@ from trillora.data.stage import StageData
 from trillora.devices.mesh import any_process, local_rows, put_batch
 from trillora.engine.step import StepMetrics, TrainState
 from trillora.errors import TrilloraError
+from trillora.evaluation.token_metrics import TokenMetrics
 from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, Skipped, Step
 from trillora.model.layout import Tree
 from trillora.report.run.write import write_report
@@ -34,7 +35,7 @@ from trillora.training.divergence import DivergenceMonitor
 from trillora.training.run_folder import RunFolder
 from trillora.training.signals import Stop
 from trillora.training.state_files import METRICS_FILE, to_files
-from trillora.training.validation import Figures, Measures, Sampler, peak_memory_gib
+from trillora.training.validation import Measures, Sampler, peak_memory_gib
 
 NUM_AHEAD = 2  # batches built before they are needed
 SAVE_SHARE = 0.02  # fraction of the time that may be spent on saving checkpoints
@@ -244,12 +245,12 @@ class StageLoop:
         evaluator, sampler = self._measures.evaluator, self._measures.sampler
         self._run.watch.doing = f"the evaluation after step {self._position.global_step}"
         try:
-            figures = evaluator.measure(adapter, self._base, self._check_signal) if evaluator is not None else None
+            metrics = evaluator.measure(adapter, self._base, self._check_signal) if evaluator is not None else None
             self._check_signal()
             samples = self._answers(sampler, adapter) if sampler is not None else ()
         except _Abandoned:
             return False
-        improved = figures is not None and self._judge(figures)
+        improved = metrics is not None and self._judge(metrics)
         if samples:
             self._run.listener(Sampled(self._position.global_step, self._stage.name, samples))
         self._position.measured_at = self._position.step
@@ -262,15 +263,15 @@ class StageLoop:
         with contextlib.nullcontext() if sampler.has_answered else self._run.watch.allowing():
             return sampler.answer(self._measures.questions, adapter)
 
-    def _judge(self, figures: Figures) -> bool:
+    def _judge(self, metrics: TokenMetrics) -> bool:
         """Report the metrics, return True for the best loss so far, and end a stage that no longer improves."""
         position, run = self._position, self._run
-        improved = position.step > 0 and (position.best_loss is None or figures.loss < position.best_loss)
+        improved = position.step > 0 and (position.best_loss is None or metrics.loss < position.best_loss)
         if improved:
-            position.best_loss, position.best_step, position.num_worse = figures.loss, position.global_step, 0
+            position.best_loss, position.best_step, position.num_worse = metrics.loss, position.global_step, 0
         elif position.step > 0:
             position.num_worse += 1
-        run.listener(Evaluated(position.global_step, self._stage.name, **asdict(figures), is_best=improved))
+        run.listener(Evaluated(position.global_step, self._stage.name, **asdict(metrics), is_best=improved))
         patience = self._stage.recipe.evaluate.patience
         if patience is not None and position.num_worse >= patience:
             position.stage_is_over = True

@@ -1,7 +1,7 @@
-"""What a run is made of, as digests: model, tokenizer, chat template, data, recipe. A run goes on only as itself.
+"""Digests of everything a run depends on: model, tokenizer, chat template, data and recipe.
 
-What cannot change the numbers may change between two starts of a run: where it runs, how memory is spent, what is
-measured, how often it saves. Files may move: their content counts.
+A run resumes only if they are unchanged. Options that do not influence the numbers may change: the hardware, memory
+use, evaluation, and how often it saves. Files may move, because only their content counts.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from trillora.errors import TrilloraError
 from trillora.files.digests import file_digest, text_digest
 from trillora.recipe.schema import Recipe
 
-# Options that may change while a run goes on; a dotted name stands for itself and all below it.
+# Options that may change when a run is resumed; a dotted name includes everything below it.
 FREE = (
     *("hardware", "evaluate", "track"),
     *("engine.remat", "engine.attention", "engine.loss_chunk"),
     *("train.micro_batch_size", "train.max_bad_steps", "train.checkpoint_every", "train.keep_checkpoints"),
     *("train.checkpoint_dir", "train.time_limit", "stages.micro_batch_size"),
-    # Known by their content.
+    # Compared by content.
     *("model.name", "model.revision", "data.path", "data.validation", "stages.data.path", "stages.data.validation"),
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def is_free(path: str) -> bool:
-    """Whether the option may change while a run goes on."""
+    """Whether the option may change when a run is resumed."""
     general = re.sub(r"\.\d+\b", "", path)
     return any(general == name or general.startswith(f"{name}.") for name in FREE)
 
 
 def fixed_options(recipe: Recipe) -> dict[str, Any]:
-    """The options that make the run what it is, by dotted path. The date is chosen anew at a first start only."""
+    """The options that must not change when a run is resumed, by dotted path."""
     flat: dict[str, Any] = {}
 
     def visit(path: str, value: Any) -> None:
@@ -56,8 +56,8 @@ def fixed_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def weights_digest(folder: Path, files: Iterable[Path]) -> str:
-    """One digest of a model's weights and configuration. A file that the hub stored under its own digest is known by
-    that name."""
+    """One digest of a model's weights and configuration. Large files in the hub's cache are named by their digest, so
+    they are not read."""
     described = sorted([*files, *folder.glob("config.json")])
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(_file_digest, described))
@@ -73,7 +73,7 @@ def _file_digest(file: Path) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not as it was, one phrase each: options with both values, digests by name."""
+    """One phrase per change: options with both values, digests by name."""
     changed = []
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
@@ -87,11 +87,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def refuse(changed: list[str], run: Path, step: int) -> TrilloraError:
     more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
     return TrilloraError(
-        f"This run was started with something else: {'; '.join(changed[:6])}{more}.",
+        f"The inputs of this run have changed: {'; '.join(changed[:6])}{more}.",
         where=f"{run}, step {step}",
-        do="give it back what it had, choose another --out, or go on all the same with --accept-changes",
+        do="restore the original inputs, use a new --out, or pass --accept-changes",
     )
 
 
 def _shown(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value)
+    return "not set" if value is None else json.dumps(value)

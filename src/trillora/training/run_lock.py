@@ -1,7 +1,8 @@
-"""One process owns a run folder.
+"""Only one process at a time may use a run folder.
 
-The lock is the kernel's, on `RUN/.lock`, and ends with its owner however that ends. Beside it lies a note of who holds
-it, for the message to whoever comes second. Where a file system has no locks, the note itself is the lock.
+The lock is a kernel lock on `RUN/.lock`, which is released when its owner ends for any reason. The note
+`RUN/.lock-owner` says who holds it, for the error message of a second process. On file systems without locks, the note
+itself is the lock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import filelock
 from trillora.errors import TrilloraError
 from trillora.files import atomic
 
-_SETTLING = 0.2  # seconds in which a note that is being written, or taken by another heir, comes to rest
+_SETTLING = 0.2  # seconds to wait until a note that another process is writing or replacing is final
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Owner:
 
 @contextmanager
 def lock_run(run: Path) -> Iterator[None]:
-    """Owns a run folder, which is made if need be; TrilloraError at once when another process does."""
+    """Lock a run folder and create it if it is missing. TrilloraError at once if another process holds the lock."""
     note = run / ".lock-owner"
     me = Owner(os.getpid(), socket.gethostname(), time.time())
     try:
@@ -55,7 +56,7 @@ def lock_run(run: Path) -> Iterator[None]:
     except (OSError, NotImplementedError):
         _own_by_note(run, note, me)
     else:
-        with suppress(OSError):  # the lock is held without it; a full disk is met later, where it can be told
+        with suppress(OSError):  # the note is optional here; a full disk is reported by the next write
             atomic.write_file(note, _text(me))
     try:
         yield
@@ -67,7 +68,7 @@ def lock_run(run: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> filelock.BaseFileLock:
-    """The kernel's lock or an error, never a file that outlives a killed owner."""
+    """A kernel lock or an error, never a lock file that remains when its owner is killed."""
     options: dict[str, Any] = {"timeout": 0, "thread_local": False}
     if "fallback_to_soft" in inspect.signature(filelock.FileLock.__init__).parameters:  # not in older releases
         options["fallback_to_soft"] = False
@@ -75,7 +76,7 @@ def _lock(path: Path) -> filelock.BaseFileLock:
 
 
 def _has_locks(run: Path) -> bool:
-    """Whether a file nobody else knows can be locked: older filelocks take "no locks here" for "held by another"."""
+    """Whether a new, private file can be locked: older versions of filelock report "no locks" as "held"."""
     path = run / f".lock-probe-{os.getpid()}"
     probe = _lock(path)
     try:
@@ -90,16 +91,16 @@ def _has_locks(run: Path) -> bool:
 
 
 def _own_by_note(run: Path, note: Path, me: Owner) -> None:
-    by_hand = f"if that process is gone, remove {note} and start again; this file system has no locks to tell"
+    by_hand = f"if that process has ended, remove {note} and try again; this file system has no locks to check that"
     try:
-        for _ in range(2):  # the second time after a dead owner's note was taken away
+        for _ in range(2):  # the second attempt follows the removal of a dead owner's note
             with suppress(FileExistsError), open(note, "x", encoding="utf-8") as file:
                 file.write(_text(me))
                 break
             owner = _owner_to_name(note)
             if owner is not None and not _is_dead(owner):
                 raise _refused(run, owner, by_hand)
-            _take_away(note, owner)
+            _remove(note, owner)
     except OSError as error:
         raise _cannot_write(run, error) from error
     time.sleep(_SETTLING)
@@ -107,25 +108,25 @@ def _own_by_note(run: Path, note: Path, me: Owner) -> None:
         raise _refused(run, owner, by_hand)
 
 
-def _take_away(note: Path, owner: Owner | None) -> None:
-    """Removes a dead owner's note; not that of another heir, who was faster."""
-    aside = note.with_name(f"{note.name}-{os.getpid()}")
+def _remove(note: Path, owner: Owner | None) -> None:
+    """Remove a dead owner's note, but not the note of another process that was faster."""
+    moved = note.with_name(f"{note.name}-{os.getpid()}")
     with suppress(FileNotFoundError):
-        os.rename(note, aside)
-        if _read(aside) == owner:
-            os.unlink(aside)
+        os.rename(note, moved)
+        if _read(moved) == owner:
+            os.unlink(moved)
         else:
-            os.rename(aside, note)
+            os.rename(moved, note)
 
 
 def _is_dead(owner: Owner) -> bool:
-    """Sure to be gone. Of another host nothing is known."""
+    """True if the process has certainly ended. Processes of other hosts may be alive."""
     if owner.host != socket.gethostname():
         return False
     import psutil  # only where there are no locks
 
     try:
-        # A process that began after the note was written has inherited the number; 5 s for clocks that are set.
+        # A process that started after the note was written only reuses the pid. 5 s allow for clock adjustments.
         return bool(psutil.Process(owner.pid).create_time() > owner.since + 5)
     except psutil.NoSuchProcess:
         return True
@@ -134,7 +135,7 @@ def _is_dead(owner: Owner) -> bool:
 
 
 def _owner_to_name(note: Path) -> Owner | None:
-    """Whom to name. A new owner writes its note a moment after it got the lock; until then a dead one's lies there."""
+    """The owner for an error message. A new owner writes its note just after it gets the lock, so wait for it."""
     owner = _read(note)
     for _ in range(5):
         if owner is not None and not _is_dead(owner):
@@ -150,8 +151,8 @@ def _text(owner: Owner) -> str:
 
 def _read(note: Path) -> Owner | None:
     try:
-        told = json.loads(note.read_bytes())
-        owner = Owner(int(told["pid"]), str(told["host"]), float(told["since"]))
+        values = json.loads(note.read_bytes())
+        owner = Owner(int(values["pid"]), str(values["host"]), float(values["since"]))
         return owner if 0 < owner.pid < 2**31 and 0 <= owner.since < 2**33 else None
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
@@ -165,5 +166,5 @@ def _cannot_write(run: Path, error: OSError) -> TrilloraError:
     return TrilloraError(
         f"The run's folder cannot be written: {error.strerror or error}.",
         where=str(run),
-        do="choose a folder you may write to, on a disk with space",
+        do="choose a writable folder on a disk with free space",
     )

@@ -1,8 +1,8 @@
-"""Ends that come from outside: a signal, or the time a run may take. Asked about between steps; never in the middle.
+"""External stop requests: signals and the time limit. The loop checks for them between steps.
 
-SIGTERM, SIGINT and SIGHUP are notes, not exceptions: the loop finds them, saves, and returns. Before the first step
-nothing can be lost, so there they end the process, also while the compiler keeps Python from running: a second thread
-hears of them through a pipe that the interpreter writes to from the signal itself.
+During training, SIGTERM, SIGINT and SIGHUP are only recorded: the loop sees them, saves, and returns. Before the first
+step there is nothing to save, so they end the process, even while the compiler blocks Python's signal handlers: the
+interpreter writes every signal to a pipe (`signal.set_wakeup_fd`), and a second thread reads it.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-EXIT_STOPPED = 75  # saved and not finished: the same command goes on
+EXIT_STOPPED = 75  # exit code: saved but not finished; the same command resumes the run
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
-PATIENCE = 4.0  # seconds until a process that cannot listen is ended, nothing being at stake
+PATIENCE = 4.0  # seconds for the main thread to react to a signal before the process is ended
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal before the first step."""
+    """A signal arrived before the first step."""
 
 
 class Stop:
-    """Whether, and why, a run should end now."""
+    """Whether and why a run should stop now."""
 
     def __init__(self, time_limit: float | None = None) -> None:
         self._started = time.monotonic()
         self._limit = time_limit
         self._signal: str | None = None
-        self._at_stake = False
+        self._has_state_to_save = False
 
     @property
     def signalled(self) -> str | None:
-        """The signal that came, if one did."""
+        """The name of the first signal that arrived, or None."""
         return self._signal
 
     def reason(self, next_seconds: float = 0.0) -> str | None:
-        """Why not to go on with something that takes so long."""
+        """Why the run should stop instead of doing work that takes `next_seconds`; None if it may continue."""
         if self._signal is not None:
             return self._signal
         if self._limit is not None and time.monotonic() - self._started + next_seconds > self._limit:
@@ -48,22 +48,22 @@ class Stop:
         return None
 
     def begin_training(self) -> None:
-        """From here on there is something to save: the loop asks, and nobody else ends the process."""
-        self._at_stake = True
+        """From here on there is something to save: only the loop stops the run."""
+        self._has_state_to_save = True
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Signals are noted until the block ends. Only the main thread of a process can listen."""
+        """Record signals until the block ends. Only the main thread can do this; in others the block does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         old_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        # One that is ignored, as nohup does, stays ignored.
+        # Signals that are ignored, for example by nohup, stay ignored.
         old = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
         for number in old:
-            signal.signal(number, self._note)
+            signal.signal(number, self._record)
         watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True)
         watcher.start()
         try:
@@ -72,23 +72,23 @@ class Stop:
             for number, handler in old.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(old_writer)
-            self._at_stake = True  # the watcher has no business any more
+            self._has_state_to_save = True  # the watcher must not end the process any more
             os.close(writer)
             watcher.join()
             os.close(reader)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         first = self._signal is None
         self._signal = self._signal or signal.Signals(number).name
-        if first and not self._at_stake:
+        if first and not self._has_state_to_save:
             raise Interrupted(self._signal)
 
     def _watch(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
-            if self._at_stake or not any(number in SIGNALS for number in numbers):
+            if self._has_state_to_save or not any(number in SIGNALS for number in numbers):
                 continue
             time.sleep(PATIENCE)
-            if not self._at_stake and self._signal is None:  # the main thread has not come to hear of it
+            if not self._has_state_to_save and self._signal is None:  # the handler has not run in the main thread
                 with contextlib.suppress(OSError, ValueError):
-                    print("Stopped before the first step; nothing was lost.", file=sys.stderr, flush=True)
+                    print("Stopped before the first step; no training was lost.", file=sys.stderr, flush=True)
                 os._exit(EXIT_STOPPED)

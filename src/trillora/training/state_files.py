@@ -1,7 +1,7 @@
-"""The state of a training as files, and back: PEFT's adapter, the optimiser beside it, and where the run stands.
+"""Converts the training state to files and back: the adapter in PEFT's format, the optimizer state, the progress.
 
-The adapter is stored by parameter name, so that a checkpoint is an adapter. The rest keeps the shapes it has on the
-devices, without their arrangement: another number of devices reads it as well.
+The adapter is stored by parameter name, so a checkpoint is also an adapter that PEFT can load. All arrays are stored
+unsharded, so a run can resume on another number of devices.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ADAPTER_FILES = (WEIGHTS_FILE, CONFIG_FILE)
 
 
 def make_copier(assembly: Assembly) -> Callable[[TrainState], TrainState]:
-    """A program that copies the state to every device. The copy is under way when it returns, and the next step may
-    have the original's memory."""
+    """A compiled program that copies the state to every device. It returns before the copy is complete; JAX orders the
+    copy before the next step, which reuses the memory of the original."""
 
     def copy(state: TrainState) -> TrainState:
         return jax.tree.map(jnp.copy, state._replace(key=jax.random.key_data(state.key)))
@@ -37,14 +37,14 @@ def make_copier(assembly: Assembly) -> Callable[[TrainState], TrainState]:
 
 
 def to_files(copied: TrainState, assembly: Assembly, base_name: str, facts: dict[str, Any]) -> dict[str, bytes]:
-    """The files of a checkpoint. What is not finite is never written."""
+    """The files of a checkpoint. Values that are not finite are an error."""
     state = jax.tree.map(np.asarray, copied)
     model = assembly.model
     adapter = unstack(state.adapter, model.adapter_layout)
     rest = dict(_named(state._replace(adapter=())))
     for name, array in (*adapter.items(), *rest.items()):
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise AssertionError(f"{name} is not finite: the step should have refused it")
+            raise AssertionError(f"{name} is not finite: the step should have been skipped")
     return {
         **adapter_files(adapter, model.module, model.targets, assembly.spec, base_name),
         STATE_FILE: save(rest),
@@ -53,7 +53,7 @@ def to_files(copied: TrainState, assembly: Assembly, base_name: str, facts: dict
 
 
 def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> TrainState:
-    """The state on the assembly's devices."""
+    """The state of a checkpoint, placed on the assembly's devices."""
     shapes = assembly.state_shapes
     adapter = fit_adapter(read_adapter(files[WEIGHTS_FILE]), assembly.model.adapter_layout, where)
     stored = load(files[STATE_FILE])
@@ -65,7 +65,7 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
             raise TrilloraError(
                 f"The checkpoint's {name} does not fit this run.",
                 where=where,
-                do="use the optimiser and the engine.layers of the run as it was started (see its resolved.yaml)",
+                do="use the train.optimizer and engine.layers of the original run (see its resolved.yaml)",
             )
         return array
 
@@ -80,6 +80,6 @@ def read_facts(files: dict[str, bytes]) -> dict[str, Any]:
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
-    """Every array with a name that tells its place."""
+    """Every array with its path in the tree."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in paths]

@@ -1,17 +1,15 @@
-"""What is measured while a stage trains: loss on a fixed set of rows, and answers to fixed prompts.
+"""Evaluation during training: the loss on a fixed set of documents, and answers to fixed prompts.
 
-Both are functions of the adapter alone: measured again after an interruption, they give the same numbers.
+Both depend only on the adapter, so an evaluation that is repeated after an interruption gives the same numbers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from trillora.data.batches import Batches
@@ -21,6 +19,7 @@ from trillora.data.stage import StageData, evaluation_batches
 from trillora.devices.mesh import local_rows, put_batch
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
+from trillora.evaluation.token_metrics import TokenMetrics, TokenSums
 from trillora.events import Listener, Note, Sample
 from trillora.generation.generator import Generator, bucket_length
 from trillora.generation.prompts import Prompts, configured_stops
@@ -30,38 +29,26 @@ from trillora.model.loading.source import OpenModel
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import Planned, Programs, shape_text
 
-TEXT_PROMPT = 24  # tokens of a text to go on from
-TEXT_ANSWER = 48  # tokens of the text shown beside what the model wrote
+TEXT_PROMPT = 24  # tokens of a plain text that the model has to continue
+TEXT_ANSWER = 48  # tokens of the real continuation, shown next to the model's
 PROMPTS_AT_ONCE = 8
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Of the evaluation set."""
-
-    loss: float
-    perplexity: float
-    accuracy: float
-    num_tokens: int
-
-
 class Evaluator:
-    """The loss of fixed rows, in batches of one shape, by one program."""
+    """Computes the loss of the evaluation set with one compiled program, in batches of one shape."""
 
     def __init__(self, assembly: Assembly, batches: Batches, stage: str) -> None:
         self._mesh, self.batches = assembly.mesh, batches
         shape = (batches.batch_size, batches.sequence_length)
         self._program = Programs(f"The evaluation of stage {stage}", {shape: assembly.compile_evaluation(*shape)})
 
-    def measure(self, adapter: Tree, base: Tree, ask: Callable[[], None]) -> Figures:
-        """`ask` is called between batches; it may raise to give up."""
-        totals = np.zeros(3)
+    def measure(self, adapter: Tree, base: Tree, check: Callable[[], None]) -> TokenMetrics:
+        """`check` is called before every batch; it may raise to abandon the evaluation."""
+        sums = TokenSums()
         for number in range(self.batches.steps_per_epoch):
-            ask()
-            sums = self._program(adapter, base, self._placed(number))
-            totals += [float(sums[name]) for name in ("loss", "num_correct", "num_tokens")]
-        loss, accuracy = float(totals[0] / totals[2]), float(totals[1] / totals[2])
-        return Figures(loss, math.exp(min(loss, 700)), accuracy, round(totals[2]))
+            check()
+            sums.add(self._program(adapter, base, self._placed(number)))
+        return sums.metrics()
 
     def _placed(self, number: int) -> Batch:
         rows = local_rows(self.batches.batch_size, self._mesh)
@@ -70,7 +57,7 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class Measures:
-    """What is measured in a stage; any of it may be nothing."""
+    """The evaluation of a stage. Without an evaluation set or prompts, its parts are None."""
 
     evaluator: Evaluator | None = None
     sampler: Sampler | None = None
@@ -81,7 +68,7 @@ class Measures:
 
 
 class Sampler:
-    """Answers to fixed prompts by the adapter of the moment."""
+    """Answers fixed prompts with the current adapter."""
 
     def __init__(self, assembly: Assembly, base: Tree, prompts: Prompts, max_tokens: int) -> None:
         self._generator: Generator | None = None
@@ -89,7 +76,7 @@ class Sampler:
             assembly.model, base, adapter, prompts, assembly.mesh, batch_size=PROMPTS_AT_ONCE
         )
         self._prompts, self._max_tokens = prompts, max_tokens
-        self.has_answered = False  # its programs are compiled by the first answers
+        self.has_answered = False  # the first answers compile its programs
 
     def answer(self, questions: Sequence[Question], adapter: Tree) -> tuple[Sample, ...]:
         if self._generator is None:
@@ -99,12 +86,12 @@ class Sampler:
         room = min(self._max_tokens, *(longest - len(q.prompt) for q in questions)) if longest else self._max_tokens
         if room < 1:
             raise TrilloraError(
-                "A prompt to sample from leaves no room for an answer.",
+                "A prompt for sampling leaves no room for an answer.",
                 where="evaluate.prompts",
                 do=f"keep prompts below {longest} tokens, or set evaluate.num_samples to 0",
             )
-        written = self._generator.continue_tokens([q.prompt for q in questions], max_tokens=room)
-        # An adapter is given up to the next step: nothing here may hold on to it.
+        answers = self._generator.continue_tokens([q.prompt for q in questions], max_tokens=room)
+        # The next step reuses the adapter's memory, so keep no reference to it.
         self._generator.adapter = {}
         self.has_answered = True
         decode = self._prompts.decode
@@ -114,16 +101,16 @@ class Sampler:
                 decode(tokens),
                 decode(question.expected) if question.expected else None,
             )
-            for question, (tokens, _) in zip(questions, written, strict=True)
+            for question, (tokens, _) in zip(questions, answers, strict=True)
         )
 
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What a stage's recipe asks to be measured, before anything is compiled for it."""
+    """What to evaluate in a stage, before anything is compiled for it."""
 
     stage: str
-    batches: Batches | None = None  # of the evaluation
+    batches: Batches | None = None  # of the evaluation set
     prompts: Prompts | None = None
     questions: tuple[Question, ...] = ()
     max_tokens: int = 0  # of an answer
@@ -141,14 +128,14 @@ class EvalPlan:
 
 
 def plan_evaluation(stage: StageData, batch_size: int, opened: OpenModel, listener: Listener) -> EvalPlan:
-    """What the stage's recipe asks for, as far as it can be had."""
+    """What the stage's recipe asks for, without samples where the model or the setup cannot generate."""
     options = stage.recipe.evaluate
     batches = evaluation_batches(stage, batch_size)
     if not (options.prompts or (options.num_samples and stage.evaluation is not None)):
         return EvalPlan(stage.name, batches)
     why_not = why_not_decode(opened.config)
     if jax.process_count() > 1:
-        why_not = "a run of several processes answers no prompts"
+        why_not = "runs with several processes cannot generate answers"
     if why_not:
         listener(Note(f"No samples: {why_not}"))
         return EvalPlan(stage.name, batches)
@@ -161,23 +148,23 @@ def plan_evaluation(stage: StageData, batch_size: int, opened: OpenModel, listen
     else:
         assert stage.evaluation is not None
         questions = sample_questions(stage.evaluation, options.num_samples)
-    listener(Note(f"{len(questions)} prompts are answered at every evaluation"))
+    listener(Note(f"Every evaluation answers {len(questions)} prompts"))
     return EvalPlan(stage.name, batches, prompts, tuple(questions), options.max_tokens)
 
 
-def make_measures(wanted: EvalPlan, assembly: Assembly, base: Tree, listener: Listener) -> Measures:
+def make_measures(plan: EvalPlan, assembly: Assembly, base: Tree, listener: Listener) -> Measures:
     evaluator = sampler = None
-    if wanted.batches is not None:
-        num_documents = len(wanted.batches.documents)
-        listener(Note(f"Compiling the evaluation of {num_documents:,} documents kept out of training"))
-        evaluator = Evaluator(assembly, wanted.batches, wanted.stage)
-    if wanted.prompts is not None and wanted.questions:
-        sampler = Sampler(assembly, base, wanted.prompts, wanted.max_tokens)
-    return Measures(evaluator, sampler, wanted.questions)
+    if plan.batches is not None:
+        num_documents = len(plan.batches.documents)
+        listener(Note(f"Compiling the evaluation of {num_documents:,} held-out documents"))
+        evaluator = Evaluator(assembly, plan.batches, plan.stage)
+    if plan.prompts is not None and plan.questions:
+        sampler = Sampler(assembly, base, plan.prompts, plan.max_tokens)
+    return Measures(evaluator, sampler, plan.questions)
 
 
 def sample_questions(documents: Documents, count: int) -> list[Question]:
-    """The first of the evaluation set: an answer to give, or a text to go on with."""
+    """Prompts from the first evaluation documents: questions with their answer, or plain texts to continue."""
     found: list[Question] = []
     for index in range(len(documents)):
         if len(found) == count:
@@ -193,7 +180,7 @@ def sample_questions(documents: Documents, count: int) -> list[Question]:
 
 
 def peak_memory_gib(mesh: Mesh, process_bytes: Callable[[], int]) -> float | None:
-    """The most a device has held; a CPU's device is the process."""
+    """Peak memory of a device; on a CPU, the memory of this process."""
     device: Any = mesh.local_devices[0]
     if device.platform == "cpu":
         return process_bytes() / 2**30

@@ -45,12 +45,12 @@ def _borders(run: RunRecord) -> list[tuple[float, str]]:
 
 
 def _loss(run: RunRecord, first: int, last: int, borders: list[tuple[float, str]]) -> Chart | None:
-    by_stage = groupby(run.steps, lambda step: step.stage)
-    raw = [stretch for _, steps in by_stage if (stretch := _finite(steps, lambda step: step.loss))]
+    trained = groupby(run.steps, lambda step: step.stage)
+    raw = [stretch for _, steps in trained if (stretch := _finite(steps, lambda step: step.loss))]
     smooth = [smoothed(calmed(stretch), max(len(stretch) / 30, 2)) for stretch in raw]
-    by_stage = groupby(sorted(run.evaluations, key=lambda e: e.stage), lambda e: e.stage)
+    evaluated = groupby(sorted(run.evaluations, key=lambda e: e.stage), lambda e: e.stage)
     evaluations = [
-        stretch for _, events in by_stage if (stretch := [(float(e.step), e.loss) for e in events if isfinite(e.loss)])
+        stretch for _, events in evaluated if (stretch := [(float(e.step), e.loss) for e in events if isfinite(e.loss)])
     ]
     values = [y for stretch in (*raw, *evaluations) for _, y in stretch]
     if not values:

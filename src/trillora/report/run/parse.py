@@ -18,7 +18,7 @@ MAX_COUNT = 2**53  # JSON numbers above it are not exact, so they are not counts
 T = TypeVar("T")
 
 
-def parse(cls: type[T], values: Mapping[str, Any]) -> T:
+def parse(cls: Callable[..., T], values: Mapping[str, Any]) -> T:
     """An instance of a dataclass; each field is converted as its type says (see `_CONVERTERS`)."""
     return cls(**{name: convert(values.get(name)) for name, convert in _converters(cls)})
 
@@ -76,7 +76,7 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
 
 
 @cache
-def _converters(cls: type) -> list[tuple[str, Callable[[Any], Any]]]:
+def _converters(cls: Any) -> list[tuple[str, Callable[[Any], Any]]]:
     hints = typing.get_type_hints(cls)
     return [(field.name, _converter(hints[field.name])) for field in dataclasses.fields(cls)]
 

@@ -74,7 +74,7 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        return max([0, *(event.step for event in (*self.steps[-1:], *self.evaluations[-1:]))])
+        return max([0, *(step.step for step in self.steps[-1:]), *(event.step for event in self.evaluations[-1:])])
 
 
 def read_run(folder: Path) -> RunRecord:

@@ -1,7 +1,6 @@
-"""One training step is what PyTorch's optimisers do with the gradient of the mean loss over supervised tokens.
+"""One training step equals PyTorch's optimizers on the gradient of the mean loss over supervised tokens.
 
-The step alone is tested here, on a linear model small enough to write its loss down; `test_architectures.py` has the
-real ones.
+This tests the step alone, on a linear model; `test_architectures.py` tests real models.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ BASE = {"w": np.array([1.0, -2.0, 0.5], np.float32)}
 
 
 def batch(step: int, *, weights: np.ndarray | None = None) -> Batch:
-    """Real-valued "tokens" serve a linear model. The number of supervised tokens differs from row to row."""
+    """The "tokens" are vectors, for a linear model. The number of supervised tokens differs between sequences."""
     generator = np.random.default_rng([1, step])
     uneven = (np.arange(TOKENS) < 1 + np.arange(ROWS)[:, None] % TOKENS).astype(np.float32)
     return {
@@ -50,7 +49,7 @@ def batch(step: int, *, weights: np.ndarray | None = None) -> Batch:
 
 
 def loss(adapter: Any, base: Any, batch: Batch, key: Any = None) -> jax.Array:
-    """Squared error, summed over supervised tokens; NaN as soon as a token is."""
+    """Squared error, summed over supervised tokens; NaN if any token is NaN."""
     weight = base["w"] + adapter["a"] + adapter["b"].sum(0) ** 2
     return (((batch["tokens"] @ weight - batch["targets"]) ** 2) * batch["weights"]).sum()
 
@@ -78,7 +77,7 @@ def step_function(
 
 
 def torch_gradients(parameters: dict[str, torch.nn.Parameter], batch: Batch) -> None:
-    """The mean loss over supervised tokens, by autograd, into `.grad`."""
+    """Gradients of the mean loss over supervised tokens, by autograd, into `.grad`."""
     tokens, targets, weights = (torch.tensor(np.asarray(batch[name])) for name in ("tokens", "targets", "weights"))
     weight = torch.tensor(BASE["w"]) + parameters["a"] + parameters["b"].sum(0) ** 2
     for parameter in parameters.values():
@@ -92,8 +91,8 @@ def torch_parameters() -> dict[str, torch.nn.Parameter]:
 
 def assert_close(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, array in expected.items():
-        wanted = array.detach().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
-        np.testing.assert_allclose(np.asarray(ours[name]), wanted, rtol=ROUNDING, atol=ROUNDING)
+        reference = array.detach().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
+        np.testing.assert_allclose(np.asarray(ours[name]), reference, rtol=ROUNDING, atol=ROUNDING)
 
 
 def assert_same_bits(ours: Any, expected: Any) -> None:
@@ -107,7 +106,7 @@ def assert_same_bits(ours: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.5, 1e6])
 @pytest.mark.parametrize("weight_decay", [0.0, WEIGHT_DECAY])
-def test_adamw_walks_where_pytorch_walks(weight_decay: float, clip: float | None) -> None:
+def test_adamw_equals_pytorch(weight_decay: float, clip: float | None) -> None:
     step, state = step_function("adamw", weight_decay=weight_decay, clip=clip)
     parameters = torch_parameters()
     reference = torch.optim.AdamW(parameters.values(), lr=0.05, weight_decay=weight_decay)
@@ -126,7 +125,7 @@ def test_adamw_walks_where_pytorch_walks(weight_decay: float, clip: float | None
 
 @pytest.mark.parametrize("weight_decay", [0.0, WEIGHT_DECAY])
 def test_lion_follows_its_paper(weight_decay: float) -> None:
-    """Chen et al. 2023, algorithm 2, in NumPy: the sign of one average, the memory of another."""
+    """Chen et al. 2023, algorithm 2, in NumPy: two running averages, one for the sign and one for the momentum."""
     step, state = step_function("lion", weight_decay=weight_decay)
     parameters = torch_parameters()
     momentum = {name: np.zeros(p.shape, np.float64) for name, p in parameters.items()}
@@ -145,23 +144,22 @@ def test_lion_follows_its_paper(weight_decay: float) -> None:
 
 
 @pytest.mark.parametrize("clip", [0.01, 1.0, 1e6])
-def test_clipping_is_pytorchs(clip: float) -> None:
-    """Seen through Lion's memory: after a first step it is a hundredth of the clipped gradient."""
+def test_clipping_equals_pytorch(clip: float) -> None:
+    """Seen in Lion's momentum: after the first step it is a hundredth of the clipped gradient."""
     step, state = step_function("lion", weight_decay=0.0, clip=clip)
     after, metrics = step(state, BASE, batch(0))
     parameters = torch_parameters()
     torch_gradients(parameters, batch(0))
     norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), clip)
     np.testing.assert_allclose(float(metrics.grad_norm), float(norm), rtol=ROUNDING)
-    memory = after.optimizer.mu
-    assert_close(memory, {name: 0.01 * p.grad for name, p in parameters.items() if p.grad is not None})
+    assert_close(after.optimizer.mu, {name: 0.01 * p.grad for name, p in parameters.items() if p.grad is not None})
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
 def test_schedules_at_their_edges(name: ScheduleName) -> None:
     rate = make_schedule(name, 0.4, 4, 12)
     at = [float(rate(jnp.int32(i))) for i in range(15)]
-    np.testing.assert_allclose(at[:5], [0.1, 0.2, 0.3, 0.4, 0.4], rtol=1e-6)  # the warm-up ends at the peak
+    np.testing.assert_allclose(at[:5], [0.1, 0.2, 0.3, 0.4, 0.4], rtol=1e-6)  # warm-up to the peak
     middle, last, after = {
         "constant": (0.4, 0.4, 0.4),
         "linear": (0.2, 0.05, 0.0),
@@ -179,7 +177,7 @@ def test_schedules_without_warmup_start_at_the_peak(name: ScheduleName) -> None:
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (1, 1), (5, 5), (9, 5)])
-def test_a_run_as_short_as_its_warmup_still_has_a_rate(name: ScheduleName, warmup: int, steps: int) -> None:
+def test_a_run_as_short_as_its_warmup_has_a_learning_rate(name: ScheduleName, warmup: int, steps: int) -> None:
     rate = make_schedule(name, 0.4, warmup, steps)
     for i in range(steps):
         assert float(rate(jnp.int32(i))) == pytest.approx(0.4 * min(1, (i + 1) / max(warmup, 1)))
@@ -192,7 +190,9 @@ def test_micro_batches_add_up_to_the_batch(optimizer: Literal["adamw", "lion"], 
     whole, state = step_function(optimizer, clip=1.0, loss=loss)
     in_parts, other = step_function(optimizer, clip=1.0, parts=parts, loss=loss)
     supervised = np.asarray(batch(0)["weights"]).reshape(-1, parts, TOKENS).sum((0, 2))
-    assert len(set(supervised.tolist())) > 1, "every part has as many supervised tokens: nothing would show"
+    assert len(set(supervised.tolist())) > 1, (
+        "all parts have the same number of supervised tokens, so the test would prove nothing"
+    )
     for i in range(3):
         state, metrics = whole(state, BASE, batch(i))
         other, other_metrics = in_parts(other, BASE, batch(i))
@@ -202,7 +202,7 @@ def test_micro_batches_add_up_to_the_batch(optimizer: Literal["adamw", "lion"], 
 
 def test_a_micro_batch_without_supervised_tokens_adds_nothing() -> None:
     weights = np.ones((ROWS, TOKENS), np.float32)
-    weights[::2] = 0  # all rows of the first of two parts
+    weights[::2] = 0  # all sequences of the first of two parts
     step, state = step_function(parts=2)
     half = {name: array[1::2] for name, array in batch(0, weights=weights).items()}
     after, metrics = step(state, BASE, batch(0, weights=weights))
@@ -220,14 +220,14 @@ def test_the_loss_is_the_mean_over_supervised_tokens() -> None:
     assert int(metrics.skipped) == 0
 
 
-def test_a_batch_without_supervised_tokens_is_no_division_by_zero() -> None:
+def test_a_batch_without_supervised_tokens_does_not_divide_by_zero() -> None:
     step, state = step_function(weight_decay=0.0)
     after, metrics = step(state, BASE, batch(0, weights=np.zeros((ROWS, TOKENS), np.float32)))
     assert (float(metrics.loss), float(metrics.num_tokens), float(metrics.grad_norm)) == (0, 0, 0)
     assert_same_bits(after.adapter, state.adapter)
 
 
-def poisoned(value: float, *, row: int) -> Batch:
+def with_bad_target(value: float, *, row: int) -> Batch:
     data = batch(9)
     return {**data, "targets": data["targets"].at[row, 0].set(value)}
 
@@ -240,7 +240,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
 ) -> None:
     step, state = step_function(optimizer, clip=clip, parts=parts)
     state, _ = step(state, BASE, batch(0))
-    after, metrics = step(state, BASE, poisoned(value, row=3))
+    after, metrics = step(state, BASE, with_bad_target(value, row=3))
     assert int(metrics.skipped) == 1
     assert int(after.step) == int(state.step) + 1
     assert_same_bits((after.adapter, after.optimizer, after.key), (state.adapter, state.optimizer, state.key))
@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
 
 
 @pytest.mark.parametrize("optimizer", get_args(OptimizerName))
-def test_a_gradient_that_is_not_finite_changes_nothing_though_the_loss_is(optimizer: OptimizerName) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing_if_the_loss_is(optimizer: OptimizerName) -> None:
     def steep(adapter: Any, base: Any, batch: Batch, key: Any) -> jax.Array:
         return jnp.sqrt(((adapter["a"] - adapter["a"]) ** 2).sum()) + loss(adapter, base, batch)
 

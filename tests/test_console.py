@@ -268,8 +268,8 @@ def test_other_work_is_a_bar_that_disappears(work: Progress, amount: str, progre
 
 @pytest.mark.parametrize("mode", ["terminal", "log", "notebook"])
 def test_progress_is_shown_only_for_work_that_takes_long(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert console_module.PROGRESS_DELAY == 2
-    monkeypatch.setattr(console_module, "PROGRESS_DELAY", 0.2)
+    assert console_module.QUIET_SECONDS == 2
+    monkeypatch.setattr(console_module, "QUIET_SECONDS", 0.2)
     if mode == "notebook":
         monkeypatch.setenv("JPY_PARENT_PID", "1")
     out = io.StringIO()

@@ -30,6 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trillora.events import (
+    QUIET_SECONDS,
     Alarm,
     Chosen,
     Evaluated,
@@ -50,7 +51,6 @@ from trillora.safe_text import visible, visible_line
 if TYPE_CHECKING:
     from trillora.doctor import Finding
 
-PROGRESS_DELAY = 2.0  # seconds; the progress of shorter work is not shown
 KEPT_STEPS = 20  # step lines that stay in a terminal
 LOGGED_PARTS = 10  # progress lines of one piece of work in a log
 REDRAW_SECONDS = 0.25
@@ -89,7 +89,7 @@ def console_listener(console: Console | None = None) -> Iterator[Listener]:
 
 
 class _SlowWork:
-    """Passes on the progress of work once it has taken `PROGRESS_DELAY` seconds. A timer shows work that is silent."""
+    """Passes on the progress of work once it has taken `QUIET_SECONDS` seconds. A timer shows work that is silent."""
 
     def __init__(self, show: Callable[[Progress], None], lock: threading.RLock) -> None:
         self._show = show
@@ -110,7 +110,7 @@ class _SlowWork:
             else:
                 self._waiting[label] = timer, work
         elif not is_done:
-            timer = threading.Timer(PROGRESS_DELAY, self._show_late, (label,))
+            timer = threading.Timer(QUIET_SECONDS, self._show_late, (label,))
             timer.daemon = True
             self._waiting[label] = timer, work
             timer.start()

@@ -25,6 +25,7 @@ from trillora.data.prepare import Dataset, Source
 from trillora.data.rendering.chat_templates import NAMED, find_template
 from trillora.errors import TrilloraError
 from trillora.recipe.load import load_recipe
+from trillora.recipe.schema import StageRecipe, stages_of
 
 TOKENIZER = chat_tokenizer("chatml")
 HELLO = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}
@@ -36,6 +37,11 @@ def chat(*turns: tuple[Any, Any]) -> dict[str, Any]:
 
 def question(text: str, answer: str = "yes") -> dict[str, Any]:
     return chat(("user", text), ("assistant", answer))
+
+
+def only_stage(settings: dict[str, Any]) -> StageRecipe:
+    (stage,) = stages_of(load_recipe(settings))
+    return stage.recipe
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -272,12 +278,15 @@ def test_rows_whose_answer_is_beyond_the_sequence_length_are_refused(tmp_path: P
 def test_fewer_documents_than_a_batch_make_a_smaller_batch_on_request(tmp_path: Path) -> None:
     rows = [question(f"number {n}") for n in range(3)]
     documents = load(write(tmp_path / "a.jsonl", rows), TOKENIZER, tmp_path).documents()
-    options = {"batch_size": 8, "sequence_length": 64, "pack": False}
-    whole, small = Batches(documents, **options), Batches(documents, **options, shrink=True)
+
+    def batches(batch_size: int, shrink: bool) -> Batches:
+        return Batches(documents, batch_size=batch_size, sequence_length=64, pack=False, shrink=shrink)
+
+    whole, small = batches(8, shrink=False), batches(8, shrink=True)
     assert (whole.batch_size, small.batch_size, small.steps_per_epoch) == (8, 3, 1)
     for name, array in small.batch(0).items():
         np.testing.assert_array_equal(array, whole.batch(0)[name][:3])
-    assert Batches(documents, **{**options, "batch_size": 2}, shrink=True).batch_size == 2
+    assert batches(2, shrink=True).batch_size == 2
     assert small.padding_fraction == pytest.approx(1 - documents.lengths_N.sum() / (3 * 64))
     assert whole.padding_fraction == pytest.approx(1 - documents.lengths_N.sum() / (8 * 64))
 
@@ -408,7 +417,7 @@ def test_model_without_a_chat_template_needs_a_named_one(tmp_path: Path) -> None
         load(path, tokenizer, tmp_path)
 
     def options(name: str) -> Any:
-        recipe = load_recipe({"model": "m", "data": {"path": str(path), "chat_template": name}})
+        recipe = only_stage({"model": "m", "data": {"path": str(path), "chat_template": name}})
         return data_options(recipe.data, tokenizer)
 
     with pytest.raises(TrilloraError, match=r"needs <\|im_start\|> and <\|im_end\|>") as caught:
@@ -429,12 +438,12 @@ def test_the_date_of_a_template_is_chosen_once_and_kept(tmp_path: Path) -> None:
     (tmp_path / "dated.jinja").write_text(template)
     settings = {"model": "m", "data": {"path": str(path), "chat_template": str(tmp_path / "dated.jinja")}}
     events: list[Any] = []
-    dated = with_template_date(load_recipe(settings), TOKENIZER, events.append)
+    dated = with_template_date(only_stage(settings), TOKENIZER, events.append)
     assert [(event.path, event.value) for event in events] == [("data.template_date", dated.data.template_date)]
     settings["data"]["template_date"] = "2024-07-26"  # type: ignore[index]
-    kept = with_template_date(load_recipe(settings), TOKENIZER, events.append)
+    kept = with_template_date(only_stage(settings), TOKENIZER, events.append)
     rendered = render(HELLO, TOKENIZER, "messages", chat_template=template, template_date=kept.data.template_date)
     assert TOKENIZER.decode(rendered.tokens.tolist()).startswith("26 Jul 2024")
-    undated = load_recipe({"model": "m", "data": str(path)})
+    undated = only_stage({"model": "m", "data": str(path)})
     assert with_template_date(undated, TOKENIZER, events.append) == undated
     assert len(events) == 1

@@ -26,6 +26,7 @@ from trillora.data.lengths import bin_edges
 from trillora.data.padding import padding_warning
 from trillora.data.summary import DataReport, inspect
 from trillora.recipe.load import load_recipe
+from trillora.recipe.schema import stages_of
 from trillora.report.data.page import page
 from trillora.report.data.screen import show
 from trillora.safe_text import visible
@@ -60,7 +61,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def look(folder: Path) -> Look:
     def write_and_look(rows: list[Any], train: dict[str, Any] | None = None, **data: Any) -> DataReport:
         write_recipe(folder, rows, train, **data)
-        return inspect(load_recipe(folder / "recipe.yaml"))
+        (stage,) = stages_of(load_recipe(folder / "recipe.yaml"))
+        return inspect(stage.recipe)
 
     return write_and_look
 
@@ -410,7 +412,8 @@ def test_the_command_imports_neither_torch_nor_jax_and_reports_the_same(folder: 
 )
 @pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
 def test_every_recipe_that_ships_is_ready_to_train_on_its_sample(name: str) -> None:
-    report = inspect(load_recipe(RECIPES / f"{name}.yaml", ["model.name=smollm2"]))  # instead of the model it names
+    (stage,) = stages_of(load_recipe(RECIPES / f"{name}.yaml", ["model.name=smollm2"]))  # instead of its own model
+    report = inspect(stage.recipe)
     assert report.verdict.ready
     assert (report.rows, report.bad_rows) == (12, 0)
     assert report.example is not None

@@ -252,9 +252,14 @@ def test_tokens_are_the_same_before_and_after_the_word_cache_starts(monkeypatch:
     tokenizer = chat_tokenizer("chatml")
     texts = [f"Number {n}: naïve 🙂 東 don't\n<|im_end|>" for n in range(60)]
     rows = [RenderedRow(text, ((0, len(text)),), kind="chat") for text in texts]
-    starts = []
+    starts: list[Any] = []
     build = WordTokenizer.of
-    monkeypatch.setattr(WordTokenizer, "of", staticmethod(lambda backend: starts.append(backend) or build(backend)))
+
+    def counted(backend: Any) -> WordTokenizer | None:
+        starts.append(backend)
+        return build(backend)
+
+    monkeypatch.setattr(WordTokenizer, "of", staticmethod(counted))
     monkeypatch.setattr(encode, "WORDS_AFTER", sum(map(len, texts[:30])))
     encoder = encode.Encoder(tokenizer)
     documents = encoder.encode(rows[:30])

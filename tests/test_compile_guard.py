@@ -131,7 +131,7 @@ def test_batch_of_another_shape_stops_the_run_and_it_can_resume(folder: Path, tm
             train(settings, tmp_path / "run")
     error = caught.value
     assert "got a batch of 8 x 48" in error.what and "compiled: 8 x 64" in error.what
-    assert "The step of stage" in str(error.where) and "goes on from the last checkpoint" in error.do
+    assert "The step of stage" in str(error.where) and "resumes from the last checkpoint" in error.do
     assert compiled["train_step"] == 1
     assert tiny_run.checkpoints_of(tmp_path / "run").steps() == [1, 2]
     assert len(train(settings, tmp_path / "run").losses) == 4

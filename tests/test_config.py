@@ -128,19 +128,25 @@ def test_unknown_key_names_the_nearest_and_the_place(tmp_path: Path, path: str, 
         ("train.micro_batch_size=3", "use auto, or one of 1, 2, 4, 8"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_was_expected(override: str, expected: str) -> None:
+def test_a_wrong_value_is_reported_with_what_was_expected(override: str, expected: str) -> None:
     error = refusal(SMALLEST, override)
     assert override.partition("=")[0].removesuffix(".x") in error.what
     assert error.where == f"override {override}"
     assert expected in error.do
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     error = refusal(
         {"data": "x.jsonl", "rank": 3, "train": {"batch_sise": 2, "steps": 0}, "lora": {"targets": [1, "a"]}}
     )
     text = str(error)
-    wanted = ["'rank'", "'train.batch_sise'", "train.steps cannot be 0", "lora.targets[0] cannot be 1", "lacks 'model'"]
+    wanted = [
+        "'rank'",
+        "'train.batch_sise'",
+        "train.steps cannot be 0",
+        "lora.targets[0] cannot be 1",
+        "has no 'model'",
+    ]
     assert [word for word in wanted if word not in text] == []
     assert text.count("also:") == len(wanted) - 1
 
@@ -149,8 +155,8 @@ def test_all_problems_are_told_at_once() -> None:
     ("text", "line", "advice"),
     [
         ("model: a\ntrain:\n\tsteps: 3\n", 3, "spaces"),
-        ("model: a\nmodel: b\n", 2, "keep one"),
-        ("train: {steps: 1, steps: 2}\n", 1, "keep one"),
+        ("model: a\nmodel: b\n", 2, "remove one"),
+        ("train: {steps: 1, steps: 2}\n", 1, "remove one"),
         ("model: a\ndata: [1, 2\n", 3, "brackets"),
         ("model: a: b\n", 1, "colon"),
         ("model: !!python/object/apply:os.system [id]\n", 1, "tags"),
@@ -158,7 +164,7 @@ def test_all_problems_are_told_at_once() -> None:
         ("model: \x07\n", 1, "UTF-8"),
     ],
 )
-def test_bad_yaml_is_told_with_file_and_line(tmp_path: Path, text: str, line: int, advice: str) -> None:
+def test_bad_yaml_is_reported_with_file_and_line(tmp_path: Path, text: str, line: int, advice: str) -> None:
     file = recipe_file(tmp_path, text)
     error = refusal(file)
     assert error.where == f"{file}:{line}"
@@ -172,7 +178,7 @@ def test_what_is_not_a_mapping_is_no_recipe(tmp_path: Path, text: str, found: st
     assert found in refusal(recipe_file(tmp_path, text)).what
 
 
-def test_unreadable_files_are_told(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path) -> None:
     recipe_file(tmp_path, "", name="other.yaml")
     assert "other.yaml" in refusal(tmp_path / "missing.yaml").do
     assert "cannot be read" in refusal(tmp_path).what
@@ -235,7 +241,7 @@ def test_overrides_reach_inside_shorthand_and_keep_the_rest(tmp_path: Path, monk
     assert (recipe.model.name, recipe.model.dtype) == ("smollm2", "float32")
     assert recipe.lora.targets == ("q_proj", "v_proj")
     assert recipe.data.path == str(folder / "a.jsonl")
-    # A path typed at the prompt counts from where the person stands; what the recipe says beside it stays.
+    # A path in an override is relative to the current folder; the other options of the recipe stay.
     recipe = load_recipe(file, ["data=b.jsonl"])
     assert (recipe.data.path, recipe.data.train_on) == (str(elsewhere / "b.jsonl"), "everything")
 

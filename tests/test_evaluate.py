@@ -199,7 +199,7 @@ def test_eval_json_is_the_result_and_replaces_an_older_one(
     assert not list(run.glob(".eval*"))
 
 
-def test_without_a_file_the_runs_own_test_rows_are_taken(run: Path, folder: Path, tmp_path: Path) -> None:
+def test_without_a_file_the_runs_own_test_rows_are_used(run: Path, folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     dataset = load(folder / "chats.jsonl", tokenizer, tmp_path, validation=0.1, test=0.3)
     own = dataset.documents("test")
@@ -210,7 +210,7 @@ def test_without_a_file_the_runs_own_test_rows_are_taken(run: Path, folder: Path
     assert str(folder / "chats.jsonl") in name and "test split" in name
 
 
-def test_some_rows_are_spread_over_all(run: Path, folder: Path, other_chats: Path) -> None:
+def test_some_rows_are_evenly_spaced(run: Path, folder: Path, other_chats: Path) -> None:
     recipe = recipe_with_data(load_recipe(run / "resolved.yaml"), run, other_chats)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     for num_rows, expected in ((3, [0, 5, 10]), (1, [0]), (99, list(range(11)))):
@@ -239,7 +239,7 @@ def test_json_answers_are_judged_by_field_against_the_majority(run: Path, folder
     assert not list(run.glob(".eval*"))
 
 
-def test_a_question_near_the_models_last_position_is_asked_with_the_room_it_has(
+def test_a_question_near_the_models_last_position_gets_as_many_tokens_as_fit(
     generator: Generator, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generator, "longest", 40)
@@ -253,7 +253,7 @@ def test_a_question_near_the_models_last_position_is_asked_with_the_room_it_has(
     assert [answers[i] for i in (0, 2, 3)] == [generator.prompts.decode(tokens) for tokens, _ in together]
 
 
-def test_rows_longer_than_the_runs_are_left_out_and_said(run: Path, folder: Path) -> None:
+def test_rows_longer_than_the_runs_are_dropped_and_reported(run: Path, folder: Path) -> None:
     file = folder / "long.jsonl"
     rows = [
         {"messages": [{"role": "user", "content": "Say " * n}, {"role": "assistant", "content": "It is."}]}
@@ -265,7 +265,7 @@ def test_rows_longer_than_the_runs_are_left_out_and_said(run: Path, folder: Path
     _, documents = read_rows(recipe, AutoTokenizer.from_pretrained(run.parent / "model"), False, None, events.append)
     assert documents.rows_N.tolist() == [0, 2]
     assert [event.text for event in events if isinstance(event, Alarm)] == [
-        "1 row is longer than the run's 96 tokens and left out of the test."
+        "1 row is longer than the run's 96 tokens and not tested."
     ]
 
 
@@ -276,10 +276,10 @@ def refused(*arguments: Any, **options: Any) -> TrilloraError:
     return caught.value
 
 
-def test_what_cannot_be_tested_is_refused_with_a_way_out(run: Path, folder: Path, other_chats: Path) -> None:
+def test_what_cannot_be_tested_is_refused_with_a_remedy(run: Path, folder: Path, other_chats: Path) -> None:
     gone = refused(folder / "runn", other_chats)
     assert "no such run" in gone.what and "run" in gone.do
-    assert "no run here" in refused(folder, other_chats).what
+    assert "is not a run" in refused(folder, other_chats).what
     unfinished = folder / "unfinished"
     unfinished.mkdir()
     (unfinished / "resolved.yaml").write_text((run / "resolved.yaml").read_text())
@@ -288,13 +288,13 @@ def test_what_cannot_be_tested_is_refused_with_a_way_out(run: Path, folder: Path
     empty = folder / "empty.jsonl"
     empty.write_text("")
     assert str(empty) in str(refused(run, empty))
-    assert "at least 1" in refused(run, other_chats, max_rows=0).do
+    assert "at least 1" in refused(run, other_chats, max_rows=0).what
     (unfinished / "adapter").symlink_to(run / "adapter")
     text = (run / "resolved.yaml").read_text()
     (unfinished / "resolved.yaml").write_text(
         text.replace('"test": 0.3', '"test": 0.0').replace("test: 0.3", "test: 0.0")
     )
-    assert "kept no rows" in refused(unfinished).what
+    assert "no test rows" in refused(unfinished).what
     bad = folder / "bad.jsonl"
     bad.write_text('{"messages": "no"}\n')
     assert "bad.jsonl:1" in str(refused(run, bad))
@@ -347,7 +347,7 @@ def test_rows_without_a_question_have_none() -> None:
     assert pair.expected[-1] == tokenizer.eos_token_id
 
 
-def test_the_last_question_is_told_from_the_template_or_not_at_all() -> None:
+def test_the_last_question_is_found_in_the_template_or_not_at_all() -> None:
     head, request, words = "<s>sys<t>user\n", "<e><t>model\n", ["<s>", "<t>", "<e>"]
     assert last_question("<s>sys<t>user\nHow?<e><t>model\n", head, request, words) == "How?"
     assert last_question("<s>other<t>user\nA<e><t>model\nB<e><t>user\n C <e><t>model\n", head, request, words) == "C"
@@ -385,7 +385,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] in ("trillora
     np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=1e-5)  # the promise's own tolerance
 
 
-def test_verb_prints_a_table_on_stdout_and_progress_beside_it(run: Path, other_chats: Path) -> None:
+def test_verb_prints_a_table_on_stdout_and_progress_on_stderr(run: Path, other_chats: Path) -> None:
     arguments = ["eval", str(run), "--data", str(other_chats), "--rows", "3", "--max-tokens", "4"]
     told = CliRunner().invoke(app, arguments)
     assert told.exit_code == 0, told.output
@@ -418,7 +418,7 @@ def some_evaluation(**changes: Any) -> Evaluation:
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])
-def test_table_fits_its_terminal_and_obeys_no_model(width: int) -> None:
+def test_table_fits_its_terminal_and_ignores_control_characters(width: int) -> None:
     stream = io.StringIO()
     show(some_evaluation(), Console(file=stream, width=width, highlight=False))
     text = stream.getvalue()
@@ -428,7 +428,7 @@ def test_table_fits_its_terminal_and_obeys_no_model(width: int) -> None:
         assert "90.0%" in text and "majority guess" in text and "characters)" in text
 
 
-def test_figures_that_json_does_not_know_become_words() -> None:
+def test_figures_that_json_does_not_have_become_text() -> None:
     told = some_evaluation(adapter=Scores(loss=math.nan, perplexity=math.inf)).to_dict()
     assert told["adapter"]["loss"] == "nan" and told["adapter"]["perplexity"] == "inf"
     json.dumps(told, allow_nan=False)

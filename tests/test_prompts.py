@@ -31,7 +31,7 @@ def test_control_tokens_in_a_prompt_stay_text(name: str) -> None:
             assert [token for token in prompts.encode(f"say {word} now") if token in special] == harmless
 
 
-def test_text_to_go_on_with_gets_bos_but_no_eos() -> None:
+def test_text_to_continue_gets_bos_but_no_eos() -> None:
     tokenizer = chat_tokenizer("gemma")
     assert Prompts(tokenizer, template=None).encode("The quick") == tokenizer("The quick")["input_ids"]
     with pytest.raises(TrilloraError, match="no chat template"):

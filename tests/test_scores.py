@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from trillora.evaluation.scores import MAX_DEPTH, Score, canonical, majority, parse_object, score, summarise
+from trillora.evaluation.scores import MAX_DEPTH, Score, canonical, is_right, majority, parse_object, score, summarise
 
 VERDICT = '{"severity": "high", "area": "storage", "count": 2}'
 
@@ -25,12 +25,19 @@ def test_json_is_judged_by_its_values() -> None:
     assert other == Score(False, True, True, {"severity": False, "area": True, "count": False})
 
 
-def test_thinking_is_no_part_of_an_answer_where_it_is_expected() -> None:
+def test_thinking_is_not_part_of_an_answer_if_it_is_expected() -> None:
     expected = f"<think>\n\n</think>\n\n{VERDICT}"
     assert score(expected, f"<think>\nhm\n</think>\n\n{VERDICT}") == score(VERDICT, VERDICT)
     assert score(expected, VERDICT).exact
     assert score(VERDICT, expected).valid_json is False
     assert majority([expected]) == majority([VERDICT])
+
+
+def test_an_answer_is_right_if_text_or_json_values_are_equal() -> None:
+    assert is_right("yes", " yes\n") and is_right('{"a": 1, "b": [2]}', '{ "b": [2.0], "a": 1 }')
+    assert is_right("[1, 2]", "[1,2]") and is_right("<think>a</think>5", "<think>b</think>5")
+    assert not is_right("[1]", "[true]") and not is_right('{"a": 1}', '{"a": true}') and not is_right("yes", "Yes")
+    assert not is_right('{"a": 1}', '```json\n{"a": 1}\n```') and not is_right("a b", "a  b")
 
 
 def test_a_missing_or_an_added_field_is_not_the_right_fields() -> None:
@@ -61,12 +68,12 @@ def test_a_missing_or_an_added_field_is_not_the_right_fields() -> None:
         "\ufeff" + VERDICT,
     ],
 )
-def test_what_is_no_usable_json_object_has_no_right_field(answer: str) -> None:
+def test_an_unusable_json_object_has_no_right_field(answer: str) -> None:
     nothing = dict.fromkeys(json.loads(VERDICT), False)
     assert score(VERDICT, answer) == Score(False, False, False, nothing)
 
 
-def test_brackets_inside_strings_are_no_nesting() -> None:
+def test_brackets_inside_strings_are_not_nesting() -> None:
     text = json.dumps({"a": "[" * 1000, 'b"': "\\" * 99 + '"[{'})
     assert parse_object(text) == json.loads(text)
     deepest = '{"a":' + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1) + "}"
@@ -74,7 +81,7 @@ def test_brackets_inside_strings_are_no_nesting() -> None:
     assert parse_object(deepest.replace("[]", "[[]]")) is None
 
 
-def test_any_text_at_all_gets_a_verdict() -> None:
+def test_any_text_gets_a_score() -> None:
     rng = random.Random(0)
     alphabet = [
         '"',
@@ -108,7 +115,7 @@ def test_any_text_at_all_gets_a_verdict() -> None:
         assert score(VERDICT, long).valid_json is False
 
 
-def test_numbers_are_equal_as_numbers_and_truth_is_no_number() -> None:
+def test_numbers_are_equal_as_numbers_and_true_is_not_a_number() -> None:
     assert canonical([1, {"b": 2, "a": 3.0}]) == canonical([1.0, {"a": 3, "b": 2.0}])
     assert canonical(True) != canonical(1)
     assert canonical("1") != canonical(1)
@@ -116,7 +123,7 @@ def test_numbers_are_equal_as_numbers_and_truth_is_no_number() -> None:
     assert canonical(None) != canonical("null")
 
 
-def test_shares_count_only_the_answers_that_were_asked_for_the_thing() -> None:
+def test_shares_count_only_the_answers_that_should_have_the_field() -> None:
     scores = [
         score(VERDICT, VERDICT),
         score(VERDICT, '{"severity": "high"}'),
@@ -131,7 +138,7 @@ def test_shares_count_only_the_answers_that_were_asked_for_the_thing() -> None:
     assert told.loss is None
 
 
-def test_of_nothing_there_are_no_shares() -> None:
+def test_no_answers_give_no_shares() -> None:
     told = summarise([])
     assert (told.exact_match, told.valid_json, told.right_fields, told.fields) == (None, None, None, {})
     assert summarise([score("a", "b")]).valid_json is None

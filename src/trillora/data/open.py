@@ -29,7 +29,7 @@ def with_template_date(recipe: StageRecipe, tokenizer: Tokenizer, listener: List
 
 
 def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, *, lenient: bool = False) -> Dataset:
-    """The recipe's rows, tokenized. With `lenient`, bad rows are only counted, whatever the recipe says."""
+    """The recipe's rows, tokenized. With `lenient`, bad rows are only counted, even if the recipe refuses them."""
     dataset = prepare(
         data_options(recipe.data, tokenizer, lenient=lenient),
         tokenizer,

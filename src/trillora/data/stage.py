@@ -1,4 +1,4 @@
-"""A stage's rows made ready: batches to train on, a fixed set to evaluate on, and facts for the report."""
+"""The data of one stage: batches to train on, a fixed evaluation set, and facts for the report."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from trillora.data.excerpt import pieces_of
 from trillora.data.open import chat_template, open_dataset, with_template_date
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
-from trillora.events import Listener, Note, ignore_events
+from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.digests import text_digest
 from trillora.recipe.schema import Stage, StageRecipe
 
-EXAMPLE_TOKENS = 600  # of a row shown in the report
+EXAMPLE_TOKENS = 600  # of the row shown in the report
 
 
 @dataclass(frozen=True)
 class StageData:
-    """What a stage trains and is measured on."""
+    """What a stage is trained and evaluated on."""
 
     name: str
     recipe: StageRecipe  # with a date for the chat template, if it needs one
@@ -33,27 +33,27 @@ class StageData:
     batches: Batches
     evaluation: Documents | None
     num_steps: int
-    template: str | None  # the recipe's own chat template, if it names one
+    template: str | None  # the chat template of the recipe, if it gives one
 
     def identity(self) -> dict[str, str]:
-        """Digests of the tokenised rows, which their files, tokenizer, template and options decide."""
+        """Digests of the tokenized rows, which depend on files, tokenizer, template and options."""
         return {
             f"{self.name} data": text_digest(self.dataset.store.folder.name),
             f"{self.name} chat template": text_digest(self.template or ""),
         }
 
     def places_of(self, step: int) -> list[str]:
-        """Where the rows of a step came from."""
+        """File and line of every row in the batch of a step."""
         rows = self.batches.documents.rows_N[self.batches.documents_of(step)]
         return sorted({self.dataset.store.place(int(row)) for row in rows})
 
     def padding_of(self, step: int) -> float:
-        """Share of a batch's slots that hold nothing."""
+        """Fraction of padding in the batch of a step."""
         num_tokens = int(self.batches.documents.lengths_N[self.batches.documents_of(step)].sum())
         return 1 - num_tokens / (self.batches.batch_size * self.batches.length_of(step))
 
     def facts(self, tokenizer: Any, first_step: int) -> dict[str, Any]:
-        """For `run.json`."""
+        """The stage's part of `run.json`."""
         train, document = self.recipe.train, self.batches.documents[0]
         trained = [False, *document.supervised[1:EXAMPLE_TOKENS].tolist()]
         pieces = pieces_of(tokenizer, document.tokens[:EXAMPLE_TOKENS].tolist(), trained)
@@ -83,6 +83,8 @@ def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
         error.where = error.where or f"stage {stage.name}"
         raise
     listener(Note(f"Data {describe(batches)}"))
+    if warning := batches.padding_warning():
+        listener(Alarm(warning))
     train = recipe.train
     return StageData(
         name=stage.name,
@@ -97,7 +99,7 @@ def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
 
 
 def read_data(recipe: StageRecipe, tokenizer: Any, listener: Listener = ignore_events) -> Batches:
-    """The batches of the training part."""
+    """The training batches of a recipe."""
     return training_batches(open_dataset(recipe, tokenizer, listener), recipe)
 
 
@@ -112,7 +114,7 @@ def training_batches(dataset: Dataset, recipe: StageRecipe) -> Batches:
 
 
 def evaluation_batches(stage: StageData, num_rows: int) -> Batches | None:
-    """The evaluation set in batches of so many rows."""
+    """The evaluation set in batches of `num_rows` sequences."""
     if stage.evaluation is None:
         return None
     return Batches(
@@ -139,12 +141,12 @@ def _evaluation(dataset: Dataset, recipe: StageRecipe, tokenizer: Any, listener:
     documents, _ = dataset.fitted(part, length)
     if not len(documents):
         where = "data.validation" if data.validation else "data.split.validation"
-        raise TrilloraError("There is no row to evaluate on.", where=where, do="give it more rows, or leave it out")
+        raise TrilloraError("There are no rows to evaluate on.", where=where, do="add rows, or remove this option")
     return fixed_documents(documents, dataset.store.rows["digest"], recipe.evaluate.max_documents)
 
 
 def fixed_documents(documents: Documents, digests: np.ndarray, most: int) -> Documents:
-    """The same rows for every start of a run, and for every order of the files: those of the smallest digests."""
+    """The documents with the smallest digests: the same ones at every start and for any order of the files."""
     order = np.argsort(digests[documents.rows_N], kind="stable")
     return documents.take(order[:most])
 
@@ -152,11 +154,11 @@ def fixed_documents(documents: Documents, digests: np.ndarray, most: int) -> Doc
 def describe(batches: Batches) -> str:
     counts, lost = batches.summary(), batches.lost
     text = (
-        f"{counts['documents']:,} documents in {counts['rows']:,} rows, {counts['supervised']:,} of "
+        f"{counts['documents']:,} documents in {counts['rows']:,} sequences, {counts['supervised']:,} of "
         f"{counts['tokens']:,} tokens trained, {counts['padding_fraction']:.1%} padding"
     )
     if lost.num_split:
         text += f"; {lost.num_split:,} long texts split"
     if lost.num_rows:
-        text += f"; {lost.num_rows:,} rows too long left out, with {lost.num_trained:,} trained tokens"
+        text += f"; {lost.num_rows:,} rows dropped because they are too long, with {lost.num_trained:,} trained tokens"
     return text

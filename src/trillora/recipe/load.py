@@ -113,10 +113,10 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
-        beside = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        others = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         do = (
-            f"recipes there: {', '.join(beside)}"
-            if beside
+            f"recipes there: {', '.join(others)}"
+            if others
             else "check the path: that folder contains no recipe (*.yaml)"
         )
         raise TrilloraError(f"There is no recipe '{path.name}'.", where=str(path), do=do) from error

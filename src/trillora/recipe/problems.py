@@ -1,6 +1,10 @@
-"""What is wrong with a recipe, in words: which option, found where, what was expected, what was probably meant.
+"""Explains what is wrong with a recipe: which option, where, what is expected, and what was probably meant.
 
-pydantic finds the mistakes; its own wording speaks of types and validators. Here they become `TrilloraError`s.
+pydantic finds the mistakes, but describes them in terms of types and validators. Here they become `TrilloraError`s:
+
+    Unknown option 'train.lerning_rate'.
+      where: recipe.yaml, train.lerning_rate
+      do:    did you mean 'train.learning_rate'? Options of train: …
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from trillora.errors import TrilloraError, nearest
 
-# How other trainers call it: only for the suggestion, never accepted.
+# Names of other trainers: used for suggestions, never accepted.
 ELSEWHERE = {
     "lr": "train.learning_rate",
     "max_length": "train.sequence_length",
@@ -59,12 +63,12 @@ RENAMED = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option as a person meets it."""
+    """One option, described for error messages."""
 
     path: str
     expected: str  # completes "give …"
     effect: str
-    section: type[Any] | None  # the mapping it may hold
+    section: type[Any] | None  # the section that it contains, if any
 
     @classmethod
     def of(cls, path: str, info: FieldInfo) -> Option:
@@ -87,7 +91,7 @@ class RecipeProblem:
 
 @dataclass
 class Origins:
-    """Who gave which value: the recipe, or an override on top of it."""
+    """Where each value was given: in the recipe, or in an override."""
 
     recipe: str
     overrides: dict[str, str] = field(default_factory=dict)
@@ -104,12 +108,13 @@ class Origins:
 
 
 def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> RecipeProblem:
-    """Names the option most likely meant: the same name elsewhere, another trainer's name, or the nearest spelling."""
+    """Suggests an option: our new name for it, the same name in another section, another trainer's name, or the nearest
+    spelling."""
     parent, _, name = path.rpartition(".")
     leaves = {p: p.rpartition(".")[2] for p in known}
     siblings = [leaf for p, leaf in leaves.items() if p.rpartition(".")[0] == parent]
     listing = f"{f'Options of {parent}' if parent else 'Options'}: {' '.join(siblings)}"
-    homes = {leaf: p for p, leaf in reversed(leaves.items())}  # a name that several sections know: the first
+    homes = {leaf: p for p, leaf in reversed(leaves.items())}  # if several sections have the name, the first one
     in_stage = path.startswith("stages.data.")
     meant = RENAMED.get(path.removeprefix("stages.") if in_stage else path)
     if meant is not None and in_stage:
@@ -124,11 +129,11 @@ def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> 
 
 
 def value_problems(error: ValidationError, known: Mapping[str, Option], origins: Origins) -> list[RecipeProblem]:
-    """One problem for each option with a wrong value, however many ways pydantic has to say so."""
+    """One problem per option with a wrong value, even if pydantic reports several."""
     problems: dict[str, RecipeProblem] = {}
     for detail in error.errors(include_url=False):
         if detail["type"] in ("extra_forbidden", "invalid_key"):
-            continue  # told by unknown_option, with a suggestion
+            continue  # reported by unknown_option, with a suggestion
         path = _option_path(detail["loc"], known)
         if detail["type"] == "conflict":
             path = f"{path}.{detail['ctx']['key']}".removeprefix(".")
@@ -136,7 +141,7 @@ def value_problems(error: ValidationError, known: Mapping[str, Option], origins:
         elif detail["type"] == "missing":
             option = known[_without_numbers(path)]
             problem = RecipeProblem(
-                path, f"The recipe lacks '{path}'.", origins.recipe, f"give {option.expected}. {option.effect}"
+                path, f"The recipe has no '{path}'.", origins.recipe, f"give {option.expected}. {option.effect}"
             )
         else:
             problem = _wrong_value(path, detail["input"], known, origins)
@@ -145,8 +150,8 @@ def value_problems(error: ValidationError, known: Mapping[str, Option], origins:
 
 
 def problems_as_error(problems: Sequence[RecipeProblem]) -> TrilloraError:
-    """One error for all: the first in full, the others listed below it."""
-    # A mistake inside a mapping or list also makes the whole wrong; only the inner one helps.
+    """One error for all problems: the first in full, the others listed below it."""
+    # A mistake inside a mapping or list is also reported for the whole; only the inner report helps.
     inner = [p for p in problems if not any(q.path.startswith((f"{p.path}.", f"{p.path}[")) for q in problems)]
     first, *others = inner
     also = [f"\n  also:  {p.what}\n           where: {p.where}\n           do:    {p.do}" for p in others]
@@ -159,14 +164,14 @@ def _wrong_value(path: str, value: Any, known: Mapping[str, Option], origins: Or
     do = f"give {expected}. {option.effect}"
     if expected.startswith("text") and isinstance(value, (bool, int, float)):
         reading = "yes or no" if isinstance(value, bool) else "a number"
-        do = f"put it in quotes if it is a name: here it reads as {reading}"
+        do = f"put it in quotes if it is a name: YAML reads it as {reading}"
     elif isinstance(value, str) and (meant := nearest(value, re.findall(r"[\w-]+", expected))):
         do = f"did you mean '{meant}'? {do[0].upper()}{do[1:]}"
     return RecipeProblem(path, f"{path} cannot be {_shown(value)}.", origins.of(path), do)
 
 
 def _option_path(loc: Iterable[int | str], known: Mapping[str, Option]) -> str:
-    """pydantic's location without its own marks for the members of a union."""
+    """pydantic's location without the parts it adds for the members of a union."""
     path = ""
     for part in loc:
         longer = f"{path}.{part}" if path else str(part)
@@ -178,7 +183,7 @@ def _option_path(loc: Iterable[int | str], known: Mapping[str, Option]) -> str:
 
 
 def _without_numbers(path: str) -> str:
-    """The option's own path: `data.path[0].weight` is one of `data.path.weight`."""
+    """The path of the option: `data.path[0].weight` becomes `data.path.weight`."""
     return re.sub(r"\[\d+\]", "", path)
 
 
@@ -187,19 +192,19 @@ def _shown(value: Any) -> str:
         return "empty"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    text = reprlib.repr(value)  # bounded already, but by thousands of characters where lists are nested
+    text = reprlib.repr(value)  # bounded, but nested lists can still take thousands of characters
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The members of a union, or the one type, `None` left out."""
+    """The members of a union, or the type itself, without `None`."""
     if get_origin(annotation) in (Union, types.UnionType):
         return [kind for member in get_args(annotation) for kind in _kinds(member)]
     return [] if annotation is type(None) else [annotation]
 
 
 def _section(kind: Any) -> type[BaseModel] | None:
-    """The mapping an option may hold, or a list of such mappings."""
+    """The section in an option's type, or in a list of them."""
     if get_origin(kind) is Annotated or get_origin(kind) is tuple:
         return _section(get_args(kind)[0])
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

@@ -1,7 +1,7 @@
-"""The parts of a run put together: model and engine meet here, on shapes alone.
+"""Builds the training step from the model and the engine, using shapes only.
 
-`assemble` needs a configuration and devices, no weights: training fills the shapes with arrays, and whoever wants to
-know beforehand whether a run fits compiles the very same step.
+`assemble` needs a configuration and devices, but no weights. Training fills the shapes with arrays; preflight compiles
+the same step without them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ BATCH_DTYPES = {
     "segments": jnp.int32,
     "positions": jnp.int32,
 }
-# Collective matmul makes the program larger, slower to compile and, where it was measured, slower to run.
+# Disables collective matmul: it makes the program larger, slower to compile and, where measured, slower to run.
 TPU_OPTIONS: dict[str, str | bool] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-COPIED_ADAPTER_BYTES = 2**30  # adapter and optimiser up to this size are copied to every device, not split
+COPIED_ADAPTER_BYTES = 2**30  # adapter and optimizer state up to this size are copied to every device, not split
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """A step ready to be compiled, and where its arguments live."""
+    """A step ready to be compiled, and the shardings of its arguments."""
 
     model: CausalLM
     mesh: Mesh
@@ -55,8 +55,7 @@ class Assembly:
     batch_shapes: Tree
 
     def lower(self, sequence_length: int | None = None) -> Any:
-        """The step as a program for the mesh's devices, for rows of another length if one is given. Of its arguments,
-        the state is given up for the new one."""
+        """The step, lowered for the mesh's devices. The state is donated. `sequence_length` replaces the recipe's."""
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(state_shardings, replicated(self.mesh)))
         batch = self.batch_shapes
@@ -65,11 +64,11 @@ class Assembly:
         return step.lower(self.state_shapes, self.base_shapes, batch)
 
     def compile(self, sequence_length: int | None = None, **options: str | bool) -> Any:
-        """`options`: further ones of the compiler, by their names in XLA."""
+        """`options` are additional compiler options, by their XLA names."""
         return self.lower(sequence_length).compile(compiler_options={**(self._options or {}), **options} or None)
 
     def compile_evaluation(self, batch_size: int, sequence_length: int) -> Any:
-        """Sums over a batch of this size, wherever the arguments lie."""
+        """The evaluation step for batches of this shape."""
         shape = (batch_size, sequence_length)
         batch = {name: leaf.update(shape=shape) for name, leaf in self.batch_shapes.items()}
         step = jax.jit(self.eval_step, out_shardings=replicated(self.mesh))
@@ -77,7 +76,7 @@ class Assembly:
 
     @property
     def state_bytes(self) -> int:
-        """Of the state on one device; a checkpoint takes as much again while it is saved."""
+        """Size of the state on one device. Saving a checkpoint needs this much a second time."""
         leaves = [
             leaf for leaf in jax.tree.leaves(self.state_shapes) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         ]
@@ -140,19 +139,19 @@ def lora_spec(lora: LoraSection) -> LoraSpec:
 
 
 def loss_chunk_positions(tokens: int, rows_per_device: int, sequence_length: int) -> int:
-    """Positions of every row that make about this many tokens on a device."""
+    """Positions per sequence that make about this many tokens on a device."""
     return max(1, min(sequence_length, tokens // max(rows_per_device, 1)))
 
 
 def model_inputs(batch: Batch, *, packed: bool) -> Inputs:
-    """What the model sees of a batch. A row with one document needs no segment ids: what follows it is padding, and
-    nothing looks ahead; kernels are faster without them."""
+    """The model's inputs. A sequence with one document needs no segment ids: only padding follows it, and attention is
+    causal. Kernels are faster without them."""
     names = ("tokens", "positions", "segments") if packed else ("tokens", "positions")
     return {name: batch[name] for name in names}
 
 
 def loss_function(model: CausalLM, chunk: int, *, packed: bool) -> Loss:
-    """Summed loss of a batch. A model whose head cannot be called apart gets its logits whole."""
+    """The summed loss of a batch. If a model's head cannot be called separately, the full logits are computed."""
 
     def loss(adapter: Tree, base: Tree, batch: Batch, key: MaskKey) -> jax.Array:
         dropout_key = key if model.has_dropout else None
@@ -190,8 +189,8 @@ def weight_shardings(model: CausalLM, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
-    """Copied to every device while that is cheap, which saves the gathering; else split like the base. On a mesh with
-    all three axes always copied: split there, the partitioner was seen to give wrong numbers."""
+    """Small adapters are copied to every device, which avoids gathering; large ones are split like the base. On a mesh
+    with all three axes the adapter is always copied: XLA's partitioner was seen to give wrong numbers there."""
     with_optimizer = 3 * sum(leaf.num_bytes for leaf in layout.values())
     if with_optimizer <= COPIED_ADAPTER_BYTES or all(size > 1 for size in mesh.shape.values()):
         return {key: replicated(mesh) for key in layout}
@@ -201,8 +200,8 @@ def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def decayed_leaves(layout: Layout) -> dict[str, bool]:
-    """Which of the adapter's leaves weight decay pulls towards zero: matrices, which are LoRA's A and B. A vector is a
-    size, as DoRA's magnitude, or an offset: small is no better for it."""
+    """Whether weight decay applies to each leaf of the adapter: to matrices (LoRA's A and B), not to vectors such as
+    DoRA's magnitudes."""
     return {key: len(leaf.part_shape) >= 2 for key, leaf in layout.items()}
 
 
@@ -213,8 +212,8 @@ def _shapes(layout: Layout, shardings: dict[str, NamedSharding]) -> Tree:
 def _state_shapes(
     adapter: Tree, optimizer: optax.GradientTransformation, shardings: dict[str, NamedSharding], mesh: Mesh
 ) -> TrainState:
-    """The optimiser keeps trees like the adapter's: each array lies where its parameter does. One of another shape is
-    split if its parameter is, by the rule for weights."""
+    """Each array of the optimizer state is sharded like its parameter. An array of another shape is sharded by the rule
+    for weights if its parameter is."""
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         key = str(getattr(path[-1], "key", ""))

@@ -1,9 +1,8 @@
-"""The programs a run compiles: told before it trains, and no other one compiled afterwards.
+"""Lists the programs of a run before training starts, and stops the run if any other one would be compiled.
 
-A shape that changes on the way compiles another program in silence: minutes of a TPU's time, perhaps at every step. So
-whatever runs in the loop is compiled ahead. `Programs` refuses a batch of another shape, and `CompileWatch` stops the
-run where anything else reaches the compiler. No program is too small for that: the loop computes nothing outside its
-own, so one that appears is new at every step, or a large one's beginning.
+A shape that changes during training silently compiles another program: minutes of TPU time, perhaps at every step. So
+every program of the loop is compiled in advance. `Programs` rejects a batch of another shape, and `CompileWatch` stops
+the run if anything else reaches the compiler, however small: the loop computes nothing outside its own programs.
 """
 
 from __future__ import annotations
@@ -21,30 +20,30 @@ import jax
 from trillora.errors import TrilloraError
 from trillora.events import Event, Listener
 
-# What jax reports of a program on its way: first that it is written down, which is before it is compiled and hence the
-# place to stop it; then that it is compiled or was found in the cache.
+# Events that jax reports for each program: first its lowering, which is the moment to stop it; then its compilation, or
+# that it was found in the cache.
 COMPILE_EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
-NUM_SHAPES_TOLD = 6
-DO = "give the same command again: it goes on from the last checkpoint; if it stops here again, report this message"
+NUM_SHAPES_SHOWN = 6
+DO = "run the same command again: it resumes from the last checkpoint; if it stops here again, report this message"
 
-Shape = tuple[int, int]  # rows and tokens of a batch
+Shape = tuple[int, int]  # sequences in a batch, tokens in a sequence
 
 
 class UnplannedProgram(TrilloraError):
-    """Something would have been compiled that the plan does not have."""
+    """A program that is not in the plan would have been compiled."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Programs of one purpose."""
+    """Programs with one purpose."""
 
     what: str
     num_programs: int = 1
-    shapes: str = ""  # that they are compiled for
+    shapes: str = ""  # they are compiled for
 
 
 def describe(planned: Iterable[Planned]) -> str:
-    """How many programs, and what each is for."""
+    """The number of programs, and what each is for."""
     planned = list(planned)
     total = sum(part.num_programs for part in planned)
     return f"{total} programs are compiled: {'; '.join(map(_describe_part, planned))}"
@@ -60,7 +59,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 class Programs:
-    """Programs compiled ahead that do one thing, one for each shape of a batch; the batch is their last argument."""
+    """A program compiled ahead of time for each batch shape. The batch is the last argument."""
 
     def __init__(self, what: str, by_shape: Mapping[Shape, Any]) -> None:
         self._what, self._by_shape = what, dict(by_shape)
@@ -71,8 +70,8 @@ class Programs:
             raise self._refuse(f"a batch of {shape_text(shape)}")
         try:
             return self._by_shape[shape](*arguments)
-        except TypeError as error:  # what a compiled program says to arguments of another shape or type
-            raise self._refuse(f"other arguments than it was compiled for: {error}") from error
+        except TypeError as error:  # raised for arguments of another shape or type
+            raise self._refuse(f"arguments it was not compiled for: {error}") from error
 
     def _refuse(self, given: str) -> UnplannedProgram:
         planned = ", ".join(map(shape_text, self._by_shape))
@@ -80,27 +79,27 @@ class Programs:
 
 
 class CompileWatch:
-    """Raises `UnplannedProgram` where the watched thread compiles.
+    """Raises `UnplannedProgram` if the watched thread compiles.
 
-    Other threads are not watched: the saver's compiles nothing, and those of a notebook are the user's own.
+    Other threads are not watched: the saver's compiles nothing, and a notebook's threads belong to the user.
     """
 
     def __init__(self) -> None:
-        self.doing = "the preparation"  # what the error tells; the loop keeps it up to date
-        self._thread: int | None = None  # that may not compile
+        self.doing = "the preparation"  # for the error message; the loop keeps it up to date
+        self._thread: int | None = None  # which must not compile
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """From here to the end of the block this thread compiles nothing."""
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        """Within the block, this thread must not compile."""
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
         self._thread = threading.get_ident()
         try:
             yield
         finally:
             self._thread = None
-            # Older versions of jax cannot take a listener back: there it stays, and lets everything pass.
+            # Older versions of jax cannot remove a listener: there it stays and ignores everything.
             if hasattr(jax.monitoring, "unregister_event_duration_listener"):
-                jax.monitoring.unregister_event_duration_listener(self._hear)
+                jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     @contextlib.contextmanager
     def allowing(self) -> Iterator[None]:
@@ -115,7 +114,7 @@ class CompileWatch:
             self._thread = watched
 
     def allow_compiling(self, listener: Listener) -> Listener:
-        """The listener, with leave to compile: what it computes from a run's events is its own affair."""
+        """The listener, allowed to compile: a listener may use jax for its own purposes."""
 
         def listen(event: Event) -> None:
             with self.allowing():
@@ -123,10 +122,10 @@ class CompileWatch:
 
         return listen
 
-    def _hear(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event not in COMPILE_EVENTS or self._thread != threading.get_ident():
             return
-        # A frame of jax has its arguments' shapes, one of ours the place to look; nothing else tells them.
+        # jax's own frame has the shapes of the arguments, and our frame the line of code; no event has either.
         frames = list(_frames(sys._getframe(1)))
         shapes = next((f.f_locals["global_in_avals"] for f in frames if "global_in_avals" in f.f_locals), ())
         own = next((f for f in frames if f.f_globals.get("__name__", "").startswith("trillora.")), None)
@@ -145,12 +144,12 @@ def _frames(innermost: FrameType | None) -> Iterator[FrameType]:
 
 
 def _describe_shapes(arguments: Sequence[Any]) -> str:
-    """The last arguments first: a batch comes after weights that never change."""
+    """Shapes of the last arguments first: a batch comes after the weights, which never change."""
     found = [_describe_shape(leaf) for leaf in reversed(arguments) if hasattr(leaf, "shape")]
-    told = list(dict.fromkeys(found))
-    if not told:
+    shapes = list(dict.fromkeys(found))
+    if not shapes:
         return ""
-    return f" for {', '.join(told[:NUM_SHAPES_TOLD])}" + (" and more" if len(told) > NUM_SHAPES_TOLD else "")
+    return f" for {', '.join(shapes[:NUM_SHAPES_SHOWN])}" + (" and more" if len(shapes) > NUM_SHAPES_SHOWN else "")
 
 
 def _describe_shape(leaf: Any) -> str:

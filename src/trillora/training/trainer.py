@@ -1,14 +1,15 @@
-"""One run, in order: recipe, model, data, step, stages, adapter. A run that was interrupted goes on where it was.
+"""One run, in order: recipe, model, data, step, stages, adapter.
 
     train(load_recipe("recipe.yaml"), Path("runs/first"))
 
-The same call starts a run and continues it: the newest valid checkpoint wins. It is believed only if model, tokenizer,
-template, data and recipe are those it was made with.
+The same call starts a run and resumes it from the newest valid checkpoint. A run is resumed only if model, tokenizer,
+chat template, data and recipe are unchanged.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -58,19 +59,19 @@ from trillora.training.validation import EvalPlan, Measures, make_measures, plan
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run leaves."""
+    """The result of a run."""
 
     run: Path
-    adapter: Path | None  # None where it was stopped before its end
-    losses: tuple[float, ...]  # of every step since the beginning, also by earlier processes
-    num_compiles: int  # of the training step, by this process
-    stopped: str | None = None  # why it ended early; the same call goes on
+    adapter: Path | None  # None if the run was stopped early
+    losses: tuple[float, ...]  # of every step, including those of earlier starts
+    num_compiles: int  # of the training step, in this process
+    stopped: str | None = None  # why it stopped early; the same call resumes it
 
 
 def train(
     recipe: Recipe, out: Path, *, listener: Listener = ignore_events, accept_changes: bool = False
 ) -> TrainResult:
-    """Fine-tune as the recipe says, or go on with it; everything is written into the run's folder."""
+    """Trains by the recipe, or resumes the run in `out`. Everything is written to that folder."""
     join_cluster()
     limit = recipe.train.time_limit
     stop = Stop(seconds_of(limit) if limit else None)
@@ -78,7 +79,7 @@ def train(
     folder = RunFolder(out, writes=is_writer, listener=listener)
     if folder.is_finished:
         raise TrilloraError(
-            "This folder already holds a finished run.", where=str(out), do="choose another --out, or remove it"
+            "This folder already contains a finished run.", where=str(out), do="use another --out, or remove the folder"
         )
     with stop.listening(), lock_run(out) if is_writer else contextlib.nullcontext():
         try:
@@ -90,18 +91,18 @@ def train(
 
 @dataclass(frozen=True)
 class StageWork:
-    """A stage with all that is compiled for it."""
+    """A stage and its compiled programs."""
 
     stage: StageData
     assembly: Assembly
     programs: Programs
     measures: Measures
-    close: Callable[[TrainState], TrainState]  # its last state -> the first of what follows
-    num_compiles: int  # of the step, with those that did not fit
+    close: Callable[[TrainState], TrainState]  # the last state of the stage -> the first of the next
+    num_compiles: int  # of the step, including candidates that did not fit
 
 
 class _Training:
-    """One process's part of a run."""
+    """One process of a run."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, stop: Stop, listener: Listener, accept_changes: bool) -> None:
         self._recipe, self._folder, self._stop = recipe, folder, stop
@@ -129,7 +130,7 @@ class _Training:
 
         is_same_hardware = facts is not None and facts["devices"] == manifest.describe_devices(devices)
         plans = self._plan(stages, opened.config, devices, before, is_same_hardware, first=position.stage)
-        resolved = resolve_recipe(recipe, stages, plans, before)
+        resolved = resolve_recipe(recipe, stages, plans, before, first=position.stage)
         filled, assembly = resolved.fill(recipe), plans[min(position.stage, len(plans) - 1)].assembly
         self._folder.write("resolved.yaml", mask_settings(resolved.dump(recipe)))
         of_run = manifest.of_run(filled, stages, assembly, identity, opened.tokenizer, opened.base_name)
@@ -199,9 +200,9 @@ class _Training:
         position: Position,
         last: StageData,
     ) -> TrainResult:
-        """Train what is left, and leave an adapter, or a checkpoint to go on from."""
+        """Runs the remaining stages. Leaves an adapter, or a checkpoint if the run was stopped."""
         if position.global_step:
-            run.listener(Note(f"Going on from step {position.global_step} of {run.num_steps}"))
+            run.listener(Note(f"Resuming from step {position.global_step} of {run.num_steps}"))
         try:
             with self._watch.watching():
                 stopped = self._run_stages(run, works, base, state, position)
@@ -220,8 +221,7 @@ class _Training:
     def _run_stages(
         self, run: Run, works: list[StageWork], base: Tree, state: TrainState, position: Position
     ) -> str | None:
-        """What is left of the run, stage after stage, each from where the one before ended; what stopped it, if
-        something did."""
+        """Trains the remaining stages in order. Returns the reason if the run was stopped."""
         for number, work in enumerate(works, 1):
             loop = StageLoop(run, work.stage, work.assembly, work.programs, base, position, work.measures)
             state, stopped = loop.train(state)
@@ -241,22 +241,22 @@ class _Training:
         run.update_report()
 
     def _newest(self) -> tuple[int, dict[str, bytes]] | None:
-        """The newest valid checkpoint. What was half-written is removed first."""
+        """The newest valid checkpoint. Unfinished files are removed first."""
         if jax.process_index() == 0:
             self._checkpoints.clean()
             remove_unfinished(self._folder.path)
         found = self._checkpoints.newest_valid(self._listener)
         if found is None and (steps := self._checkpoints.steps()):
             raise TrilloraError(
-                f"Every checkpoint of this run is damaged ({len(steps)}), and it will not start over by itself.",
+                f"All {len(steps)} checkpoints of this run are damaged. The run does not restart by itself.",
                 where=self._checkpoints.where(steps[-1]),
-                do="bring one back from a copy; or, to start anew, remove the folder or choose another --out",
+                do="restore one from a backup; or, to start from scratch, remove the folder or use another --out",
             )
         if not same_everywhere(found[0] if found else -1):
             raise TrilloraError(
                 "The processes of this run do not see the same checkpoints.",
                 where="train.checkpoint_dir",
-                do="give a folder or an address that all of them can read, as gs://bucket/run",
+                do="use a folder or URL that all of them can read, such as gs://bucket/run",
             )
         return found
 
@@ -321,7 +321,7 @@ class _Training:
             yield self._folder.recording(listener)
 
     def _write_adapter(self, run: Run, position: Position, stage: StageData) -> Path | None:
-        """The adapter of the best evaluation, or of the last step, in PEFT's format: written whole and read back."""
+        """Writes the adapter of the best evaluation, or of the last step, in PEFT's format, and reads it back."""
         folder = self._folder.path / "adapter"
         if jax.process_index() != 0:
             return folder
@@ -333,28 +333,29 @@ class _Training:
         kept = {name: files[name] for name in ADAPTER_FILES}
         check_changes_something(read_adapter(kept[WEIGHTS_FILE]), str(folder))
         if stage.template is not None:
-            # What the adapter has learnt to answer is not what the base's tokenizer would write.
+            # The adapter was trained with this template, not with the one of the base's tokenizer.
             kept["chat_template.jinja"] = stage.template.encode()
         LocalStorage(self._folder.path).write("adapter", with_checksums(step, kept))
         check_written(folder, kept)
-        best = "" if step == position.global_step else f", that of step {step}, the best of the evaluations"
+        best = "" if step == position.global_step else f": step {step}, which had the best evaluation"
         run.listener(Note(f"Adapter written to {folder}{best}"))
         return folder
 
     def _check_saved(self, saver: Saver) -> None:
-        """A run may go on without a checkpoint; it may not end without one."""
+        """Training may continue after a failed save, but a run may not end with one."""
         if saver.failure is not None:
             raise TrilloraError(
                 f"The last state could not be saved: {saver.failure}.",
                 where=self._checkpoints.where(0).rpartition("/")[0],
-                do="make room there, and give the same command again: it goes on from the last checkpoint",
+                do="free some space there and run the same command again: it resumes from the last checkpoint",
             )
 
 
 def resolve_recipe(
-    recipe: Recipe, stages: Sequence[StageData], plans: Sequence[Plan], before: ResolvedRecipe | None
+    recipe: Recipe, stages: Sequence[StageData], plans: Sequence[Plan], before: ResolvedRecipe | None, first: int
 ) -> ResolvedRecipe:
-    """All decisions of the run, with their reasons; those of an earlier start keep theirs."""
+    """All decisions of the run with their reasons. Decisions of an earlier start keep theirs. Stages before `first` are
+    finished and keep their micro-batch size."""
     written = stages_of(recipe)
     num_steps = sum(stage.num_steps for stage in stages)
     every = recipe.evaluate.every_steps
@@ -367,7 +368,10 @@ def resolve_recipe(
             reasons["template_date"] = TEMPLATE_DATE_REASON
         if number == 0 and every == "auto":
             reasons["every_steps"] = f"ten evaluations in {num_steps} steps"
-        resolved.append(ResolvedStage(stage.name, plan.settings, date, reasons))
+        settings = plan.settings
+        if earlier is not None and number < first:
+            settings = dataclasses.replace(settings, micro_batch_size=earlier.settings.micro_batch_size)
+        resolved.append(ResolvedStage(stage.name, settings, date, reasons))
     return ResolvedRecipe(tuple(resolved), max(1, math.ceil(num_steps / 10)) if every == "auto" else every)
 
 
@@ -387,7 +391,7 @@ def place_state(assembly: Assembly, seed: int) -> TrainState:
 
 
 def compile_next(assembly: Assembly, seed: int, stage: int, *, restart: bool) -> Callable[[TrainState], TrainState]:
-    """A program that makes a stage's last state the one before the first step of the next."""
+    """Compiles the program that turns the last state of a stage into the first state of the next."""
 
     def next_state(state: TrainState) -> TrainState:
         optimizer = assembly.optimizer.init(state.adapter) if restart else state.optimizer
@@ -397,30 +401,30 @@ def compile_next(assembly: Assembly, seed: int, stage: int, *, restart: bool) ->
     return jitted.lower(assembly.state_shapes).compile()
 
 
-def planned_programs(stages: Sequence[StageData], wanted: Sequence[EvalPlan], *, is_new: bool) -> Iterator[Planned]:
-    """What these stages compile, the steps that are compiled already included. Not counted is what moves single arrays
-    while weights are loaded."""
+def planned_programs(stages: Sequence[StageData], eval_plans: Sequence[EvalPlan], *, is_new: bool) -> Iterator[Planned]:
+    """The programs of these stages, including steps that are already compiled. Programs that only move arrays while
+    weights are loaded are not counted."""
     if is_new:
         yield Planned("the state before the first step")
-    for stage, measures in zip(stages, wanted, strict=True):
+    for stage, eval_plan in zip(stages, eval_plans, strict=True):
         shapes = [(stage.batches.batch_size, length) for length in step_lengths(stage.batches)]
         yield Planned(f"the step of stage {stage.name}", len(shapes), ", ".join(map(shape_text, shapes)))
-        yield from measures.programs()
+        yield from eval_plan.programs()
         yield Planned(f"the state at the end of stage {stage.name}")
     yield Planned("the copy of the state for a checkpoint")
 
 
 def step_lengths(batches: Batches) -> list[int]:
-    """Row lengths that a step is compiled for. The longest always is: it is what the choices were tried with."""
+    """Sequence lengths to compile the step for. The longest is always one of them: the settings were tuned with it."""
     return sorted({*batches.lengths, batches.sequence_length})
 
 
 def compile_lengths(plan: Plan, batches: Batches, listener: Listener) -> dict[Shape, Any]:
-    """A compiled step for every row length of the batches; the plan brings the longest."""
+    """A compiled step for every sequence length of the batches; the plan has the longest."""
     longest = batches.sequence_length
     if batches.lengths != [longest]:
         names = ", ".join(map(str, batches.lengths))
-        listener(Note(f"{len(batches.lengths)} programs in all, for rows of {names} tokens"))
+        listener(Note(f"{len(batches.lengths)} programs, for sequences of {names} tokens"))
     return {
         (batches.batch_size, length): plan.compiled if length == longest else plan.assembly.compile(length)
         for length in step_lengths(batches)
@@ -437,8 +441,8 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _peak_seconds_per_token(base: Tree, devices: list[Any]) -> float:
-    """Arithmetic of one token, as a share of a second of all devices: two operations a weight forwards and two
-    backwards, for the base itself has no gradient. 0 where the speed of the devices is not known."""
+    """Seconds that all devices together need for one token at peak FLOP/s: two operations per weight in the forward
+    pass and two in the backward pass, because the base has no gradient. 0 if the peak is unknown."""
     peak = peak_tflops(devices[0].device_kind)
     if peak is None:
         return 0.0

@@ -1,7 +1,7 @@
-"""Is our engine the model? Seven questions to one architecture, each against plain PyTorch.
+"""Checks that our engine computes the same as plain PyTorch, for one architecture.
 
-Used by `test_architectures.py` for a suite that covers every mechanism, and by `make architectures` for everything that
-can be built small. The adapters of the reference are forward hooks: nothing of ours runs there.
+Used by `test_architectures.py` for a suite that covers every mechanism, and by `make architectures` for all tiny
+models. The reference applies its adapters with forward hooks, so it uses none of our code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trillora.model.layout import Tree, stack, unstack
 from trillora.model.lora import LoraSpec
 
 ROWS, TOKENS = 2, 24
-DOCUMENTS = (13, 11)  # lengths of two documents in one packed row
+DOCUMENTS = (13, 11)  # lengths of two documents packed into one sequence
 LORA = LoraSpec(rank=4, alpha=8)
-LOGITS = 1e-4  # of their scale: float32 sums taken in another order
-GRADIENTS = 1e-3  # of the largest gradient of the same matrix: two passes of such sums
-LEAK = 50 * LOGITS  # packing without segment ids has to be wrong by far more than rounding
+LOGITS = 1e-4  # relative to the largest logit: float32 sums in another order
+GRADIENTS = 1e-3  # relative to the largest gradient of the matrix: forward and backward pass
+LEAK = 50 * LOGITS  # packing without segment ids must be wrong by much more than rounding
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Answer:
 
 
 class Subject:
-    """One tiny model with random adapters: PyTorch's answers, and ours from the same numbers."""
+    """One tiny model with random adapters: PyTorch's results, and our model with the same weights."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -93,7 +93,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
 
 def distance(ours: Any, reference: np.ndarray) -> float:
-    """Largest difference as a share of the reference's largest value."""
+    """The largest difference, relative to the reference's largest value."""
     ours = np.asarray(ours, np.float64)
     if ours.shape != reference.shape or not np.isfinite(ours).all():
         return float("inf")
@@ -101,11 +101,12 @@ def distance(ours: Any, reference: np.ndarray) -> float:
 
 
 def gradient_distance(ours: dict[str, Any], reference: dict[str, np.ndarray]) -> float:
-    """Worst matrix. One that hardly matters is measured against a thousandth of the largest gradient."""
+    """The worst relative difference of any matrix. For a matrix with very small gradients it is relative to a
+    thousandth of the largest gradient."""
     floor = 1e-3 * max(np.abs(g).max() for g in reference.values())
     worst = 0.0
     for name, gradient in ours.items():
-        expected = reference.get(name, np.zeros(gradient.shape))  # never used: None in PyTorch, zeros in JAX
+        expected = reference.get(name, np.zeros(gradient.shape))  # unused parameters: None in PyTorch, zeros in JAX
         error = np.abs(np.asarray(gradient, np.float64) - expected).max()
         worst = max(worst, float(error / max(np.abs(expected).max(), floor)))
     assert set(reference) <= set(ours)
@@ -113,7 +114,7 @@ def gradient_distance(ours: dict[str, Any], reference: dict[str, np.ndarray]) ->
 
 
 def logits_and_gradients(ours: CausalLM, base: Tree, adapter: Tree, tokens: np.ndarray) -> tuple[jax.Array, Tree]:
-    """By the path that trains: hidden states, then the loss in chunks; logits by the head, over all tokens."""
+    """Computed as in training: hidden states, then the loss in chunks. The logits come from the head on all tokens."""
 
     def loss(adapter: Tree, base: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         targets = jnp.roll(tokens, -1, axis=1)
@@ -131,7 +132,7 @@ def logits_and_gradients(ours: CausalLM, base: Tree, adapter: Tree, tokens: np.n
 
 
 def packed_logits(subject: Subject, ours: CausalLM, *, segments: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Two documents in one row against the same two in rows of their own."""
+    """Logits of two documents packed into one sequence, and PyTorch's for each of them alone."""
     documents = [subject.tokens[i, :length] for i, length in enumerate(DOCUMENTS)]
     inputs = {
         "tokens": np.concatenate(documents)[None],
@@ -168,15 +169,15 @@ def check_packing(subject: Subject) -> Answer:
 
 
 def check_leak_without_segments(subject: Subject) -> Answer:
-    """The control: if packing without segment ids were right too, the check above would prove nothing."""
+    """The control: if packing without segment ids gave the same result, the check above would prove nothing."""
     packed, separate = packed_logits(subject, subject.ours(), segments=False)
     off = distance(packed, separate)
     return Answer(off > LEAK, f"{off:.0e}")
 
 
 def check_bfloat16(subject: Subject) -> Answer:
-    """Hidden states have PyTorch's type (bfloat16 but for a few models that ask otherwise), and the error against
-    float32 is no larger than PyTorch's own in bfloat16."""
+    """Hidden states have the same dtype as in PyTorch (bfloat16, except in a few models), and the error relative to
+    float32 is no larger than that of PyTorch in bfloat16."""
     ours = subject.ours(dtype="bfloat16")
     rounded = tiny_models.build(subject.name, dtype=torch.bfloat16)
     attach_adapter(rounded, subject.adapter)
@@ -205,7 +206,7 @@ def check_bfloat16(subject: Subject) -> Answer:
     return Answer(passed, f"{our_error / torch_error:.2f} of PyTorch's {torch_error:.0e}, {kind}")
 
 
-# Both errors are random draws of the same rounding; over this many rows they differ by a few percent.
+# Both errors are random samples of the same rounding; over this many sequences they differ by a few percent.
 BFLOAT16_ROWS, BFLOAT16_LUCK = 16, 1.1
 
 
@@ -214,7 +215,7 @@ def torch_name(dtype: torch.dtype) -> str:
 
 
 def typical_error(logits: np.ndarray, reference: np.ndarray) -> float:
-    """Of the median token: where rounding sends a token to another expert its error is of another kind altogether."""
+    """The error of the median token: if rounding routes a token to another expert, its error is much larger."""
     per_token = np.sqrt(np.mean((logits - reference) ** 2, axis=-1))
     return float(np.median(per_token) / np.sqrt(np.mean(reference**2)))
 

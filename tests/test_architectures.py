@@ -1,4 +1,4 @@
-"""The engine is the model: eighteen architectures that cover every mechanism, against plain PyTorch."""
+"""The engine equals plain PyTorch for eighteen architectures, which cover every mechanism."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trillora.model.limits import check_rows
 from trillora.recipe.load import load_recipe
 
 SUITE = tiny_models.buildable(tiny_models.SUITE)
-# The few of the suite that stand for it on the oldest libraries.
+# The part of the suite that also runs with the oldest supported libraries.
 CORE = ("qwen3", "gemma2", "mixtral", "gpt2", "falcon_h1")
 
 
@@ -28,18 +28,18 @@ def test_suite_is_large_enough() -> None:
 def test_engine_equals_pytorch(name: str) -> None:
     subject = Subject(name)
     answers = {question: check(subject) for question, check in CHECKS.items()}
-    jax.clear_caches()  # programs of one architecture are of no use to the next
+    jax.clear_caches()  # the next architecture cannot reuse these programs
     assert len(answers) == 5
     assert all(answer.passed for answer in answers.values()), answers
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "zaya"])
-def test_what_is_not_understood_is_refused_instead_of_computed_wrongly(name: str) -> None:
-    with pytest.raises(TrilloraError, match=r"keys of its own making|more than the hidden state"):
+def test_unsupported_mechanisms_are_refused_instead_of_computed_wrongly(name: str) -> None:
+    with pytest.raises(TrilloraError, match=r"keys of its own|more than the hidden state"):
         CHECKS["unrolled"](Subject(name))
 
 
-def test_what_cannot_be_traced_names_operation_file_and_way_out() -> None:
+def test_a_model_that_cannot_be_traced_names_operation_and_file() -> None:
     with pytest.raises(TrilloraError, match="cannot be traced: Concretization") as caught:
         CHECKS["unrolled"](Subject("dbrx"))
     assert "modeling_dbrx.py" in str(caught.value.where) and "docs/ARCHITECTURES.md" in caught.value.do

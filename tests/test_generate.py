@@ -1,4 +1,4 @@
-"""Generation is transformers' own, token for token: prompts of different lengths, with and without an adapter."""
+"""Generation equals transformers, token for token: prompts of different lengths, with and without an adapter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from trillora.step.build import weight_shardings
 from trillora.training.trainer import train
 
 NUM_NEW = 12
-LENGTHS = (5, 17, 11)  # with the new tokens, beyond the window of 8 that the sliding models have
+LENGTHS = (5, 17, 11)  # with the new tokens, longer than the sliding window of 8
 QUESTIONS = ["What is 3 plus 4?", "Say something long about plus and is, and then some more.", "It?"]
 
 
@@ -49,14 +49,14 @@ def random_prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 
 def endless() -> Prompts:
-    """Of a random model every token may come at any time, so none stops it."""
+    """Prompts without stop tokens: a random model could generate one at any time."""
     prompts = Prompts(chat_tokenizer("chatml"), template=None)
     prompts.stops = ()
     return prompts
 
 
 def generated_by_transformers(model: Any, prompts: Sequence[Sequence[int]], eos: int | None = None) -> np.ndarray:
-    """Greedy tokens [rows, new] of a left-padded batch."""
+    """Greedy tokens [prompts, new tokens] of a left-padded batch."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -68,7 +68,7 @@ def generated_by_transformers(model: Any, prompts: Sequence[Sequence[int]], eos:
 
 @functools.cache
 def tiny_generator(name: str, longest: int | None = None) -> tuple[Generator, dict[str, np.ndarray]]:
-    """The weights of the tiny model in a generator of ours, and its random adapter."""
+    """Our generator with the tiny model's weights, and its random adapter."""
     reference = tiny_models.build(name)
     mesh = make_mesh(jax.devices()[:1], MeshShape())
     model = CausalLM(tiny_models.configuration(name), lora=LORA, scan=False, remat="none", mesh=mesh)
@@ -104,18 +104,18 @@ def trained(run: Path) -> Generator:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "qwen3", "mixtral", "falcon_h1", "mamba2"])
-def test_greedy_tokens_are_those_of_transformers_with_and_without_an_adapter(name: str) -> None:
+def test_greedy_tokens_equal_transformers_with_and_without_an_adapter(name: str) -> None:
     reference = tiny_models.build(name)
     generator, adapter = tiny_generator(name)
     prompts = random_prompts()
     alone = generated_by_transformers(reference, prompts)
     attach_adapter(reference, adapter)
     adapted = generated_by_transformers(reference, prompts)
-    assert len(np.unique(alone)) >= 5 and (alone != adapted).any()  # else equality would prove little
+    assert len(np.unique(alone)) >= 5 and (alone != adapted).any()  # otherwise equality would prove little
     for expected, is_adapted in ((alone, False), (adapted, True)):
         written = generator.continue_tokens(prompts, max_tokens=NUM_NEW, adapted=is_adapted)
         assert [tokens for tokens, _ in written] == expected.tolist()
-    assert generator.num_compiles == 2  # the base and the adapted model share them
+    assert generator.num_compiles == 2  # shared by the base and the adapted model
 
 
 def test_stacked_weights_generate_the_same(llama: Generator) -> None:
@@ -130,7 +130,9 @@ def test_stacked_weights_generate_the_same(llama: Generator) -> None:
     assert np.argmax(logits, axis=-1).tolist() == expected
 
 
-def test_a_row_ends_at_its_stop_token_and_the_others_go_on(llama: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_ends_at_its_stop_token_and_the_others_continue(
+    llama: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts, reference = random_prompts(), tiny_models.build("llama")
     free = generated_by_transformers(reference, prompts)
     eos = next(token for token in free[1].tolist() if token not in free[0] or token not in free[2])
@@ -143,7 +145,7 @@ def test_a_row_ends_at_its_stop_token_and_the_others_go_on(llama: Generator, mon
     assert {stopped for _, stopped in written} == {True, False}
 
 
-def test_writing_ends_when_every_row_has_stopped(llama: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_ends_when_every_sequence_has_stopped(llama: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = random_prompts()
     first = [tokens[0] for tokens, _ in llama.continue_tokens(prompts, max_tokens=1)]
     monkeypatch.setattr(llama.prompts, "stops", tuple(first))
@@ -151,7 +153,7 @@ def test_writing_ends_when_every_row_has_stopped(llama: Generator, monkeypatch: 
     assert len(list(llama._write(prompts, [0, 1, 2], NUM_NEW, GREEDY, True))) == 1
 
 
-def test_only_another_bucket_is_another_pair_of_compilations(llama: Generator) -> None:
+def test_only_a_new_bucket_compiles_again(llama: Generator) -> None:
     prompts = random_prompts()
     llama.continue_tokens(prompts, max_tokens=4)
     before = llama.num_compiles
@@ -179,7 +181,7 @@ def test_sampling_repeats_for_a_seed_and_does_not_depend_on_the_batch(llama: Gen
 
     assert drawn(prompts, 1) == drawn(prompts, 1)
     assert drawn(prompts, 1) != drawn(prompts, 2)
-    assert drawn(same, 1)[0] != drawn(same, 1)[1]  # equal prompts in one batch draw apart
+    assert drawn(same, 1)[0] != drawn(same, 1)[1]  # equal prompts in a batch get different answers
     assert drawn(prompts, 1)[0] == drawn(same, 1)[0]
 
 
@@ -203,16 +205,16 @@ def test_draws_follow_the_distribution(sampling: Sampling, kept: int) -> None:
     expected /= expected.sum()
     found = np.bincount(np.asarray(tokens), minlength=5) / num_draws
     assert (found[expected == 0] == 0).all()
-    # Four standard deviations of a share counted over that many independent draws.
+    # Four standard deviations of a frequency over that many independent draws.
     assert (np.abs(found - expected) <= 4 * np.sqrt(expected * (1 - expected) / num_draws) + 1e-9).all()
 
 
-def test_greedy_takes_the_likeliest() -> None:
+def test_greedy_takes_the_most_likely_token() -> None:
     logits = jax.random.normal(jax.random.key(0), (7, 50))
     assert (choose(logits, token_keys(0, jnp.arange(7), 0), GREEDY) == jnp.argmax(logits, -1)).all()
 
 
-def test_what_does_not_fit_is_refused_with_what_does(llama: Generator) -> None:
+def test_prompts_that_do_not_fit_are_refused_with_the_limit(llama: Generator) -> None:
     assert llama.longest == 128
     with pytest.raises(TrilloraError, match="120 tokens and 9 new ones") as error:
         llama.continue_tokens([[5] * 10, [5] * 120], max_tokens=9)
@@ -223,7 +225,7 @@ def test_what_does_not_fit_is_refused_with_what_does(llama: Generator) -> None:
     small, _ = tiny_generator("llama", longest=20)
     with pytest.raises(TrilloraError, match="more than the 20 tokens that fit"):
         small.continue_tokens([[5] * 15], max_tokens=6)
-    with pytest.raises(TrilloraError, match="leaves no room in a cache of 16"):
+    with pytest.raises(TrilloraError, match="leaves no room for an answer in a cache of 16"):
         Decoder(CausalLM(tiny_models.configuration("llama"))).prefill({}, {}, jnp.zeros((1, 16)), jnp.zeros(1), 16)
     for options in ({"max_tokens": 0}, {"sampling": Sampling(-1.0)}, {"sampling": Sampling(1.0, 0.0)}):
         with pytest.raises(TrilloraError):
@@ -233,12 +235,12 @@ def test_what_does_not_fit_is_refused_with_what_does(llama: Generator) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "recurrent_gemma", "minimax", "rwkv", "bloom"])
-def test_a_model_whose_memory_is_not_understood_is_refused(name: str) -> None:
+def test_a_model_with_an_unsupported_cache_is_refused(name: str) -> None:
     with pytest.raises(TrilloraError, match=r"cache|cannot generate"):
         Decoder(CausalLM(tiny_models.configuration(name), remat="none"))
 
 
-def test_several_devices_write_what_one_writes(run: Path, trained: Generator) -> None:
+def test_several_devices_generate_the_same_as_one(run: Path, trained: Generator) -> None:
     folder = run.parent / "model"
     mesh = make_mesh(jax.devices()[:8], MeshShape(data=2, fsdp=2, tensor=2))
     model = CausalLM(load_config(folder), scan=False, remat="none", mesh=mesh)
@@ -249,7 +251,7 @@ def test_several_devices_write_what_one_writes(run: Path, trained: Generator) ->
     assert ours == trained.generate(QUESTIONS, max_tokens=NUM_NEW, adapted=False)
 
 
-def test_a_run_answers_as_peft_does(run: Path, trained: Generator) -> None:
+def test_a_run_answers_like_peft(run: Path, trained: Generator) -> None:
     base = AutoModelForCausalLM.from_pretrained(run.parent / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(run.parent / "model")
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -273,7 +275,7 @@ def test_streamed_text_is_the_generated_text(trained: Generator) -> None:
     assert trained.num_compiles <= before + 2
 
 
-def test_characters_of_several_tokens_are_streamed_whole() -> None:
+def test_a_character_of_several_tokens_is_streamed_whole() -> None:
     tokenizer = chat_tokenizer("chatml")
     tokens = tokenizer("A → ț 漢")["input_ids"]
     pieces = list(Prompts(tokenizer, template=None).decode_stream(tokens))
@@ -281,7 +283,7 @@ def test_characters_of_several_tokens_are_streamed_whole() -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_streamed_spaces_are_not_tidied_afterwards() -> None:
+def test_streamed_spaces_are_not_cleaned_up_later() -> None:
     tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
     tokenizer.clean_up_tokenization_spaces = True
     text = "I 'm sure , it is n't ."
@@ -299,7 +301,7 @@ def test_the_template_a_run_was_trained_with_is_used(run: Path, tmp_path: Path) 
     assert generator.prompts.decode(generator.prompts.encode("what?")) == "Q: what? A:"
 
 
-def test_an_unfinished_run_says_so(run: Path, tmp_path: Path) -> None:
+def test_an_unfinished_run_is_reported(run: Path, tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").write_text((run / "resolved.yaml").read_text())
     with pytest.raises(TrilloraError, match="no adapter yet") as error:
         Generator.open(str(tmp_path))
@@ -316,7 +318,7 @@ def test_the_verb_prints_answers_and_json(run: Path, trained: Generator) -> None
     assert line["num_tokens"] == len(answer.tokens) and line["stopped"] == answer.stopped
 
 
-def test_a_conversation_remembers_forgets_and_ends(trained: Generator) -> None:
+def test_a_conversation_has_memory_until_reset_and_ends(trained: Generator) -> None:
     lines = iter(["What is 3 plus 4?", "", "And 4 plus 5?", "/reset", "What is 3 plus 4?", "word " * 300, "/quit"])
     said: list[str] = []
     converse(trained, lambda: next(lines), said.append, max_tokens=6, sampling=GREEDY)
@@ -325,12 +327,12 @@ def test_a_conversation_remembers_forgets_and_ends(trained: Generator) -> None:
     assert text.startswith(GREETING) and text.endswith("Bye.\n") and "Forgotten." in text
     answer = "".join(trained.stream("What is 3 plus 4?", max_tokens=6))
     assert text.count(f"\n{answer}\n") == 2  # the same question after /reset has the same answer
-    assert "tokens that fit" in text  # told, and the conversation goes on to /quit
+    assert "tokens that fit" in text  # reported, and the conversation continues to /quit
     assert first != second
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
-def test_a_conversation_left_by_a_key_ends_politely(trained: Generator, end: type[BaseException]) -> None:
+def test_a_conversation_ends_cleanly_at_end_of_input_or_interrupt(trained: Generator, end: type[BaseException]) -> None:
     said: list[str] = []
 
     def leave() -> str:
@@ -340,7 +342,7 @@ def test_a_conversation_left_by_a_key_ends_politely(trained: Generator, end: typ
     assert said[-1] == "Bye.\n"
 
 
-def test_smollm2_says_what_transformers_says() -> None:
+def test_smollm2_answers_like_transformers() -> None:
     generator = Generator.open("smollm2")
     tokens = generator.prompts.encode("Name three colours.")
     (answer,) = generator.generate(["Name three colours."], max_tokens=NUM_NEW)

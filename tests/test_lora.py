@@ -1,4 +1,4 @@
-"""Which layers get an adapter, what it starts as, and what dropout does to it. PEFT is the reference for the choice."""
+"""Which layers get an adapter, its initial values, and dropout. PEFT is the reference for the targets."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def targets_of(name: str, targets: str | tuple[str, ...]) -> list[str]:
 
 
 def peft_targets(name: str) -> dict[str, torch.nn.Module]:
-    """The linear layers PEFT adapts for "all-linear". Newer versions adapt experts as well, which are not layers."""
+    """The linear layers PEFT adapts for "all-linear", without the experts that newer versions adapt too."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it sets fan_in_fan_out for Conv1D, and more of that kind
+        warnings.simplefilter("ignore")  # about fan_in_fan_out for Conv1D and the like
         model = inject_adapter_in_model(LoraConfig(r=2, target_modules="all-linear"), tiny_models.build(name))
     adapted = {n: m.get_base_layer() for n, m in model.named_modules() if isinstance(m, LoraLayer)}
     return {name: layer for name, layer in adapted.items() if isinstance(layer, torch.nn.Linear | Conv1D)}
@@ -52,14 +52,14 @@ def peft_targets(name: str) -> dict[str, torch.nn.Module]:
     ("name", "per_layer"),
     [("llama", 7), ("gpt2", 4), ("mixtral", 4), ("opt", 6), ("gpt_neox", 4), ("qwen2_moe", 8)],
 )
-def test_all_linear_is_what_peft_takes_it_to_be(name: str, per_layer: int) -> None:
+def test_all_linear_selects_the_same_layers_as_peft(name: str, per_layer: int) -> None:
     ours = targets_of(name, "all-linear")
     assert set(ours) == set(peft_targets(name))
     assert len(ours) == len(set(ours)) == per_layer * 4
 
 
-def test_a_router_that_subclasses_linear_is_left_alone() -> None:
-    """phimoe's returns three tensors: PEFT adapts it, and its forward then fails."""
+def test_a_router_that_subclasses_linear_is_not_adapted() -> None:
+    """The router of phimoe returns three tensors: PEFT adapts it, and then its forward fails."""
     theirs = peft_targets("phimoe")
     routers = {name for name in theirs if name.endswith(".router")}
     assert len(routers) == 4
@@ -72,7 +72,7 @@ def test_a_router_that_subclasses_linear_is_left_alone() -> None:
         ("q_proj", 4),
         (("q_proj",), 4),
         (("q_proj", "down_proj"), 8),
-        (("q_proj", "self_attn.q_proj"), 4),  # named twice, taken once
+        (("q_proj", "self_attn.q_proj"), 4),  # named twice, adapted once
         (("self_attn.q_proj",), 4),
         (("model.layers.2.mlp.up_proj",), 1),
         (("2.mlp.up_proj",), 1),
@@ -82,11 +82,11 @@ def test_a_router_that_subclasses_linear_is_left_alone() -> None:
         (("lm_head", "q_proj"), 5),
     ],
 )
-def test_targets_are_names_dotted_ends_or_patterns(targets: str | tuple[str, ...], number: int) -> None:
+def test_targets_are_names_dotted_suffixes_or_patterns(targets: str | tuple[str, ...], number: int) -> None:
     assert len(targets_of("llama", targets)) == number
 
 
-def test_targets_come_in_the_models_order_whatever_the_order_asked_for() -> None:
+def test_targets_are_in_the_models_order() -> None:
     forwards, backwards = targets_of("llama", ("q_proj", "down_proj")), targets_of("llama", ("down_proj", "q_proj"))
     assert forwards == backwards
     assert forwards[:2] == ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"]
@@ -97,7 +97,7 @@ def test_part_of_a_name_is_not_a_match() -> None:
         targets_of("llama", ("proj",))
 
 
-def test_a_target_that_matches_nothing_names_the_nearest() -> None:
+def test_a_target_without_a_match_suggests_the_nearest() -> None:
     with pytest.raises(TrilloraError) as caught:
         targets_of("llama", ("k_proj", "q_prj"))
     assert "q_prj" in caught.value.what and "LlamaForCausalLM" in caught.value.what
@@ -107,7 +107,7 @@ def test_a_target_that_matches_nothing_names_the_nearest() -> None:
         assert name in caught.value.do
 
 
-def test_nothing_but_the_adapter_can_be_trained() -> None:
+def test_only_the_adapter_is_trainable() -> None:
     module = build_module(tiny_models.build("llama").config, "float32")
     add_lora(module, LoraSpec(rank=2, targets=("q_proj",)))
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -116,7 +116,7 @@ def test_nothing_but_the_adapter_can_be_trained() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_matrices_have_pefts_shapes(name: str) -> None:
+def test_the_matrices_have_the_shapes_of_peft(name: str) -> None:
     model = CausalLM(tiny_models.build(name).config, lora=LoraSpec(rank=3), scan=False)
     for target in model.targets:
         layer = model.module.get_submodule(target)
@@ -126,7 +126,7 @@ def test_the_matrices_have_pefts_shapes(name: str) -> None:
     assert len(model.adapter_layout) == 2 * len(model.targets)
 
 
-def test_the_scale_is_alpha_over_rank_or_its_root() -> None:
+def test_the_scale_is_alpha_over_rank_or_its_square_root() -> None:
     assert LoraSpec(rank=16, alpha=32).scale == 2
     assert LoraSpec(rank=16, alpha=32, rslora=True).scale == 8
 
@@ -156,7 +156,7 @@ def test_an_adapter_starts_with_b_zero_and_a_kaiming_uniform() -> None:
     assert np.abs(values).max() > 0.99
 
 
-def test_the_start_depends_on_seed_and_name_and_not_on_stacking() -> None:
+def test_initial_values_depend_on_seed_and_name_and_not_on_stacking() -> None:
     scanned, unrolled, other = start(0, scan=True), start(0, scan=False), start(1, scan=True)
     assert scanned.keys() == unrolled.keys() == other.keys()
     assert all(np.array_equal(scanned[name], unrolled[name]) for name in scanned)
@@ -165,7 +165,7 @@ def test_the_start_depends_on_seed_and_name_and_not_on_stacking() -> None:
 
 
 class Tiny:
-    """Our tiny Llama with a random adapter, the same numbers however its layers are stacked."""
+    """The tiny Llama with a random adapter, with the same numbers for any stacking of its layers."""
 
     def __init__(self, *, scan: bool, dropout: float) -> None:
         reference = tiny_models.build("llama")
@@ -196,7 +196,7 @@ def test_dropout_needs_a_key_and_is_the_same_scanned_or_not() -> None:
 
 
 def linear_with_adapter(dropout: float) -> Any:
-    """One adapted layer whose weight is zero: (x, key) -> what the adapter adds."""
+    """One adapted layer whose weight is zero: (x, key) -> the adapter's output."""
     layer = torch.nn.Sequential(OrderedDict(proj=torch.nn.Linear(16, 8, bias=False, device="meta")))
     add_lora(layer, LoraSpec(rank=4, alpha=8, dropout=dropout, targets=("proj",)))
     generator = np.random.default_rng(0)
@@ -229,8 +229,8 @@ def test_dropout_keeps_the_expectation() -> None:
     assert (np.abs(draws.mean(0) - np.asarray(call(x, None))) < 5 * error_of_the_mean).all()
 
 
-def test_dropout_drops_the_share_asked_for_and_scales_the_rest() -> None:
-    """Each token's input has one number, so its output is either nothing or the whole, enlarged."""
+def test_dropout_drops_the_requested_fraction_and_scales_the_rest() -> None:
+    """Each input has a single nonzero number, so the output is either zero or the full output, scaled up."""
     call, _ = linear_with_adapter(0.25)
     x = jnp.zeros((4000, 16)).at[:, 0].set(1.0)
     whole, dropped = np.asarray(call(x, None)), np.asarray(call(x, jax.random.key(0)))

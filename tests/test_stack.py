@@ -1,4 +1,4 @@
-"""Equal layers share one traced body, every layer runs once and in order, and the result is that of plain PyTorch."""
+"""Equal layers share one traced body, every layer runs once and in order, and the result equals plain PyTorch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layers_run(segments: list[Segment]) -> list[int]:
 
 @functools.cache
 def fewest_bodies(signatures: str) -> int:
-    """By trying every way to cut a repeated period off the front."""
+    """Brute force: tries every repeated period at the front, then the rest."""
     if not signatures:
         return 0
     return min(
@@ -57,19 +57,19 @@ def fewest_bodies(signatures: str) -> int:
         ("ABCD", 4),
         ("AAABAAABAA", 5),
         ("BAAAAAAAA", 2),  # a dense layer first, then experts
-        ("AABAABAA", 4),  # gemma3's tiny case: ends in the middle of its period
+        ("AABAABAA", 4),  # the tiny gemma3: ends in the middle of its period
         ("AAAAABAAAAABAAAAABAAAAABAA", 7),  # gemma3 with 26 layers
         ("ABABABACACAC", 4),
         ("AABB", 2),
     ],
 )
-def test_as_few_bodies_as_can_be_are_traced(signatures: str, bodies: int) -> None:
+def test_as_few_bodies_as_possible_are_traced(signatures: str, bodies: int) -> None:
     segments = find_segments(list(signatures))
     assert layers_run(segments) == list(range(len(signatures)))
     assert num_bodies(segments) == bodies == fewest_bodies(signatures)
 
 
-def test_a_segment_only_repeats_what_is_equal() -> None:
+def test_a_segment_only_repeats_equal_layers() -> None:
     strings = ["".join(letters) for n in range(8) for letters in itertools.product("AB", repeat=n)]
     for signatures in strings:
         segments = find_segments(list(signatures))
@@ -77,13 +77,13 @@ def test_a_segment_only_repeats_what_is_equal() -> None:
         for s in segments:
             run = signatures[s.start : s.start + s.period * s.repetitions]
             assert run == run[: s.period] * s.repetitions
-        # Loops are not free, so a body more may be traced for a loop or two less.
+        # A loop has a cost, so one more body may be traced to save a loop or two.
         assert num_bodies(segments) <= fewest_bodies(signatures) + 1
     assert len(strings) == 255
 
 
 class Layer(torch.nn.Module):
-    """Its output depends on the weight, the tensor and the number it is given, and on the order of layers."""
+    """Its output depends on its weight, its arguments and the order of the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Layer(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """What a transformers model is to the stack: a configuration and a list of layers it calls one after another."""
+    """What `LayerStack` needs of a model: a configuration, and a list of layers that it calls one after another."""
 
     def __init__(self, factors: list[float], *, shared_shift: bool = False, writes: bool = False) -> None:
         super().__init__()
@@ -111,14 +111,15 @@ class Layers(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
         memory = collections.UserDict() if self.writes else None
-        rows = [shifts[0]] * len(self.layers) if self.shared_shift else [shifts[i] for i in range(len(self.layers))]
-        for layer, shift, factor in zip(self.layers, rows, self.factors, strict=True):
+        num_layers = len(self.layers)
+        by_layer = [shifts[0]] * num_layers if self.shared_shift else [shifts[i] for i in range(num_layers)]
+        for layer, shift, factor in zip(self.layers, by_layer, self.factors, strict=True):
             hidden = layer(hidden, shift, factor, memory)
         return hidden
 
 
 class Stacked:
-    """The layers run by a `LayerStack`, beside what PyTorch makes of them."""
+    """The layers run by a `LayerStack`, and PyTorch's result for comparison."""
 
     def __init__(self, module: Layers, *, scan: bool = True, remat: Remat = "none") -> None:
         self.module = module
@@ -146,7 +147,7 @@ class Stacked:
         return self.weights(), jnp.asarray(self.hidden.numpy()), jnp.asarray(self.shifts.numpy())
 
     def traced_tanhs(self) -> int:
-        """How many layer bodies the program holds."""
+        """The number of layer bodies in the program."""
         return str(jax.make_jaxpr(self.run)(*self.arguments())).count("= tanh ")
 
 
@@ -158,14 +159,14 @@ def test_a_tensor_that_differs_per_layer_is_scanned_with_the_weights(shared_shif
     assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
 
 
-def test_a_number_that_differs_per_layer_makes_layers_run_one_by_one() -> None:
+def test_layers_run_one_by_one_if_a_number_differs_per_layer() -> None:
     stacked = Stacked(Layers([0.9, 0.8, 0.7, 0.6]))
     assert stacked.traced_tanhs() == 4
     assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
 
 
 def test_a_number_equal_in_every_repetition_may_differ_within_the_period() -> None:
-    """Were they of one kind, the two would be taken for repetitions of each other: attributes tell them apart."""
+    """The attribute `kind` makes the signatures differ; otherwise the period would be one layer."""
     module = Layers([0.9, 0.8] * 3)
     for i, layer in enumerate(module.layers):
         layer.kind = ("even", "odd")[i % 2]  # type: ignore[assignment]
@@ -177,13 +178,13 @@ def test_a_number_equal_in_every_repetition_may_differ_within_the_period() -> No
 
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_what_a_layer_writes_for_later_ones_arrives(scan: bool, remat: Remat) -> None:
+def test_a_dictionary_shared_by_layers_works(scan: bool, remat: Remat) -> None:
     stacked = Stacked(Layers([0.9] * 3, writes=True), scan=scan, remat=remat)
     assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
 
 
 @pytest.mark.parametrize("remat", ["none", "linear", "dots", "full"])
-def test_remat_changes_no_gradient(remat: Remat) -> None:
+def test_remat_does_not_change_gradients(remat: Remat) -> None:
     def gradients(stacked: Stacked) -> tuple[Any, ...]:
         return jax.jit(jax.grad(lambda *args: (stacked.run(*args) ** 2).sum(), argnums=(1, 2)))(*stacked.arguments())
 
@@ -192,7 +193,7 @@ def test_remat_changes_no_gradient(remat: Remat) -> None:
         assert distance(ours, np.asarray(expected)) < ROUNDING
 
 
-def test_layers_called_as_plain_pytorch_are_themselves() -> None:
+def test_layers_still_run_as_plain_pytorch() -> None:
     stacked = Stacked(Layers([0.9] * 3))
     with torch.no_grad():
         np.testing.assert_array_equal(stacked.module(stacked.hidden, stacked.shifts), stacked.expected)
@@ -200,7 +201,7 @@ def test_layers_called_as_plain_pytorch_are_themselves() -> None:
 
 @pytest.fixture(scope="module")
 def gemma() -> Subject:
-    """Eight layers of two kinds that differ in rotary tables and mask alone: one body serves both."""
+    """Eight layers of two kinds that differ only in rotary tables and mask, so they share one body."""
     return Subject("gemma3_text")
 
 
@@ -217,7 +218,7 @@ def test_a_scanned_model_equals_the_unrolled_one_and_pytorch(gemma: Subject) -> 
     assert distance(results[True], gemma.logits) < LOGITS
 
 
-def test_the_layout_holds_every_parameter_once_however_it_is_stacked(gemma: Subject) -> None:
+def test_the_layout_has_every_parameter_once_stacked_or_not(gemma: Subject) -> None:
     scanned, unrolled = (gemma.ours(scan=scan) for scan in (True, False))
     for which in ("layout", "adapter_layout"):
         layout, flat = getattr(scanned, which), getattr(unrolled, which)
@@ -231,8 +232,8 @@ def test_the_layout_holds_every_parameter_once_however_it_is_stacked(gemma: Subj
     assert all(np.array_equal(base[key], again[key]) for key in base)
 
 
-def test_layers_whose_own_code_looks_at_the_window_keep_bodies_of_their_own() -> None:
-    """Cohere 2 turns queries and keys only where there is a window: the mask alone would not tell."""
+def test_layers_that_use_the_window_in_their_own_code_do_not_share_a_body() -> None:
+    """Cohere 2 rotates queries and keys only in layers with a window, so these differ in more than the mask."""
     cohere = Subject("cohere2").ours(scan=True)
     assert [segment.period for segment in cohere.stack.segments] == [2]
     assert [segment.period for segment in Subject("gemma2").ours(scan=True).stack.segments] == [1]

@@ -9,12 +9,12 @@ import transformers
 from transformers import PreTrainedModel
 
 ROWS, TOKENS = 2, 24
-# The version the table was made with. Another one may know model types that nobody has looked at yet.
+# The version of transformers that the table was made for. Other versions may have model types without an entry.
 TABLE_VERSION = "5.22"
 
 
 def _tokens() -> torch.Tensor:
-    # 0, 1 and 2 are padding, beginning and end in every case.
+    # 0, 1 and 2 are the padding, start and end tokens in every case.
     return torch.randint(3, tiny_models.VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
@@ -29,19 +29,19 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
-def test_every_causal_model_type_has_a_case_or_a_reason_against_one() -> None:
+def test_every_causal_model_type_has_a_case_or_a_reason() -> None:
     without_reason = sorted(model_type for model_type, reason in tiny_models.uncovered().items() if reason is None)
     if transformers.__version__.startswith(TABLE_VERSION):
         assert without_reason == []
     elif without_reason:
-        pytest.skip(f"transformers {transformers.__version__} has types nobody has looked at: {without_reason}")
+        pytest.skip(f"transformers {transformers.__version__} has model types without an entry: {without_reason}")
 
 
-def test_no_type_has_both_a_case_and_a_reason_against_one() -> None:
+def test_no_model_type_has_both_a_case_and_a_reason() -> None:
     assert {case.model_type for case in tiny_models.CASES.values()}.isdisjoint(tiny_models.NOT_COVERED)
 
 
-def test_every_mechanism_is_explained_and_exercised_by_the_suite() -> None:
+def test_every_mechanism_is_explained_and_covered_by_the_suite() -> None:
     named = {mechanism for case in tiny_models.CASES.values() for mechanism in case.mechanisms}
     in_suite = {mechanism for name in tiny_models.SUITE for mechanism in tiny_models.CASES[name].mechanisms}
     assert named == set(tiny_models.MECHANISMS)
@@ -49,7 +49,7 @@ def test_every_mechanism_is_explained_and_exercised_by_the_suite() -> None:
     assert len(set(tiny_models.SUITE)) == 18
 
 
-# transformers' own module for gpt_bigcode compiles functions with it when imported.
+# transformers' gpt_bigcode uses torch.jit.script at import.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", tiny_models.buildable())
 def test_model_is_a_causal_language_model(name: str) -> None:
@@ -57,12 +57,14 @@ def test_model_is_a_causal_language_model(name: str) -> None:
     logits = _logits(model, ids)
     assert logits.shape == (ROWS, TOKENS, tiny_models.VOCABULARY)
     assert logits.isfinite().all()
-    assert logits.std() > 0.01, "logits so flat that no comparison with them means anything"
-    # Same shapes, same kernels: only the routing of experts, which sums in another order, may move the last bit.
+    assert logits.std() > 0.01, "logits are too flat for a meaningful comparison"
+    # Same shapes, same kernels: only the order of sums over experts may change the last bit.
     after_last = _logits(model, _with_another_token(ids, TOKENS - 1))
     torch.testing.assert_close(after_last[:, :-1], logits[:, :-1], rtol=0, atol=1e-5 * logits.abs().max().item())
     after_first = _logits(model, _with_another_token(ids, 0))
-    assert (after_first[:, 1:] - logits[:, 1:]).abs().max() > 0.01 * logits.abs().max(), "tokens do not see each other"
+    assert (after_first[:, 1:] - logits[:, 1:]).abs().max() > 0.01 * logits.abs().max(), (
+        "later tokens do not depend on earlier ones"
+    )
 
 
 def test_half_precision_model_has_the_rounded_weights() -> None:

@@ -1,8 +1,8 @@
 """Tiny random causal language models, one per architecture of transformers, built in plain PyTorch.
 
-`CASES` is the table: a model type, what to change in its default configuration to make it tiny, and the mechanisms it
-exercises. `SUITE` names the few cases the test suite runs through torchax on every change; `make architectures` runs
-all of them. `NOT_COVERED` says for every other causal model type of transformers why it has no case.
+`CASES` is the table: a model type, the overrides that make its default configuration tiny, and the mechanisms it uses.
+`SUITE` lists the cases that the test suite runs; `make architectures` runs all of them. `NOT_COVERED` gives the reason
+why each of the other causal model types of transformers has no case.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCABULARY = 256
 
-# What a case may exercise, each of them something a bridge to another framework can get wrong on its own.
+# Mechanisms that a bridge to another framework can get wrong independently of each other.
 MECHANISMS = {
-    "dense": "attention and a feed-forward network in every layer, nothing else of note",
+    "dense": "attention and a feed-forward network in every layer",
     "tied": "the head is the embedding matrix",
     "biases": "biases on the projections",
     "fused-projections": "one weight matrix holds several projections",
@@ -39,7 +39,7 @@ MECHANISMS = {
     "compressed": "keys pooled over blocks of tokens",
     "shared-kv": "later layers reuse the keys and values of earlier ones",
     "mixture": "routed experts",
-    "shared-expert": "an expert every token passes through, beside the routed ones",
+    "shared-expert": "an expert for every token, in addition to the routed ones",
     "hybrid": "layers of different kinds in one model",
     "mamba": "selective state space, first generation",
     "mamba2": "selective state space, second generation (chunked)",
@@ -48,16 +48,16 @@ MECHANISMS = {
     "recurrent": "another recurrence over tokens",
     "conv": "short convolution over tokens outside a state-space block",
     "shared-weights": "one block's weights are used at several depths",
-    "per-layer-inputs": "every layer receives an embedding of its own",
+    "per-layer-inputs": "every layer receives its own embedding of the tokens",
     "hyper-connections": "several residual streams mixed at each layer",
     "rope-scaling": "rotary frequencies other than the default",
     "partial-rotary": "only a part of each head is rotated",
     "rotary-per-layer": "rotary frequencies differ between layers",
-    "no-rotary": "some or all attention layers have no position of their own",
+    "no-rotary": "some or all attention layers have no rotary positions",
     "learned-positions": "position embeddings added to the input, learned or sinusoidal",
     "alibi": "linear biases on attention scores",
     "position-bias": "biases on attention scores from content and distance, passed to the attention function",
-    "own-attention": "attention written out in the layer, not called through transformers' attention interface",
+    "own-attention": "attention computed in the layer's own code, not through transformers' attention interface",
 }
 
 
@@ -94,7 +94,7 @@ GEMMA4_HEADS = {"head_dim": 16, "global_head_dim": 32}
 ALL_HEADS = {"num_key_value_heads": 4}
 WINDOW = {"sliding_window": 8}
 GPT = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}
-# Two repetitions of two kinds of layer: enough to find the period, and to share a loop body across repetitions.
+# Two repetitions of two kinds of layers: enough to find the period and to share a scan body.
 SLIDING_FULL = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 SLIDING_SLIDING_FULL = {
     **WINDOW,
@@ -124,7 +124,7 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
-# Fewer than the 24 tokens of a test row, so that the choice matters.
+# Fewer than the 24 tokens of a test sequence, so that the selection matters.
 INDEX = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 DELTA = {
     "linear_conv_kernel_dim": 4,
@@ -161,7 +161,7 @@ def _rotary(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
 
-# Not left to the formatter: one row or paragraph per case reads as a table, one argument per line does not.
+# Formatted by hand: one line or paragraph per case reads like a table.
 # fmt: off
 CASES: dict[str, Case] = {
     # Dense decoders.
@@ -417,10 +417,10 @@ CASES: dict[str, Case] = {
 # fmt: on
 
 
-# What only architectures have that the engine refuses, or refuses to pack; docs/ARCHITECTURES.md says which and why.
+# Mechanisms found only in architectures that the engine refuses, or cannot pack; see docs/ARCHITECTURES.md.
 NOT_YET = frozenset({"indexed", "compressed", "hyper-connections", "recurrent", "linear-attention"})
 
-# Every other mechanism at least once.
+# These cover every other mechanism at least once.
 SUITE: tuple[str, ...] = (
     "qwen3",
     "gemma2",
@@ -454,7 +454,7 @@ NOT_COVERED: dict[str, str] = {
         " roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod",
     ),
     **_because(
-        "the decoder half of an encoder-decoder, not a language model of its own",
+        "the decoder of an encoder-decoder model, not a language model by itself",
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper",
     ),
     **_because("multimodal wrapper; its language model is the case gemma3_text", "gemma3"),
@@ -487,14 +487,14 @@ def configuration(name: str) -> PreTrainedConfig:
     """The case's configuration, as a checkpoint of that type would have it."""
     case = CASES[name]
     settings = {key: value for key, value in {**BASE, **case.overrides}.items() if value is not None}
-    # The configuration keeps what it is given and transformers edits it in place; the table must not change with it.
+    # The configuration keeps references to these values and transformers edits them in place, so copy them.
     return AutoConfig.for_model(case.model_type, **deepcopy(settings))
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """The case's model in eval mode, with random weights, its attention and experts computed by plain PyTorch.
+    """The case's model in eval mode, with random weights; attention and experts are plain PyTorch.
 
-    In another dtype the weights are those of the float32 model of the same seed, rounded.
+    In other dtypes the weights are the rounded weights of the float32 model with the same seed.
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(configuration(name), attn_implementation="eager", dtype=dtype)
@@ -509,7 +509,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
 
 
 def _add_noise(model: PreTrainedModel, seed: int) -> None:
-    """Fresh weights have norms of one and biases, gates and sinks of zero: a mistake in using those would not show."""
+    """New models have norms of one, and biases, gates and sinks of zero: a mistake in their use would not show."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(like: torch.Tensor) -> torch.Tensor:
@@ -521,7 +521,7 @@ def _add_noise(model: PreTrainedModel, seed: int) -> None:
         for parameter in model.parameters():
             parameter.add_(noise(parameter))
         for name, buffer in model.state_dict().items():
-            # Buffers that a checkpoint fills in: routing biases, layer scales, routing tables.
+            # Buffers that a checkpoint would set: routing biases, layer scales, routing tables.
             if name in parameter_names or not ((buffer == 0).all() or (buffer == 1).all()):
                 continue
             if buffer.is_floating_point():
@@ -531,12 +531,12 @@ def _add_noise(model: PreTrainedModel, seed: int) -> None:
 
 
 def buildable(names: Iterable[str] = CASES) -> list[str]:
-    """Those of the named cases whose model type the installed transformers knows."""
+    """The cases whose model type exists in the installed transformers."""
     return [name for name in names if CASES[name].model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 
 
 def uncovered() -> dict[str, str | None]:
-    """Causal model types of the installed transformers without a case, and why; None where nobody has looked yet."""
+    """Causal model types of the installed transformers without a case, and the reason (None: not decided yet)."""
     covered = {case.model_type for case in CASES.values()}
     return {
         model_type: NOT_COVERED.get(model_type)

@@ -1,10 +1,14 @@
 """A transformers causal LM as pure functions of JAX arrays.
 
-The module lives on the meta device: it holds no weights, only code. Each call puts a tree of arrays in their place
-(`torch.func.functional_call`), runs transformers' own forward with torchax, and leaves nothing behind. What comes out
-is what `engine` needs: hidden states, and a head that turns any slice of them into logits.
+    model = CausalLM(config, lora=LoraSpec(rank=16))
+    hidden_BTD = model.hidden(base, adapter, {"tokens": tokens_BT})      # inside jax.jit
+    logits_BCV = model.head(base, model.head_adapter(adapter), hidden_BTD[:, :128])
 
-Legend: B rows, T tokens, D width, V vocabulary.
+`base` and `adapter` are dicts of arrays with the keys of `model.layout` and `model.adapter_layout`. The PyTorch module
+is on the meta device, so it has code but no weights. Each call substitutes the arrays for its parameters
+(`torch.func.functional_call`), runs transformers' own forward under torchax, and restores the module afterwards.
+
+Legend: B sequences, T tokens, C tokens of a chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments
 
 
 class CausalLM:
-    """One architecture with its adapters, ready to be called inside `jax.jit`."""
+    """One architecture with its adapters, to be called inside `jax.jit`."""
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class CausalLM:
 
     @property
     def has_separate_head(self) -> bool:
-        """Whether hidden states can be had without logits, hence the loss computed in chunks."""
+        """Whether hidden states can be computed without logits; then the loss can be computed in chunks."""
         return self.decoder is not None
 
     def head_adapter(self, adapter: Tree) -> Tree:
@@ -87,7 +91,11 @@ class CausalLM:
         return {key: a for key, a in adapter.items() if key.rsplit(".", 1)[0] in outside}
 
     def hidden(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None = None) -> jax.Array:
-        """The decoder's last hidden state [B, T, D]; with `head` it gives the logits."""
+        """The decoder's last hidden state [B, T, D]; `head` turns it into logits.
+
+        The whole model's forward is called, because it may do something before the decoder. When the decoder returns,
+        an exception carries its output out of the forward, so the head is not traced.
+        """
         decoder = self.decoder
         assert decoder is not None
 
@@ -103,11 +111,11 @@ class CausalLM:
         raise AssertionError(f"{self.name} did not call its decoder")
 
     def head(self, base: Tree, head_adapter: Tree, hidden_BTD: jax.Array) -> jax.Array:
-        """Logits [B, T, V] of any slice of the hidden states, by transformers' own head code: the whole forward, with
-        a decoder that returns the slice."""
+        """Logits [B, C, V] of any slice [B, C, D] of the hidden states. Runs the whole model's forward with a decoder
+        that returns the slice, so whatever the model does after the decoder (scaling, soft caps) is included."""
         decoder, kind = self.decoder, self._decoder_output
         assert decoder is not None and kind is not None, "hidden() has to be traced before head()"
-        tokens = jnp.zeros(hidden_BTD.shape[:2], jnp.int32)
+        tokens = jnp.zeros(hidden_BTD.shape[:2], jnp.int32)  # not used: the decoder does not run
 
         def return_slice(*args: Any, **kwargs: Any) -> Any:
             chunk = interop.torch_view(split_rows(hidden_BTD, self.mesh))
@@ -118,21 +126,22 @@ class CausalLM:
             return split_rows(interop.jax_view(logits), self.mesh)
 
     def logits(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None = None) -> jax.Array:
-        """Whole logits [B, T, V], in one forward."""
+        """Full logits [B, T, V]."""
         return interop.jax_view(self._forward(base, adapter, inputs, dropout_key).logits)
 
     def weights_split_on_last_dim(self) -> set[str]:
-        """Which weights tensor parallelism splits on their last dim: the inputs of a product that leads back to the
-        residual stream. The rule needs no names: of the linear layers side by side in a block, that is the last."""
+        """Which weights tensor parallelism splits on their last dim, the inputs: those of layers that write to the
+        residual stream, such as `o_proj` and `down_proj`. The rule needs no list of names: it is the last of the linear
+        layers that have the same parent module."""
         head = self.module.get_output_embeddings()
         linear = {name: module for name, module in linear_layers(self.module).items() if module is not head}
         last = {name.rpartition(".")[0]: name for name in linear}
-        leads_back = set(last.values())
-        # Conv1D keeps inputs first, so there it is the other way round.
-        return {f"{name}.weight" for name, m in linear.items() if (name in leads_back) != isinstance(m, Conv1D)}
+        writes_residual = set(last.values())
+        # Conv1D stores inputs first, so the dims are swapped.
+        return {f"{name}.weight" for name, m in linear.items() if (name in writes_residual) != isinstance(m, Conv1D)}
 
     def _forward(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None) -> Any:
-        if dropout_key is not None:  # split like the batch, and so are the masks
+        if dropout_key is not None:  # split like the batch, so that each device computes only its own masks
             dropout_key = dropout_key._replace(index_B=split_rows(dropout_key.index_B, self.mesh))
         trace = Trace(
             weights={**base, **adapter},
@@ -143,27 +152,29 @@ class CausalLM:
             mesh=self.mesh,
             dropout_key=dropout_key,
         )
-        outside_layers = {key: value for key, value in trace.weights.items() if ":" not in key}
+        # Stacked weights have a slice such as "1:4:1" in their key. They are not parameters of the module: `LayerStack`
+        # reads them from the trace.
+        unstacked = {key: value for key, value in trace.weights.items() if ":" not in key}
         keywords = {"input_ids": interop.torch_view(inputs["tokens"]), "use_cache": False}
         if trace.positions_BT is not None and "position_ids" in self.arguments:
             keywords["position_ids"] = interop.torch_view(trace.positions_BT)
-        return self.run(trace, outside_layers, keywords, packing_aware(self.module))
+        return self.run(trace, unstacked, keywords, packing_aware(self.module))
 
     def run(
         self, trace: Trace, weights: Tree, keywords: dict[str, Any], replacements: list[tuple[Any, str, Any]]
     ) -> Any:
-        """transformers' own forward on these weights, with names (home, name, value) that mean something else
-        meanwhile; training and generation both come through here."""
+        """Runs transformers' own forward with these weights, for training and generation. `replacements` are (object,
+        attribute, value): attributes that are replaced during the call."""
         replacements = [*replacements, *attention_functions.mask_replacements(self.module, self.attention_style)]
         with (
-            _nothing_left_behind(self.module),
+            _restored(self.module),
             _replaced(replacements),
             tracing(trace),
             environment(),
             warnings.catch_warnings(),
         ):
             try:
-                # Models ask for int64 positions; jax says each time that it gives int32.
+                # Models request int64 positions, and jax warns every time that it uses int32.
                 warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
                 return torch.func.functional_call(
                     self.module, interop.torch_view(weights), (), keywords, tie_weights=True, strict=False
@@ -174,7 +185,7 @@ class CausalLM:
                 raise _cannot_trace(self.name, error) from error
 
     def _layout(self) -> Layout:
-        """Every parameter and buffer of the module, layers stacked as the segments say."""
+        """Every parameter and buffer of the module, with the layers of a segment stacked."""
         canonical = {canonical for names in self.stack.shared for canonical in names.values()}
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         layout: Layout = {}
@@ -197,7 +208,7 @@ class CausalLM:
 
 
 def find_decoder(module: Any, layers: list[torch.nn.Module]) -> torch.nn.Module | None:
-    """The part of the model that ends in hidden states; None where there is none apart from the whole."""
+    """The submodule that contains all layers and returns hidden states; None if only the whole model does."""
     for candidate in (module.get_decoder(), module.base_model):
         inside = {id(m) for m in candidate.modules()}
         if candidate is not module and all(id(layer) in inside for layer in layers):
@@ -206,8 +217,8 @@ def find_decoder(module: Any, layers: list[torch.nn.Module]) -> torch.nn.Module 
 
 
 def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) -> Any:
-    """transformers' module with parameters on the meta device and buffers computed, in evaluation mode: the base is
-    frozen, so its own dropout has no part in training."""
+    """transformers' module with parameters on the meta device and real buffers. It is in evaluation mode: the base is
+    frozen, so its own dropout is off."""
     config = type(config).from_dict(config.to_dict())
     config.use_cache = False
     attention_functions.register()
@@ -216,7 +227,7 @@ def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
         module = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=trust_remote_code
         )
-    with contextlib.suppress(Exception):  # a model without experts has nothing to set
+    with contextlib.suppress(Exception):  # raises for a model without experts
         module.set_experts_implementation(experts.NAME)
     _make_rope_static(module)
     keep = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
@@ -228,7 +239,7 @@ def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters go to the meta device as they are registered, so none is ever filled; buffers such as rotary
+    """Moves each parameter to the meta device when it is registered, so none is initialized. Buffers such as rotary
     frequencies are computed as usual."""
     register = torch.nn.Module.register_parameter
 
@@ -243,8 +254,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _make_rope_static(module: torch.nn.Module) -> None:
-    """`rope_type: dynamic` looks at the largest position, which a trace does not have. It changes nothing while the
-    sequence fits the trained length, and longer ones are refused before a run."""
+    """Replaces `rope_type: dynamic`, which reads the largest position and so cannot be traced. It has no effect on
+    sequences up to the trained length, and longer ones are refused before a run (`limits.check_rows`)."""
     for child in module.modules():
         rope: Any = child.__dict__.get("rope_type")
         if isinstance(rope, str) and "dynamic" in rope:
@@ -254,8 +265,8 @@ def _make_rope_static(module: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _nothing_left_behind(module: torch.nn.Module) -> Iterator[None]:
-    """Some models write attributes or buffers in their forward; undone, or tracers would leak into the next trace."""
+def _restored(module: torch.nn.Module) -> Iterator[None]:
+    """Restores attributes and buffers that a forward writes: otherwise tracers would leak into the next trace."""
     before = [(m, dict(m.__dict__), dict(m._buffers), dict(m._parameters)) for m in module.modules()]
     try:
         yield
@@ -279,15 +290,15 @@ class _DecoderReturned(Exception):
 
 @contextlib.contextmanager
 def _replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Names in transformers' modules that mean something else while a trace is made."""
-    before = [(home, name, getattr(home, name)) for home, name, _ in replacements]
+    """Sets attributes (object, attribute, value) and restores them afterwards."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     try:
-        for home, name, value in replacements:
-            setattr(home, name, value)
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
         yield
     finally:
-        for home, name, value in before:
-            setattr(home, name, value)
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -314,5 +325,5 @@ def _cannot_trace(name: str, error: Exception) -> TrilloraError:
     return TrilloraError(
         f"{name} cannot be traced: {type(error).__name__}: {reason[0] if reason else ''}",
         where=where,
-        do="choose an architecture from docs/ARCHITECTURES.md, or report this operation with the model's name",
+        do="choose an architecture from docs/ARCHITECTURES.md, or report this operation and the model's name",
     )

@@ -1,9 +1,9 @@
-"""A causal LM that writes: `prefill` reads the prompts, `decode` one more token, both pure functions of arrays.
+"""Text generation with a causal LM: `prefill` reads the prompts, `decode` adds one token. Both are pure functions.
 
-They run transformers' forward through the same bridge as training, with the base alone or with an adapter, and with a
-cache of fixed shape (`cache`). Layers run one by one: a scan over them decodes a third slower on CPU.
+They run transformers' forward through the same bridge as training, with or without an adapter, and with a cache of
+fixed shape (`kv_cache`). Layers run one by one: a scan over them makes decoding a third slower on CPU.
 
-Legend: B rows, P slots of the padded prompts, V vocabulary.
+Legend: B sequences, P slots of the padded prompts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from trillora.model.limits import why_not_decode
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import Slots, Trace
 
+OWN_ATTENTION = "{name} computes attention in its own code, which does not use our cache."
+
 
 class Decoder:
-    """Prefill and decode of one model. Build it with `scan=False` where it is only to generate: stacked weights are
-    taken apart inside the program, which costs a copy of each."""
+    """Prefill and decode for one model. Use a model with `scan=False` if it is only for generation: stacked weights are
+    unstacked in the program, which copies each of them."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
@@ -36,20 +38,20 @@ class Decoder:
         if reason is not None:
             raise TrilloraError(f"{model.name} cannot generate text here: {reason}.", do=DO)
         if model.attention_style == "mask":
-            raise TrilloraError(f"{model.name} computes attention by code of its own, without our cache.", do=DO)
+            raise TrilloraError(OWN_ATTENTION.format(name=model.name), do=DO)
         check_cache(self.config)
         empty = StaticCache(self.config, num_slots=1)
         if empty.has_attention and "position_ids" not in model.arguments:
-            raise TrilloraError(f"{model.name} counts positions by itself, so prompts cannot be padded.", do=DO)
+            raise TrilloraError(f"{model.name} takes no position_ids, so prompts cannot be padded.", do=DO)
 
     def prefill(
         self, base: Tree, adapter: Tree, tokens_BP: jax.Array, starts_B: jax.Array, num_slots: int
     ) -> tuple[jax.Array, Arrays]:
-        """Logits [B, V] after the prompts, and the cache. Row b's prompt lies in slots starts_B[b] to P - 1."""
+        """Logits [B, V] after the prompts, and the cache. Prompt b is in slots starts_B[b] to P - 1."""
         num_read = tokens_BP.shape[1]
         if num_read >= num_slots:
             raise TrilloraError(
-                f"A prompt of {num_read} tokens leaves no room in a cache of {num_slots}.",
+                f"A prompt of {num_read} tokens leaves no room for an answer in a cache of {num_slots}.",
                 do=f"use prompts of at most {num_slots - 1} tokens",
             )
         places = jnp.arange(num_read)[None] - starts_B[:, None]
@@ -57,7 +59,7 @@ class Decoder:
         cache = StaticCache(self.config, num_slots)
         trace = self._trace(base, adapter, jnp.maximum(places, 0))
         trace.segments_BT = is_text
-        # Attention is told by segments; a recurrence blots out padding itself, given a mask.
+        # Segment ids hide the padding from attention. Recurrent layers zero it themselves, given a mask.
         extra = {"attention_mask": interop.torch_view(is_text)} if cache.has_recurrence else {}
         return self._call(trace, tokens_BP, cache, extra)
 
@@ -71,12 +73,11 @@ class Decoder:
         starts_B: jax.Array,
         num_slots: int,
     ) -> tuple[jax.Array, Arrays]:
-        """Logits [B, V] after one more token in each row, which is written to `slot`, and the cache with it."""
+        """Logits [B, V] after one more token in each sequence, and the cache with this token in `slot`."""
         trace = self._trace(base, adapter, (slot - starts_B)[:, None])
         trace.slots = Slots(slot, starts_B, num_slots)
-        remembered = StaticCache(self.config, num_slots, slot, cache)
-        logits, new = self._call(trace, tokens_B[:, None], remembered, {})
-        # In a loop the cache must keep its type; a model may compute a state wider than it was kept.
+        logits, new = self._call(trace, tokens_B[:, None], StaticCache(self.config, num_slots, slot, cache), {})
+        # A loop needs the same dtypes in every iteration, but a model may compute a state in a wider one.
         return logits, jax.tree.map(lambda array, old: array.astype(old.dtype), new, cache)
 
     def _trace(self, base: Tree, adapter: Tree, positions: jax.Array) -> Trace:
@@ -88,7 +89,7 @@ class Decoder:
             interpret=model.interpret,
             mesh=model.mesh,
         )
-        trace.running_layers = True  # nothing is recorded: a layer runs when transformers calls it
+        trace.running_layers = True  # no recording: each layer runs when transformers calls it
         return trace
 
     def _call(
@@ -96,24 +97,24 @@ class Decoder:
     ) -> tuple[jax.Array, Arrays]:
         model = self.model
         assert trace.positions_BT is not None
-        wanted = {
+        arguments = {
             "input_ids": interop.torch_view(tokens),
             "position_ids": interop.torch_view(trace.positions_BT),
             "past_key_values": cache,
-            "cache_params": cache,  # what models without attention call it
+            "cache_params": cache,  # its name in models without attention
             "use_cache": True,
             "logits_to_keep": 1,
             **extra,
         }
-        keywords = {name: value for name, value in wanted.items() if name in model.arguments}
-        out = model.run(trace, trace.weights, keywords, self._rows_split_between_layers())
+        keywords = {name: value for name, value in arguments.items() if name in model.arguments}
+        out = model.run(trace, trace.weights, keywords, self._split_at_every_layer())
         if trace.num_attention_calls < cache.num_updates:
-            raise TrilloraError(f"{model.name} computes attention by code of its own, without our cache.", do=DO)
+            raise TrilloraError(OWN_ATTENTION.format(name=model.name), do=DO)
         logits = split_rows(interop.jax_view(out.logits)[:, -1], model.mesh)
         return logits, jax.tree.map(lambda array: split_rows(array, model.mesh), cache.export(model.name))
 
-    def _rows_split_between_layers(self) -> list[tuple[Any, str, Any]]:
-        """Replacements that tell the compiler at every layer how rows lie on the mesh (see `mesh.split_rows`)."""
+    def _split_at_every_layer(self) -> list[tuple[Any, str, Any]]:
+        """Replacements that constrain the sharding of every layer's input and output (see `mesh.split_rows`)."""
         mesh = self.model.mesh
         if mesh is None or mesh.size == 1:
             return []

@@ -1,10 +1,19 @@
-"""What a model remembers of a text while it writes: transformers sees a `Cache`, JAX a list of arrays of fixed shape.
+"""The key/value cache for generation: a `Cache` for transformers, a list of arrays of fixed shape for JAX.
 
-Prompts are padded on the left, so that all rows end at the same slot: a write is one slice at a scalar, and recurrent
-states end at the last token. Layers with a sliding window keep a ring of that many slots; position p lies at slot
-p modulo the ring's length. The objects live for one trace: made from arrays, exported to arrays.
+Prompts are padded on the left, so that all of them end at the same slot. Then one scalar says where the next token is
+written, and recurrent states end at the last token. Example: prompts of 2 and 4 tokens in a cache of 6 slots, while the
+first generated token (x) is written to slot 4:
 
-Legend: B rows, K key/value heads, S slots, D width.
+    slot        0   1   2   3   4   5
+    sequence 0  .   .   a   b   x   .     starts_B = [2, 0], slot = 4
+    sequence 1  c   d   e   f   x   .
+
+A layer with a sliding window of W tokens keeps only W slots, used as a ring buffer: the token of slot p is stored at
+p modulo W. With W = 3, slots 2, 3 and 4 are stored at 2, 0 and 1.
+
+The objects exist for one trace. They are created from arrays, and `export` returns the arrays for the next call.
+
+Legend: B sequences, K key/value heads, S slots, D width.
 """
 
 from __future__ import annotations
@@ -22,17 +31,20 @@ from trillora.errors import TrilloraError
 from trillora.model.trace import Slots
 
 Arrays = list[dict[str, jax.Array]]  # one dictionary per layer of the cache
-STATELESS = ("moe", "mlp")  # kinds of layer that transformers lists among the caches but that remember nothing
+STATELESS = ("moe", "mlp")  # kinds of layers that transformers lists with the caches but that store nothing
 DO = "choose another architecture for generation; this one can only be trained"
 
 
 def visible_in_cache(rule: MaskRule, slots: Slots, num_held: int) -> jax.Array:
-    """Which of a layer's `num_held` slots the token being decoded may see, as a boolean array [B, 1, 1, S]."""
+    """Which of a layer's `num_held` slots the current token attends to, as a boolean array [B, 1, 1, S].
+
+    With `num_held` = 3 and the current token in slot 4, the ring contains the tokens of slots `held` = [3, 4, 2].
+    """
     if num_held < slots.num_slots and (rule.window is None or rule.window > num_held):
-        raise TrilloraError(f"A layer keeps {num_held} tokens but attends to more.", do=DO)
+        raise TrilloraError(f"A layer stores {num_held} tokens but attends to more.", do=DO)
     now, starts = slots.slot, slots.starts_B[:, None]
-    held = (now - (now - jnp.arange(num_held)) % num_held)[None]  # the newest position a slot can hold
-    mask = held >= starts  # slots never written would hold negative positions
+    held = (now - (now - jnp.arange(num_held)) % num_held)[None]  # the latest p <= now with p % num_held == index
+    mask = held >= starts  # false for padding, and for slots not yet written, where `held` is negative
     if rule.window is not None:
         mask &= now - held < rule.window
     if rule.chunk is not None:
@@ -53,10 +65,10 @@ class _KeysAndValues(cache_utils.CacheLayerMixin):
         self.is_initialized = slot is not None
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: arrays come from `StaticCache`."""
+        """Does nothing: the arrays come from `StaticCache`."""
 
     def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Remember and hand back what attention is to see: at first the prompt itself, later the whole buffer."""
+        """Stores keys and values, and returns those for attention: the prompt's own at first, then the whole buffer."""
         self.num_updates += 1
         new = interop.jax_view(keys), interop.jax_view(values)
         if self.slot is None:
@@ -70,7 +82,8 @@ class _KeysAndValues(cache_utils.CacheLayerMixin):
         return self.keys, self.values
 
     def _buffer(self, array: jax.Array) -> jax.Array:
-        """A prompt's keys or values in slots: padded, or the last of them turned to where the ring has them."""
+        """A prompt's keys or values as a buffer: padded at the end if they fit. Otherwise the last `num_slots` of them,
+        rotated to their places in the ring."""
         surplus = array.shape[2] - self.num_slots
         if surplus > 0:
             return jnp.roll(array[:, :, surplus:], surplus, axis=2)
@@ -87,10 +100,10 @@ class _KeysAndValues(cache_utils.CacheLayerMixin):
 
 
 class _Recurrent(cache_utils.LinearAttentionCacheLayerMixin):
-    """Convolution and recurrent states of one layer: transformers' contract without its in-place storage."""
+    """Convolution and recurrent states of one layer: transformers' interface without its in-place updates."""
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: arrays come from `StaticCache`."""
+        """Does nothing: the arrays come from `StaticCache`."""
 
     def update_conv_state(
         self, conv_states: Any, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -109,14 +122,14 @@ class _Recurrent(cache_utils.LinearAttentionCacheLayerMixin):
 
 
 class _Both(_Recurrent, _KeysAndValues):
-    """A layer with attention and a recurrence side by side."""
+    """A layer with both attention and a recurrence."""
 
     def __init__(self, slot: jax.Array | None, num_slots: int, **kwargs: Any) -> None:
         _KeysAndValues.__init__(self, slot, num_slots)
         _Recurrent.__init__(self, **kwargs)
 
 
-# Which of transformers' static layers we can stand for. Others (indexed, compressed) hold more than we know of.
+# Our class for each of transformers' static cache layers. Others (indexed, compressed) have state we do not support.
 _KINDS: dict[type, type] = {
     cache_utils.StaticLayer: _KeysAndValues,
     cache_utils.StaticSlidingWindowLayer: _KeysAndValues,
@@ -127,7 +140,7 @@ _KINDS: dict[type, type] = {
 
 
 class StaticCache(cache_utils.Cache):
-    """The cache of one trace. `slot` is None while the prompt is read; `arrays` is what an earlier call exported."""
+    """The cache of one trace. `slot` is None while the prompt is read; `arrays` come from `export` of the last call."""
 
     def __init__(self, config: Any, num_slots: int, slot: jax.Array | None = None, arrays: Arrays | None = None):
         self.kinds, self._options = _kinds(config)
@@ -146,7 +159,7 @@ class StaticCache(cache_utils.Cache):
         if cls is _Recurrent:
             return _Recurrent(**states)
         is_windowed = issubclass(cache_utils.STATIC_LAYER_TYPE_MAPPING[kind], cache_utils.StaticSlidingWindowLayer)
-        # Chunks begin where a row's text begins, so their slots differ from row to row: all are kept.
+        # Chunks are counted from the start of each text, so their slots differ between sequences: keep all slots.
         window = options.get("sliding_window") if is_windowed and kind != "chunked_attention" else None
         return cls(slot, min(num_slots, window or num_slots), **states)
 
@@ -163,7 +176,7 @@ class StaticCache(cache_utils.Cache):
         return sum(getattr(layer, "num_updates", 0) for layer in self.layers)
 
     def export(self, name: str) -> Arrays:
-        """What to hand to the next call. A layer that remembered nothing would start every token afresh: refused."""
+        """The arrays for the next call. A layer that stored nothing is an error: it would forget all earlier tokens."""
         arrays: Arrays = []
         for kind, layer in zip(self.kinds, self.layers, strict=True):
             kept = {n: interop.jax_view(store[i]) for n, store, i in _states(layer) if store[i] is not None}
@@ -173,33 +186,33 @@ class StaticCache(cache_utils.Cache):
                 if layer.keys is not None:
                     kept |= {"keys": interop.jax_view(layer.keys), "values": interop.jax_view(layer.values)}
             if not keeps_all:
-                raise TrilloraError(f"{name} does not use transformers' cache in a layer of kind {kind}.", do=DO)
+                raise TrilloraError(f"{name} does not use transformers' cache in its {kind} layers.", do=DO)
             arrays.append(kept)
         return arrays
 
 
 def check_cache(config: Any) -> None:
-    """Refuse a model with a kind of cache that is not known here."""
+    """Refuses a model with an unsupported kind of cache."""
     for kind in _kinds(config)[0]:
         _kind_class(kind)
 
 
 def _kinds(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
-    """The kind of every layer, and transformers' options for its cache."""
+    """The kind of every layer, and transformers' options for its cache layer."""
     kinds, options = cache_utils.get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    # Older versions give one dictionary that serves all layers.
+    # Older versions return one dictionary for all layers.
     return kinds, [options] * len(kinds) if isinstance(options, dict) else options
 
 
 def _kind_class(kind: str) -> type:
     theirs = cache_utils.STATIC_LAYER_TYPE_MAPPING.get(kind)
     if theirs not in _KINDS:
-        raise TrilloraError(f"Layers of kind {kind} keep a cache that is not understood yet.", do=DO)
+        raise TrilloraError(f"The cache of {kind} layers is not supported yet.", do=DO)
     return _KINDS[theirs]
 
 
 def _states(layer: Any) -> list[tuple[str, dict[int, Any], int]]:
-    """Name, store and number of each convolution and recurrent state a layer may have."""
+    """(name, dictionary, key) of every convolution and recurrent state of a layer."""
     return [
         (f"{name}{number}", store, number)
         for number in range(getattr(layer, "number_of_states", 0))

@@ -1,8 +1,8 @@
-"""How weights lie in memory: a flat dict of arrays whose keys say which checkpoint parameters each one holds.
+"""The layout of weights in memory: a flat dict of arrays, whose keys say which parameters of the model they contain.
 
-A key is a parameter's own name (`model.norm.weight`) or, where equal layers are stacked for a scan, that name with
-the layer number replaced by a slice: `model.layers.1:18:6.mlp.up_proj.weight` holds layers 1, 7 and 13 along a new
-leading dim. Base weights, adapters, shardings and files all speak of these keys.
+A key is the name of a parameter (`model.norm.weight`) or, where equal layers are stacked for a scan, that name with a
+slice in place of the layer number: `model.layers.1:18:6.mlp.up_proj.weight` contains layers 1, 7 and 13 along a new
+leading dim. Base weights, adapters and shardings use these keys.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the tree: which parameters it holds, its shape there (stacked dim included) and its type."""
+    """One array of the tree, which contains one parameter or several stacked ones."""
 
-    names: tuple[str, ...]  # one per repetition; a single one when not stacked
+    names: tuple[str, ...]  # of the parameters: one, or one per stacked layer
     stacked: bool
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # with the stacked dim
     dtype: np.dtype[Any]
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Shape of one of the parameters it holds."""
+        """Shape of one parameter."""
         return self.shape[1:] if self.stacked else self.shape
 
     @property
@@ -39,7 +39,7 @@ Tree = dict[str, Any]  # key -> jax.Array (or a jax.ShapeDtypeStruct where only 
 
 
 def unstack(tree: Tree, layout: Layout) -> Tree:
-    """The same arrays under their own parameter names, one per layer."""
+    """The same weights by parameter name, one array per layer."""
     flat: Tree = {}
     for key, array in tree.items():
         leaf = layout[key]

@@ -1,4 +1,4 @@
-"""What a model's configuration forbids, known before anything is loaded."""
+"""Limits that follow from a model's configuration, checked before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ from typing import Any
 
 from trillora.errors import TrilloraError
 
-# Models that carry state from one document of a row into the next by code of their own, which is not told apart yet.
-# The only place where the engine knows an architecture by name: nothing in a module's structure shows this.
+# Models whose own code carries state from one document of a packed sequence into the next. This is the only place that
+# lists architectures by name: the structure of a module does not show it.
 CANNOT_PACK = {
     "minimax": "lightning attention keeps a running state",
-    "openai-gpt": "its attention builds a causal mask of its own",
-    "recurrent_gemma": "its recurrent blocks keep a state of their own",
+    "openai-gpt": "its attention builds its own causal mask",
+    "recurrent_gemma": "its recurrent blocks keep a running state",
     "rwkv": "its time mixing keeps a running state",
-    "xlstm": "its cells keep a state of their own",
+    "xlstm": "its cells keep a running state",
 }
 
-# Models that keep what they remember outside transformers' cache: decoding would start every token from nothing.
+# Models that keep state outside transformers' cache: every decoded token would start without the text before it.
 CANNOT_DECODE = {
-    "minimax": "lightning attention keeps a running state of its own",
+    "minimax": "lightning attention keeps its state outside the cache",
     "recurrent_gemma": "its recurrent blocks keep their state inside the module",
-    "rwkv": "its state is no cache",
-    "xlstm": "its state is no cache",
+    "rwkv": "it keeps its state outside the cache",
+    "xlstm": "it keeps its state outside the cache",
 }
 
 
 def why_not_decode(config: Any) -> str | None:
-    """Why the model cannot answer prompts here, if it cannot."""
+    """Why the model cannot generate text here; None if it can."""
     return CANNOT_DECODE.get(config.get_text_config().model_type)
 
 
 def check_rows(config: Any, sequence_length: int, pack: bool) -> None:
-    """Refuse rows the model cannot take: longer than its positions, or shared by documents it would mix."""
+    """Refuses sequences longer than the model's positions, and packing where the model would mix documents."""
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and sequence_length > longest:
         raise TrilloraError(
-            f"Rows of {sequence_length} tokens are longer than the {longest} positions this model was made for.",
+            f"Sequences of {sequence_length} tokens are longer than the {longest} positions this model supports.",
             where="train.sequence_length",
             do=f"use at most {longest}",
         )
     reason = CANNOT_PACK.get(text.model_type)
     if pack and reason:
         raise TrilloraError(
-            f"Documents packed into one row would see each other in this model: {reason}.",
+            f"Documents packed into one sequence would see each other in this model: {reason}.",
             where="data.pack",
-            do="set data.pack to false: one document in a row",
+            do="set data.pack to false, so that every sequence has one document",
         )

@@ -1,7 +1,13 @@
-"""LoRA on a module tree: which linear layers get an adapter, and how it is added to their output.
+"""LoRA for any model: selects the linear layers to adapt, and adds the adapter to their output.
 
-A target keeps its class, its name and its frozen weight; it gains two parameters, `lora_a` [rank, in] and `lora_b`
-[out, rank], and adds scale * (x A') B' to what it returned before. Legend: R rank, D inputs, E outputs.
+A target keeps its name and its frozen weight. It gets two parameters, `lora_a` [R, D] and `lora_b` [E, R], and returns
+
+    y = linear(x) + scale * (dropout(x) @ lora_a.T) @ lora_b.T
+
+Example: with rank 2, a layer `q_proj` with weight [4, 3] (E = 4 outputs, D = 3 inputs) gets `q_proj.lora_a` [2, 3] and
+`q_proj.lora_b` [4, 2]. With alpha 8, scale is 8 / 2 = 4.
+
+Legend: R rank, D inputs, E outputs.
 """
 
 from __future__ import annotations
@@ -29,13 +35,13 @@ from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import current
 
 ALL_LINEAR = "all-linear"
-SAVED_NAME = "linear"  # what a remat policy calls the output of a linear layer
+SAVED_NAME = "linear"  # the name of a linear layer's output in remat policies
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The adapter's shape; `targets` is "all-linear" or names, dotted suffixes or patterns of linear layers. Dropout
-    is for the layers, not for an adapted head, which is called once per chunk of the loss."""
+    """The adapter's hyperparameters. `targets` is "all-linear", or names, dotted suffixes or patterns of linear layers.
+    Dropout does not apply to an adapted head, which is called for each chunk of the loss."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -49,24 +55,28 @@ class LoraSpec:
 
 
 class _LinearOutput:
-    """Mixed into linear layers: names the output for remat policies and adds the adapter, where there is one."""
+    """A mixin for linear layers: names the output for remat policies, and adds the adapter if there is one.
+
+    `add_lora` sets the class of an existing layer to a subclass of this and the layer's own class, so `super().forward`
+    is the original layer, with its frozen weight. The attributes below exist only on adapted layers.
+    """
 
     lora_a: torch.nn.Parameter
     lora_b: torch.nn.Parameter
     lora_scale: float
     lora_dropout: float
-    lora_stream: int
+    lora_stream: int  # a number for the dropout key, different for each adapted projection of a layer
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        if not isinstance(out, TORCHAX_TENSORS):
+        if not isinstance(out, TORCHAX_TENSORS):  # called as ordinary PyTorch
             return out
         y = interop.jax_view(out)
         if hasattr(self, "lora_a"):
             if not torch.is_grad_enabled():
                 raise TrilloraError(
-                    "This model runs adapted layers without gradients in its own forward.",
-                    do="choose an architecture from docs/ARCHITECTURES.md: its gradients would not be PyTorch's",
+                    "The forward pass of this model runs adapted layers under torch.no_grad.",
+                    do="choose an architecture from docs/ARCHITECTURES.md: JAX would ignore no_grad",
                 )
             a, b = interop.jax_view(self.lora_a), interop.jax_view(self.lora_b)
             y = y + self._lora_delta(interop.jax_view(x), a, b).astype(y.dtype)
@@ -87,7 +97,7 @@ def _with_output(cls: Any) -> type:
 
 
 def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
-    """Give the targets of `spec` their adapter parameters (on the meta device); returns the targets' names."""
+    """Adds adapter parameters (on the meta device) to the targets of `spec`, and returns the targets' names."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     linear = linear_layers(model)
@@ -101,13 +111,15 @@ def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
         module.lora_a = torch.nn.Parameter(torch.empty(spec.rank, num_in, device="meta"))
         module.lora_b = torch.nn.Parameter(torch.empty(num_out, spec.rank, device="meta"))
         module.lora_scale, module.lora_dropout = spec.scale, spec.dropout
-        module.lora_stream = zlib.crc32(re.sub(r"\.\d+\.", ".#.", name).encode())  # equal in all layers
+        module.lora_stream = zlib.crc32(
+            re.sub(r"\.\d+\.", ".#.", name).encode()
+        )  # the same in all layers, which share one scan body; the dropout key already contains the layer
     return targets
 
 
 def linear_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """Every module that maps x to one tensor through a 2-D weight. A router that subclasses Linear but returns a tuple
-    is not one; a run on the meta device tells."""
+    """Every linear module that returns a single tensor. A router may subclass Linear and return a tuple: subclasses are
+    called once on the meta device to find out."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear | Conv1D) and _returns_one_tensor(module):
@@ -121,19 +133,19 @@ def _returns_one_tensor(module: Any) -> bool:
     num_in, num_out = features(module)
     try:
         out = module(torch.empty(1, 2, num_in, device="meta", dtype=module.weight.dtype))
-    except Exception:  # a subclass with a call of its own is not a plain linear layer, whatever it raises
+    except Exception:  # a subclass that cannot be called like Linear is not a plain linear layer
         return False
     return isinstance(out, torch.Tensor) and out.shape == (1, 2, num_out)
 
 
 def features(module: Any) -> tuple[int, int]:
-    """Inputs and outputs; Conv1D keeps its weight transposed."""
+    """Numbers of inputs and outputs. Conv1D stores its weight transposed."""
     out_features, in_features = module.weight.shape
     return (out_features, in_features) if isinstance(module, Conv1D) else (in_features, out_features)
 
 
 def select_targets(model: Any, linear: list[str], targets: str | tuple[str, ...]) -> list[str]:
-    """Names of the linear layers that match. The head is only taken when named."""
+    """Names of the linear layers that match. "all-linear" does not include the head."""
     if targets == ALL_LINEAR:
         head = model.get_output_embeddings()
         return [name for name in linear if model.get_submodule(name) is not head]
@@ -158,8 +170,8 @@ def _matches(name: str, target: str) -> bool:
 
 
 def initial_adapter(layout: Layout, seed: int) -> Tree:
-    """A Kaiming-uniform, B zero, so that the adapted model starts as the base. Each parameter's numbers depend on its
-    name alone, hence not on how layers are stacked or how many devices there are."""
+    """A is Kaiming-uniform and B is zero, so the adapted model starts equal to the base. The numbers depend only on the
+    seed and the parameter's name, so they do not change with the stacking of layers or the number of devices."""
     return {
         key: np.stack([_initial(name, leaf.part_shape, seed) for name in leaf.names]).reshape(leaf.shape)
         for key, leaf in layout.items()
@@ -169,6 +181,6 @@ def initial_adapter(layout: Layout, seed: int) -> Tree:
 def _initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     if name.endswith("lora_b"):
         return np.zeros(shape, np.float32)
-    bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), which is PEFT's default
+    bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), PEFT's default
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     return generator.uniform(-bound, bound, shape).astype(np.float32)

@@ -1,9 +1,26 @@
-"""Decoder layers as scans: equal layers share one traced body.
+"""Runs the decoder layers as scans, so that equal layers are traced and compiled only once.
 
-Each layer's `forward` is replaced by a recorder. While transformers' own model code runs, layer i only notes the
-arguments it is given and hands the hidden state on; the last layer then runs them all, segment by segment. Arguments
-equal for all repetitions are closed over, tensors that differ are stacked and scanned, and a dictionary that layers
-write to is made functional. No layer is known by name: two layers share a body if their signatures are equal.
+Example: a first layer that differs from the other three, and a model that repeats two kinds of layers:
+
+    >>> find_segments(["dense", "moe", "moe", "moe"])
+    [Segment(start=0, period=1, repetitions=1), Segment(start=1, period=1, repetitions=3)]
+    >>> find_segments(["local", "local", "global"] * 4)
+    [Segment(start=0, period=3, repetitions=4)]
+
+In the first model, layer 0 runs by itself with weights such as `model.layers.0.self_attn.q_proj.weight` [E, D]. Layers
+1 to 3 are one `jax.lax.scan` over stacked weights: `model.layers.1:4:1.self_attn.q_proj.weight` [3, E, D]. In the
+second model the scan body is three layers, and the scan runs it four times.
+
+transformers' own code calls the layers one by one, in a Python loop. To get a scan out of it:
+
+1. Every layer's `forward` is replaced by a recorder (`_record`). Called for layer i, it stores the arguments and
+   returns the hidden state unchanged.
+2. Called for the last layer, it runs all the layers, segment by segment (`_run`), and returns the real hidden state.
+3. In a scan, arguments that are equal in all repetitions are closed over. Tensors that differ are stacked and scanned
+   like the weights, and mask rules that differ become a `RuleChoice`. If the arguments differ in any other way
+   (`CannotScan`), the layers of the segment run one by one.
+
+There are no lists of model names: two layers share a body if their signatures (`layer_signature`) are equal.
 """
 
 from __future__ import annotations
@@ -33,25 +50,25 @@ from trillora.model.trace import Trace, current
 
 Remat = Literal["none", "linear", "dots", "full"]
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
-    # what the backward pass finds saved instead of computing it again
+    # what is saved for the backward pass; everything else is recomputed
     "linear": jax.checkpoint_policies.save_only_these_names(LINEAR_OUTPUT, ATTENTION_OUTPUT),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
-# Attributes that number a layer without changing what it computes.
+# Attributes that do not change what a layer computes: its index, and flags that are always the same here.
 _INDEX_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "training"})
-# Attributes that say how far a layer looks back. Its mask says it too: layers that do no more with them than hand them
-# to attention share a body, and the mask is chosen while it runs.
+# Attributes that give the attention window, which the layer's mask contains too. Layers that only pass them on to
+# attention can share a body; the mask is then selected at run time.
 _WINDOW_ATTRIBUTES = frozenset({"is_sliding", "sliding_window", "layer_type", "attention_type", "attention_chunk_size"})
-_HANDED_ON = "sliding_window=self.sliding_window"
-_ADDRESS = re.compile(r"0x[0-9a-f]+")  # of functions, in a program's text
+_PASSED_ON = "sliding_window=self.sliding_window"
+_ADDRESS = re.compile(r"0x[0-9a-f]+")  # addresses of functions in the text of a jaxpr
 _MAX_PERIOD = 16
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers start, start + 1, … of which every `period` make one body, run `repetitions` times."""
+    """`period` consecutive layers are one body, which runs `repetitions` times, beginning with layer `start`."""
 
     start: int
     period: int
@@ -59,24 +76,27 @@ class Segment:
 
 
 class CannotScan(Exception):
-    """These layers have to run one by one; the text says why."""
+    """These layers must run one by one; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class _Varying:
-    """A recorded argument that is not the same in every repetition."""
+    """A recorded argument that is not the same in every repetition.
 
-    slot: int  # the layer's place in the period
-    at: int  # the argument's place among the leaves of a call
-    values: list[Any]  # arrays or mask rules, each once
-    which: list[int]  # of them, by repetition
+    If repetitions 0 to 3 get the mask rules full, window, full, window: values = [full, window], which = [0, 1, 0, 1].
+    """
+
+    slot: int  # index of the layer in the period
+    at: int  # index of the argument among the leaves of a call
+    values: list[Any]  # the distinct arrays or mask rules
+    which: list[int]  # for each repetition, the index of its value
 
     @property
     def _is_scanned(self) -> bool:
         return len(self.values) == len(self.which) and isinstance(self.values[0], jax.Array)
 
     def per_repetition(self) -> jax.Array:
-        """What the scan hands to each repetition: the array itself, or the number of a value that recurs."""
+        """The array to scan over: the values themselves if all are distinct arrays, else their indices."""
         return jnp.stack(self.values) if self._is_scanned else jnp.asarray(self.which, jnp.int32)
 
     def pick(self, scanned: jax.Array) -> Any:
@@ -88,7 +108,8 @@ class _Varying:
 
 
 def find_segments(signatures: Sequence[Any]) -> list[Segment]:
-    """The split into repeated periods that traces the fewest layer bodies, by dynamic programming."""
+    """Splits the layers into segments so that as few layers as possible are traced, by dynamic programming: `best[n]`
+    is the cheapest split of the first n layers."""
     best: list[tuple[float, list[Segment]]] = [(0.0, [])]
     for end in range(1, len(signatures) + 1):
         cost, segments = best[end - 1]
@@ -109,12 +130,12 @@ def find_segments(signatures: Sequence[Any]) -> list[Segment]:
 
 
 def layer_signature(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """What has to be equal for two layers to compute the same function of their weights, inputs and masks."""
+    """Two layers with equal signatures compute the same function of their weights, inputs and masks."""
 
     def counts(module: torch.nn.Module, key: str, value: Any) -> bool:
         if key.startswith("_") or key in _INDEX_ATTRIBUTES or not _is_plain(value):
             return False
-        return key not in _WINDOW_ATTRIBUTES or _decides_by_itself(type(module), key)
+        return key not in _WINDOW_ATTRIBUTES or _uses(type(module), key)
 
     modules = [
         (
@@ -138,14 +159,14 @@ def _window_attributes(layer: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def _within(rule: MaskRule, num_tokens: int) -> MaskRule:
-    """The rule for rows of this length: a window as long as the row is none."""
+    """The rule for sequences of this length: a window that covers the whole sequence is dropped."""
     if rule.window is None or rule.window < num_tokens:
         return rule
     return dataclasses.replace(rule, window=None)
 
 
 def _distinct(values: list[Any], same: Callable[[Any, Any], bool]) -> tuple[list[Any], list[int]]:
-    """Each value once, and which of them stands where."""
+    """The distinct values, and for each value its index among them: [a, b, a] -> [a, b], [0, 1, 0]."""
     distinct: list[Any] = []
     which = []
     for value in values:
@@ -156,8 +177,8 @@ def _distinct(values: list[Any], same: Callable[[Any, Any], bool]) -> tuple[list
     return distinct, which
 
 
-def _decides_by_itself(cls: type, attribute: str) -> bool:
-    """Whether the class's code does anything with the attribute but hand it to attention."""
+def _uses(cls: type, attribute: str) -> bool:
+    """Whether the class does anything with the attribute other than pass it to attention."""
     functions = [
         function
         for ancestor in cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
@@ -165,7 +186,7 @@ def _decides_by_itself(cls: type, attribute: str) -> bool:
         if name != "__init__" and inspect.isfunction(function)
     ]
     try:
-        return any(f"self.{attribute}" in inspect.getsource(f).replace(_HANDED_ON, "") for f in functions)
+        return any(f"self.{attribute}" in inspect.getsource(f).replace(_PASSED_ON, "") for f in functions)
     except OSError:
         return True
 
@@ -179,14 +200,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def decoder_layers(model: Any) -> tuple[str, list[torch.nn.Module]] | None:
-    """The list of decoder layers and its name: the outermost ModuleList of length num_hidden_layers."""
+    """The name of the list of decoder layers, and the layers: the outermost ModuleList with num_hidden_layers items."""
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     found = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
     ]
-    # Vision and audio towers, and lists of embeddings, are not the decoder.
+    # Skip vision and audio towers, and lists of embeddings.
     found = [(n, m) for n, m in found if not any(word in n for word in ("vision", "audio", "image", "embed", "altup"))]
     if not found:
         return None
@@ -195,11 +216,11 @@ def decoder_layers(model: Any) -> tuple[str, list[torch.nn.Module]] | None:
 
 
 class NotKept:
-    """Stands for what a layer returns beside the hidden state, such as router logits. Noticed if it is ever used."""
+    """A placeholder for the other outputs of a layer, such as router logits. Passing it to a layer is an error."""
 
 
 class LayerStack:
-    """The decoder layers of one module, recorded and run in segments."""
+    """The decoder layers of a model: records their calls and runs them in segments."""
 
     def __init__(self, model: Any, *, scan: bool, unroll: int, remat: Remat) -> None:
         located = decoder_layers(model)
@@ -209,22 +230,23 @@ class LayerStack:
         canonical: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             canonical.setdefault(id(parameter), name)
-        # Weights tied across layers stay outside the stack, under the first name they have.
+        # For each layer, weights shared with other modules: name in the layer -> first name in the model. They are not
+        # stacked.
         self.shared: list[dict[str, str]] = [
             {name: canonical[id(p)] for name, p in layer.named_parameters(remove_duplicate=False) if uses[id(p)] > 1}
             for layer in self.layers
         ]
-        self.segments = self._segments(model) if scan else [Segment(i, 1, 1) for i in range(len(self.layers))]
+        signatures = [
+            (layer_signature(layer), tuple(sorted(shared.items())))
+            for layer, shared in zip(self.layers, self.shared, strict=True)
+        ]
+        self.segments = find_segments(signatures) if scan else [Segment(i, 1, 1) for i in range(len(self.layers))]
         for i, layer in enumerate(self.layers):
             layer.__dict__["forward"] = functools.partial(self._record, i, layer.forward)
 
-    def _segments(self, model: Any) -> list[Segment]:
-        return find_segments(
-            [(layer_signature(layer), tuple(sorted(self.shared[i].items()))) for i, layer in enumerate(self.layers)]
-        )
-
     def slots(self) -> list[tuple[Segment, int, str]]:
-        """Each traced layer: its segment, its place in the period, and the prefix of its keys in the layout."""
+        """For each traced layer: its segment, its index in the period, and the prefix of its keys in the layout, such
+        as `model.layers.0.` or `model.layers.1:4:1.`."""
         result = []
         for segment in self.segments:
             stop = segment.start + segment.period * segment.repetitions
@@ -247,8 +269,8 @@ class LayerStack:
             hidden, positional = kwargs.pop("hidden_states"), False
         if any(isinstance(leaf, NotKept) for leaf in torch_tree.tree_leaves((args, kwargs))):
             raise TrilloraError(
-                f"{type(self.layers[i]).__name__} is handed more than the hidden state by the layer before.",
-                do="choose an architecture from docs/ARCHITECTURES.md: such layers cannot be run apart yet",
+                f"{type(self.layers[i]).__name__} uses more than the hidden state of the layer before it.",
+                do="choose an architecture from docs/ARCHITECTURES.md: such layers are not supported yet",
             )
         trace.layer_calls[i] = (positional, args, kwargs)
         trace.running_layers = True
@@ -263,8 +285,8 @@ class LayerStack:
         return hidden if num_outputs == 0 else (hidden, *(NotKept() for _ in range(num_outputs - 1)))
 
     def _probe(self, trace: Trace, hidden: jax.Array) -> tuple[int, Any]:
-        """How a layer returns: 0 for a bare tensor, else the tuple's length; and the residual stream's type, which may
-        differ from the embedding's."""
+        """What a layer returns: 0 for a tensor or the length of the tuple; and the dtype of the residual stream, which
+        may differ from the embedding's. Traces layer 0 for shapes only."""
         segment, _, prefix = self.slots()[0]
         weights = self._weights(trace, prefix)
         if segment.repetitions > 1:
@@ -343,7 +365,11 @@ class LayerStack:
         varying: dict[tuple[int, int], Any] | None = None,
         numbers: Sequence[Any] | None = None,
     ) -> tuple[jax.Array, list[Any]]:
-        """Run these layers once. What they wrote to shared dictionaries is named in `written`, its values returned."""
+        """Runs these layers once. `numbers` are their indices in the model, which are traced values in a scan.
+
+        Layers may write to a dictionary that they share. Under `jax.checkpoint` such values must leave as outputs, so
+        the dictionaries and keys go to `written` and the values are returned; the caller stores them.
+        """
         written.clear()
         values: list[Any] = []
         run_key = trace.dropout_key
@@ -369,7 +395,8 @@ class LayerStack:
         hidden: torch.Tensor,
         arguments: dict[int, Any] | None = None,
     ) -> tuple[Any, list[tuple[Any, dict[Any, Any]]]]:
-        """transformers' own layer with the recorded arguments; dictionaries are copied, additions handed back."""
+        """Calls transformers' own layer with the recorded arguments. Dictionaries are copied, so that tracing has no
+        side effects; also returns what the layer added to them."""
         positional, args, kwargs = trace.layer_calls[i]
         leaves, structure = torch_tree.tree_flatten((args, kwargs))
         for at, value in (arguments or {}).items():
@@ -395,7 +422,8 @@ class LayerStack:
     def _check_same_program(
         self, segment: Segment, tracer: Callable[[list[int]], Callable[..., Any]], hidden: jax.Array, xs: Any
     ) -> None:
-        """Repetitions whose layers differ in attributes that ought not to matter: traced, they must be the same."""
+        """If repetitions differ in window attributes, trace one of each kind and compare the programs: the signature
+        assumes that these attributes only affect the mask."""
         periods = [
             [segment.start + r * segment.period + j for j in range(segment.period)] for r in range(segment.repetitions)
         ]
@@ -405,7 +433,7 @@ class LayerStack:
         first = jax.tree.map(lambda array: array[0], xs)
         programs = {_ADDRESS.sub("", str(tracer(period)(hidden, first))) for period in kinds.values()}
         if len(programs) > 1:
-            raise CannotScan("layers that differ in their window differ in more")
+            raise CannotScan("layers with different windows differ in more than the mask")
 
     def _varying_arguments(self, trace: Trace, segment: Segment, num_tokens: int) -> list[_Varying]:
         found: list[_Varying] = []
@@ -416,7 +444,7 @@ class LayerStack:
             ]
             leaves, structure = calls[0]
             if any(other != structure for _, other in calls):
-                raise CannotScan("repetitions are called with differently shaped arguments")
+                raise CannotScan("repetitions are called with different numbers or kinds of arguments")
             for at, leaf in enumerate(leaves):
                 values = [other[at] for other, _ in calls]
                 if isinstance(leaf, TORCHAX_TENSORS):
@@ -424,7 +452,7 @@ class LayerStack:
                 elif isinstance(leaf, MaskRule):
                     distinct, which = _distinct([_within(v, num_tokens) for v in values], lambda a, b: a == b)
                     if len(distinct) > 1 and any(rule.chunk is not None for rule in distinct):
-                        raise CannotScan("some layers see chunks and some do not")
+                        raise CannotScan("only some layers use chunked attention")
                 else:
                     distinct, which = _distinct(values, lambda a, b: a is b or a == b)
                     if len(distinct) > 1:
@@ -434,7 +462,8 @@ class LayerStack:
         return found
 
     def _checkpointed(self, body: Callable[..., Any], *, looped: bool) -> Callable[..., Any]:
-        """A loop already keeps the compiler from merging the recomputation with the original."""
+        """Applies remat. In a loop `prevent_cse` is not needed: XLA cannot merge the recomputation with the forward
+        pass."""
         if self.remat == "none":
             return body
         return jax.checkpoint(body, policy=REMAT_POLICIES[self.remat], prevent_cse=not looped)

@@ -1,7 +1,11 @@
-"""What travels beside one call of the model.
+"""The context of one call of the model.
 
-transformers' signatures have no room for segment ids, a mesh or dropout keys, and its functions for attention, experts
-and layers are called from deep inside its code. While a model is traced, they find these values here.
+Attention, experts, adapters and layers need segment ids, the mesh or the dropout key, but transformers calls them from
+deep inside its own code, and its signatures have no parameters for these. So they are stored in a context variable
+while a model is traced:
+
+    with tracing(Trace(weights=..., segments_BT=...)):
+        module(input_ids=...)   # inside, our attention function reads current().segments_BT
 """
 
 from __future__ import annotations
@@ -21,28 +25,29 @@ from trillora.engine.hash_random import MaskKey
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a call that decodes one token writes to the cache, and what it may read there (see `cache`)."""
+    """Where decoding one token writes to the cache, and what it may read there (see `kv_cache`)."""
 
-    slot: jax.Array  # a scalar: prompts end at the same slot, so every row writes to the same one
-    starts_B: jax.Array  # the first slot of each row that is not padding
+    slot: jax.Array  # a scalar: all prompts end at the same slot, so all sequences write to the same one
+    starts_B: jax.Array  # the first slot of each sequence that is not padding
     num_slots: int
 
 
 @dataclass
 class Trace:
-    """One trace of the model; B rows, T tokens."""
+    """One trace of the model; B sequences, T tokens."""
 
     weights: dict[str, jax.Array]  # base and adapter, by layout key
     segments_BT: jax.Array | None = None
     positions_BT: jax.Array | None = None
     attention: Implementation = "xla"
-    interpret: bool = False  # run TPU kernels step by step on another backend
+    interpret: bool = False  # run TPU kernels in the Pallas interpreter, on any backend
     mesh: Mesh | None = None
-    dropout_key: MaskKey | None = None  # None: no dropout
-    slots: Slots | None = None  # set where keys and values come out of a cache
-    layer_calls: dict[int, Any] = field(default_factory=dict)  # what transformers passed to each layer
-    layer_returns: tuple[int, Any] = (0, None)  # 0 for a bare tensor, else the tuple's length; its type
-    running_layers: bool = False  # a layer called now is to run, not to be recorded
+    dropout_key: MaskKey | None = None  # None: no dropout. While a layer runs, the key of that layer
+    slots: Slots | None = None  # set while decoding with a cache
+    # The rest is written during the trace, by `stack.LayerStack` and the attention function.
+    layer_calls: dict[int, Any] = field(default_factory=dict)  # the arguments transformers passed to each layer
+    layer_returns: tuple[int, Any] = (0, None)  # outputs of a layer (0: a tensor, n: a tuple of n), and their dtype
+    running_layers: bool = False  # True: a layer that is called runs; False: its call is only recorded
     num_attention_calls: int = 0
 
 
@@ -50,7 +55,7 @@ _current: ContextVar[Trace | None] = ContextVar("trillora_trace", default=None)
 
 
 def current() -> Trace | None:
-    """The trace under way, or None when the module is called as ordinary PyTorch."""
+    """The current trace, or None if the module is called as ordinary PyTorch."""
     return _current.get()
 
 

@@ -1,7 +1,7 @@
-"""transformers' attention and mask interfaces, answered by `engine.attention`.
+"""transformers' attention and mask interfaces, implemented with `engine.attention`.
 
-The mask interface returns the *rule* of a mask instead of a T x S tensor; the attention function builds what its
-kernel needs from the rule and from the segment ids of the trace.
+Our mask function returns a `MaskRule` instead of a T x S tensor. transformers passes it on to our attention function,
+which builds what its kernel needs from the rule and the segment ids of the trace.
 """
 
 from __future__ import annotations
@@ -28,38 +28,39 @@ from trillora.model.overrides.recurrent import modelling_files
 from trillora.model.trace import Trace, current
 
 NAME = "trillora"
-HARMLESS_KEYWORDS = frozenset({"position_ids", "cache_position"})  # already in queries, keys and segment ids
+HARMLESS_KEYWORDS = frozenset({"position_ids", "cache_position"})  # already applied to queries, keys and segment ids
 Style = Literal["interface", "mask", "none"]
 
 
 def register() -> None:
-    """Make `attn_implementation="trillora"` known to transformers; calling it again changes nothing."""
+    """Registers `attn_implementation="trillora"` with transformers. May be called more than once."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask_rule)
 
 
 def choose_style(model: Any) -> Style:
-    """How this model's attention is reached: through transformers' interface, which is pointed to ours; through the
-    mask alone, for old code with attention of its own; or not at all, for a model without attention."""
-    homes = modelling_files(model)
-    if any(hasattr(home, "ALL_ATTENTION_FUNCTIONS") for home in homes):
+    """How we control this model's attention. "interface": it calls our attention function through transformers'
+    interface. "mask": it computes attention in its own code, so we only replace the mask. "none": it has no attention.
+    """
+    files = modelling_files(model)
+    if any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
         model.set_attn_implementation(NAME)
         return "interface"
-    return "mask" if any(hasattr(home, "create_causal_mask") for home in homes) else "none"
+    return "mask" if any(hasattr(file, "create_causal_mask") for file in files) else "none"
 
 
 def mask_replacements(model: Any, style: Style) -> list[tuple[Any, str, Any]]:
-    """Replacements (home, name, value) of mask functions while a model is traced."""
-    # It branches on the values of the positions, which a trace does not have; segment ids say the same.
+    """Replacements (module, name, value) of mask functions during a trace."""
+    # The original branches on the values of the positions, which cannot be traced; segment ids replace it.
     replacements: list[tuple[Any, str, Any]] = [(masking_utils, "find_packed_sequence_indices", lambda positions: None)]
     if style == "mask":
-        homes = [home for home in modelling_files(model) if hasattr(home, "create_causal_mask")]
-        replacements += [(home, "create_causal_mask", _explicit_mask) for home in homes]
+        files = [file for file in modelling_files(model) if hasattr(file, "create_causal_mask")]
+        replacements += [(file, "create_causal_mask", _explicit_mask) for file in files]
     return replacements
 
 
 def _explicit_mask(config: Any, inputs_embeds: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Causality and documents as an additive [B, 1, T, T] tensor."""
+    """The causal mask, with documents kept apart, as an additive [B, 1, T, T] tensor."""
     trace = current()
     assert trace is not None, "this mask only works inside a trace"
     embedded = interop.jax_view(inputs_embeds)
@@ -71,7 +72,7 @@ def _explicit_mask(config: Any, inputs_embeds: torch.Tensor, *args: Any, **kwarg
 def _mask_rule(
     *args: Any, mask_function: Callable[..., Any] | None = None, local_size: int | None = None, **kwargs: Any
 ) -> MaskRule:
-    """transformers composes a mask from closures; their names say which kind it is."""
+    """transformers builds a mask function out of closures; their names show which kind of mask it is."""
     names = _closure_names(mask_function) if mask_function is not None else set()
     if any("chunked_overlay" in name for name in names):
         return MaskRule(chunk=local_size)
@@ -108,28 +109,28 @@ def _attention(
     assert trace is not None, "this attention only works inside a trace"
     trace.num_attention_calls += 1
     _refuse_unknown(module, kwargs)
-    # The rule is right where it and the keyword disagree: a few models pass a window to layers that do not use it.
+    # If rule and keyword disagree, the rule is right: a few models pass a window to layers that do not use it.
     rule: MaskRule | RuleChoice = MaskRule(window=sliding_window)
     bias: jax.Array | None = None
     if isinstance(attention_mask, MaskRule | RuleChoice):
         rule = attention_mask
         if trace.slots is not None:
-            assert isinstance(rule, MaskRule), "layers that write run one by one"
+            assert isinstance(rule, MaskRule), "layers run one by one while decoding"
             rule, bias = MaskRule(causal=False), visible_in_cache(rule, trace.slots, key.shape[2])
         elif query.shape[2] != key.shape[2]:
             raise TrilloraError(
-                f"{type(module).__name__} attends {query.shape[2]} tokens to {key.shape[2]} keys of its own making.",
-                do="choose an architecture from docs/ARCHITECTURES.md: masks of this kind are not understood yet",
+                f"{type(module).__name__} attends {query.shape[2]} tokens to {key.shape[2]} keys of its own.",
+                do="choose an architecture from docs/ARCHITECTURES.md: masks of this kind are not supported yet",
             )
     elif trace.slots is not None:
         raise TrilloraError(
-            f"{type(module).__name__} makes a mask of its own, which says nothing about the slots of a cache.",
+            f"{type(module).__name__} builds its own mask, which does not cover the slots of a cache.",
             do="choose another architecture for generation; this one can only be trained",
         )
     elif attention_mask is not None:
         bias = interop.jax_view(attention_mask)
     if position_bias is not None:
-        assert bias is None, "a tensor mask beside a position bias"
+        assert bias is None, "a tensor mask together with a position bias"
         bias = interop.jax_view(position_bias)
     q, k, v = (interop.jax_view(t).swapaxes(1, 2) for t in (query, key, value))
     scores = ScoreScaling(scale=q.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap=softcap)
@@ -139,12 +140,12 @@ def _attention(
 
 
 def _refuse_unknown(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
-    """A tensor we do not know may be part of the attention rule, such as the keys an indexer chose: dropping it would
-    give wrong numbers in silence."""
+    """Refuses unknown tensors. One may be part of the attention rule, such as the keys selected by an indexer, and
+    ignoring it would silently give wrong numbers."""
     unknown = [name for name, v in keywords.items() if isinstance(v, torch.Tensor) and name not in HARMLESS_KEYWORDS]
     if unknown:
         raise TrilloraError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to attention, which is not understood yet.",
+            f"{type(module).__name__} passes {', '.join(unknown)} to attention, which is not supported yet.",
             do="choose an architecture from docs/ARCHITECTURES.md",
         )
 
@@ -159,7 +160,7 @@ def _attend_per_shard(
     sinks_H: jax.Array | None,
     bias_BHTS: jax.Array | None,
 ) -> jax.Array:
-    """XLA can split its own attention over a mesh but not a kernel: each device runs that on its rows and heads."""
+    """XLA can partition its own attention but not a kernel: each device runs the kernel on its sequences and heads."""
 
     def local(
         query: jax.Array,

@@ -1,7 +1,14 @@
-"""Mixture-of-experts with static shapes: tokens sorted by expert, one ragged product per projection, scattered back.
+"""Mixture of experts with static shapes: sort tokens by expert, one ragged product per projection, scatter back.
 
-transformers' own loop over experts asks which experts were hit, which a compiled program cannot. N tokens, K experts
-per token.
+transformers' own loop over experts depends on which experts were selected, which cannot be compiled. Example with
+3 tokens, 2 experts per token and 4 experts:
+
+    index_NK = [[2, 0], [1, 2], [0, 2]]      experts of each token
+    expert[order] = [0, 0, 1, 2, 2, 2]       the six (token, expert) pairs, sorted by expert
+    token = [0, 2, 1, 0, 1, 2]               the token of each pair
+    group_sizes = [2, 1, 3, 0]               pairs of each expert, for `ragged_dot`
+
+Legend: N tokens, K experts per token, D width.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_pro
 
 
 def register() -> None:
-    """Make `experts_implementation="trillora"` known to transformers; calling it again changes nothing."""
+    """Registers `experts_implementation="trillora"` with transformers. May be called more than once."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 
 
@@ -42,7 +49,7 @@ def _experts(
 
     args = (*(interop.jax_view(t) for t in (hidden_states, top_k_index, top_k_weights)), weights)
     if trace is not None and trace.mesh is not None and trace.mesh.size > 1:
-        # Sorting is by device: a global sort would send every token around the mesh.
+        # Each device sorts its own tokens: a global sort would move tokens between all devices.
         tokens, everywhere = PartitionSpec(BATCH_AXES, None), PartitionSpec()
         specs = (tokens, tokens, tokens, dict.fromkeys(weights, everywhere))
         local = per_shard(local, trace.mesh, specs, tokens)
@@ -52,7 +59,7 @@ def _experts(
 def _mix(
     module: Any, hidden_ND: jax.Array, index_NK: jax.Array, gate_NK: jax.Array, weights: dict[str, jax.Array]
 ) -> jax.Array:
-    """The weighted sum of each token's experts. Rows below are (token, choice) pairs, sorted by expert."""
+    """The weighted sum of each token's experts."""
     num_choices = index_NK.shape[1]
     expert = index_NK.reshape(-1)
     order = jnp.argsort(expert, stable=True)

@@ -1,10 +1,10 @@
-"""Recurrent and convolutional layers that forget at a document's first token.
+"""Recurrent and convolutional layers that reset their state at the first token of every document.
 
-Several documents share a row when packing. Attention is told by segment ids; a recurrence has to be told where to
-reset. transformers' modelling files call these mechanisms by a handful of function names: while a model is traced, the
-names in its own modules point to versions that know the segment ids.
+In a packed sequence, attention keeps documents apart by segment ids; a recurrence must reset its state. transformers'
+modelling files implement recurrences with a few functions. During a trace these names in a model's own files point to
+versions that use the segment ids.
 
-Legend: B rows, T tokens, C channels, N state size.
+Legend: B sequences, T tokens, C channels, N state size.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from transformers.activations import ACT2FN
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import current
 
-# exp(-100) is 0 in float32, and small enough not to cost precision in cumulative sums of log-decays.
+# A log-decay that resets the state: exp(-100) is below 1e-43, and 100 costs no precision in sums of log-decays.
 FORGET = -100.0
 
 Function = Callable[..., Any]
 
 
 def packing_aware(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
-    """Replacements (home, name, value) for the mechanisms that this model's modules use."""
-    replacements: list[tuple[Any, str, Any]] = []
-    for home in modelling_files(model):
-        for name, aware in MECHANISMS.items():
-            if hasattr(home, name):
-                replacements.append((home, name, aware(getattr(home, name))))
-    return replacements
+    """Replacements (module, name, value) for the functions that this model uses."""
+    return [
+        (file, name, aware(getattr(file, name)))
+        for file in modelling_files(model)
+        for name, aware in MECHANISMS.items()
+        if hasattr(file, name)
+    ]
 
 
 def modelling_files(model: torch.nn.Module) -> list[Any]:
@@ -44,7 +44,7 @@ def modelling_files(model: torch.nn.Module) -> list[Any]:
 
 
 def _segments(tensor: Any) -> jax.Array | None:
-    """The segment ids this call has to respect, if any."""
+    """The segment ids of the current trace, if any."""
     trace = current()
     return trace.segments_BT if trace is not None and isinstance(tensor, TORCHAX_TENSORS) else None
 
@@ -56,7 +56,7 @@ def _starts(segments_BT: jax.Array) -> jax.Array:
 
 
 def _causal_convolution(original: Function) -> Function:
-    """Depthwise convolution whose taps never reach into the document before."""
+    """A depthwise convolution that does not reach into the previous document."""
 
     def convolve(
         hidden_states: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None, **kwargs: Any
@@ -81,7 +81,7 @@ def _causal_convolution(original: Function) -> Function:
 
 
 def _gated_delta_rule(original: Function) -> Function:
-    """The state decays by exp(g) at each token; at a document's first token it decays to nothing."""
+    """The state decays by exp(g) at each token; at a document's first token it decays to zero."""
 
     def delta_rule(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: Any = None, beta: Any = None, **kwargs: Any
@@ -98,8 +98,8 @@ def _gated_delta_rule(original: Function) -> Function:
 
 
 def _mamba2_scan(original: Function) -> Function:
-    """The state decays by exp(dt A). At a document's first token dt is made large enough to forget everything, and the
-    input rescaled so that dt * x, what the token adds, stays the same."""
+    """The state decays by exp(dt A), and a token adds dt * x. At a document's first token dt is set so large that the
+    state decays to zero, and x is rescaled so that dt * x stays the same."""
 
     def scan(
         hidden_states: torch.Tensor,
@@ -116,19 +116,8 @@ def _mamba2_scan(original: Function) -> Function:
     ) -> Any:
         segments = _segments(hidden_states)
         if segments is None:
-            return original(
-                hidden_states,
-                dt,
-                A,
-                B,
-                C,
-                chunk_size=chunk_size,
-                D=D,
-                dt_bias=dt_bias,
-                dt_softplus=dt_softplus,
-                dt_limit=dt_limit,
-                **kwargs,
-            )
+            options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+            return original(hidden_states, dt, A, B, C, chunk_size=chunk_size, **options, **kwargs)
         x, step, rate = (interop.jax_view(t).astype(jnp.float32) for t in (hidden_states, dt, A))
         if dt_bias is not None:
             step = step + interop.jax_view(dt_bias)
@@ -148,7 +137,7 @@ def _mamba2_scan(original: Function) -> Function:
 
 
 def _mamba_scan(original: Function) -> Function:
-    """transformers' own version is a Python loop over tokens; here an associative scan, reset at document starts."""
+    """An associative scan, reset at document starts; transformers' own version is a Python loop over tokens."""
 
     def scan(
         hidden_states: torch.Tensor,
@@ -164,19 +153,8 @@ def _mamba_scan(original: Function) -> Function:
         **kwargs: Any,
     ) -> Any:
         if not isinstance(hidden_states, TORCHAX_TENSORS) or return_last_state:
-            return original(
-                hidden_states,
-                dt,
-                A,
-                B,
-                C,
-                D=D,
-                z=z,
-                delta_bias=delta_bias,
-                delta_softplus=delta_softplus,
-                return_last_state=return_last_state,
-                **kwargs,
-            )
+            options = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+            return original(hidden_states, dt, A, B, C, **options, return_last_state=return_last_state, **kwargs)
         x_BCT, step, rate, b_BNT, c_BNT = (
             interop.jax_view(t).astype(jnp.float32) for t in (hidden_states, dt, A, B, C)
         )
@@ -202,7 +180,7 @@ def _mamba_scan(original: Function) -> Function:
     return scan
 
 
-# What transformers' modelling files call each mechanism.
+# Functions of transformers' modelling files, and our wrappers.
 MECHANISMS: dict[str, Callable[[Function], Function]] = {
     "causal_conv1d_fn": _causal_convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,

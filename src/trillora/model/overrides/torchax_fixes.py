@@ -1,6 +1,6 @@
-"""Where torchax departs from PyTorch, made to agree. Each fix names what goes wrong without it.
+"""Fixes for operators where torchax differs from PyTorch. Each fix says what goes wrong without it.
 
-The fixes are made once, on torchax's own environment and tensor classes; each is a no-op where torchax is right.
+They are applied once, to torchax's default environment and tensor classes. A fix has no effect if torchax is correct.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchax.view import View
 
 TORCHAX_TENSORS = (Tensor, View)
 
-# Operators through which a float32 scalar tensor meets a bfloat16 array.
+# Operators that may combine a float32 scalar tensor with a bfloat16 array.
 _PROMOTING = frozenset(
     f"aten.{name}"
     for name in (
@@ -28,13 +28,13 @@ _PROMOTING = frozenset(
     )
 )
 
-# Operators of several steps that PyTorch computes in float32 inside and rounds to bfloat16 once.
+# Operators of several steps that PyTorch computes in float32 internally and rounds to bfloat16 once.
 _ROUNDED_ONCE = frozenset({"aten.native_layer_norm", "aten.gelu", "aten.silu", "aten.silu.default"})
 
 
 @functools.cache
 def environment() -> Environment:
-    """torchax's environment with the fixes in place."""
+    """torchax's environment with the fixes applied."""
     env = torchax.default_env()
     for cls in TORCHAX_TENSORS:
         cls.type_as = _type_as
@@ -54,7 +54,7 @@ def environment() -> Environment:
 
 
 def _type_as(self: Any, other: torch.Tensor) -> Any:
-    """torchax casts in place, which changes the caller's tensor and crashes on views."""
+    """torchax casts in place: this changes the caller's tensor and fails on views."""
     return self.to(other.dtype)
 
 
@@ -71,8 +71,8 @@ def _copy_(self: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 def _scalars_do_not_promote(function: Callable[..., Any]) -> Callable[..., Any]:
-    """In PyTorch bfloat16[n] * float32[] is bfloat16; jnp promotes to float32, and a bfloat16 model silently runs in
-    float32 from its first scaled embedding on."""
+    """In PyTorch bfloat16[n] * float32[] is bfloat16. jnp promotes it to float32, so a bfloat16 model would silently
+    run in float32 after its first scaled embedding."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def _scalars_do_not_promote(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torchax rounds after every step inside the operator, which adds up to a larger error than PyTorch's."""
+    """torchax rounds after every step inside the operator, which gives larger errors than PyTorch."""
 
     @functools.wraps(function)
     def wrapped(first: jax.Array, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """PyTorch adds the bias before the product is rounded; torchax after."""
+    """PyTorch adds the bias before it rounds the product, torchax after."""
     if bias is None:
         return jnp.einsum("...a,ba->...b", x, weight)
     product = jnp.einsum("...a,ba->...b", x, weight, preferred_element_type=jnp.float32)
@@ -109,6 +109,6 @@ def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> j
 
 
 def _addmm(bias: jax.Array, a: jax.Array, b: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:
-    """As `_linear`; Conv1D comes this way."""
+    """Like `_linear`; used by Conv1D."""
     product = jnp.matmul(a, b, preferred_element_type=jnp.float32)
     return (beta * bias + alpha * product).astype(jnp.promote_types(a.dtype, b.dtype))

@@ -45,7 +45,8 @@ class ChatTemplate:
 
     def check_tools(self, chat: Chat) -> None:
         """Refuse tools and calls that the template ignores: the row would be trained as if there were none."""
-        for name, used in (("tools", chat.tools), ("tool_calls", _has_calls(chat))):
+        has_calls = any(message.get("tool_calls") for message in chat.messages)
+        for name, used in (("tools", chat.tools), ("tool_calls", has_calls)):
             if used and name not in self._source:
                 raise BadRow(
                     f'This conversation has "{name}", which the chat template ignores.',
@@ -130,10 +131,6 @@ class _Generation(Extension):
         text = str(caller())
         assert isinstance(self.environment, _ChatEnvironment)
         return f"{OPEN}{text}{CLOSE}" if self.environment.shows_marks else text
-
-
-def _has_calls(chat: Chat) -> bool:
-    return any(message.get("tool_calls") for message in chat.messages)
 
 
 def _compiled(environment: ImmutableSandboxedEnvironment, source: str, name: str) -> Template:

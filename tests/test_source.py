@@ -368,7 +368,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     server.server_close()
 
 
-ASK = """
+FIND = """
 import json, sys
 from trillora.errors import TrilloraError
 from trillora.model.loading.source import find_model
@@ -380,7 +380,7 @@ print("ANSWER " + json.dumps(answer))
 """
 
 
-def ask(address: str, cache: Path, name: str, **how: Any) -> dict[str, str]:
+def find_in_process(address: str, cache: Path, name: str, **how: Any) -> dict[str, str]:
     """Runs find_model in a new process: the hub's client reads its address and token once, when it is imported."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
@@ -392,7 +392,7 @@ def ask(address: str, cache: Path, name: str, **how: Any) -> dict[str, str]:
             [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(source.__file__).parents[3])]
         ),
     }
-    command = [sys.executable, "-c", ASK, name, json.dumps(how)]
+    command = [sys.executable, "-c", FIND, name, json.dumps(how)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert SECRET not in result.stdout + result.stderr
     answers = [line.removeprefix("ANSWER ") for line in result.stdout.splitlines() if line.startswith("ANSWER ")]
@@ -403,22 +403,22 @@ def ask(address: str, cache: Path, name: str, **how: Any) -> dict[str, str]:
 
 def test_hub_model_is_downloaded_without_executable_files(hub: Hub, tmp_path: Path) -> None:
     needed = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    light = ask(hub.address, tmp_path / "light", "org/whole", with_weights=False)
+    light = find_in_process(hub.address, tmp_path / "light", "org/whole", with_weights=False)
     assert set(hub.fetched) == needed
     assert Path(light["folder"]).name == COMMIT
     hub.fetched.clear()
-    answer = ask(
+    answer = find_in_process(
         hub.address, tmp_path / "cache", "org/whole", trust_remote_code=True
     )  # it names no code, so none is downloaded
     assert set(hub.fetched) == needed | {"model.safetensors"}
     assert {file.name for file in Path(answer["folder"]).iterdir()} == needed | {"model.safetensors"}
-    offline = ask("http://127.0.0.1:9", tmp_path / "cache", "org/whole")  # no server: the cache is used
+    offline = find_in_process("http://127.0.0.1:9", tmp_path / "cache", "org/whole")  # no server: the cache is used
     assert offline == answer
 
 
 def test_unknown_hub_model_is_refused(hub: Hub, tmp_path: Path) -> None:
-    ask(hub.address, tmp_path, "org/whole", with_weights=False)
-    answer = ask(hub.address, tmp_path, "org/whoel")
+    find_in_process(hub.address, tmp_path, "org/whole", with_weights=False)
+    answer = find_in_process(hub.address, tmp_path, "org/whoel")
     assert "no model 'org/whoel'" in answer["what"]
     assert answer["where"] == "hub model org/whoel"
     assert "did you mean 'org/whole'?" in answer["do"]  # in the cache
@@ -426,21 +426,21 @@ def test_unknown_hub_model_is_refused(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_unknown_revision_is_refused(hub: Hub, tmp_path: Path) -> None:
-    answer = ask(hub.address, tmp_path, "org/whole", revision="v9")
+    answer = find_in_process(hub.address, tmp_path, "org/whole", revision="v9")
     assert answer["what"] == "The model 'org/whole' has no revision 'v9'."
     assert answer["where"] == "hub model org/whole, revision v9"
     assert "branch, tag or full commit" in answer["do"]
 
 
 def test_gated_hub_model_says_how_to_log_in(hub: Hub, tmp_path: Path) -> None:
-    answer = ask(hub.address, tmp_path, "org/gated")
+    answer = find_in_process(hub.address, tmp_path, "org/gated")
     assert "gated" in answer["what"]
     assert answer["where"] == "hub model org/gated"
     assert "hf auth login" in answer["do"]
 
 
 def test_unreachable_hub_is_named(tmp_path: Path) -> None:
-    answer = ask("http://127.0.0.1:9", tmp_path, "org/whole")  # port 9: no server
+    answer = find_in_process("http://127.0.0.1:9", tmp_path, "org/whole")  # port 9: no server
     assert "cannot be reached" in answer["what"]
     assert answer["where"] == "hub model org/whole"
     assert "smollm2" in answer["do"]
@@ -448,7 +448,7 @@ def test_unreachable_hub_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "what"), [("org/pickled", "pickle files (pytorch_model.bin)"), ("org/gguf", "GGUF")])
 def test_hub_model_without_safetensors_is_refused(name: str, what: str, hub: Hub, tmp_path: Path) -> None:
-    answer = ask(hub.address, tmp_path, name)
+    answer = find_in_process(hub.address, tmp_path, name)
     assert what in answer["what"]
     assert answer["where"] == f"hub model {name}"
     assert "safetensors" in answer["do"] or "save_pretrained" in answer["do"]
@@ -456,23 +456,23 @@ def test_hub_model_without_safetensors_is_refused(name: str, what: str, hub: Hub
 
 
 def test_hub_code_needs_trust_and_a_commit(hub: Hub, tmp_path: Path) -> None:
-    untrusted = ask(hub.address, tmp_path, "org/coded")
+    untrusted = find_in_process(hub.address, tmp_path, "org/coded")
     assert "auto_map" in untrusted["what"]
     assert "trust_remote_code" in untrusted["do"]
     for revision in (None, "main"):
-        unpinned = ask(hub.address, tmp_path, "org/coded", trust_remote_code=True, revision=revision)
+        unpinned = find_in_process(hub.address, tmp_path, "org/coded", trust_remote_code=True, revision=revision)
         assert "not a full commit" in unpinned["what"]
         assert unpinned["where"].endswith("config.json")
         assert "40-digit commit" in unpinned["do"]
     assert not {"code.py", "model.safetensors"} & set(hub.fetched)  # refused because of the description alone
-    pinned = ask(hub.address, tmp_path, "org/coded", trust_remote_code=True, revision=COMMIT)
+    pinned = find_in_process(hub.address, tmp_path, "org/coded", trust_remote_code=True, revision=COMMIT)
     assert (Path(pinned["folder"]) / "code.py").is_file()
     assert not (tmp_path / "code-was-run").exists()
 
 
 def test_hub_code_that_is_not_needed_is_not_downloaded(hub: Hub, tmp_path: Path) -> None:
     for trust in (False, True):
-        answer = ask(hub.address, tmp_path / str(trust), "org/native", trust_remote_code=trust)
+        answer = find_in_process(hub.address, tmp_path / str(trust), "org/native", trust_remote_code=trust)
         assert (Path(answer["folder"]) / "model.safetensors").is_file()
     assert "config.json" in hub.fetched
     assert "code.py" not in hub.fetched

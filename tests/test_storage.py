@@ -28,6 +28,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Saved
 from trillora.files import atomic
 from trillora.files.storage import MARK, LocalStorage, RemoteStorage, Storage, open_storage
+from trillora.secrets import without_secrets
 from trillora.training.checkpoint import Checkpoints, Saver
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
@@ -52,16 +53,16 @@ def test_power_loss_after_any_operation_never_shows_a_damaged_checkpoint_nor_los
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: None
     )  # the disk is a model; flushing the real one takes seconds
-    made = tmp_path / "made"
-    made.mkdir()
-    checkpoints = Checkpoints(LocalStorage(made / "run" / "checkpoints"))
+    disk_root = tmp_path / "disk"
+    disk_root.mkdir()
+    checkpoints = Checkpoints(LocalStorage(disk_root / "run" / "checkpoints"))
     history: list[
         tuple[list[Operation], dict[int, set[str]], set[int]]
     ] = []  # operations, steps that must exist, steps that must not
 
     def do(act: Callable[[], None], during: dict[int, set[str]], after: dict[int, set[str]], gone: set[int]) -> None:
         operations: list[Operation] = []
-        with recorded(made, operations):
+        with recorded(disk_root, operations):
             act()
         history.extend(([operation], during, set()) for operation in operations[:-1])
         history.append((operations[-1:], after, gone))
@@ -85,7 +86,7 @@ def test_power_loss_after_any_operation_never_shows_a_damaged_checkpoint_nor_los
             if state not in seen:
                 seen.add(state)
                 check_after_crash(tree, tmp_path / "crash", must, gone, number)
-    assert disk.after_crash(lambda n: n, lambda node: node.data) == tree_of(made)  # every operation was recorded
+    assert disk.after_crash(lambda n: n, lambda node: node.data) == tree_of(disk_root)  # every operation was recorded
     assert len(history) > 100 and len(seen) > 100
 
 
@@ -109,14 +110,14 @@ def hidden_in(root: Path) -> list[str]:
 
 
 def test_power_loss_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    made.mkdir()
+    disk_root = tmp_path / "disk"
+    disk_root.mkdir()
     history: list[tuple[Operation, set[bytes | None]]] = []
     before: bytes | None = None
     for data in (b"first" * 100, b"second" * 90):
         operations: list[Operation] = []
-        with recorded(made, operations):
-            atomic.write_file(made / "run.json", data)
+        with recorded(disk_root, operations):
+            atomic.write_file(disk_root / "run.json", data)
         # The last but one call flushes the folder; closing it changes nothing.
         history += [(operation, {before, data}) for operation in operations[:-2]]
         history += [(operation, {data}) for operation in operations[-2:]]
@@ -436,6 +437,11 @@ def test_secrets_of_a_url_are_never_shown(
     else:
         assert storage.where == shown
     assert shown_texts and not [text for text in shown_texts for secret in secrets if secret in text]
+
+
+def test_a_path_that_is_not_a_url_is_shown_unchanged() -> None:
+    for path in ("data/part-?.jsonl", "owner/name@main", "C#/train.jsonl", ""):
+        assert without_secrets(path) == path
 
 
 def test_a_missing_library_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

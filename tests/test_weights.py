@@ -169,16 +169,18 @@ def test_mixtral_is_saved_one_tensor_per_expert(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_casting_rounds_as_transformers_does(name: str, stored_dtype: torch.dtype, wanted: str, tmp_path: Path) -> None:
+def test_casting_rounds_as_transformers_does(
+    name: str, stored_dtype: torch.dtype, target_dtype: str, tmp_path: Path
+) -> None:
     config = CONFIGS[name]()
     save_random(config, tmp_path, stored_dtype)
-    layout = layout_of(meta_model(config), jnp.dtype(wanted), stacked=True, drop=("model.rotary_emb.inv_freq",))
+    layout = layout_of(meta_model(config), jnp.dtype(target_dtype), stacked=True, drop=("model.rotary_emb.inv_freq",))
     layout.pop("model.rotary_emb.original_inv_freq", None)
     tree = load_weights(tmp_path, meta_model(config), layout, sharded(layout))
-    assert {array.dtype for array in tree.values()} == {jnp.dtype(wanted)}
-    assert_equals_transformers(tmp_path, tree, layout, getattr(torch, wanted))
+    assert {array.dtype for array in tree.values()} == {jnp.dtype(target_dtype)}
+    assert_equals_transformers(tmp_path, tree, layout, getattr(torch, target_dtype))
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

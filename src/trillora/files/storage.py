@@ -184,7 +184,7 @@ def _remove_tree(path: Path) -> None:
 
 
 class RemoteStorage:
-    """A folder at an fsspec URL. Errors of the library behind the URL are raised as OSError."""
+    """A folder at an fsspec URL. Errors of the library that accesses it are raised as OSError."""
 
     def __init__(self, url: str) -> None:
         self.where = without_secrets(url)

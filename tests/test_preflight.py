@@ -1,4 +1,4 @@
-"""Preflight asks about the step that trains, says what the compiler says, and survives it."""
+"""Preflight compiles the step that trains, reports what the compiler says, and survives a compiler crash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,15 +22,21 @@ from typer.testing import CliRunner
 
 import trillora
 from trillora.cli import app
+from trillora.devices.slices import find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, ignore_events
 from trillora.model.loading.source import load_config
 from trillora.preflight import client, compiler_process
+from trillora.preflight.early_exit import CompileResult
 from trillora.preflight.estimate.estimate import Estimate
 from trillora.preflight.hlo.memory import StepShapes, describe, largest, logits_bytes, out_of_memory, read_report
-from trillora.preflight.inputs import KNOWN_MODELS, describe_model, fingerprint, read_asked
-from trillora.preflight.verdict import changed, ladder, preflight
+from trillora.preflight.hlo.simulate import SimulatedStep
+from trillora.preflight.inputs import KNOWN_MODELS, describe_model, fingerprint, read_inputs
+from trillora.preflight.result import LargeBuffer, StageResult, Trial
+from trillora.preflight.verdict import ladder, preflight, relax
 from trillora.recipe.load import load_recipe
+from trillora.recipe.resolve import given_settings
+from trillora.recipe.schema import StageRecipe
 from trillora.step import autotune
 from trillora.training import trainer
 
@@ -61,10 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- the step
 
 
-def test_the_step_asked_about_is_the_step_that_trains(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both are chosen and assembled by the same function; here also compared as programs, to the letter."""
+def test_preflight_builds_the_step_that_trains(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both use the same function. Their programs are compared as text, too."""
     assert compiler_process.choose is autotune.choose is trainer.choose
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": 3, "batch_size": 8}, hardware={"devices": 8}))
     trained: list[str] = []
@@ -76,19 +82,20 @@ def test_the_step_asked_about_is_the_step_that_trains(
 
     monkeypatch.setattr(trainer, "choose", remembered)
     trainer.train(recipe, tmp_path / "run")
-    asked = read_asked(recipe, ignore_events)
-    config = load_config(asked.model)
-    (stage,) = asked.stages
+    inputs = read_inputs(recipe, ignore_events)
+    config = load_config(inputs.model)
+    (stage,) = inputs.stages
     plan = autotune.choose(stage.recipe, config, jax.devices("cpu"), stage.num_steps, ignore_events)
     assert [plan.assembly.lower().as_text()] == trained
-    other = changed(stage.recipe, {"engine.remat": "full"})
+    engine = stage.recipe.engine.model_copy(update={"remat": "full"})
+    other = stage.recipe.model_copy(update={"engine": engine})
     another = autotune.choose(other, config, jax.devices("cpu"), stage.num_steps, ignore_events)
     assert another.assembly.lower().as_text() != trained[0], "the comparison can fail"
 
 
-def test_real_data_decides_steps_and_tokens(folder: Path) -> None:
+def test_steps_and_tokens_are_counted_from_the_real_data(folder: Path) -> None:
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": None, "epochs": 2, "batch_size": 4}))
-    (stage,) = read_asked(recipe, ignore_events).stages
+    (stage,) = read_inputs(recipe, ignore_events).stages
     batches = trainer.read_stage(trainer.stages_of(recipe)[0], _tokenizer(recipe), ignore_events).batches
     assert stage.num_steps == 2 * batches.steps_per_epoch
     assert stage.num_tokens == 2 * batches.summary()["tokens"]
@@ -106,39 +113,42 @@ def _tokenizer(recipe: Any) -> Any:
 
 
 @with_compiler
-def test_go_with_the_compilers_memory_and_at_once_from_the_cache(folder: Path) -> None:
+def test_go_with_the_compilers_memory_then_from_the_cache(folder: Path) -> None:
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": 20}))
     events: list[Event] = []
-    (answer,) = preflight(recipe, ["colab"], listener=events.append)
-    assert answer["verdict"] == "GO" and answer["method"] == "compiler" and not answer["from_cache"]
-    assert 0 < answer["hbm_peak_gib"] < 1 < answer["hbm_limit_gib"] == 15.75
-    assert answer["memory"]["base"] + answer["memory"]["adapter"] <= answer["hbm_peak_gib"]
-    assert answer["step_seconds"] > 0 and answer["tokens_per_second"] > 0 and 0 < answer["fraction_of_peak"] < 1
-    assert answer["num_steps"] == 20 and answer["sessions"] == 1 and answer["session_hours"] == 12
-    assert answer["settings"]["attention"] == "splash"
+    (result,) = preflight(recipe, ["colab"], listener=events.append)
+    assert result.verdict == "GO" and result.method == "compiler" and not result.from_cache
+    assert result.hbm_peak_gib is not None
+    assert 0 < result.hbm_peak_gib < 1 < result.hbm_limit_gib == 15.75
+    assert result.memory["base"] + result.memory["adapter"] <= result.hbm_peak_gib
+    assert result.step is not None and result.run is not None and result.settings is not None
+    assert result.step.seconds > 0 and result.step.tokens_per_second > 0 and 0 < result.step.fraction_of_peak < 1
+    assert result.run.num_steps == 20 and result.run.sessions == 1 and result.run.session_hours == 12
+    assert result.settings.attention == "splash"
     assert any(isinstance(event, Note) and "Compiling" in event.text for event in events)
-    (again,) = preflight(recipe, ["colab"], listener=lambda event: pytest.fail("nothing is asked twice"))
-    assert again == answer | {"from_cache": True}
-    assert json.dumps(answer, allow_nan=False)
+    (again,) = preflight(recipe, ["colab"], listener=lambda event: pytest.fail("the result was not cached"))
+    assert again == dataclasses.replace(result, from_cache=True)
 
 
 @with_compiler
-def test_what_does_not_fit_is_changed_and_the_change_compiled(tmp_path: Path, folder: Path) -> None:
-    """Qwen3-0.6B with 24 rows of 1,024 tokens at once is half as much again as a v5e chip has. Fewer rows at once are
-    GO, if the machine may choose."""
+def test_a_step_that_does_not_fit_is_changed_and_the_change_compiled(tmp_path: Path, folder: Path) -> None:
+    """Qwen3-0.6B with a micro-batch of 24 sequences of 1,024 tokens needs half as much again as a v5e chip has. A
+    smaller micro-batch fits."""
     settings = tiny_run.recipe(
         folder,
         model={"name": "Qwen/Qwen3-0.6B"},
         train={"steps": 5, "batch_size": 24, "micro_batch_size": 24, "sequence_length": 1024},
         engine={"remat": "linear"},
     )
-    (answer,) = preflight(load_recipe(settings), ["v5e-1"])
-    assert answer["verdict"] == "GO WITH CHANGES" and answer["fits"]
-    assert [change["option"] for change in answer["changes"]] == ["train.micro_batch_size"]
-    assert answer["changes"][0]["from"] == 24 and answer["changes"][0]["to"] == 12
-    assert answer["tried"][0]["fits"] is False and answer["tried"][0]["peak_gib"] > 15.75
-    assert answer["tried"][-1]["fits"] is True and answer["hbm_peak_gib"] <= 15.75
-    assert any("shapes" in note for note in answer["notes"]) and any("tokenizer" in note for note in answer["notes"])
+    (result,) = preflight(load_recipe(settings), ["v5e-1"])
+    assert result.verdict == "GO WITH CHANGES" and result.fits
+    assert [change.option for change in result.changes] == ["train.micro_batch_size"]
+    assert result.changes[0].before == 24 and result.changes[0].after == 12
+    first, last = result.tried[0], result.tried[-1]
+    assert not first.fits and first.peak_gib is not None and first.peak_gib > 15.75
+    assert last.fits and result.hbm_peak_gib is not None and result.hbm_peak_gib <= 15.75
+    assert any("configuration that comes with" in note for note in result.notes)
+    assert any("tokenizer" in note for note in result.notes)
 
 
 @with_compiler
@@ -160,7 +170,7 @@ def test_a_killed_compiler_is_reported_and_survived(folder: Path) -> None:
     killer.join()
 
 
-def test_the_compiler_is_mended_and_not_gone_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_mismatched_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "has_compiler_builds", lambda: True)
     found = {"jax": "0.10.2", "libtpu": None}
     monkeypatch.setattr(client, "installed_version", found.get)
@@ -170,7 +180,7 @@ def test_the_compiler_is_mended_and_not_gone_around(monkeypatch: pytest.MonkeyPa
     assert 'pip install "jax[tpu]==0.10.2"' in missing.value.do
     assert client.choose_method(True) == "estimate"
     found["libtpu"] = "0.0.40"
-    with pytest.raises(TrilloraError, match=r"0\.0\.40 is not the pair of jax 0\.10\.2"):
+    with pytest.raises(TrilloraError, match=r"0\.0\.40 does not match jax 0\.10\.2"):
         client.choose_method(False)
     found["libtpu"] = "0.0.42.1"
     assert client.choose_method(False) == "compiler"
@@ -182,7 +192,7 @@ def test_the_compiler_is_mended_and_not_gone_around(monkeypatch: pytest.MonkeyPa
 # ---- by estimate
 
 
-def test_the_estimate_answers_anywhere_and_says_what_it_is(
+def test_the_estimate_runs_anywhere_and_is_labelled(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
@@ -191,23 +201,41 @@ def test_the_estimate_answers_anywhere_and_says_what_it_is(
     settings = tiny_run.recipe(folder, train={"steps": 20, "batch_size": 16}, hardware={"devices": "auto"})
     recipe = load_recipe(settings)
     one, eight, four, again = preflight(recipe, ["v5e-1", "kaggle", "v5e-4", "kaggle"], estimate=True)
-    for answer in (one, eight, four):
-        assert answer["method"] == "estimate" and answer["verdict"] == "GO"
-        assert any("x86-64" in note for note in answer["notes"])
-    assert (one["num_devices"], eight["num_devices"], four["num_devices"]) == (1, 8, 4)
-    assert again == eight and eight["weekly_hours"] == 20
-    assert one["settings"]["attention"] == "splash", "chosen for the chip, not for this machine"
+    for result in (one, eight, four):
+        assert result.method == "estimate" and result.verdict == "GO"
+        assert any("x86-64" in note for note in result.notes)
+    assert (one.num_devices, eight.num_devices, four.num_devices) == (1, 8, 4)
+    assert again == eight and eight.run is not None and eight.run.weekly_hours == 20
+    assert one.settings is not None
+    assert one.settings.attention == "splash", "chosen for the chip, not for this machine"
     children = [process for process in started if "trillora.preflight.compiler_process" in process.args]
     assert len(children) == 1 and children[0].returncode is not None, "one process for all, and it has ended"
     capsys.readouterr()
-    assert trillora.ask_compiler(settings, on=["v5e-1"], estimate=True) == [one | {"from_cache": True}]
+    assert trillora.run_preflight(settings, on=["v5e-1"], estimate=True) == [dataclasses.replace(one, from_cache=True)]
     assert "ESTIMATE" in capsys.readouterr().out
 
 
-def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is faster than a hopeless way needs still more: it is not even looked at."""
-    asked = read_asked(load_recipe(tiny_run.recipe(folder, train={"steps": 2, "batch_size": 8})), ignore_events)
-    config, (stage,) = load_config(asked.model), asked.stages
+def test_an_estimate_that_does_not_fit_names_the_smallest_slice_that_fits(folder: Path, tmp_path: Path) -> None:
+    """16 GiB of weights: one v5e chip, with 15.75 GiB, is too small; four are enough."""
+    shutil.copytree(folder / "model", tmp_path / "large", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((tmp_path / "large" / "config.json").read_text())
+    large = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 36, "head_dim": 128}
+    config |= large | {"num_attention_heads": 32, "num_key_value_heads": 8}
+    (tmp_path / "large" / "config.json").write_text(json.dumps(config))
+    settings = tiny_run.recipe(folder, model={"name": str(tmp_path / "large")}, train={"steps": 5, "batch_size": 8})
+    settings["hardware"] = {"devices": "auto"}
+    (result,) = preflight(load_recipe(settings), ["v5e-1"], estimate=True)
+    assert result.verdict == "NO-GO" and result.step is None and result.run is None and result.settings is None
+    assert result.hbm_peak_gib is not None and result.hbm_peak_gib > result.hbm_limit_gib
+    assert result.smallest_go == "v5e-4"
+    assert result.tried and not any(trial.fits for trial in result.tried)
+    assert result.problem is not None and "does not fit" in result.problem
+
+
+def test_hopeless_candidates_are_not_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faster candidates need more memory, so the search stops at the first hopeless one."""
+    inputs = read_inputs(load_recipe(tiny_run.recipe(folder, train={"steps": 2, "batch_size": 8})), ignore_events)
+    config, (stage,) = load_config(inputs.model), inputs.stages
     assemble = autotune.assemble
     remats: dict[int, str] = {}
 
@@ -242,18 +270,89 @@ def test_what_is_hopeless_by_the_guess_is_not_compiled(folder: Path, monkeypatch
     plan, guessed, compiled = ask({"none": 500.0, "linear": 141.0, "full": 20.0})
     assert (guessed, compiled) == (["full", "linear"], ["full"])
     assert [attempt.needed for attempt in plan.tried] == [141.0, 20.0] and plan.settings.remat == "full"
-    plan, guessed, compiled = ask({"none": 500.0, "linear": 139.0, "full": 20.0})  # may be a bad guess: it is compiled
+    plan, guessed, compiled = ask({"none": 500.0, "linear": 139.0, "full": 20.0})  # a guess may be wrong
     assert (guessed, compiled) == (["full", "linear", "none"], ["linear", "full"])
     plan, guessed, compiled = ask({"none": 90.0, "linear": 50.0, "full": 20.0})
-    assert compiled == ["none"] and plan.recipe.engine.remat == "none"
+    assert compiled == ["none"] and plan.settings.remat == "none"
 
 
-def test_a_program_that_cannot_be_read_gets_the_estimates_times() -> None:
+def test_a_program_that_cannot_be_read_gets_estimated_times() -> None:
     guessed = Estimate(1.0, {}, 0.0, 0.0, 0.0, step_seconds=2.0, roofline_seconds=1.0, flops=100.0, tokens=1.0)
-    assert compiler_process._if_unread(85.0, guessed, 8) == compiler_process._if_unread(115.0, guessed, 8) == {}
-    told = compiler_process._if_unread(5.0, guessed, 8)
-    assert (told["step_seconds"], told["flops_per_step"], told["times_by"]) == (2.0, 800.0, "estimate")
-    assert "5% of its arithmetic" in told["notes"][0]
+    compiled = CompileResult(None, "%f = bf16[] fusion(%x)\n%k = bf16[] custom-call(%f)", 0.0, 3.0, is_whole=False)
+
+    def times(flops: float) -> Any:
+        simulated = SimulatedStep(7.0, 6.0, 1.0, 2.0, 3.0, 4.0, 5.0, flops, 0.0, 0.0, ("a warning",))
+        return compiler_process._step_times(simulated, guessed, 8, compiled)
+
+    for flops in (85.0, 115.0):
+        step, notes = times(flops)
+        assert (step.seconds, step.flops, step.timed_by, notes) == (7.0, 8 * flops, "compiler", ("a warning",))
+        assert step.compile_seconds == pytest.approx(5.0 + 2 * 0.026)  # two instructions
+    step, (note,) = times(5.0)
+    assert (step.seconds, step.flops, step.timed_by, step.unit_seconds) == (2.0, 800.0, "estimate", None)
+    assert "Only 5% of the step's flops" in note
+
+
+# ---- the terminal stays clean
+
+RESULT = StageResult(19.2, 15.75, (Trial("8 sequences at once, remat full", 19.2, False),), 100, 10)
+# Takes the place of the compiler process. Prints as libtpu does, to both file descriptors, also from a grandchild.
+NOISY_CHILD = """
+import json, os, subprocess, sys
+os.write(1, b"I0000 tpu_platform: INVALID_ARGUMENT: no TPU platform\\n")
+os.write(2, b"W0000 libtpu: could not read metadata \\xff\\n")
+subprocess.run(["sh", "-c", "echo noise of a grandchild; echo more noise >&2"])
+answers = os.fdopen(int(sys.argv[-1]), "w", buffering=1)
+for line in sys.stdin:
+    question = json.loads(line)
+    print("INVALID_ARGUMENT: a trace", flush=True)
+    print(json.dumps({"event": "note", "text": "Compiling"}), file=answers)
+    if question["then"] == "raise":
+        raise RuntimeError("INVALID_ARGUMENT: Mosaic failed\\n  at kernel.cc:12")
+    if question["then"] == "abort":
+        os.abort()
+    print(json.dumps({"result": question["then"]}), file=answers)
+"""
+
+
+@pytest.fixture
+def noisy_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "COMMAND", (sys.executable, "-c", NOISY_CHILD))
+
+
+def test_nothing_the_compiler_process_prints_reaches_the_terminal(
+    noisy_child: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    events: list[Event] = []
+    question = {"method": "estimate", "then": RESULT.to_dict()}
+    assert client.ask(question, find_slice("v5e-1"), events.append) == RESULT
+    assert events == [Note("Compiling")]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("then", "how"),
+    [("raise", "(exit code 1): RuntimeError: INVALID_ARGUMENT: Mosaic failed"), ("abort", "(killed by SIGABRT).")],
+)
+def test_a_crash_is_one_line_and_keeps_the_output_in_a_file(
+    noisy_child: None, cache: Path, capfd: pytest.CaptureFixture[str], then: str, how: str
+) -> None:
+    with pytest.raises(client.CompilerCrashed) as crash:
+        client.ask({"method": "estimate", "then": then}, find_slice("v5e-1"), ignore_events)
+    assert crash.value.what == f"The compiler process ended without an answer for v5e-1 {how}"
+    file = cache / "preflight" / "compiler-output.txt"
+    assert crash.value.where is not None and str(file) in crash.value.where
+    output = file.read_text()
+    for noise in ("no TPU platform", "could not read metadata", "noise of a grandchild", "more noise", "a trace"):
+        assert noise in output
+        assert noise not in str(crash.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(client.CompilerCrashed, match=r"v5e-1 \(exit code 3\)\."):
+        client.ask({"method": "estimate"}, find_slice("v5e-1"), ignore_events)
 
 
 # ---- mistakes
@@ -262,13 +361,18 @@ def test_a_program_that_cannot_be_read_gets_the_estimates_times() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--on", "v5e-3"], ["No slice is called v5e-3", "did you mean v5e-", "kaggle"]),
-        (["--on", "v5e-8", "--estimate", "train.batch_size=12"], ["12 rows cannot be spread evenly over 8 devices"]),
+        (["--on", "v5e-3"], ["Unknown slice 'v5e-3'", "did you mean v5e-", "kaggle"]),
+        (
+            ["--on", "v5e-8", "--estimate", "train.batch_size=12"],
+            ["12 sequences cannot be spread evenly over 8 devices"],
+        ),
         (["--on", "v5e-1", "model.name=nobody/nothing"], ["cannot be reached", "nobody/nothing"]),
         (["--on", "v5e-1", "train.batchsize=3"], ["train.batch_size"]),
     ],
 )
-def test_mistakes_are_told_in_words(folder: Path, tmp_path: Path, arguments: list[str], says: list[str]) -> None:
+def test_user_errors_are_printed_without_a_traceback(
+    folder: Path, tmp_path: Path, arguments: list[str], says: list[str]
+) -> None:
     settings = tiny_run.recipe(
         folder, train={"steps": 3}, hardware={"mesh": {"data": 8}, "devices": 8} if "v5e-8" in arguments else {}
     )
@@ -282,7 +386,7 @@ def test_mistakes_are_told_in_words(folder: Path, tmp_path: Path, arguments: lis
     assert "Traceback" not in result.output
 
 
-def test_an_answer_is_for_one_question(folder: Path, tmp_path: Path) -> None:
+def test_a_cached_result_is_for_one_question_only(folder: Path, tmp_path: Path) -> None:
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": 3}))
     same = fingerprint(recipe, slice="v5e-8")
     assert fingerprint(recipe, slice="v5e-8") == same
@@ -294,22 +398,25 @@ def test_an_answer_is_for_one_question(folder: Path, tmp_path: Path) -> None:
     assert fingerprint(recipe, slice="v5e-8") != same
 
 
-def test_the_ladder_opens_what_the_user_fixed_one_by_one(folder: Path) -> None:
-    def steps(**sections: Any) -> list[dict[str, Any]]:
+def test_fixed_options_are_released_one_by_one(folder: Path) -> None:
+    def steps(**sections: Any) -> tuple[list[tuple[str, ...]], StageRecipe]:
         recipe = load_recipe(tiny_run.recipe(folder, **sections))
-        return list(ladder(read_asked(recipe, ignore_events).stages))
+        stages = read_inputs(recipe, ignore_events).stages
+        return list(ladder(stages)), stages[0].recipe
 
-    fixed = steps(
+    fixed, recipe = steps(
         train={"steps": 2, "batch_size": 8, "micro_batch_size": 8}, engine={"remat": "none", "loss_chunk": 4096}
     )
     assert fixed == [
-        {},
-        {"train.micro_batch_size": "auto"},
-        {"train.micro_batch_size": "auto", "engine.remat": "auto"},
-        {"train.micro_batch_size": "auto", "engine.remat": "auto", "engine.loss_chunk": 256},
+        (),
+        ("micro_batch_size",),
+        ("micro_batch_size", "remat"),
+        ("micro_batch_size", "remat", "loss_chunk"),
     ]
-    free = steps(train={"steps": 2, "batch_size": 8})
-    assert free == [{}, {"engine.loss_chunk": 256}]
+    assert relax(recipe, fixed[0]) == recipe
+    assert given_settings(relax(recipe, fixed[2])) == {"num_devices": 1, "loss_chunk": 4096}
+    assert given_settings(relax(recipe, fixed[3])) == {"num_devices": 1, "loss_chunk": 256}
+    assert steps(train={"steps": 2, "batch_size": 8})[0] == [(), ("loss_chunk",)]
 
 
 def test_every_known_model_is_one_transformers_can_build(tmp_path: Path) -> None:
@@ -352,21 +459,21 @@ MISTRAL = StepShapes(
 )
 
 
-def test_buffers_are_told_in_words_of_the_model() -> None:
+def test_buffers_are_described_in_terms_of_the_model() -> None:
     report = read_report(REPORT)
     assert report is not None and report.total_bytes == 3811809280
     assert [round(buffer.num_bytes / 2**20) for buffer in report.temporaries] == [512, 250, 128, 112, 56, 28]
     assert [describe(buffer, MISTRAL) for buffer in report.temporaries] == [
         "kept from all 32 layers for the backward pass",
-        "weight lm_head, gathered whole to be used",
-        "logits of a piece of the loss",
-        "weight mlp.up_proj, gathered whole to be used",
-        "one layer at work (width 14,336)",
+        "weight lm_head, all-gathered",
+        "logits of one chunk of the loss",
+        "weight mlp.up_proj, all-gathered",
+        "activations of one layer (width 14,336)",
         "adapter and its gradient, all 32 layers",
     ]
     assert logits_bytes(report, MISTRAL) == 128 * 2**20
-    assert largest(report, MISTRAL)[0] == {"what": "kept from all 32 layers for the backward pass", "gib": 0.5}
-    told = out_of_memory(report, MISTRAL, 2.0, "8 rows at once")
-    assert "3.55 GiB of 2.00 GiB" in told and "kept from all 32 layers" in told
+    assert largest(report, MISTRAL)[0] == LargeBuffer("kept from all 32 layers for the backward pass", 0.5)
+    problem = out_of_memory(report, MISTRAL, 2.0, "8 sequences at once")
+    assert "needs 3.55 GiB per device, the limit is 2.00 GiB" in problem and "kept from all 32 layers" in problem
     assert read_report("another format") is None
-    assert "2.00 GiB" in out_of_memory(None, MISTRAL, 2.0, "8 rows at once")
+    assert "2.00 GiB" in out_of_memory(None, MISTRAL, 2.0, "8 sequences at once")

@@ -34,7 +34,7 @@ from trillora.preflight.result import (
     Trial,
 )
 from trillora.preflight.sessions import run_time
-from trillora.recipe.resolve import StepSettings
+from trillora.recipe.resolve import StepSettings, given_settings
 from trillora.recipe.schema import Recipe, StageRecipe
 
 # Largest known relative error of step times: against published training rates, and for the estimate the error against
@@ -158,23 +158,23 @@ class _Preflight:
         """Results of all stages and the changes they need; the last failure if nothing fits."""
         tried: list[Trial] = []
         stages: list[tuple[StageInput, StageResult]] = []
-        for changes in ladder(self.inputs.stages):
-            if stages and "engine.loss_chunk" in changes and not _logits_matter(stages[0][1]):
+        for relaxed in ladder(self.inputs.stages):
+            if stages and "loss_chunk" in relaxed and not _logits_matter(stages[0][1]):
                 continue
-            stages = self._ask_stages(place, changes)
+            stages = self._ask_stages(place, relaxed)
             if all(result.fits for _, result in stages):
                 first = stages[0][1]
-                return _Outcome(stages, [*tried, *first.tried], _proven(changes, first, self.inputs.stages))
+                return _Outcome(stages, [*tried, *first.tried], _proven(relaxed, first, self.inputs.stages))
             tried += stages[0][1].tried
         return _Outcome(stages, tried)
 
-    def _ask_stages(self, place: Slice, changes: dict[str, Any]) -> list[tuple[StageInput, StageResult]]:
+    def _ask_stages(self, place: Slice, relaxed: Sequence[str]) -> list[tuple[StageInput, StageResult]]:
         """The stage with the longest sequences comes first, as in training: its mesh and its rematerialization are used
         for all stages. The first stage that does not fit is returned alone."""
         results: list[tuple[StageInput, StageResult]] = []
         kept: StepSettings | None = None
         for stage in sorted(self.inputs.stages, key=lambda s: -s.sequence_length):
-            recipe = changed(stage.recipe, changes)
+            recipe = relax(stage.recipe, relaxed)
             question = {
                 "slice": place.name,
                 "method": self.method,
@@ -254,21 +254,29 @@ def _evaluation_seconds(stage: StageInput, step_seconds: float) -> float:
     return times * batches * step_seconds * FORWARD_SHARE
 
 
-def ladder(stages: Sequence[StageInput]) -> Iterator[dict[str, Any]]:
-    """Changes to try, by dotted option: first none, then, cumulatively, fixed options set to auto, the cheapest first;
-    last a small loss chunk."""
-    changes: dict[str, Any] = {}
-    yield dict(changes)
-    for path, value in (
-        ("train.micro_batch_size", "auto"),
-        ("engine.remat", "auto"),
-        ("engine.loss_chunk", SMALL_CHUNK),
-    ):
-        if any(_option(stage.recipe, path) != value for stage in stages) and not (
-            value == SMALL_CHUNK and all(_is_small(_option(stage.recipe, path)) for stage in stages)
-        ):
-            changes[path] = value
-            yield dict(changes)
+def ladder(stages: Sequence[StageInput]) -> Iterator[tuple[str, ...]]:
+    """Settings to take out of the user's hands, by field name: first none, then one more each time, the cheapest first.
+    The last one is a small loss chunk."""
+    given = [given_settings(stage.recipe) for stage in stages]
+    relaxed: tuple[str, ...] = ()
+    yield relaxed
+    for field in ("micro_batch_size", "remat"):
+        if any(field in settings for settings in given):
+            relaxed += (field,)
+            yield relaxed
+    if not all(settings.get("loss_chunk", math.inf) <= SMALL_CHUNK for settings in given):
+        yield (*relaxed, "loss_chunk")
+
+
+def relax(recipe: StageRecipe, fields: Sequence[str]) -> StageRecipe:
+    """The recipe with these settings on auto, or for the loss with a small chunk."""
+    engine: dict[str, Any] = {"remat": "auto"} if "remat" in fields else {}
+    if "loss_chunk" in fields:
+        engine["loss_chunk"] = SMALL_CHUNK
+    sections: dict[str, Any] = {"engine": recipe.engine.model_copy(update=engine)}
+    if "micro_batch_size" in fields:
+        sections["train"] = recipe.train.model_copy(update={"micro_batch_size": "auto"})
+    return recipe.model_copy(update=sections)
 
 
 def _logits_matter(refused: StageResult) -> bool:
@@ -277,29 +285,13 @@ def _logits_matter(refused: StageResult) -> bool:
     return peak is None or logits is None or peak - logits <= refused.hbm_limit_gib
 
 
-def _is_small(chunk: Any) -> bool:
-    return isinstance(chunk, int) and chunk <= SMALL_CHUNK
-
-
-def changed(recipe: StageRecipe, changes: dict[str, Any]) -> StageRecipe:
-    tree = recipe.model_dump(mode="json")
-    for path, value in changes.items():
-        section, key = path.split(".")
-        tree[section][key] = value
-    return StageRecipe.model_validate(tree)
-
-
-def _option(recipe: StageRecipe, path: str) -> Any:
-    section, key = path.split(".")
-    return getattr(getattr(recipe, section), key)
-
-
-def _proven(changes: dict[str, Any], first: StageResult, stages: Sequence[StageInput]) -> tuple[Change, ...]:
+def _proven(relaxed: Sequence[str], first: StageResult, stages: Sequence[StageInput]) -> tuple[Change, ...]:
     """The options that must change, with the values that fit."""
     why = f"fits: {first.hbm_peak_gib:.2f} of {first.hbm_limit_gib:.2f} GiB"
+    given = given_settings(stages[0].recipe)
     proven = []
-    for path in changes:
-        before, after = _option(stages[0].recipe, path), getattr(first.settings, path.split(".")[1])
-        if before not in (after, "auto") or path == "engine.loss_chunk":
-            proven.append(Change(path, before, after, why))
+    for field in relaxed:
+        before, after = given.get(field, "auto"), getattr(first.settings, field)
+        if before not in (after, "auto") or field == "loss_chunk":
+            proven.append(Change(StepSettings.OPTIONS[field], before, after, why))
     return tuple(proven)

@@ -1,11 +1,11 @@
-"""What preflight predicts of a training step against what a GPU then does: peak memory and step time.
+"""Compares preflight's prediction of a training step with a measurement on a GPU: peak memory and step time.
 
     python benchmarks/preflight_gpu.py [--only 3] [--keep FOLDER]
 
-The prediction is made as for a TPU and before anything runs: memory from the compiled step, time by the simulation of
-its program with the card's public figures. Then the step runs, on random weights. Each case has a process of its own,
-so that the peak is its alone. Prints a table and a JSON line a case; `--keep` writes each program and the times of its
-kernels, to see where a prediction went wrong.
+The prediction is made as for a TPU, before anything runs: memory from the compiled step, time from a simulation of its
+program with the card's public figures. Then the step runs on random weights. Each case runs in its own process, so that
+the measured peak belongs to it alone. Prints one JSON line per case and a table. `--keep` writes each program and the
+times of its kernels, to see where a prediction is wrong.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 
 MISTRAL, GEMMA = "mistralai/Mistral-7B-v0.3", "google/gemma-3-270m"
 LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"
-SMALL_LLAMA = "1b"  # of gpu_step.py
+SMALL_LLAMA = "1b"  # a shape of gpu_step.py
 
-# model, rows of a batch, rows at once, tokens of a row, what is recomputed, several documents in a row
+# model, batch size, micro-batch size, sequence length, remat, packed
 CASES: tuple[tuple[str, int, int, int, str, bool], ...] = (
-    # the simulation's constants for a GPU were set with these in view
+    # used to set the simulation's constants for GPUs
     (SMALL_LLAMA, 8, 8, 2048, "none", False),
     (SMALL_LLAMA, 16, 8, 2048, "linear", False),
     (GEMMA, 64, 64, 512, "linear", False),
@@ -38,21 +38,21 @@ CASES: tuple[tuple[str, int, int, int, str, bool], ...] = (
     (QWEN, 8, 8, 4096, "linear", False),
     (MISTRAL, 8, 8, 2048, "full", False),
     (MISTRAL, 4, 4, 4096, "linear", False),
-    # and then met these
+    # not used to set them
     (SMALL_LLAMA, 4, 4, 8192, "full", False),
     (SMALL_LLAMA, 8, 8, 2048, "none", True),
     (QWEN, 32, 32, 512, "none", True),
     (LLAMA, 4, 4, 2048, "linear", False),
 )
-NUM_IN_VIEW = 8
+NUM_FITTED = 8
 STEPS = 12
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of cases, from 0")
-    parser.add_argument("--keep", type=Path, help="a folder for programs and times of kernels")
-    parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)  # the child's own
+    parser.add_argument("--only", type=int, nargs="*", help="case numbers, from 0")
+    parser.add_argument("--keep", type=Path, help="folder for programs and kernel times")
+    parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)  # for the child process
     args = parser.parse_args()
     if args.measure is not None:
         print(json.dumps(measure(args.measure, args.keep)), flush=True)
@@ -80,11 +80,11 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"| {gib[0]:.2f} | {gib[1]:.2f} | {gib[0] / gib[1] - 1:+.1%} "
             f"| {seconds[0]:.3f} | {seconds[1]:.3f} | {seconds[0] / seconds[1] - 1:+.1%} |"
         )
-    for seen, title in ((True, "in view"), (False, "new")):
-        chosen = [row for row in rows if (row["number"] < NUM_IN_VIEW) == seen]
+    for is_fitted, title in ((True, "fitted"), (False, "new")):
+        chosen = [row for row in rows if (row["number"] < NUM_FITTED) == is_fitted]
         for name in ("gib", "seconds") if chosen else ():
             errors = [abs(row[name][0] / row[name][1] - 1) for row in chosen]
-            print(f"{title}: {name}, mean size of the error {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
+            print(f"{title}: {name}, mean absolute error {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
 
 
 def measure(number: int, keep: Path | None) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def measure(number: int, keep: Path | None) -> dict[str, Any]:
     config = read_config(name, recipe)
     devices = find_devices("auto", 1)
     chip = chip_of(devices[0].device_kind)
-    assert chip is not None, f"nothing is known of {devices[0].device_kind}"
+    assert chip is not None, f"unknown device {devices[0].device_kind}"
     started = time.perf_counter()
     plan = choose(recipe, config, devices, STEPS, ignore_events)
     compile_seconds = time.perf_counter() - started
@@ -144,7 +144,7 @@ def measure(number: int, keep: Path | None) -> dict[str, Any]:
 
 
 def ready_to_run(plan: Any, shape: argparse.Namespace, vocab_size: int) -> Callable[[], float]:
-    """One step on random weights and tokens; its seconds."""
+    """A function that runs one step on random weights and tokens and returns its seconds."""
     import numpy as np
     from gpu_step import random_batch
 
@@ -180,7 +180,7 @@ def read_config(name: str, recipe: Any) -> Any:
 
 
 def kernel_seconds(step: Callable[[], float]) -> list[tuple[str, str, int, float]]:
-    """What one step did on the card: the instruction where it is known, the kernel, how often, seconds."""
+    """Kernels of one step on the card: instruction (if known), kernel, number of calls, seconds."""
     import jax
     from jax.profiler import ProfileData
 

@@ -212,7 +212,8 @@ def test_no_go_explains_what_is_too_large_and_what_would_fit() -> None:
     text = words(shown([NO_GO]))
     assert NO_GO.problem is not None and NO_GO.problem in text
     assert "v5e-1 (1 v5e device): the run does not fit" in text
-    assert "3.45 GiB too much" in text
+    assert "19.20 of 15.75 GiB per device (3.45 GiB too much)" in text
+    assert "(too close to the limit" in shown([replace(NO_GO, hbm_peak_gib=15.6)], 120)
     assert "Smallest slice that fits: v5e-4" in text
     assert "too little Disk for the model: 14.9 of 10 GiB" in text
 

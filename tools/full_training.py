@@ -1,7 +1,7 @@
-"""A step that trains every weight of a model, compiled for a slice that is not here.
+"""A step that trains every weight of a model, lowered for a slice that is not attached.
 
-Trillora trains adapters; the world publishes rates of full training. Here the whole base takes the adapter's place:
-model, loss and step are the product's own. Weights and moments are split over all devices (fsdp).
+Trillora trains adapters, but published rates are for full training. Here the base weights take the adapter's place;
+model, loss and step are Trillora's own. Weights and moments are sharded over all devices (fsdp).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
 from trillora.step.build import BATCH_DTYPES, TPU_OPTIONS, loss_chunk_positions, weight_shardings
 
-LOSS_CHUNK = 4096  # tokens of a device whose logits exist at once
+LOSS_CHUNK = 4096  # tokens per device whose logits exist at once
 
 
 def lower_step(case: Published) -> tuple[Any, dict[str, str | bool], int]:
-    """The step, ready to be compiled with these options, and how many weights it trains."""
+    """The lowered step, its compiler options, and the number of trained weights."""
     place = find_slice(case.slice_name)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=place.topology, **place.options)
     mesh = make_mesh(list(topology.devices), MeshShape(fsdp=len(topology.devices)))
@@ -54,14 +54,14 @@ def lower_step(case: Published) -> tuple[Any, dict[str, str | bool], int]:
 
 
 def full_loss(model: CausalLM, chunk: int) -> Loss:
-    """Summed loss, differentiable in all weights; arithmetic in the model's own format."""
+    """Summed loss, differentiable with respect to all weights; computed in the model's own dtype."""
     head_weight = _head_weight(model)
 
     def loss(weights: Tree, buffers: Tree, batch: Batch, key: jax.Array) -> jax.Array:
         weights = {name: array.astype(model.layout[name].dtype) for name, array in weights.items()}
         inputs = {"tokens": batch["tokens"], "positions": batch["positions"]}
         hidden = model.hidden({**buffers, **weights}, {}, inputs)
-        # The chunked loss has a gradient for the head's adapter only: so that is what the head's weight is here.
+        # The chunked loss has a gradient only for the head's adapter, so the head's weight is passed as that.
         head = {head_weight: weights[head_weight]}
         return chunked_loss(model.head, {}, head, hidden, batch["targets"], batch["weights"], chunk)
 
@@ -69,7 +69,7 @@ def full_loss(model: CausalLM, chunk: int) -> Loss:
 
 
 def keeping_dtypes(train_step: Any) -> Any:
-    """The step's arithmetic gives float32, as adapters are; weights and moments held in bfloat16 stay that."""
+    """The step returns float32, the dtype of adapters; cast weights and moments back to their own dtype."""
 
     def step(state: TrainState, buffers: Tree, batch: Batch) -> tuple[TrainState, Any]:
         new, metrics = train_step(state, buffers, batch)
@@ -81,7 +81,7 @@ def keeping_dtypes(train_step: Any) -> Any:
 
 
 def weight_shapes(model: CausalLM, mesh: Mesh, dtype: Any) -> tuple[Tree, Tree]:
-    """What is trained, held as `dtype`, and the buffers, which are not."""
+    """The trained weights, stored as `dtype`, and the buffers, which are not trained."""
     shardings = weight_shardings(model, mesh)
     names_of_buffers = {name for name, _ in model.module.named_buffers()}
     weights, buffers = {}, {}
@@ -94,7 +94,7 @@ def weight_shapes(model: CausalLM, mesh: Mesh, dtype: Any) -> tuple[Tree, Tree]:
 
 
 def state_shapes(weights: Tree, state: TrainState, mesh: Mesh) -> TrainState:
-    """Moments lie where their weight does; what has another shape than its weight is small, and copied."""
+    """Moments are sharded like their weight. Arrays with another shape than their weight are small and replicated."""
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         weight = weights.get(str(getattr(path[-1], "key", "")))
@@ -105,6 +105,6 @@ def state_shapes(weights: Tree, state: TrainState, mesh: Mesh) -> TrainState:
 
 
 def _head_weight(model: CausalLM) -> str:
-    """The output layer's weight, by the name it has in the layout: the embedding's where the two are one."""
+    """Name of the output layer's weight in the layout: the embedding's name if the two are tied."""
     weight = model.module.get_output_embeddings().weight
     return next(name for name, parameter in model.module.named_parameters() if parameter is weight)

@@ -1,10 +1,10 @@
-"""What the TPU compiler says of steps that people train: writes src/trillora/preflight/records.json.
+"""Records memory and step time from the TPU compiler for typical steps: writes src/trillora/preflight/records.json.
 
-    python tools/preflight_records.py             all of them, x86-64 Linux with libtpu; ten minutes on two cores
-    python tools/preflight_records.py --only 3    one, printed
+    python tools/preflight_records.py             all cases; needs x86-64 Linux with libtpu, ten minutes on two cores
+    python tools/preflight_records.py --only 3    prints one case
 
-The estimate for machines without the compiler is compared with these, and the compiler itself with them as well
-(tests/test_preflight_records.py). A case is a model of known_models.json, options of a recipe, and a slice.
+tests/test_preflight_records.py compares the estimate and the compiler itself with these records. A case is a model of
+known_models.json, options of a recipe, and a slice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from trillora.devices.slices import find_slice
 from trillora.events import ignore_events
 from trillora.preflight.client import ask, versions
 from trillora.preflight.inputs import KNOWN_MODELS, describe_model
+from trillora.preflight.result import StageResult
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
 
@@ -25,7 +26,7 @@ RECORDS = KNOWN_MODELS.parent / "records.json"
 MISTRAL, GEMMA = "mistralai/Mistral-7B-v0.3", "google/gemma-3-270m"
 LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"
 
-# model, slice, rows of a batch, rows at once, tokens of a row, what is recomputed, fsdp (else the base is copied)
+# model, slice, batch size, micro-batch size, sequence length, remat, fsdp (else the base is replicated)
 CASES: tuple[tuple[str, str, int, int, int, str, bool], ...] = (
     (MISTRAL, "v5e-8", 8, 8, 2048, "full", True),
     (MISTRAL, "v5e-8", 8, 8, 2048, "linear", True),
@@ -48,15 +49,20 @@ CASES: tuple[tuple[str, str, int, int, int, str, bool], ...] = (
 
 
 def question(case: tuple[str, str, int, int, int, str, bool]) -> dict[str, Any]:
-    """As preflight asks it; nothing is left open, so that the compiler and the estimate speak of the same step."""
-    model, slice_name, rows, at_once, tokens, remat, split = case
+    """The question preflight would ask. Every option is fixed, so the compiler and the estimate see the same step."""
+    model, slice_name, batch_size, micro_batch_size, sequence_length, remat, split = case
     num_devices = find_slice(slice_name).num_devices
     axis = "fsdp" if split else "data"
     recipe = load_recipe(
         {
             "model": {"name": model, "dtype": "bfloat16"},
             "data": "chats.jsonl",
-            "train": {"batch_size": rows, "micro_batch_size": at_once, "sequence_length": tokens, "steps": 100},
+            "train": {
+                "batch_size": batch_size,
+                "micro_batch_size": micro_batch_size,
+                "sequence_length": sequence_length,
+                "steps": 100,
+            },
             "engine": {"layers": "scan", "remat": remat, "attention": "splash"},
             "hardware": {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, axis: num_devices}},
         }
@@ -71,7 +77,7 @@ def question(case: tuple[str, str, int, int, int, str, bool]) -> dict[str, Any]:
     }
 
 
-def measure(case: tuple[str, str, int, int, int, str, bool], method: str) -> dict[str, Any]:
+def measure(case: tuple[str, str, int, int, int, str, bool], method: str) -> StageResult:
     """`method`: compiler or estimate."""
     return ask({**question(case), "method": method}, find_slice(case[1]), ignore_events)
 
@@ -80,17 +86,17 @@ def record(case: tuple[str, str, int, int, int, str, bool]) -> dict[str, Any]:
     result = measure(case, "compiler")
     return {
         "case": list(case),
-        "hbm_peak_gib": result["hbm_peak_gib"],
-        "memory": result.get("memory"),
-        "step_seconds": result.get("step_seconds"),
-        "flops_per_step": result.get("flops_per_step"),
+        "hbm_peak_gib": result.hbm_peak_gib,
+        "memory": result.memory,
+        "step_seconds": result.step and result.step.seconds,
+        "flops_per_step": result.step and result.step.flops,
         "versions": versions(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--only", type=int, metavar="N", help="this case, printed and not written")
+    parser.add_argument("--only", type=int, metavar="N", help="print this case, write nothing")
     only = parser.parse_args().only
     if only is not None:
         print(json.dumps(record(CASES[only]), indent=1))

@@ -1,15 +1,14 @@
-"""Simulated step time against TPU training rates that others have measured: the table of docs/preflight.md.
+"""Compares simulated step times with published TPU training rates: the table of docs/preflight.md.
 
     python tools/tpu_anchors.py --list
     python tools/tpu_anchors.py --only llama-3.1-8b@v6e-8     one case: half a minute; with --whole some minutes
-    python tools/tpu_anchors.py                               all that are not compiled yet, then the table
-    python tools/tpu_anchors.py --table-only                  the table of what is there, simulated anew
+    python tools/tpu_anchors.py                               all cases not compiled yet, then the table
+    python tools/tpu_anchors.py --table-only                  the table of compiled cases, simulated again
 
-The real TPU compiler takes the published step for the published slice (full_training.py), as far as preflight does:
-until memory is laid out and instructions are in order, or with --whole to the end, when instructions carry the
-compiler's own cycle counts and those are used. The scheduled programs
-are kept in Trillora's cache folder, so that a change of the simulator is judged without compiling again.
-Needs libtpu, hence x86-64 Linux.
+The real TPU compiler compiles the published step for the published slice (full_training.py), as far as preflight does:
+until the memory layout and the instruction order are known. With --whole it compiles to the end, and the simulator uses
+the compiler's own cycle counts. Scheduled programs are kept in Trillora's cache folder, so a change of the simulator
+can be tested without compiling again. Needs libtpu and therefore x86-64 Linux.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ HEADER = """| model, slice | rows x tokens | published | simulated | error | roo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAME", help="this one; it is compiled also if it has been before")
-    parser.add_argument("--list", action="store_true", help="names, published rates and sources")
+    parser.add_argument("--only", metavar="NAME", help="compile this case, even if it was compiled before")
+    parser.add_argument("--list", action="store_true", help="print names, published rates and sources")
     parser.add_argument("--whole", action="store_true", help="compile to the end, machine code included")
     parser.add_argument("--table-only", action="store_true", help="compile nothing")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # what the child process is told
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # for the child process
     args = parser.parse_args()
     cases = [case for case in PUBLISHED if args.only in (None, case.name)]
     if not cases:
-        parser.error(f"no case is called {args.only}; there are {' '.join(case.name for case in PUBLISHED)}")
+        parser.error(f"unknown case {args.only}; choose one of {' '.join(case.name for case in PUBLISHED)}")
     if args.list:
         print("\n".join(f"{case.name:22} {case.rate:>14}  {case.source}" for case in cases))
         return 0
@@ -61,7 +60,7 @@ def main() -> int:
 
 
 def compile_apart(case: Published, *, whole: bool) -> bool:
-    """In a process of its own, whose environment is set for compiling only. Says what went wrong, if it did."""
+    """Compile in a child process whose environment is set for compiling only. Prints the error if it fails."""
     print(f"compiling {case.name}", file=sys.stderr, flush=True)
     environment = {**os.environ, **COMPILE_ONLY_ENVIRONMENT, "XLA_FLAGS": ""}
     command = [sys.executable, __file__, "--only", case.name, "--here", *(["--whole"] if whole else [])]
@@ -72,36 +71,36 @@ def compile_apart(case: Published, *, whole: bool) -> bool:
 
 
 def compile_and_keep(case: Published, *, whole: bool) -> NoReturn:
-    """The scheduled program as text, and beside it what the compiler says of it. Ends the process, and with it a
-    compilation that is no longer needed."""
-    from full_training import lower_step  # jax, torch: not for a list or a table
+    """Write the scheduled program and the compiler's figures to files. Then end the process, and with it a compilation
+    that is no longer needed."""
+    from full_training import lower_step  # imports jax and torch, which a list or a table does not need
 
-    from trillora.preflight.early_exit import lay_out
+    from trillora.preflight.early_exit import compile_until_layout
 
     lowered, options, num_weights = lower_step(case)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        laid = lay_out(
+        result = compile_until_layout(
             lambda **more: lowered.compile(compiler_options={**options, **more}), Path(folder) / "dump", whole=whole
         )
-    if laid.program is None:
-        print(f"does not fit: {laid.needed / 2**30:.1f} GiB", file=sys.stderr, flush=True)
+    if result.program is None:
+        print(f"does not fit: {result.needed / 2**30:.1f} GiB", file=sys.stderr, flush=True)
         os._exit(1)
     record = {
-        "hbm_peak_bytes": laid.needed,
+        "hbm_peak_bytes": result.needed,
         "num_weights": num_weights,
-        "compile_seconds": round(laid.seconds, 1),
-        "whole": laid.is_whole,
+        "compile_seconds": round(result.seconds, 1),
+        "whole": result.is_whole,
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
     program_file(case).parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(program_file(case), "wt", compresslevel=3) as file:
-        file.write(laid.program)
+        file.write(result.program)
     record_file(case).write_text(json.dumps(record, indent=1) + "\n")
     os._exit(0)
 
 
 def print_table(cases: list[Published]) -> None:
-    """As Markdown. Rates are tokens a second and device; a positive error promises too much."""
+    """Print a Markdown table. Rates are tokens per second and device; a positive error is too optimistic."""
     from trillora.preflight.hlo.simulate import simulate
 
     print(HEADER)

@@ -1,6 +1,6 @@
-"""TPU training rates that others have measured and published, and the shapes of the models they trained.
+"""Published TPU training rates, and the shapes of the trained models.
 
-Each is compiled and simulated by tpu_anchors.py. All are of full training in bfloat16 arithmetic with synthetic data.
+tpu_anchors.py compiles and simulates each of them. All are for full training in bfloat16 with synthetic data.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from typing import Any, Literal
 
 RECIPES = "AI-Hypercomputer/tpu-recipes, training/trillium/"
 MAXTEXT = "AI-Hypercomputer/maxtext, MaxText/configs/"
-# The projections to q, k, v and o are a fifth of a layer's weights, and a full step passes through them four times.
+# The q, k, v and o projections hold a fifth of a layer's weights, and a full step uses them four times.
 NO_OFFLOAD = "theirs keeps q, k, v, o in host RAM; recomputed here: 5 % more arithmetic"
 
 
 @dataclass(frozen=True)
 class Published:
-    """One rate, and how its step is compiled here. Rows and rates are of one device."""
+    """One rate, and how its step is compiled here. Rows and rates are per device."""
 
     model: str
     slice_name: str
-    rows: int
-    tokens: int  # of a row
+    rows: int  # sequences per device
+    tokens: int  # per sequence
     source: str
     tokens_per_second: float | None = None  # as published; or:
-    tflops: float | None = None  # FLOPs of the model a second, in 1e12, as published
-    attention_counted: float = 0.5  # of all pairs of tokens, in those FLOPs: half where causality was respected
+    tflops: float | None = None  # model TFLOP/s, as published
+    attention_counted: float = 0.5  # fraction of token pairs counted in `tflops`; half if the mask was causal
     remat: Literal["none", "dots", "full"] = "full"
     attention: Literal["splash", "xla"] = "splash"
-    weights: Literal["float32", "bfloat16"] = "float32"  # as the optimiser holds them; its moments too
+    weights: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and moments in the optimizer
     optimizer: Literal["adamw", "adafactor"] = "adamw"
-    differs: str = ""  # what was compiled from what was measured
+    differs: str = ""  # how the compiled step differs from the measured one
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class Published:
 
     @property
     def kind_shares(self) -> tuple[float, ...]:
-        """Of layers with a window and of those without, where both share a body."""
+        """Fractions of layers with and without a sliding window, if both share a loop body."""
         return (5 / 6, 1 / 6) if self.model.startswith("gemma-3") else ()
 
     @property
@@ -48,7 +48,7 @@ class Published:
         return f"{self.tflops:,.0f} TFLOP/s"
 
     def as_tokens_per_second(self, num_parameters: int) -> float:
-        """From FLOPs as MaxText counts them: six a parameter and token, and those of attention."""
+        """Converts FLOP/s as MaxText counts them: 6 per parameter and token, plus attention."""
         if self.tokens_per_second is not None:
             return self.tokens_per_second
         assert self.tflops is not None
@@ -111,7 +111,7 @@ PUBLISHED = (
         tokens=32768,
         tokens_per_second=4477.8,
         source=RECIPES + "Gemma3-12B-MaxText/v6e-256 (MaxText tpu-recipes-v0.1.5, jax 0.7.0)",
-        differs="theirs has other blocks in the attention kernel",
+        differs="theirs uses other block sizes in the attention kernel",
     ),
     Published(
         "llama-3.1-8b",
@@ -165,8 +165,8 @@ PUBLISHED = (
     ),
 )
 
-# Class of the configuration in transformers, and what it is given. MaxText's own models are its `default` at scale 16
-# and 32, and the options of 22b.sh, which make 22 B parameters with the wide heads and the plain MLP of those days.
+# Configuration class in transformers and its arguments. MaxText's own models are its `default` at scale 16 and 32, and
+# the options of 22b.sh, which give 22 B parameters with wide heads and an MLP without a gate.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-8b": (
         "LlamaConfig",

@@ -105,13 +105,16 @@ def _memory(result: PreflightResult, console: Console) -> list[RenderableType]:
     peak, limit = result.hbm_peak_gib, result.hbm_limit_gib
     if peak is None:
         return []
-    fits = peak <= limit
-    lines: list[RenderableType] = [
-        Text.assemble(
-            (f"{peak:.2f} of {limit:.2f} GiB", "bold" if fits else STYLES["NO-GO"]),
-            f" per device ({_percent(peak / limit)})" if fits else f" per device: {peak - limit:.2f} GiB too much",
+    if result.fits:
+        style, text = "bold", f"({_percent(peak / limit)})"
+    elif peak > limit:
+        style, text = STYLES["NO-GO"], f"({peak - limit:.2f} GiB too much)"
+    else:
+        style, text = (
+            STYLES["NO-GO"],
+            "(too close to the limit: a checkpoint needs a second copy of the state)",
         )
-    ]
+    lines: list[RenderableType] = [Text.assemble((f"{peak:.2f} of {limit:.2f} GiB", style), f" per device {text}")]
     parts = {name: gib for name, gib in result.memory.items() if gib >= 0.005}
     bars = _Bars(console, label=12, longest=max(limit, peak, sum(parts.values())), mark=limit)
     end = 0.0

@@ -26,7 +26,7 @@ from trillora.preflight.hlo.simulate import (
     GPU,
     HOP_SECONDS,
     LARGE_GROUP,
-    MOST_HOPS,
+    MAX_HOPS,
     TPU,
     TPU_LARGE_UNIT,
     VECTOR_OPERATIONS_PER_CYCLE,
@@ -420,4 +420,4 @@ class _Time:
             return 0.0
         lanes = 2 * (self.chip.torus_dims if num_devices >= LARGE_GROUP and self.chip.torus_dims == 3 else 1)
         bandwidth = lanes * self.chip.link_gb_per_second * 1e9 * self._efficiency.links
-        return num_bytes * (num_devices - 1) / num_devices / bandwidth + HOP_SECONDS * min(num_devices, MOST_HOPS)
+        return num_bytes * (num_devices - 1) / num_devices / bandwidth + HOP_SECONDS * min(num_devices, MAX_HOPS)

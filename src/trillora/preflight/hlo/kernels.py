@@ -1,7 +1,7 @@
-"""How much attention kernels multiply. No jax.
+"""Counts the flops of attention kernels. No jax.
 
-A kernel is one closed instruction in a program's text. Its operands tell the shapes; splash attention's own table of
-blocks tells which of them it skips, cuDNN's configuration says whether its mask is causal.
+In the text of a program a kernel is a single opaque instruction. Its operands give the shapes. The block table of
+splash attention shows which blocks it skips; the configuration of a cuDNN kernel shows whether its mask is causal.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from trillora.preflight.hlo.parse import Computation, HloProgram, Instruction, S
 from trillora.preflight.hlo.work import CUDNN_ATTENTION, target
 
 PALLAS_TARGET = "tpu_custom_call"
-CUDNN_BLOCK = 128  # tokens; of a mask's edge whole blocks are computed
-# Times the queries' bytes that small kernels around cuDNN's backward one move: products of the results with their
-# gradients, sums in float32, the gradients of shared keys from each head. Seen on an H200: 10.0 to 11.1.
+CUDNN_BLOCK = 128  # tokens; blocks on the edge of the mask are computed whole
+# Traffic of the small kernels around cuDNN's backward kernel, in multiples of the bytes of the queries: products of the
+# results with their gradients, sums in float32, per-head gradients of shared keys. Measured on an H200: 10.0 to 11.1.
 CUDNN_BACKWARD_PASSES = 10.5
 _FLOATS = ("bf16", "f16", "f32")
 
@@ -29,23 +29,23 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def kernel_flops(program: HloProgram, computation: Computation, kernel: Instruction) -> float | None:
-    """None where neither the kernel nor its name tell."""
+    """None if neither the kernel nor its name gives them."""
     if CUDNN_ATTENTION.match(target(kernel)):
         return _cudnn_flops(computation, kernel)
-    told = re.search(r"\"cost_estimate\":\{[^}]*\"flops\":\s*\"?(\d+)", kernel.attributes)
-    if told and int(told[1]):
-        return float(told[1])
+    stated = re.search(r"\"cost_estimate\":\{[^}]*\"flops\":\s*\"?(\d+)", kernel.attributes)
+    if stated and int(stated[1]):
+        return float(stated[1])
     return _splash_flops(program, computation, kernel) if "splash" in kernel.name else None
 
 
 def head_width(computation: Computation, kernel: Instruction) -> int | None:
-    """Of an attention kernel: how much of a matrix unit its products fill."""
+    """Head width of an attention kernel, which limits how much of the matrix unit its products fill."""
     arrays = _attention_operands(computation, kernel)
     return arrays[0].dims[-1] if arrays else None
 
 
 def _attention_operands(computation: Computation, kernel: Instruction) -> list[Shape]:
-    """Queries, keys, values and what follows; rows may be a leading dim."""
+    """Queries, keys, values and the operands after them, which may have a leading batch dim."""
     operands = [computation.by_name[name] for name in kernel.operands if name in computation.by_name]
     shapes = [operand.shapes[0] for operand in operands if operand.shapes]
     return [shape for shape in shapes if shape.dtype in _FLOATS and len(shape.dims) >= 3]
@@ -57,23 +57,23 @@ def _splash_flops(program: HloProgram, computation: Computation, kernel: Instruc
         return None
     query, key, value = arrays[:3]
     key_width, value_width = key.dims[-1], value.dims[-1]
-    if "_fwd" in kernel.name:  # scores, then their product with the values
+    if "_fwd" in kernel.name:  # scores, and their product with the values
         widths = key_width + value_width
-        share = _seen_share(computation, kernel)
+        share = _computed_share(computation, kernel)
     else:
         share = _forward_share(program, query)
-        if "_dq" in kernel.name:  # scores again, their gradient, that of the queries
+        if "_dq" in kernel.name:  # scores again, their gradient, and the gradient of the queries
             widths = 2 * key_width + value_width
-        else:  # the gradients of keys and values, and in the fused kernel that of the queries
+        else:  # gradients of keys and values; in the fused kernel also of the queries
             is_fused = any(len(shape.dims) == len(query.dims) + 1 for shape in kernel.shapes)
             widths = (3 if is_fused else 2) * key_width + 2 * value_width
     num_scores = math.prod(query.dims[:-1]) * key.dims[-2]
     return 2.0 * num_scores * widths * share
 
 
-def _seen_share(computation: Computation, kernel: Instruction) -> float:
-    """Blocks of scores a forward kernel computes, of all. It loops over a table [heads, blocks of queries, blocks of
-    keys at most]: as wide as the sequence for a causal mask, narrower for a window."""
+def _computed_share(computation: Computation, kernel: Instruction) -> float:
+    """Fraction of the blocks of scores that a forward kernel computes. It loops over a table [heads, query blocks,
+    max key blocks]: as wide as the sequence for a causal mask, narrower for a sliding window."""
     tables = [computation.by_name[name] for name in kernel.operands if name in computation.by_name]
     table = next((t.shapes[0] for t in tables if t.shapes and t.shapes[0].dtype in ("s8", "s16", "s32")), None)
     if table is None or len(table.dims) != 3:
@@ -83,10 +83,10 @@ def _seen_share(computation: Computation, kernel: Instruction) -> float:
 
 
 def _forward_share(program: HloProgram, query: Shape) -> float:
-    """The backward kernel's table is not narrowed by a window, the forward kernel's is; every backward kernel has a
-    forward one, so on average they compute the same blocks."""
+    """A window narrows the table of the forward kernel only. Every backward kernel has a forward kernel, so the average
+    share of the forward kernels is used."""
     shares = [
-        _seen_share(computation, kernel)
+        _computed_share(computation, kernel)
         for computation in program.computations.values()
         for kernel in computation.instructions
         if is_kernel(kernel) and "_fwd" in kernel.name and _same_query(computation, kernel, query)
@@ -109,13 +109,13 @@ def _cudnn_flops(computation: Computation, kernel: Instruction) -> float | None:
     share = 1.0
     if "CAUSAL" in (re.search(r"\"mask_type\":\s*\"(\w+)\"", kernel.attributes) or ["", ""])[1]:
         window = kernel.config_number("sliding_window_length") or 0
-        seen = min(window, dims[-1]) / dims[-1] if window else 1.0
-        share = min(1.0, seen - seen**2 / 2 + CUDNN_BLOCK / 2 / dims[-1])  # of a causal band and its edge
+        width_share = min(window, dims[-1]) / dims[-1] if window else 1.0
+        share = min(1.0, width_share - width_share**2 / 2 + CUDNN_BLOCK / 2 / dims[-1])  # causal band and its edge
     return 2.0 * math.prod(dims) * width * products * share
 
 
-def beside_bytes(computation: Computation, kernel: Instruction) -> float:
-    """Of memory, moved before and after a kernel by others that belong to it."""
+def extra_bytes(computation: Computation, kernel: Instruction) -> float:
+    """HBM traffic of the helper kernels that run before and after a kernel."""
     if not CUDNN_ATTENTION.match(target(kernel)) or "Backward" not in target(kernel):
         return 0.0
     arrays = _attention_operands(computation, kernel)

@@ -1,8 +1,17 @@
-"""Scheduled HLO, the compiler's text of a program, read into computations and instructions. No jax.
+"""Parses scheduled HLO, the text of a compiled program, into computations and instructions. No jax.
 
-It takes what `compiled.as_text()` gives and what the compiler dumps, of the TPU's and of the GPU's compiler, and knows
-what stands in it plainly: how large an array is as it lies in memory, how often a loop turns. How much work an
-instruction is stands in `work`, how long the program takes in `simulate`.
+The text comes from `compiled.as_text()` or from the compiler's dump, for TPU or GPU:
+
+    ENTRY %main (x: bf16[100,4096]) -> bf16[100,4096] {
+      %x = bf16[100,4096]{1,0:T(8,128)(2,1)} parameter(0)
+      ROOT %y = bf16[100,4096]{1,0:T(8,128)(2,1)S(1)} fusion(%x), kind=kLoop, calls=%twice
+    }
+
+    parse(text).entry.root  ->  Instruction(name="y", opcode="fusion", operands=("x",), attributes=", kind=kLoop, ...")
+    .shapes                 ->  (Shape("bf16", (100, 4096), minor_to_major=(1, 0), tile=(8, 128), memory_space=1),)
+    .shapes[0].num_bytes    ->  104 * 4096 * 2: 100 is padded to whole tiles of 8; S(1) is on-chip memory
+
+It also finds the trip counts of loops. `work` counts the work of an instruction, `simulate` the time of a program.
 """
 
 from __future__ import annotations
@@ -13,7 +22,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-HBM, HOST = 0, 5  # memory spaces in a layout; the others lie on the chip itself
+HBM, HOST = 0, 5  # memory spaces in a layout; all others are on-chip
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _INSTRUCTION = re.compile(r"  +(ROOT )?%?([\w.\-]+) = (?=\S)")
@@ -26,17 +35,17 @@ _SAME_VALUE = RELABELLING | {"copy", "convert", "copy-start", "copy-done"}
 
 @dataclass(frozen=True)
 class Shape:
-    """One array: its type and how it lies in memory."""
+    """Type and memory layout of one array."""
 
     dtype: str
     dims: tuple[int, ...]
     minor_to_major: tuple[int, ...] = ()
-    tile: tuple[int, ...] = ()  # minor dims are filled up to whole tiles
+    tile: tuple[int, ...] = ()  # minor dims are padded to whole tiles
     memory_space: int = HBM
 
     @functools.cached_property
     def num_bytes(self) -> float:
-        """With the padding of its tiles."""
+        """Size with tile padding."""
         dims = list(self.dims)
         if len(self.minor_to_major) == len(dims):
             for dim, tile in zip(self.minor_to_major, reversed(self.tile), strict=False):
@@ -45,7 +54,7 @@ class Shape:
 
     @property
     def bits(self) -> int:
-        """Of one element: the first number in the type's name, as in bf16 or f8e4m3fn."""
+        """Bits per element: the first number in the type's name, as in bf16 or f8e4m3fn."""
         if self.dtype in _BITS:
             return _BITS[self.dtype]
         number = re.search(r"\d+", self.dtype)
@@ -82,13 +91,13 @@ class Instruction:
     opcode: str
     type_text: str
     operands: tuple[str, ...]
-    literal: str  # what stands in the brackets of a constant or a parameter
-    attributes: str  # all that follows the operands
+    literal: str  # text in the parentheses of a constant or parameter
+    attributes: str  # everything after the operands
     is_root: bool
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Arrays it gives, a tuple's in their order."""
+        """Shapes of the result, or of its elements if it is a tuple."""
         return _parse_shapes(self.type_text)
 
     def attribute(self, key: str) -> str | None:
@@ -97,19 +106,19 @@ class Instruction:
         return found[1] if found else None
 
     def braced(self, key: str) -> str | None:
-        """What stands in `key={…}`."""
+        """The text inside `key={…}`."""
         found = re.search(rf"\b{key}=\{{([^{{}}]*)\}}", self.attributes)
         return found[1] if found else None
 
     def config_number(self, key: str) -> int | None:
-        """A number of the backend's configuration."""
+        """A number of the backend configuration."""
         found = re.search(rf"\"{key}\\?\":\s*\"?(\d+)", self.attributes)
         return int(found[1]) if found else None
 
 
 @dataclass
 class Computation:
-    """Instructions in the order in which they run."""
+    """Instructions in execution order."""
 
     name: str
     instructions: list[Instruction] = field(default_factory=list)
@@ -121,7 +130,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who reads each instruction."""
+        """The instructions that read each instruction, by name."""
         users = defaultdict(list)
         for instruction in self.instructions:
             for name in dict.fromkeys(instruction.operands):
@@ -142,7 +151,7 @@ class Computation:
         return self.by_name.get(instruction.operands[index])
 
     def origin(self, name: str, through: frozenset[str] = _SAME_VALUE) -> Instruction | None:
-        """Who made a value, seen through instructions that only move or relabel it."""
+        """The instruction that computed a value, skipping instructions that only move or relabel it."""
         instruction = self.by_name.get(name)
         while instruction is not None and instruction.opcode in through:
             instruction = self.operand(instruction, 0)
@@ -155,40 +164,40 @@ class HloProgram:
     entry: Computation
 
     def called(self, instruction: Instruction, *keys: str) -> Computation | None:
-        """The computation an instruction runs, under the first of these keys it has: `calls` where none is named."""
+        """The computation an instruction calls, from the first of these attributes it has; default `calls`."""
         names = (instruction.attribute(key) for key in keys or ("calls",))
         return self.computations.get(next(filter(None, names), ""))
 
 
 def parse(text: str) -> HloProgram:
-    """The computations of a program. A line that is no instruction belongs to the one before: attributes of kernels
-    stretch over several."""
+    """Parses the text of a program. A line that does not start an instruction continues the previous one: attributes of
+    kernels span several lines."""
     computations: dict[str, Computation] = {}
     entry: Computation | None = None
     current: Computation | None = None
     pending: list[str] = []
 
-    def finish() -> None:
+    def flush() -> None:
         if current is not None and pending:
             instruction = _parse_instruction("\n".join(pending))
             for name in instruction.operands:
-                _write_out_element(current, name)
+                _add_element(current, name)
             current.add(instruction)
         pending.clear()
 
     for line in _INDEX_COMMENT.sub("", text).splitlines():
         if _INSTRUCTION.match(line):
-            finish()
+            flush()
             pending.append(line)
         elif header := _COMPUTATION.match(line):
-            finish()
+            flush()
             current = computations[header[2]] = Computation(header[2])
             entry = current if header[1] else entry
         elif pending:
             pending.append(line)
-    finish()
+    flush()
     if entry is None:
-        raise ValueError("the text holds no ENTRY computation: it is not the HLO of a compiled program")
+        raise ValueError("no ENTRY computation: the text is not the HLO of a compiled program")
     return HloProgram(computations, entry)
 
 
@@ -213,20 +222,20 @@ def _parse_instruction(line: str) -> Instruction:
     )
 
 
-def _write_out_element(computation: Computation, name: str) -> None:
-    """Newer compilers write `tuple#1` for an element instead of an instruction that takes it out: make that one."""
+def _add_element(computation: Computation, name: str) -> None:
+    """Newer compilers write `tuple#1` instead of a get-tuple-element instruction: add that instruction."""
     source_name, mark, index = name.rpartition("#")
     if not mark or name in computation.by_name:
         return
-    _write_out_element(computation, source_name)
+    _add_element(computation, source_name)
     source = computation.by_name.get(source_name)
     element = _elements(source.type_text)[int(index)] if source is not None else ""
-    taken = Instruction(name, "get-tuple-element", element, (source_name,), "", f", index={index}", False)
-    computation.add(taken)
+    attributes = f", index={index}"
+    computation.add(Instruction(name, "get-tuple-element", element, (source_name,), "", attributes, False))
 
 
 def _elements(type_text: str) -> list[str]:
-    """Of a tuple's type, as they are written."""
+    """The element types of a tuple type, as text."""
     elements, depth, start = [], 0, 1
     for match in re.compile(r"[][(){},]").finditer(type_text):
         if match[0] in "([{":
@@ -240,14 +249,14 @@ def _elements(type_text: str) -> list[str]:
 
 
 def _operand_names(text: str) -> tuple[str, ...]:
-    """With or without their types before them."""
+    """Operand names; each may have its type in front."""
     if "%" in text:
         return tuple(re.findall(r"%([\w.\-]+(?:#\d+)*)", text))
     return tuple(part.split()[-1] for part in text.split(",") if part.strip())
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` closes."""
+    """Position of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
@@ -257,10 +266,10 @@ def _closing(text: str, start: int) -> int:
 
 
 def trip_count(program: HloProgram, caller: Computation, loop: Instruction) -> int | None:
-    """How often a loop turns: told by the compiler, else worked out from its counter; None where that fails."""
-    told = re.search(r"\"known_trip_count\":\{\"n\":\"(\d+)\"", loop.attributes)
-    if told:
-        return int(told[1])
+    """Trip count of a loop: as stated by the compiler, else computed from its counter; None if that fails."""
+    stated = re.search(r"\"known_trip_count\":\{\"n\":\"(\d+)\"", loop.attributes)
+    if stated:
+        return int(stated[1])
     condition, body = program.called(loop, "condition"), program.called(loop, "body")
     if condition is None or body is None:
         return None
@@ -279,7 +288,7 @@ def trip_count(program: HloProgram, caller: Computation, loop: Instruction) -> i
         elif index is not None and counter is None:
             counter = index
         elif index is not None:
-            limit = initial_value(index)  # carried along without change
+            limit = initial_value(index)  # loop-invariant
     if limit is None and condition.root.opcode == "fusion":
         limit = _largest_constant(program.called(condition.root))
     if limit is None or counter is None:
@@ -297,7 +306,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _carried_index(computation: Computation, name: str) -> int | None:
-    """Which element of a loop's state this is."""
+    """The index in the loop's state, if this value is one of its elements."""
     origin = computation.origin(name)
     if origin is None or origin.opcode != "get-tuple-element":
         return None
@@ -314,7 +323,7 @@ def _largest_constant(computation: Computation | None) -> int | None:
 
 
 def _increment(body: Computation, counter: int) -> int:
-    """What a turn adds to the counter."""
+    """What an iteration adds to the counter."""
     if body.root.opcode != "tuple" or counter >= len(body.root.operands):
         return 1
     addition = body.origin(body.root.operands[counter])

@@ -1,12 +1,27 @@
-"""How long a compiled step takes: its scheduled program walked once, instruction by instruction. No jax.
+"""Simulates how long a compiled step takes, from the text of its scheduled program. No jax.
 
-Three units work at the same time: the compute units, the device's memory, the links to other devices. An instruction
-waits for what it needs; copies and collectives that were started earlier run beside it, and only the wait for their
-end is lost. Loops are walked once and multiplied.
+Three units work in parallel: compute, HBM, and the links to other devices. Instructions run in order. A copy or
+collective that was started earlier runs in parallel with them; only the wait for its end costs time. A loop body is
+simulated once and its time multiplied. Example: two products and an all-gather on 8 v5e devices (197 TFLOP/s, 819 GB/s
+of HBM, 2 x 45 GB/s of links; times in microseconds):
 
-A TPU program that was compiled to the end carries the compiler's own count of cycles. One that was left when its
-instructions were in order, and any GPU program, does not: there products are flops by the peak, and on a TPU what is
-fused to them goes through the vector unit. How much of its public figures a chip gives stands in `Efficiency`.
+    ENTRY %main (x: bf16[2048,4096], w: bf16[4096,4096], v: bf16[512,4096]) -> bf16[2048,4096] {
+      %x = bf16[2048,4096]{1,0} parameter(0)                                                          clock
+      %w = bf16[4096,4096]{1,0} parameter(1)                                                            0
+      %v = bf16[512,4096]{1,0} parameter(2)                                                             0
+      %s = (bf16[512,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%v), replica_groups={}          0
+      %y = bf16[2048,4096]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}       379
+      %d = bf16[4096,4096]{1,0} all-gather-done(%s)                                                   416
+      ROOT %z = bf16[2048,4096]{1,0} dot(%y, %d), lhs_contracting_dims={1}, rhs_contracting_dims={0}  795
+    }
+
+    dot         2 * 2048 * 4096 * 4096 flops / (0.92 * 197e12)         = 379; its HBM traffic, 67 MB / (0.85 * 819e9)
+                                                                         = 96, is hidden
+    all-gather  7 * 4 MiB sent / (0.80 * 2 * 45e9) + 8 hops of 1 each  = 416, of which 416 - 379 = 37 are exposed
+
+The factors 0.92, 0.85 and 0.80 are the `Efficiency` of this chip. A TPU program that was compiled to the end carries
+the compiler's own cycle counts, which are used instead. A program from an early exit, and any GPU program, does not:
+there a product takes its flops divided by the peak rate, and on a TPU fused elementwise operations use the vector unit.
 """
 
 from __future__ import annotations
@@ -16,15 +31,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from trillora.devices.chips import Chip
-from trillora.preflight.hlo.kernels import beside_bytes, head_width, is_kernel, kernel_flops
+from trillora.preflight.hlo.kernels import extra_bytes, head_width, is_kernel, kernel_flops
 from trillora.preflight.hlo.parse import HOST, Computation, HloProgram, Instruction, parse, trip_count
 from trillora.preflight.hlo.work import Transfer, Work, target
 
-HOP_SECONDS = 1e-6  # a collective's wait for each neighbour, at most MOST_HOPS of them
-MOST_HOPS = 16
-LARGE_GROUP = 64  # devices: from here on a 3D torus is used in all dims at once
+HOP_SECONDS = 1e-6  # latency of a collective per neighbor, for at most MAX_HOPS
+MAX_HOPS = 16
+LARGE_GROUP = 64  # devices; groups of this size or more use all dims of a 3D torus at once
 
-# They cost nothing: names for what is there already, and marks for the compiler.
+# These cost nothing: other names for existing values, and markers for the compiler.
 _FREE = frozenset(
     {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
     | {"add-dependency", "opt-barrier", "domain"}
@@ -37,53 +52,53 @@ _FREE_TARGETS = frozenset(
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What programs reach of a chip's public figures."""
+    """The fraction of a chip's public figures that programs reach."""
 
     hbm: float
     links: float
-    product: float  # of the peak, for a product whose cycles the compiler does not tell
-    kernel: float  # of the peak, for an attention kernel whose heads fill the matrix unit
-    launch_seconds: float = 0.0  # of every instruction
+    product: float  # of peak flops, for products without the compiler's cycle count
+    kernel: float  # of peak flops, for attention kernels whose heads fill the matrix unit
+    launch_seconds: float = 0.0  # per instruction
 
 
-# Products and kernels are set with the published rates of docs/preflight.md in view (tools/tpu_anchors.py shows how far
-# off each is): one share for chips with a matrix unit of 128, one for those of 256. Memory and links are what large
-# copies and collectives are known to reach.
+# `product` and `kernel` were fitted to the published rates of docs/preflight.md, with one value for chips with a matrix
+# unit of 128 and one for 256 (tools/tpu_anchors.py prints the errors). `hbm` and `links` are what large copies and
+# collectives are known to reach.
 TPU = Efficiency(hbm=0.85, links=0.80, product=0.92, kernel=0.50)
 TPU_LARGE_UNIT = Efficiency(hbm=0.85, links=0.80, product=0.83, kernel=0.56)
-# Set with the kernels of eight steps on an H200 in view (benchmarks/preflight_gpu.py --keep); links are assumed. Of an
-# instruction's own time half is its kernel's start and end, half the gap before it.
+# Fitted to the kernels of eight steps on an H200 (benchmarks/preflight_gpu.py --keep); `links` is assumed. Half of the
+# launch time is the start and end of the kernel, half the gap before it.
 GPU = Efficiency(hbm=0.85, links=0.80, product=0.75, kernel=0.43, launch_seconds=4e-6)
 
-# Of the cycles the compiler counts for work without products. It takes everything for as slow as its memory and that
-# for 0.4 of the public figure, also where the operands lie on the chip.
+# Correction of the compiler's cycle counts for instructions without products. The compiler assumes that these are bound
+# by HBM at 0.4 of its public bandwidth, even if the operands are in on-chip memory.
 VECTOR_CYCLES = 0.25
-# A TPU's vector unit: 8 x 128 lanes with four arithmetic units each, half of which find work.
+# A TPU's vector unit has 8 x 128 lanes with four arithmetic units each; about half of them are busy.
 VECTOR_OPERATIONS_PER_CYCLE = 8 * 128 * 2
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Of one step, on one device. The units' own times overlap and do not add up to the step's."""
+    """One step on one device. The times of the units overlap and do not add up to `seconds`."""
 
     seconds: float
-    roofline_seconds: float  # the largest of the three below at the public figures: no program is faster
-    compute_seconds: float  # matrix and vector units, kernels apart
+    roofline_seconds: float  # lower bound: the largest of compute, HBM and links at their public figures
+    compute_seconds: float  # matrix and vector units, without kernels
     hbm_seconds: float
     interconnect_seconds: float
-    exposed_interconnect_seconds: float  # waited for
-    kernel_seconds: float  # Pallas, cuDNN
+    exposed_interconnect_seconds: float  # time spent waiting for the links
+    kernel_seconds: float  # Pallas and cuDNN kernels
     flops: float
     hbm_bytes: float
     interconnect_bytes: float
-    warnings: tuple[str, ...]  # what could not be read
+    warnings: tuple[str, ...]  # parts of the program that were not understood
 
 
 def simulate(hlo_text: str, chip: Chip, num_devices: int, branch_shares: Sequence[float] = ()) -> SimulatedStep:
-    """The time of a program's step from its text: `compiled.as_text()`, or the compiler's dump after optimisation.
+    """Simulates a step from the text of its program: `compiled.as_text()`, or the compiler's dump after optimization.
 
-    `branch_shares`: how often each branch of a conditional with that many is taken, where it is known; layers of
-    several kinds that share a body choose their mask so.
+    `branch_shares`: how often each branch of a conditional with that many branches is taken, if known. Layers of
+    several kinds that share a loop body select their mask with such a conditional.
     """
     program = parse(hlo_text)
     on_gpu = chip.torus_dims == 0
@@ -112,7 +127,7 @@ def simulate(hlo_text: str, chip: Chip, num_devices: int, branch_shares: Sequenc
 
 @dataclass
 class _Total:
-    """What one run through a computation adds up to."""
+    """Totals of one execution of a computation."""
 
     seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -132,23 +147,23 @@ class _Total:
 
 @dataclass
 class _Timeline:
-    """Where each unit stands while a computation is walked. The instructions' own clock is `total.seconds`."""
+    """State of the units during the simulation of a computation. `total.seconds` is the clock of the instructions."""
 
     total: _Total = field(default_factory=_Total)
     hbm_free: float = 0.0
-    links_free: list[float] = field(default_factory=lambda: [0.0, 0.0])  # in each direction of the ring
-    ends: dict[str, float] = field(default_factory=dict)  # of what is under way, by all names it goes under
-    on_links: set[str] = field(default_factory=set)  # which of those are collectives
+    links_free: list[float] = field(default_factory=lambda: [0.0, 0.0])  # for each direction of the ring
+    ends: dict[str, float] = field(default_factory=dict)  # end of each asynchronous operation, by all its names
+    on_links: set[str] = field(default_factory=set)  # names in `ends` that are collectives
 
     def use_hbm(self, seconds: float) -> float:
-        """Memory is busy from when it is free; when it will be done."""
+        """Queue an HBM transfer; returns when it ends."""
         if seconds:
             self.hbm_free = max(self.hbm_free, self.total.seconds) + seconds
             self.total.hbm_seconds += seconds
         return self.hbm_free if seconds else self.total.seconds
 
     def use_links(self, seconds: float, *, one_way: bool) -> float:
-        """Both directions, or the one that is free first."""
+        """Queue a transfer on both directions of the ring, or on the one that is free first; returns when it ends."""
         end = max(self.total.seconds, min(self.links_free) if one_way else max(self.links_free)) + seconds
         if one_way:
             self.links_free[self.links_free.index(min(self.links_free))] = end
@@ -162,12 +177,12 @@ class _Timeline:
         self.total.seconds += waited
         self.total.exposed_link_seconds += waited if for_links else 0.0
 
-    def hand_on(self, instruction: Instruction) -> None:
-        """Who reads the state of something under way stands for it from now on."""
-        under_way = [name for name in instruction.operands if name in self.ends]
-        if under_way:
-            self.ends[instruction.name] = max(self.ends[name] for name in under_way)
-            if any(name in self.on_links for name in under_way):
+    def alias(self, instruction: Instruction) -> None:
+        """An instruction that reads an asynchronous value is another name for it."""
+        pending = [name for name in instruction.operands if name in self.ends]
+        if pending:
+            self.ends[instruction.name] = max(self.ends[name] for name in pending)
+            if any(name in self.on_links for name in pending):
                 self.on_links.add(instruction.name)
 
 
@@ -198,7 +213,7 @@ class _Walk:
     def _step(self, computation: Computation, instruction: Instruction, time: _Timeline) -> None:
         opcode = instruction.opcode
         if opcode in _FREE or (opcode == "custom-call" and target(instruction) in _FREE_TARGETS):
-            time.hand_on(instruction)
+            time.alias(instruction)
         elif opcode in ("while", "call", "conditional"):
             self._run_inner(computation, instruction, time)
         elif opcode.endswith("-done") or self._holds_target(instruction, "AsyncCollectiveDone"):
@@ -206,7 +221,7 @@ class _Walk:
                 if name in time.ends:
                     time.wait_for(time.ends[name], for_links=name in time.on_links)
         elif opcode.endswith("-update"):
-            time.hand_on(instruction)
+            time.alias(instruction)
         elif opcode.endswith("-start") or self._holds_target(instruction, "AsyncCollectiveStart"):
             self._start(computation, instruction, time)
         elif is_kernel(instruction):
@@ -215,12 +230,12 @@ class _Walk:
             self._compute(computation, instruction, time)
 
     def _run_inner(self, computation: Computation, instruction: Instruction, time: _Timeline) -> None:
-        """A loop as often as it turns, a call once; of branches each by its share, or the longest."""
+        """Add a loop body times its trip count, a call once, branches by their shares (if unknown, the longest)."""
         times: int | None = 1
         if instruction.opcode == "while":
             times = trip_count(self.program, computation, instruction)
             if times is None:
-                self.warnings.append(f"how often the loop {instruction.name} turns could not be read: counted once")
+                self.warnings.append(f"unknown trip count of loop {instruction.name}: counted once")
         inner = [self.run(self.program.computations[name]) for name in self._inner_names(instruction)]
         if instruction.opcode == "conditional" and len(inner) == len(self.branch_shares):
             for total, share in zip(inner, self.branch_shares, strict=True):
@@ -237,7 +252,7 @@ class _Walk:
         return [name for name in names if name in self.program.computations]
 
     def _holds_target(self, instruction: Instruction, name: str) -> bool:
-        """A fusion that is nothing but the start or the end of a collective."""
+        """Whether this is a fusion that starts or ends a collective, and does nothing else."""
         if instruction.opcode != "fusion" or not instruction.name.startswith("async-collective"):
             return False
         inner = self.program.called(instruction)
@@ -249,28 +264,28 @@ class _Walk:
             time.ends[start.name] = self._transfer(start, transfer, time)
             time.on_links.add(start.name)
         elif any(shape.memory_space == HOST for shape in start.shapes):
-            self.warnings.append("copies between the device and its host are not timed")
+            self.warnings.append("copies between device and host are not timed")
         elif start.opcode.removesuffix("-start") in ("copy", "slice", "dynamic-slice", "dynamic-update-slice"):
             time.ends[start.name] = time.use_hbm(self._hbm_seconds(self.work.copied_bytes(start), time))
         elif (inner := self.program.called(start, "calls", "to_apply")) is not None:
-            time.total.add(self.run(inner), 1)  # another stream of the same units: nothing is gained by it
+            time.total.add(self.run(inner), 1)  # another stream on the same units: no speedup
 
     def _transfer(self, instruction: Instruction, transfer: Transfer, time: _Timeline) -> float:
-        """Put a collective on the links; when it will be done."""
+        """Start a collective; returns when it ends."""
         time.use_hbm(self._hbm_seconds(sum(self.work.in_hbm(shape) for shape in instruction.shapes), time))
         if transfer.num_devices <= 1:
             return time.total.seconds
         if not self.chip.link_gb_per_second:
-            self.warnings.append("the devices exchange data, but the speed of their links is not known")
+            self.warnings.append("unknown link bandwidth: transfers between devices are not timed")
             return time.total.seconds
         peak = transfer.link_bytes / (self._lanes(transfer) * self.chip.link_gb_per_second * 1e9)
         time.total.link_bytes += transfer.link_bytes
         time.total.link_peak_seconds += peak / 2 if transfer.one_way else peak
-        seconds = peak / self.efficiency.links + HOP_SECONDS * min(transfer.num_devices, MOST_HOPS)
+        seconds = peak / self.efficiency.links + HOP_SECONDS * min(transfer.num_devices, MAX_HOPS)
         return time.use_links(seconds, one_way=transfer.one_way)
 
     def _lanes(self, transfer: Transfer) -> int:
-        """Links a device sends over at once: both directions of each torus dim in use."""
+        """Number of links a device sends on at once: both directions of each torus dim in use."""
         if self.work.on_gpu or transfer.one_way:
             return 1
         large = transfer.num_devices >= LARGE_GROUP and self.chip.torus_dims == 3
@@ -283,16 +298,16 @@ class _Walk:
     def _kernel(self, computation: Computation, kernel: Instruction, time: _Timeline) -> None:
         flops = kernel_flops(self.program, computation, kernel)
         if flops is None:
-            self.warnings.append(f"how much the kernel {kernel.name} multiplies is not known: timed by its memory")
+            self.warnings.append(f"unknown flops of kernel {kernel.name}: timed by its memory traffic")
         width = None if self.work.on_gpu else head_width(computation, kernel)
         fill = min(1.0, width / self.chip.matrix_unit) if width else 1.0
         seconds = (flops or 0.0) / (self.chip.bf16_tflops * 1e12 * self.efficiency.kernel * fill)
-        begun = time.total.seconds
+        start = time.total.seconds
         memory_end = time.use_hbm(self._hbm_seconds(self.work.hbm_bytes(computation, kernel), time))
         time.total.flops += flops or 0.0
-        time.total.seconds = max(begun + seconds, memory_end) + self.efficiency.launch_seconds
-        time.wait_for(time.use_hbm(self._hbm_seconds(beside_bytes(computation, kernel), time)), for_links=False)
-        time.total.kernel_seconds += time.total.seconds - begun
+        time.total.seconds = max(start + seconds, memory_end) + self.efficiency.launch_seconds
+        time.wait_for(time.use_hbm(self._hbm_seconds(extra_bytes(computation, kernel), time)), for_links=False)
+        time.total.kernel_seconds += time.total.seconds - start
 
     def _compute(self, computation: Computation, instruction: Instruction, time: _Timeline) -> None:
         transfer = self.work.transfer(computation, instruction)
@@ -307,7 +322,7 @@ class _Walk:
         time.total.compute_seconds += seconds
         time.total.seconds = max(time.total.seconds + seconds, memory_end) + self.efficiency.launch_seconds
         if transfer is not None:
-            time.hand_on(instruction)
+            time.alias(instruction)
 
     def _compute_seconds(self, computation: Computation, instruction: Instruction, flops: float) -> float:
         clock = self.chip.clock_ghz * 1e9
@@ -315,13 +330,13 @@ class _Walk:
             return (instruction.config_number("estimated_cycles") or 0) / clock * (1.0 if flops else VECTOR_CYCLES)
         peak = self.chip.bf16_tflops * 1e12 * self.efficiency.product
         product = self.work.filled_flops(computation, instruction) / peak
-        if self.work.on_gpu:  # its vector units keep up with its memory
+        if self.work.on_gpu:  # the vector units keep up with HBM
             return product * self._product_bits(computation, instruction) / 16
-        # An instruction of the chip holds one for each unit: what follows a product is worked at beside it.
+        # A TPU instruction bundle drives all units at once, so fused operations run in parallel with the product.
         return max(product, self.work.vector_operations(computation, instruction) / VECTOR_OPERATIONS_PER_CYCLE / clock)
 
     def _product_bits(self, computation: Computation, instruction: Instruction) -> int:
-        """Of what is multiplied: a GPU is twice as fast with half the bits."""
+        """Bits of the operands of a product: a GPU is twice as fast with half the bits."""
         inner = self.program.called(instruction) or computation
         products = [i for i in inner.instructions if i.opcode == "dot"] if inner is not computation else [instruction]
         operands = [inner.operand(product, 0) for product in products]

@@ -1,6 +1,13 @@
-"""How much work an instruction is: multiplications, bytes of memory, bytes over the links. No jax.
+"""Counts the work of an instruction: flops, bytes of HBM traffic, bytes sent over the links. No jax.
 
-Nothing here knows how fast a chip is; `simulate` divides this work by the chip's figures.
+For `%y = bf16[2048,4096] dot(%x, %w)` with `x: bf16[2048,64]` and `w: bf16[64,4096]`, all in HBM, on a chip with a
+matrix unit of 128:
+
+    flops         2 * 2048 * 64 * 4096
+    filled_flops  2 * 2048 * 128 * 4096                           # 64 is padded to the matrix unit
+    hbm_bytes     2 * (2048 * 64 + 64 * 4096 + 2048 * 4096)
+
+Speeds of chips are not used here; `simulate` divides this work by them.
 """
 
 from __future__ import annotations
@@ -23,42 +30,42 @@ _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _NOT_ARITHMETIC = frozenset(
     {"parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element", "broadcast", "iota", "custom-call"}
 )
-_VECTOR = 0  # in place of a matrix unit's size
-_PASSED_ON = frozenset({"tuple", "custom-call", *COLLECTIVES})  # inside a fusion: buffers of a collective under way
+_VECTOR = 0  # cache key, where products use the size of the matrix unit
+_PASSED_ON = frozenset({"tuple", "custom-call", *COLLECTIVES})  # inside a fusion: buffers of a running collective
 
 
-Place = tuple[Computation, Instruction]  # an instruction and where it stands
+Place = tuple[Computation, Instruction]  # an instruction and its computation
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective, as one device sees it."""
+    """A collective, from the point of view of one device."""
 
-    link_bytes: float  # that leave it
-    num_devices: int  # that take part
-    torus_dims: int | None  # used at once, where the compiler tells
-    one_way: bool  # to one neighbour; the other direction is free meanwhile
-    is_piece: bool  # of a collective that was started before and goes on beside a product
+    link_bytes: float  # sent by the device
+    num_devices: int  # in the group
+    torus_dims: int | None  # used at once, if the compiler states it
+    one_way: bool  # sends to one neighbor only; the other direction stays free
+    is_piece: bool  # part of a collective that was started earlier and runs in parallel with a product
 
 
 @dataclass(frozen=True)
 class Work:
-    """Counts for the instructions of one program."""
+    """Counts the work of the instructions of one program."""
 
     program: HloProgram
     num_devices: int
     matrix_unit: int = 1
-    on_gpu: bool = False  # where every memory space but the host's lies in the device's memory
+    on_gpu: bool = False  # then every memory space except the host's is HBM
     _counts: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)  # of computations, by matrix unit
 
     # Arithmetic
 
     def flops(self, computation: Computation, instruction: Instruction) -> float:
-        """As the mathematics has it."""
+        """Mathematical flops of the products."""
         return self._product_flops(computation, instruction, unit=1)
 
     def filled_flops(self, computation: Computation, instruction: Instruction) -> float:
-        """With the dims of products filled up to whole matrix units."""
+        """Flops with the dims of products padded to whole matrix units."""
         return self._product_flops(computation, instruction, unit=self.matrix_unit)
 
     def _product_flops(self, computation: Computation, instruction: Instruction, unit: int) -> float:
@@ -74,7 +81,7 @@ class Work:
         return self._counts[inner.name, unit]
 
     def vector_operations(self, computation: Computation, instruction: Instruction) -> float:
-        """Elements that go through the vector unit, once for every arithmetic instruction."""
+        """Elements processed by the vector unit, counted once per arithmetic instruction."""
         opcode = instruction.opcode
         inner = self.program.called(instruction) if opcode == "fusion" else None
         if inner is not None:
@@ -91,7 +98,7 @@ class Work:
     # Memory
 
     def hbm_bytes(self, computation: Computation, instruction: Instruction) -> float:
-        """Read and written in the device's memory; what stays on the chip costs nothing here."""
+        """Bytes read from and written to HBM. On-chip arrays count nothing."""
         inner = self.program.called(instruction) if instruction.opcode == "fusion" else None
         if inner is not None:
             return self._fusion_bytes(computation, instruction, inner)
@@ -105,7 +112,7 @@ class Work:
         return written + sum(self._operand_bytes(computation, instruction, k) for k in range(len(instruction.operands)))
 
     def in_hbm(self, shape: Shape) -> float:
-        """Its bytes if it lies in the device's memory, else none."""
+        """Bytes of an array if it is in HBM, else 0."""
         here = shape.memory_space != HOST if self.on_gpu else shape.memory_space == HBM
         return shape.num_bytes if here else 0.0
 
@@ -126,8 +133,8 @@ class Work:
         return read + written
 
     def _bytes_read(self, computation: Computation, name: str, whole: float) -> float:
-        """Of a value inside a fusion: the slices that are taken from it, or all of it."""
-        if name == computation.root.name:  # of an inner fusion: handed to the outer one
+        """Bytes read of a value inside a fusion: the slices taken from it, or all of it."""
+        if name == computation.root.name:  # result of an inner fusion, used by the outer one
             return whole
         total = 0.0
         for user in computation.users.get(name, ()):
@@ -146,7 +153,7 @@ class Work:
         return min(total, whole)
 
     def _bytes_written(self, computation: Computation, name: str, whole: float) -> float:
-        """Of a result of a fusion: a slice updated in place counts alone, a buffer handed on not at all."""
+        """Bytes written of a fusion's result: only the slice if updated in place, nothing if passed through."""
         origin = computation.origin(name, RELABELLING)
         if origin is None or whole == 0.0:
             return whole
@@ -158,7 +165,7 @@ class Work:
         return 0.0 if origin.opcode == "parameter" or origin.opcode in COLLECTIVES else whole
 
     def copied_bytes(self, start: Instruction) -> float:
-        """Of an asynchronous copy or slice: once for each side that lies in the device's memory."""
+        """HBM traffic of an asynchronous copy or slice: once for each side that is in HBM."""
         sides = start.shapes[:2]
         moved = min(shape.num_bytes for shape in sides)
         return moved * sum(self.in_hbm(shape) > 0 for shape in sides)
@@ -166,7 +173,7 @@ class Work:
     # Links
 
     def collective_of(self, computation: Computation, instruction: Instruction) -> Place | None:
-        """The collective that an instruction is, or holds."""
+        """The collective that an instruction is or contains."""
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             return computation, instruction
         inner = self.program.called(instruction, "calls", "to_apply")
@@ -176,7 +183,7 @@ class Work:
         return next(filter(None, found), None)
 
     def transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
-        """What the collective in an instruction sends, by rings: a device passes on all parts but one."""
+        """What the collective in an instruction sends, using rings: a device forwards all parts but one."""
         place = self.collective_of(computation, instruction)
         if place is None:
             return None
@@ -184,22 +191,22 @@ class Work:
         kind = collective.opcode.removesuffix("-start")
         num_devices = 2 if kind == "collective-permute" else group_size(collective, self.num_devices)
         operands = [home.operand(collective, k) for k in range(len(collective.operands))]
-        held = sum(shape.num_bytes for operand in operands if operand is not None for shape in operand.shapes)
+        local = sum(shape.num_bytes for operand in operands if operand is not None for shape in operand.shapes)
         others = (num_devices - 1) / num_devices
         if kind == "all-gather":
-            sent = held * (num_devices - 1)
-        elif kind == "all-reduce":  # a reduction to parts, then a gathering of them; the second half may be left out
-            sent = held * others * (1 if "scatter" in (instruction.attribute("calls") or "") else 2)
+            sent = local * (num_devices - 1)
+        elif kind == "all-reduce":  # a reduce-scatter, then an all-gather, unless only a part is kept
+            sent = local * others * (1 if "scatter" in (instruction.attribute("calls") or "") else 2)
         elif kind == "all-to-all":  # a part travels a quarter of the ring on average
-            sent = held * max(others, num_devices / 4)
+            sent = local * max(others, num_devices / 4)
         elif kind == "collective-permute":
-            sent = held
+            sent = local
         else:
-            sent = held * others
+            sent = local * others
         return Transfer(
             link_bytes=sent,
             num_devices=num_devices,
-            torus_dims=_told_torus_dims(instruction) or _told_torus_dims(collective),
+            torus_dims=_stated_torus_dims(instruction) or _stated_torus_dims(collective),
             one_way=kind == "collective-permute" or num_devices == 2,
             is_piece=collective is not instruction and "async_collective_fusion_config" in collective.attributes,
         )
@@ -211,7 +218,7 @@ def target(custom_call: Instruction) -> str:
 
 
 def group_size(collective: Instruction, num_devices: int) -> int:
-    """How many devices exchange with each other, in each of the ways this is written."""
+    """Number of devices in a group of the collective, in each notation that compilers use."""
     text = collective.attributes
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return len(integers(listed[1]))
@@ -223,14 +230,14 @@ def group_size(collective: Instruction, num_devices: int) -> int:
     return num_devices
 
 
-def _told_torus_dims(instruction: Instruction) -> int | None:
-    """The compiler notes its algorithm: rings in as many phases as dims, or an emitter named for them."""
-    told = re.search(r"\bphases:(\d)|\"emitter\":\"(\d)DAllGather", instruction.attributes)
-    return int(told[1] or told[2]) if told else None
+def _stated_torus_dims(instruction: Instruction) -> int | None:
+    """The compiler states its algorithm: rings with one phase per dim, or an emitter named after the dims."""
+    stated = re.search(r"\bphases:(\d)|\"emitter\":\"(\d)DAllGather", instruction.attributes)
+    return int(stated[1] or stated[2]) if stated else None
 
 
 def _results(instruction: Instruction) -> tuple[Shape, ...]:
-    """Without the scratch space that GPU libraries hand back beside theirs."""
+    """Result shapes, without the scratch space that GPU libraries return in addition."""
     if instruction.opcode == "custom-call" and target(instruction).startswith("__cu"):
         return tuple(shape for shape in instruction.shapes if shape.dtype not in ("s8", "u8"))
     return instruction.shapes
@@ -267,8 +274,8 @@ def _filled(size: int, unit: int) -> int:
 
 
 def _convolution_flops(left: tuple[int, ...], right: tuple[int, ...], product: Instruction, unit: int) -> float:
-    """The TPU's compiler writes every product as a convolution; a batch of products is a spatial dim whose window
-    lies almost entirely on padding, so only places on real elements count."""
+    """The TPU compiler writes every product as a convolution. A batch of products becomes a spatial dim whose window is
+    almost entirely padding, so only positions on real elements count."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", product.attributes)
     if labels is None:
         return 0.0
@@ -278,13 +285,13 @@ def _convolution_flops(left: tuple[int, ...], right: tuple[int, ...], product: I
     flops = 2.0 * math.prod(out) * _filled(inner, unit) * _filled(outer, unit) / outer
     for label, window in _windows(product):
         num_out = out[out_labels.index(label)]
-        flops *= _real_places(window, left[left_labels.index(label)], num_out) / num_out
+        flops *= _real_positions(window, left[left_labels.index(label)], num_out) / num_out
     return flops
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Of a convolution, in one spatial dim."""
+    """The window of a convolution in one spatial dim."""
 
     size: int
     stride: int
@@ -294,21 +301,21 @@ class _Window:
 
 
 @functools.cache
-def _real_places(window: _Window, num_in: int, num_out: int) -> int:
-    """How often, over all outputs, the window lies on an element that is no padding."""
+def _real_positions(window: _Window, num_in: int, num_out: int) -> int:
+    """How many window positions, over all outputs, fall on an element that is not padding."""
     end = (num_in - 1) * window.left_dilation + 1
     count = 0
     for tap in range(window.size):
         first = tap * window.right_dilation - window.low_padding
         skipped = max(0, -(first // window.stride))
-        places = range(first + skipped * window.stride, min(first + num_out * window.stride, end), window.stride)
+        positions = range(first + skipped * window.stride, min(first + num_out * window.stride, end), window.stride)
         dilation = window.left_dilation
-        count += len(places) if dilation == 1 else sum(place % dilation == 0 for place in places)
+        count += len(positions) if dilation == 1 else sum(position % dilation == 0 for position in positions)
     return count
 
 
 def _windows(product: Instruction) -> Iterator[tuple[str, _Window]]:
-    """By the label of the dim."""
+    """The window of each spatial dim, by its label."""
     options = dict(part.split("=") for part in (product.braced("window") or "").split())
 
     def option(key: str, dim: int, default: int) -> int:

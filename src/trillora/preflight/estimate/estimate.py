@@ -1,11 +1,15 @@
-"""Memory and time of a training step where the TPU compiler does not exist, from the traced step alone.
+"""Estimates memory and time of a training step from its trace, for machines without the TPU compiler.
 
-Arguments are exact: shapes and where they lie. The rest is what a compiler cannot avoid holding at once, found by
-walking the traced program in order: results of products, kernels and loops, and arithmetic that several of those need;
-arithmetic in between is fused and costs nothing. A weight that is split over devices is whole while products use it.
-Time is work divided by the chip's figures, loop by loop.
+Arguments are exact: their shapes and shardings are known. For the rest we walk the traced program in order and count
+what a compiler must keep in memory: results of products, kernels and loops, and elementwise results that several of
+those need. Other elementwise operations are fused and need no memory. A weight sharded over devices counts whole while
+products use it. Time is work divided by the chip's figures, loop by loop. For `traced`'s example, tanh(x @ w) * 2:
 
-What is left to the compiler (its order of instructions, its padding, how well it hides transfers) is in `Calibration`.
+    schedule(program):  product      reads x, w   writes x @ w: 4096 bytes
+                        elementwise  fused into the output
+    peak:               arguments + 4096 bytes + w gathered: 32 * 128 * 4 bytes
+
+What depends on the compiler (its instruction order, its padding, how well it hides transfers) is in `Calibration`.
 """
 
 from __future__ import annotations
@@ -37,31 +41,30 @@ from trillora.step.build import Assembly
 
 @dataclass(frozen=True)
 class Calibration:
-    """What neither the traced step nor the chips' figures say. Source: what the TPU compiler did with the steps of
-    `records.json`."""
+    """What neither the trace nor the chip's figures determine. Fitted to the compiler's results in `records.json`."""
 
-    near_bytes: int = 8 * 2**20  # results up to this size stay in the chip's vector memory until they are used
-    # Where gathers run beside products: in groups of at least so many devices, on these chips. Else all wait for them.
+    near_bytes: int = 8 * 2**20  # results up to this size stay in on-chip memory until they are used
+    # Gathers overlap with products on these chips, in groups of at least this many devices. Otherwise products wait.
     overlapped_from: int = 8
     overlapping: tuple[Chip, ...] = (CHIPS["v5e"],)
-    far_apart: int = 80  # products between two uses of a weight, outside loops, past which it is gathered again
+    far_apart: int = 80  # outside loops, a weight is gathered again after this many products
 
 
 CALIBRATION = Calibration()
-LOOKUP_COPIES = 2  # of all rows: as looked up in a split table, and with those of other parts hidden
+LOOKUP_COPIES = 2  # of all embeddings: as looked up in a sharded table, and with those of other shards masked
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One device, one step. Arguments, gathered weights, activations and logits add up to the peak."""
+    """One step on one device. Arguments, gathered weights, activations and logits add up to the peak."""
 
     peak_bytes: float
     arguments: dict[str, float]  # base, adapter, optimizer, batch
-    gathered_bytes: float  # weights made whole, at the peak
+    gathered_bytes: float  # gathered weights at the peak
     activations_bytes: float
     logits_bytes: float
     step_seconds: float
-    roofline_seconds: float  # of the arithmetic alone
+    roofline_seconds: float  # from the flops alone
     flops: float
     tokens: float  # of the batch, divided by the number of devices
 
@@ -87,7 +90,7 @@ def estimate(assembly: Assembly, chip: Chip, calibration: Calibration = CALIBRAT
 
 
 def argument_bytes(assembly: Assembly) -> dict[str, float]:
-    """What lies on one device before the step begins and after it has ended."""
+    """Bytes on one device before and after the step, by part."""
     state = assembly.state_shapes
     parts = {
         "base": assembly.base_shapes,
@@ -99,7 +102,7 @@ def argument_bytes(assembly: Assembly) -> dict[str, float]:
 
 
 def trace(assembly: Assembly) -> TracedProgram:
-    """The step that trains, traced and not compiled."""
+    """Traces the training step without compiling it."""
     arguments = (assembly.state_shapes, assembly.base_shapes, assembly.batch_shapes)
     closed = jax.make_jaxpr(assembly.train_step)(*arguments)
     inputs = [_argument(leaf, assembly.mesh) for leaf in jax.tree.leaves(arguments)]
@@ -107,7 +110,7 @@ def trace(assembly: Assembly) -> TracedProgram:
 
 
 def kind_shares(config: Any) -> list[float]:
-    """What part of the layers is of each kind, the first layer's kind first, as `model.stack` tells them apart."""
+    """Fraction of layers of each kind, starting with the kind of the first layer, as in `model.stack`."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     return [count / len(kinds) for count in Counter(kinds).values()]
 
@@ -120,7 +123,7 @@ def _local_bytes(leaf: Any) -> float:
 
 
 def _argument(leaf: Any, mesh: Mesh) -> Value:
-    """Weights split over the fsdp axis are gathered to be used, so they count as whole there; rows and the tensor axis
+    """Weights sharded over the fsdp axis are gathered before use, so they count as whole. The batch and the tensor axis
     stay split."""
     itemsize = float(getattr(leaf.dtype, "itemsize", 0))
     spec = [*leaf.sharding.spec, *(None,) * len(leaf.shape)][: len(leaf.shape)]
@@ -136,21 +139,21 @@ def _argument(leaf: Any, mesh: Mesh) -> Value:
 
 @dataclass
 class _Step:
-    """An operation, the values it reads in memory and those it leaves there. Fused arithmetic does neither: what reads
-    its result reads what it was made of."""
+    """An operation, the values it reads from memory and those it writes. Fused operations do neither: readers of their
+    result read their operands instead."""
 
-    operation: Operation | None  # None where results are handed over
+    operation: Operation | None  # None: results are returned
     reads: set[Value]
     writes: list[Value] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
-        return self.operation.kind if self.operation is not None else "hand over"
+        return self.operation.kind if self.operation is not None else "return"
 
 
 def schedule(program: TracedProgram) -> list[_Step]:
-    """The operations that are needed, in the order they were traced, with what each of them does to memory. Arithmetic
-    is fused into what reads it, unless its result has to be in memory: see `_is_held`."""
+    """The needed operations in traced order, with their memory reads and writes. Elementwise operations are fused into
+    their readers, unless their result must be in memory: see `_is_held`."""
     operations = _needed(program)
     uses: Counter[Value] = Counter()
     unfused_uses: Counter[Value] = Counter()
@@ -162,7 +165,7 @@ def schedule(program: TracedProgram) -> list[_Step]:
             unfused_uses.update(inputs)
         if operation.kind in ("kernel", "loop"):
             forced |= inputs
-    handed_over = {v.origin for v in program.outputs[program.num_carry :]} if program.is_body else set()
+    returned = {v.origin for v in program.outputs[program.num_carry :]} if program.is_body else set()
     roots: dict[Value, set[Value]] = {v: {v} for v in program.inputs}
     steps: list[_Step] = []
 
@@ -181,8 +184,8 @@ def schedule(program: TracedProgram) -> list[_Step]:
         roots.update({v: {v} if v in held else reads for v in operation.outputs})
         if held or operation.kind == "elementwise":
             steps.append(_Step(operation, reads if held else set(), held))
-        # A loop's slices go into their place in the stacked result as soon as they are known.
-        if ready := handed_over.intersection(operation.outputs):
+        # A loop writes a slice to the stacked result as soon as it is computed.
+        if ready := returned.intersection(operation.outputs):
             steps.append(_Step(None, roots_of(ready)))
     last = program.outputs[: program.num_carry] if program.is_body else program.outputs
     steps.append(_Step(None, roots_of(last)))
@@ -190,7 +193,7 @@ def schedule(program: TracedProgram) -> list[_Step]:
 
 
 def _needed(program: TracedProgram) -> list[Operation]:
-    """Without the operations whose results nothing uses."""
+    """Drop the operations whose results are not used."""
     used = {v.origin for v in program.outputs}
     kept = []
     for operation in reversed(program.operations):
@@ -201,8 +204,8 @@ def _needed(program: TracedProgram) -> list[Operation]:
 
 
 def _is_held(value: Value, reads: set[Value], *, uses: int, unfused_uses: int) -> bool:
-    """Arithmetic that two products need is computed once and kept; so is a sum that several need and that stands for
-    two or more arrays as large as itself, as the residual stream does."""
+    """A result that two products need is computed once and kept. So is a result with several readers that was computed
+    from two or more arrays of its size, such as the residual stream."""
     if unfused_uses >= 2:
         return True
     large = [v for v in reads if v.num_bytes >= value.num_bytes]
@@ -211,7 +214,7 @@ def _is_held(value: Value, reads: set[Value], *, uses: int, unfused_uses: int) -
 
 @dataclass(frozen=True)
 class _Held:
-    """Bytes in memory at once, beside the arguments."""
+    """Bytes in memory at one time, in addition to the arguments."""
 
     gathered: float = 0.0
     activations: float = 0.0
@@ -231,8 +234,8 @@ class _Memory:
     vocabulary: int
 
     def peak(self, program: TracedProgram) -> _Held:
-        """The most that is held at once. Inputs lie outside and are counted there, but for a loop's carry, which the
-        body may write over."""
+        """The largest sum held at one time. Inputs are counted outside, except for a loop's carry, which the body may
+        overwrite."""
         steps = schedule(program)
         last_read = {v: at for at, step in enumerate(steps) for v in step.reads}
         gathers = _gathers(steps, math.inf if program.is_body else self.calibration.far_apart)
@@ -240,10 +243,10 @@ class _Memory:
         peak = self._held(live)
         for at, step in enumerate(steps):
             dying = {v for v in live if last_read.get(v, -1) <= at}
-            # A gather is asked for one step ahead, to arrive in time.
+            # A gather starts one step ahead, to finish in time.
             whole = _Held(gathered=sum(g.value.num_bytes for g in gathers if g.first - 1 <= at <= g.last))
             if step.kind == "elementwise":
-                # One pass over the operands writes over one that nobody needs again.
+                # The result overwrites an operand that is not needed again.
                 during, after = live - dying | set(step.writes), live - dying | set(step.writes)
             elif step.kind == "loop":
                 assert step.operation is not None and step.operation.body is not None
@@ -271,7 +274,7 @@ class _Memory:
 
 
 class _Gather(NamedTuple):
-    """A split weight made whole, from its first to its last use."""
+    """A sharded weight that is gathered, from its first to its last use."""
 
     value: Value
     first: int
@@ -280,7 +283,7 @@ class _Gather(NamedTuple):
 
 def _gathers(steps: list[_Step], far_apart: float) -> list[_Gather]:
     gathers: list[_Gather] = []
-    newest: dict[Value, tuple[int, int]] = {}  # number of its gather, of the product that used it last
+    newest: dict[Value, tuple[int, int]] = {}  # index of its gather, and of the last product that used it
     products = [(at, step) for at, step in enumerate(steps) if step.kind == "product"]
     for number, (at, step) in enumerate(products):
         for value in step.reads:
@@ -303,13 +306,13 @@ class _Work:
 
 
 def _is_fused(operation: Operation) -> bool:
-    """Sums join the arithmetic before them."""
+    """Reductions are fused with the operations before them."""
     return operation.kind == "elementwise" or operation.name.startswith("reduce_") or operation.is_vector_product
 
 
 @dataclass
 class _Fusion:
-    """Arithmetic between two products. What it reads, it reads once; what it makes is at hand for what follows."""
+    """Operations between two products. Each value is read once; results are available without another read."""
 
     vector_seconds: float = 0.0
     read: set[Value] = field(default_factory=set)
@@ -322,14 +325,14 @@ class _Time:
     chip: Chip
 
     def work(self, program: TracedProgram) -> _Work:
-        """Two clocks: one computes in order, the other transfers. Gathers are asked for at the beginning and arrive in
-        the order of their use; whoever needs a transfer's result waits for it."""
+        """Two clocks: one computes in order, the other transfers. All gathers start at the beginning and finish in the
+        order of their use; an operation waits for the transfers it depends on."""
         steps = schedule(program)
         last_read = {v: at for at, step in enumerate(steps) for v in step.reads}
         inputs = set(program.inputs)
         products = {v for step in steps if step.kind == "product" for v in step.writes}
         now = link = flops = 0.0
-        ready: dict[tuple[Value, int], float] = {}  # when a weight is whole, by the step that needs it first
+        ready: dict[tuple[Value, int], float] = {}  # when a weight is gathered, by the step that needs it first
         for gather in _gathers(steps, math.inf if program.is_body else self.calibration.far_apart):
             seconds = self._transfer(gather.value.num_bytes, gather.value.gather_over)
             if self._overlaps(gather.value.gather_over):
@@ -337,10 +340,10 @@ class _Time:
                 ready[gather.value, gather.first] = link
             else:
                 now += seconds
-        added_up: dict[Value, float] = {}
+        reduced: dict[Value, float] = {}  # when partial sums are reduced
         fusion = _Fusion()
         for at, step in enumerate(steps):
-            now = max([now, *(max(ready.get((v, at), 0.0), added_up.get(v, 0.0)) for v in step.reads)])
+            now = max([now, *(max(ready.get((v, at), 0.0), reduced.get(v, 0.0)) for v in step.reads)])
             operation = step.operation
             if operation is not None and _is_fused(operation):
                 ending = {v for v in step.reads & products if last_read[v] == at}
@@ -360,15 +363,15 @@ class _Time:
                 now += max(self._product(operation), self._traffic(read, set(step.writes), inputs))
                 flops += operation.flops
             if operation.partial_bytes:
-                # Partial sums go around twice, added up and handed to all, before gathers that are not urgent.
+                # An all-reduce sends everything twice. It goes ahead of gathers that are not needed yet.
                 seconds = 2 * self._transfer(operation.partial_bytes, operation.partial_over)
                 link += seconds
-                added_up.update(dict.fromkeys(operation.outputs, now + seconds))
+                reduced.update(dict.fromkeys(operation.outputs, now + seconds))
         return _Work(max(now, link), flops)
 
     def _fuse(self, fusion: _Fusion, step: _Step, ending: set[Value]) -> None:
-        """Arithmetic on a product's result that nothing else reads is done before the product writes it: one array
-        fewer is read, and the result was counted as the product's."""
+        """An operation that is the only reader of a product's result is fused into the product: one array fewer is
+        read, and the product already counted the write."""
         assert step.operation is not None
         fusion.vector_seconds += self._vector(step.operation)
         fusion.read |= step.reads - fusion.written
@@ -387,7 +390,7 @@ class _Time:
         return TPU_LARGE_UNIT if self.chip.matrix_unit > 128 else TPU
 
     def _product(self, operation: Operation) -> float:
-        """Products fill whole tiles of the matrix unit; a kernel's are as narrow as its heads."""
+        """Products are padded to whole tiles of the matrix unit; a kernel's products are as narrow as its heads."""
         peak = self.chip.bf16_tflops * 1e12
         side = self.chip.matrix_unit
         if operation.kind == "kernel":
@@ -400,22 +403,22 @@ class _Time:
         return 2 * batch * math.prod(padded) / (peak * self._efficiency.product)
 
     def _vector(self, operation: Operation) -> float:
-        """One operation for each number of the result, or of what is summed up."""
+        """One operation per element of the result, or of the operand of a reduction."""
         if self.chip.torus_dims == 0:
-            return 0.0  # a GPU's vector units keep up with its memory
+            return 0.0  # a GPU's vector units keep up with HBM
         values = operation.outputs if operation.kind == "elementwise" else operation.inputs
         numbers = max((v.num_elements for v in values), default=0.0)
         return numbers / (VECTOR_OPERATIONS_PER_CYCLE * self.chip.clock_ghz * 1e9)
 
     def _traffic(self, read: set[Value], written: set[Value], inputs: set[Value]) -> float:
-        """Between HBM and the chip; small results never leave the chip."""
+        """HBM traffic; small results never leave the chip."""
         near = self.calibration.near_bytes
         num_bytes = sum(v.num_bytes for v in read if v in inputs or v.num_bytes > near)
         num_bytes += sum(v.num_bytes for v in written if v.num_bytes > near)
         return num_bytes / (self.chip.hbm_gb_per_second * 1e9 * self._efficiency.hbm)
 
     def _transfer(self, num_bytes: float, num_devices: int) -> float:
-        """Around a ring, in both directions."""
+        """A ring transfer in both directions."""
         if num_devices == 1 or not self.chip.link_gb_per_second:
             return 0.0
         lanes = 2 * (self.chip.torus_dims if num_devices >= LARGE_GROUP and self.chip.torus_dims == 3 else 1)

@@ -1,8 +1,23 @@
-"""The traced step as one device runs it: values with their share on a device, operations, loops.
+"""Reads a traced step (a jaxpr) as the program that one device runs: values, operations, loops.
 
-A jaxpr speaks of whole arrays. Here every value also knows into how many parts each of its dims is split, as the
-partitioner would do it: rows from the batch, heads and inner widths from weights split over the tensor axis. Calls are
-written out in place, loops keep their body. What is only another look at a value (a reshape, a slice) is no operation.
+A jaxpr describes whole arrays. Here each value also has `splits`: into how many parts each dim is split over the
+devices, as the partitioner would do it. Batches split sequences; weights on the tensor axis split heads and widths.
+Example: `jnp.tanh(x @ w) * 2` on 8 devices, with x split by rows and w sharded by fsdp, so gathered before use:
+
+    c:f32[64,128] = dot_general a:f32[64,32] b:f32[32,128]
+    d:f32[64,128] = tanh c
+    e:f32[64,128] = mul d 2.0
+
+    read_program(jaxpr, [Value((64, 32), 4, splits=(8, 1)), Value((32, 128), 4, splits=(1, 1), gather_over=8)], 8)
+
+    operation    kind         on one device                                    result: splits, bytes on one device
+    dot_general  product      (batch 1, 8 rows, inner 32, 128 columns),        (8, 1), 8 * 128 * 4 = 4096
+                              2 * 8 * 32 * 128 = 65,536 flops
+    tanh         elementwise  no flops counted: fused                          (8, 1), 4096
+    mul          elementwise                                                   (8, 1), 4096
+
+Calls are inlined; loops keep their body. Views of a value (a reshape, a slice) are not operations. `estimate.schedule`
+then decides which results are in memory: here only that of the product.
 """
 
 from __future__ import annotations
@@ -24,7 +39,7 @@ VIEWS = frozenset(
         *("bitcast_convert_type", "reduce_precision", "pad", "split"),
     }
 )
-# What a compiler does not fuse with the arithmetic around it: its results are arrays in memory.
+# Not fused with the elementwise operations around it: the results are arrays in memory.
 NOT_FUSED = frozenset(
     {
         *("gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "concatenate", "dynamic_update_slice"),
@@ -32,25 +47,25 @@ NOT_FUSED = frozenset(
         *("cumsum", "cumlogsumexp", "cummax", "cumprod", "reduce_window", "while", "custom_call", "fft"),
     }
 )
-CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # the parameter that holds what a call runs
-FEW = 4  # elements: not enough to be split over anything
+CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters that hold the body of a call
+FEW = 4  # elements; arrays up to this size are never split
 SPLASH, SPLASH_BACKWARD = "splash", "dkv"  # parts of the names of the TPU's attention kernels
 
 
 @dataclass(eq=False)
 class Value:
-    """An array: its shape as traced, and into how many parts each dim is split over the devices."""
+    """An array: its traced shape, and into how many parts each dim is split over the devices."""
 
     shape: tuple[int, ...]
     itemsize: float
     splits: tuple[int, ...]
-    gather_over: int = 1  # devices a weight lies split over; a product needs it whole
-    source: Value | None = None  # what this is only a look at
-    from_nothing: bool = False  # a constant, an iota, random bits: split like whatever it is combined with
+    gather_over: int = 1  # devices that a weight is sharded over; it is gathered before a product
+    source: Value | None = None  # the value this is a view of
+    from_nothing: bool = False  # a constant, an iota, random bits: takes the split of its other operand
 
     @property
     def num_elements(self) -> float:
-        """On one device, where it is whole if it has to be gathered."""
+        """On one device; a weight that must be gathered counts whole."""
         return math.prod(self.shape) / math.prod(self.splits)
 
     @property
@@ -59,7 +74,7 @@ class Value:
 
     @property
     def says_no_split(self) -> bool:
-        """Nor does a single number, such as half of a random key."""
+        """Whether the value does not determine how results are split: also true for single numbers."""
         return self.from_nothing or math.prod(self.shape) <= FEW
 
     @property
@@ -69,8 +84,8 @@ class Value:
 
 @dataclass(eq=False)
 class Operation:
-    """One step of a program. `product` has the sizes (batch, rows, inner, columns) of a matrix product on one device;
-    `partial_over` devices hold partial sums of the result, which are added up."""
+    """One operation of a program. `product` has the sizes (batch, rows, inner, columns) of a matrix product on one
+    device. If `partial_over` is above 1, that many devices hold partial sums, which are then reduced."""
 
     name: str
     kind: Kind
@@ -78,9 +93,9 @@ class Operation:
     outputs: list[Value]
     product: tuple[float, float, float, float] | None = None
     partial_over: int = 1
-    partial_bytes: float = 0.0  # on each of those devices
+    partial_bytes: float = 0.0  # of the partial sums, per device
     kernel_flops: float = 0.0
-    width: int = 0  # of a kernel's heads: how much of a matrix unit its products fill
+    width: int = 0  # head width of a kernel, which limits how much of the matrix unit it fills
     body: TracedProgram | None = None
     length: int = 1
 
@@ -95,7 +110,7 @@ class Operation:
 
 @dataclass(eq=False)
 class TracedProgram:
-    """Operations in order. Of a loop's body, inputs are constants, carry and slices; outputs carry and slices."""
+    """Operations in order. A loop body has constants, carry and slices as inputs, carry and slices as outputs."""
 
     inputs: list[Value]
     outputs: list[Value]
@@ -112,8 +127,8 @@ class TracedProgram:
 def read_program(
     closed: ClosedJaxpr, inputs: list[Value], num_devices: int, branch_shares: Sequence[float] = ()
 ) -> TracedProgram:
-    """`inputs` are the arguments, flat, with the split they come with. `branch_shares`: how often each branch of a
-    conditional with that many is taken, where it is known."""
+    """`inputs` are the flat arguments with their splits. `branch_shares`: how often each branch of a conditional with
+    that many branches is taken, if known."""
     operations: list[Operation] = []
     reader = _Reader(num_devices, branch_shares)
     outputs = reader.read(closed.jaxpr, [*_constants(closed), *inputs], operations)
@@ -126,7 +141,7 @@ class _Reader:
     branch_shares: Sequence[float]
 
     def read(self, jaxpr: Jaxpr, inputs: list[Value], operations: list[Operation]) -> list[Value]:
-        """Append what `jaxpr` does to `operations`; its outputs. `inputs` begin with the jaxpr's own constants."""
+        """Append the operations of `jaxpr` and return its outputs. `inputs` begin with the jaxpr's own constants."""
         known: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
         def value(atom: Any) -> Value:
@@ -173,8 +188,8 @@ class _Reader:
         return outputs
 
     def _cond(self, branches: Sequence[ClosedJaxpr], inputs: list[Value], operations: list[Operation]) -> list[Value]:
-        """The branch with the most to multiply stands for all, its kernels shortened to what branches do on average:
-        layers of several kinds that share a body differ in how far they look back."""
+        """The branch with the most flops represents all. Its kernels are scaled to the average of the branches: layers
+        of several kinds that share a loop body differ in their attention window."""
         read: list[tuple[float, list[Operation], list[Value]]] = []
         for branch in branches:
             inner: list[Operation] = []
@@ -189,7 +204,7 @@ class _Reader:
         return outputs
 
     def _call(self, equation: Any, called: Any, inputs: list[Value], operations: list[Operation]) -> list[Value]:
-        """Written out in place. Inside a `shard_map` shapes are those of one device already."""
+        """Inline the call. Inside a `shard_map`, shapes are already those of one device."""
         jaxpr, constants = (called.jaxpr, _constants(called)) if isinstance(called, ClosedJaxpr) else (called, [])
         if equation.primitive.name != "shard_map":
             return self.read(jaxpr, [*constants, *inputs], operations)
@@ -212,7 +227,7 @@ class _Reader:
         return outputs
 
     def _while(self, parameters: dict[str, Any], inputs: list[Value], operations: list[Operation]) -> list[Value]:
-        """How often it runs cannot be seen: once."""
+        """The trip count is unknown: the body counts once."""
         inputs = inputs[parameters["cond_nconsts"] :]
         num_constants = parameters["body_nconsts"]
         num_carry = len(inputs) - num_constants
@@ -222,7 +237,7 @@ class _Reader:
         return outputs
 
     def _body(self, closed: ClosedJaxpr, inputs: list[Value], num_constants: int, num_carry: int) -> TracedProgram:
-        """A carry may start unsplit, as zeros do, and become split: read again with what it became."""
+        """A carry may start unsplit, for example as zeros, and become split: then the body is read again."""
         carry = inputs[num_constants : num_constants + num_carry]
         while True:
             operations: list[Operation] = []
@@ -234,13 +249,13 @@ class _Reader:
                 v.splits = splits
 
     def _kernel(self, equation: Any, inputs: list[Value], operations: list[Operation]) -> list[Value]:
-        """A Pallas kernel: the products in its body, once for every block of its grid that it does not skip."""
+        """A Pallas kernel: the products in its body, once for every block of its grid that is not skipped."""
         parameters = equation.params
         grid = [g for g in parameters["grid_mapping"].grid if isinstance(g, int)]
         flops = product_flops(parameters["jaxpr"]) * math.prod(grid)
         name = str(parameters.get("name") or parameters.get("name_and_src_info") or "")
         if SPLASH in name and len(grid) >= 3:
-            # Blocks of queries by blocks of keys; the backward kernel has its heads in between.
+            # The grid is query blocks x key blocks; the backward kernel has the heads in between.
             flops *= causal_share(grid[-3 if SPLASH_BACKWARD in name else -2], grid[-1])
         outputs = [_unsplit(variable.aval) for variable in equation.outvars]
         largest = max(inputs, key=lambda v: v.num_elements)
@@ -249,7 +264,7 @@ class _Reader:
         return outputs
 
     def _bounded(self, splits: tuple[int, ...]) -> tuple[int, ...]:
-        """A mesh axis splits one dim only: of two that both want it, the first."""
+        """A mesh axis can split only one dim: if the product exceeds the number of devices, the first dims win."""
         bounded, total = [], 1
         for split in splits:
             bounded.append(split if total * split <= self.num_devices else 1)
@@ -258,21 +273,21 @@ class _Reader:
 
 
 def _scan_counts(parameters: dict[str, Any]) -> tuple[int, int]:
-    """Inputs a scan's body only reads, and those it hands on from turn to turn."""
+    """Number of constants and of carried values of a scan."""
     if "num_consts" in parameters:
         return parameters["num_consts"], parameters["num_carry"]
-    constants, carry, _ = parameters["ft_in"].unpack()  # from jax 0.11 on
+    constants, carry, _ = parameters["ft_in"].unpack()  # jax 0.11 and later
     return len(constants), len(carry)
 
 
 def causal_share(num_rows: int, num_columns: int) -> float:
-    """Of the blocks of a causal mask, how many are not all hidden; with a window the kernel's grid is narrower."""
+    """Fraction of the blocks of a causal mask that are not fully masked. A window makes the kernel's grid narrower."""
     seen = sum(min(row + 1, num_columns) for row in range(num_rows))
     return seen / (num_rows * num_columns)
 
 
 def product_flops(jaxpr: Jaxpr) -> float:
-    """Of all matrix products in a jaxpr and what it calls, with shapes as they stand; of branches, the largest."""
+    """Flops of all matrix products in a jaxpr and in what it calls, for unsplit shapes; the largest branch counts."""
     total = 0.0
     equations: list[Any] = jaxpr.eqns
     for equation in equations:
@@ -291,7 +306,7 @@ def product_flops(jaxpr: Jaxpr) -> float:
 
 
 def output_splits(equation: Any, inputs: list[Value]) -> list[tuple[int, ...]]:
-    """How an operation's results are split, given how its operands are."""
+    """How the results of an operation are split, given the splits of its operands."""
     name, parameters = equation.primitive.name, equation.params
     shapes = [tuple(variable.aval.shape) for variable in equation.outvars]
     first = inputs[0].splits if inputs else ()
@@ -315,7 +330,7 @@ def output_splits(equation: Any, inputs: list[Value]) -> list[tuple[int, ...]]:
 
 
 def reshaped_splits(old: Sequence[int], splits: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
-    """Dims merged or divided keep their split on the first dim it divides."""
+    """Merged or divided dims keep their split, on the first new dim that it divides."""
     result = [1] * len(new)
     if math.prod(old) == 0:
         return tuple(result)
@@ -346,8 +361,8 @@ def _product_splits(dimension_numbers: Any, left: Value, right: Value) -> tuple[
 
 
 def _measure_product(operation: Operation, dimension_numbers: Any) -> None:
-    """Sizes on one device, and over how many devices the sum is spread. Products of vectors with vectors are sums to
-    the compiler: the matrix unit has no part in them."""
+    """Set the sizes on one device and the number of devices that hold partial sums. The compiler turns vector-vector
+    products into sums, which do not use the matrix unit."""
     left, right = operation.inputs[:2]
     output = operation.outputs[0]
     (left_inner, right_inner), (left_batch, _) = dimension_numbers
@@ -356,7 +371,7 @@ def _measure_product(operation: Operation, dimension_numbers: Any) -> None:
     if spread > 1:
         operation.partial_over, operation.partial_bytes = spread, output.num_bytes
     num_batch = len(left_batch)
-    num_left = len(left.shape) - len(left_inner)  # dims of the result that the left operand has
+    num_left = len(left.shape) - len(left_inner)  # dims of the result that come from the left operand
     if math.prod(output.shape[num_batch:]) == 1:
         operation.kind = "other"
         return
@@ -366,7 +381,7 @@ def _measure_product(operation: Operation, dimension_numbers: Any) -> None:
 
 
 def _measure_lookup(operation: Operation) -> None:
-    """Each device looks up all rows of the group in its own part of a split table; the results are then added up."""
+    """Each device looks up all tokens of the group in its own shard of the table; the results are then summed."""
     table, output = operation.inputs[0], operation.outputs[0]
     if table.gather_over > 1 and math.prod(output.splits) > 1:
         operation.partial_over = table.gather_over
@@ -382,7 +397,7 @@ def _broadcast_splits(dims: Sequence[int], value: Value, shape: tuple[int, ...])
 
 
 def _gather_splits(dimension_numbers: Any, table: Value, indices: Value, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows of the result are rows of the indices; what is taken from the table keeps the table's split."""
+    """Batch dims are split like the indices; dims taken from the table are split like the table."""
     batch = iter(indices.splits[:-1])
     dropped = (*dimension_numbers.collapsed_slice_dims, *dimension_numbers.operand_batching_dims)
     kept = iter([(table.shape[d], table.splits[d]) for d in range(len(table.shape)) if d not in dropped])
@@ -397,7 +412,7 @@ def _gather_splits(dimension_numbers: Any, table: Value, indices: Value, shape: 
 
 
 def _combined_splits(inputs: Iterable[Value], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Operands side by side: each dim as split as in the operand that splits it most."""
+    """Elementwise: each dim is split as in the operand that splits it most."""
     result = [1] * len(shape)
     for value in inputs:
         if len(value.shape) == len(shape):
@@ -408,14 +423,14 @@ def _combined_splits(inputs: Iterable[Value], shape: tuple[int, ...]) -> tuple[i
 
 
 def _adopt_splits(inputs: list[Value], outputs: list[Value]) -> None:
-    """The partitioner works backwards too: a random mask is split like the rows it is laid over."""
+    """The partitioner also works backwards: a random mask is split like the array it is applied to."""
     for value in inputs:
         if value.from_nothing and value.shape == outputs[0].shape:
             value.splits = outputs[0].splits
 
 
 def _is_view(name: str, shapes: list[Any], inputs: list[Value]) -> bool:
-    """A widening is part of whatever reads it; a narrowing is worth keeping in place of what it came from."""
+    """A widening conversion is fused into its reader. A narrowing one is stored instead of its operand."""
     if name == "convert_element_type":
         return _itemsize(shapes[0]) >= inputs[0].itemsize
     return name in VIEWS
@@ -434,7 +449,7 @@ def _view(aval: Any, splits: tuple[int, ...], source: Value) -> Value:
 
 
 def _inner(value: Value) -> Value:
-    """What a loop's body sees of a value outside."""
+    """An outer value as the body of a loop sees it."""
     return Value(value.shape, value.itemsize, value.splits, value.gather_over)
 
 
@@ -456,5 +471,5 @@ def _ratio(whole: Sequence[int], part: Sequence[int]) -> tuple[int, ...]:
 
 
 def _itemsize(aval: Any) -> float:
-    """Random keys and tokens of order have no size worth counting."""
+    """0 for random keys and ordering tokens."""
     return float(getattr(getattr(aval, "dtype", None), "itemsize", 0))

@@ -244,7 +244,7 @@ class _PlainLines:
         self._stage: str | None = None
         self._printed: dict[type[Frequent], int] = {}  # kind -> step of the last printed event
         self._held: dict[type[Frequent], Frequent] = {}  # kind -> latest event that was not printed
-        self._parts: dict[str, int] = {}  # label of unfinished work -> last printed part
+        self._parts: dict[str, tuple[int, str]] = {}  # label of unfinished work -> last printed part and line
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -311,12 +311,13 @@ class _PlainLines:
         self._held.clear()
 
     def _show_progress(self, work: Progress) -> None:
-        part = work.done * self._limits.parts // max(work.total, 1)
-        if part != self._parts.get(work.label):
-            self._print(f"{work.label}  {_amount(work)}")
-        self._parts[work.label] = part
+        part, line = work.done * self._limits.parts // max(work.total, 1), f"{work.label}  {_amount(work)}"
+        last_part, last_line = self._parts.get(work.label, (-1, ""))
+        if part != last_part and line != last_line:
+            self._print(line)
+            self._parts[work.label] = part, line
         if work.done >= work.total:
-            del self._parts[work.label]
+            self._parts.pop(work.label, None)
 
     def _print(self, line: str) -> None:
         self._file.write(visible(line) + "\n")

@@ -158,42 +158,17 @@ class Saver:
             self._thread.shutdown()
 
     def _run(self, step: int, make_files: Callable[[], Mapping[str, bytes]], after: Callable[[], None] | None) -> None:
-        if self._save(step, make_files) and after is not None:
-            self._follow(step, after)
-
-    def _save(self, step: int, make_files: Callable[[], Mapping[str, bytes]]) -> bool:
-        start = time.monotonic()
-        try:
-            self._checkpoints.write(step, make_files())
-            self.failure = None
-        except OSError as error:
-            self.failure = error
-        # Outside the `try`: a listener with a closed terminal raises OSError too.
-        if self.failure is None:
-            self.last_saved, self.seconds = step, time.monotonic() - start
-            self._listener(Saved(step=step, where=self._checkpoints.where(step), seconds=self.seconds))
-            return True
-        self._listener(
-            Alarm(
-                f"The checkpoint of step {step} could not be saved: {self.failure}. Where: "
-                f"{self._checkpoints.where(step)}. Training continues; {self._newest_good()}."
-            )
-        )
-        return False
-
-    def _follow(self, step: int, after: Callable[[], None]) -> None:
-        failed: OSError | None = None
-        try:
-            after()
-        except OSError as error:
-            failed = error
-        if failed is not None:
-            self._listener(
-                Alarm(
-                    f"The checkpoint of step {step} is saved, but old ones could not be removed: {failed}. "
-                    f"Where: {self._checkpoints.where(step)}. Training continues."
-                )
-            )
+        start, where = time.monotonic(), self._checkpoints.where(step)
+        self.failure = _os_error(lambda: self._checkpoints.write(step, make_files()))
+        if self.failure is not None:
+            alarm = f"The checkpoint of step {step} could not be saved: {self.failure}. Where: {where}."
+            self._listener(Alarm(f"{alarm} Training continues; {self._newest_good()}."))
+            return
+        self.last_saved, self.seconds = step, time.monotonic() - start
+        self._listener(Saved(step=step, where=where, seconds=self.seconds))
+        if after is not None and (failed := _os_error(after)) is not None:
+            alarm = f"The checkpoint of step {step} is saved, but old ones could not be removed: {failed}."
+            self._listener(Alarm(f"{alarm} Where: {where}. Training continues."))
 
     def _newest_good(self) -> str:
         """The newest valid checkpoint in words. It is verified, because the disk just failed."""
@@ -202,6 +177,15 @@ class Saver:
         except TrilloraError:
             return "no checkpoint can be read there now"
         return f"the newest valid checkpoint is from step {found[0]}" if found else "there is no valid checkpoint yet"
+
+
+def _os_error(work: Callable[[], None]) -> OSError | None:
+    """The OSError of this work alone: a listener with a closed terminal raises OSError too."""
+    try:
+        work()
+    except OSError as error:
+        return error
+    return None
 
 
 def with_checksums(step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:

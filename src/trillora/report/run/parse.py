@@ -18,9 +18,10 @@ MAX_COUNT = 2**53  # JSON numbers above it are not exact, so they are not counts
 T = TypeVar("T")
 
 
-def parse(cls: Callable[..., T], values: Mapping[str, Any]) -> T:
+def parse(cls: type[T], values: Mapping[str, Any]) -> T:
     """An instance of a dataclass; each field is converted as its type says (see `_CONVERTERS`)."""
-    return cls(**{name: convert(values.get(name)) for name, convert in _converters(cls)})
+    kind: Any = cls
+    return cls(**{name: convert(values.get(name)) for name, convert in _converters(kind)})
 
 
 def number(value: Any) -> float | None:

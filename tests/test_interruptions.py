@@ -148,7 +148,8 @@ def test_stop_signal_saves_and_sets_the_exit_code(folder: Path, whole: Path, tmp
     assert_same(run, whole)
     events = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events] == ["started", "stopped", "resumed", "finished"]
-    assert events[1]["reason"] == "SIGTERM"
+    # Python runs the handlers of pending signals in numeric order: on a busy machine, the second signal comes first.
+    assert events[1]["reason"] in ("SIGTERM", "SIGINT")
 
 
 @full_dose_only

@@ -243,12 +243,15 @@ def prepare_trillora(path: Path, folder: Path, sequence_length: int, cache: Path
     """From the file to all packed batches of one epoch, each built and read once."""
     from transformers import AutoTokenizer
 
+    from trillora.data.batches import Batches
     from trillora.data.prepare import DataOptions, Source, prepare
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     clock = Clock()
     dataset = prepare(DataOptions((Source(str(path)),)), tokenizer, cache, sequence_length=sequence_length)
-    batches = dataset.batches(sequence_length=sequence_length, batch_size=BATCH_SIZE, seed=0, pack=True)
+    batches = Batches(
+        dataset.fitted("train", sequence_length)[0], batch_size=BATCH_SIZE, sequence_length=sequence_length, pack=True
+    )
     tokens = trained = 0
     for step in range(batches.steps_per_epoch):
         batch = batches.batch(step)

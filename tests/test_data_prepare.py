@@ -272,7 +272,7 @@ def test_rows_whose_answer_is_beyond_the_sequence_length_are_refused(tmp_path: P
     pair = {"prompt": ("finding " * 2000)[:8377], "completion": ("fix it " * 100)[:486]}
     dataset = load(write(tmp_path / "a.jsonl", [pair] * 5), TOKENIZER, tmp_path)
     with pytest.raises(TrilloraError, match="5 of 5 rows are longer than sequence_length 512"):
-        dataset.batches(sequence_length=512, batch_size=1, seed=0, pack=True)
+        dataset.fitted("train", 512)
 
 
 def test_fewer_documents_than_a_batch_make_a_smaller_batch_on_request(tmp_path: Path) -> None:

@@ -51,17 +51,13 @@ def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, 
 
 def data_options(data: DataSection, tokenizer: Tokenizer, *, lenient: bool = False) -> DataOptions:
     sources = (Source(data.path),) if isinstance(data.path, str) else tuple(Source(s.path, s.weight) for s in data.path)
-    template = None
-    if data.template is not None:
-        template = {name: text for name, text in data.template.model_dump().items() if text is not None}
-    named = data.chat_template
     return DataOptions(
         sources=sources,
         format=data.format,
-        template=template,
+        template=None if data.template is None else data.template.model_dump(exclude_none=True),
         row_path=data.row_path,
         schema=None if data.json_schema is None else _read_schema(data.json_schema),
-        chat_template=None if named is None else chat_template(data, tokenizer),
+        chat_template=None if data.chat_template is None else chat_template(data, tokenizer),
         train_on=data.train_on,
         on_too_long=data.on_too_long,
         on_bad_row="skip" if lenient else data.on_bad_row,
@@ -83,13 +79,11 @@ def _read_schema(path: str) -> dict[str, Any]:
     try:
         schema = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
-        raise TrilloraError(
-            f"The JSON Schema cannot be read: {error.strerror}.", where=path, do="check data.json_schema"
-        ) from None
+        what = f"The JSON Schema cannot be read: {error.strerror}."
+        raise TrilloraError(what, where=path, do="check data.json_schema") from None
     except ValueError as error:
-        raise TrilloraError(
-            f"The JSON Schema is not JSON: {error}.", where=path, do="fix the syntax of the file"
-        ) from None
+        what = f"The JSON Schema is not JSON: {error}."
+        raise TrilloraError(what, where=path, do="fix the syntax of the file") from None
     if not isinstance(schema, dict):
         raise TrilloraError("The JSON Schema must be a JSON object.", where=path, do="put one object into the file")
     return schema

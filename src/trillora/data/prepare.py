@@ -22,22 +22,21 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import filelock
 import numpy as np
 
-from trillora.data.batches import Batches
 from trillora.data.documents import PARTS, Documents, Lost, all_documents, part_of, repeated, try_fit
 from trillora.data.reading.files import DataFile, expand
 from trillora.data.reading.readers import read_rows
 from trillora.data.rendering import formats
-from trillora.data.rendering.pool import Batch, Pool
+from trillora.data.rendering.pool import Batch, Outcome, Pool
 from trillora.data.rendering.render import Cut, RenderedRow, RenderSettings, parse
 from trillora.data.rows import BadRow, Fault, RawRow, place, refused
-from trillora.data.tokenizing.encode import Encoder, TokenizedDocument, Tokenizer
+from trillora.data.tokenizing.encode import EncodedRow, Encoder, TokenizedDocument, Tokenizer
 from trillora.data.tokenizing.store import KINDS, ROW, Store, StoreWriter, open_store
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
@@ -86,16 +85,6 @@ class DataProblem:
     do: str
 
 
-class _Found(NamedTuple):
-    """A problem as it is stored, with the file's index: files may be renamed before the store is opened again."""
-
-    file: int
-    member: str
-    line: int
-    what: str
-    do: str
-
-
 @dataclass(frozen=True)
 class Dataset:
     """An open store with the options it was made for."""
@@ -114,8 +103,9 @@ class Dataset:
     @property
     def problems(self) -> list[DataProblem]:
         """The first KEPT_PROBLEMS of the problems."""
-        found = (_Found(*problem) for problem in self.store.facts["problems"])
-        return [DataProblem(place(self.store.files[f.file], f.member, f.line), f.what, f.do) for f in found]
+        # Stored with the file's index: files may be renamed before the store is opened again.
+        found = self.store.facts["problems"]
+        return [DataProblem(place(self.store.files[file], *at), what, do) for file, *at, what, do in found]
 
     @property
     def num_problems(self) -> int:
@@ -143,21 +133,6 @@ class Dataset:
         kinds = self.store.rows["kind"][documents.rows_N]
         return try_fit(documents, kinds, sequence_length, self.options.on_too_long, self.store.place)
 
-    def batches(
-        self, *, sequence_length: int, batch_size: int, seed: int, pack: bool, num_buckets: int = 1, part: str = "train"
-    ) -> Batches:
-        documents, lost = self.fitted(part, max(sequence_length, 2), seed)
-        return Batches(
-            documents,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            seed=seed,
-            pack=pack,
-            num_buckets=num_buckets,
-            pad_id=self.pad_id,
-            lost=lost,
-        )
-
 
 def prepare(
     options: DataOptions,
@@ -172,30 +147,23 @@ def prepare(
     encoder = Encoder(tokenizer)
     settings = render_settings(options, tokenizer, encoder)
     files = expand([source.path for source in options.sources])
-    truncates = options.on_too_long.startswith("truncate")
+    truncate_to = sequence_length if options.on_too_long.startswith("truncate") else None
     names = [file.name for file in files]
     described = [{"source": file.source, "size": file.size, "sha256": file.sha256()} for file in files]
     identity = [  # everything that decides the tokens
         FORMAT,
         described,
         dataclasses.asdict(settings),
-        [
-            options.format,
-            options.row_path,
-            options.on_too_long if truncates else None,
-            sequence_length if truncates else None,
-        ],
+        [options.format, options.row_path, options.on_too_long if truncate_to else None, truncate_to],
         text_digest(tokenizer.backend_tokenizer.to_str()),
     ]
-    key = json_digest(identity)[:32]
-    folder = cache / "data" / key
+    folder = cache / "data" / json_digest(identity)[:32]
     with _lock(folder):
         store = open_store(folder, names)
         is_new = store is None
         if store is None:
             with Pool(settings, num_workers) as pool:
-                builder = _StoreBuilder(options, files, encoder, pool, listener, sequence_length if truncates else None)
-                builder.run(folder, described)
+                _StoreBuilder(options, files, encoder, pool, listener, truncate_to).run(folder, described)
             store = open_store(folder, names)
     if store is None:
         raise TrilloraError("The new tokenized rows cannot be read back.", where=str(folder), do="check the disk")
@@ -206,51 +174,42 @@ def prepare(
     return dataset
 
 
+@dataclass
 class _StoreBuilder:
     """Creates one store."""
 
-    def __init__(
-        self,
-        options: DataOptions,
-        files: Sequence[DataFile],
-        encoder: Encoder,
-        pool: Pool,
-        listener: Listener,
-        truncate_to: int | None,
-    ) -> None:
-        self._options = options
-        self._files = files
-        self._encoder = encoder
-        self._pool = pool
-        self._listener = listener
-        self._truncate_to = truncate_to
-        self._names: dict[tuple[int, str], int] = {}
-        self._problems: list[_Found] = []
-        self._num_problems = 0
-        self._num_past_limit = 0
-        self._reasons: Counter[str] = Counter()
-        self._num_rows: Counter[tuple[int, str]] = Counter()  # by file and format
-        self._formats: dict[tuple[int, str], str] = {}  # by file and member
-        self._num_bytes = 0
+    options: DataOptions
+    files: Sequence[DataFile]
+    encoder: Encoder
+    pool: Pool
+    listener: Listener
+    truncate_to: int | None
+    names: dict[tuple[int, str], int] = field(default_factory=dict)  # file and member -> index in the store
+    problems: list[tuple[Any, ...]] = field(default_factory=list)  # the file's index, then the fields of a Fault
+    num_past_limit: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    num_rows: Counter[tuple[int, str]] = field(default_factory=Counter)  # by file and format
+    formats: dict[tuple[int, str], str] = field(default_factory=dict)  # by file and member
+    num_bytes: int = 0
 
     def run(self, folder: Path, described: list[dict[str, Any]]) -> None:
         writer = StoreWriter(folder)
         try:
-            for batch, outcomes in self._pool.map(self._batches()):
+            for batch, outcomes in self.pool.map(self._batches()):
                 writer.add(*self._encode(batch, outcomes))
             found: Counter[str] = Counter()
             for number, file in enumerate(described):
-                counts = {format: count for (owner, format), count in self._num_rows.items() if owner == number}
+                counts = {format: count for (owner, format), count in self.num_rows.items() if owner == number}
                 found.update(counts)
                 file |= {"format": ", ".join(sorted(counts)) or "none", "num_rows": sum(counts.values())}
             writer.finish(
                 {
                     "files": described,
                     "formats": dict(found),
-                    "names": list(self._names),
-                    "problems": self._problems,
-                    "num_problems": self._num_problems,
-                    "reasons": dict(self._reasons.most_common(50)),
+                    "names": list(self.names),
+                    "problems": self.problems,
+                    "num_problems": self.reasons.total(),
+                    "reasons": dict(self.reasons.most_common(50)),
                 }
             )
         finally:
@@ -258,99 +217,85 @@ class _StoreBuilder:
 
     def _batches(self) -> Iterator[Batch]:
         """The files' rows in order; a batch has rows of one file or archive member."""
-        for number, file in enumerate(self._files):
+        for number, file in enumerate(self.files):
             for member, rows in itertools.groupby(self._rows(number, file), lambda row: row.member):
                 for some in _portions(rows):
                     yield Batch(number, self._format((number, member), some), some)
 
     def _rows(self, number: int, file: DataFile) -> Iterator[RawRow]:
-        for row in read_rows(file, rows=self._options.row_path, consumed=self._consumed):
+        for row in read_rows(file, rows=self.options.row_path, consumed=self._consumed):
             if isinstance(row, Fault):
-                self._problem(_Found(number, *row))
+                self._problem(number, row)
             else:
                 yield row
 
     def _format(self, owner: tuple[int, str], rows: Sequence[RawRow]) -> str:
         """The format of a file's rows: from the recipe, or detected in the first row that shows it."""
-        if owner not in self._formats:
-            found = "template" if self._options.template is not None else self._options.format
+        if owner not in self.formats:
+            found = "template" if self.options.template is not None else self.options.format
             for row in rows[:ROWS_LOOKED_AT] if found == "auto" else ():
                 with contextlib.suppress(BadRow):
                     found = formats.detect(parse(row.raw))
                     break
             if found == "auto":
                 return "auto"  # no row shows it: the worker reports the problem of each
-            self._formats[owner] = found
-        return self._formats[owner]
+            self.formats[owner] = found
+        return self.formats[owner]
 
-    def _encode(
-        self, batch: Batch, outcomes: Sequence[RenderedRow | BadRow]
-    ) -> tuple[list[TokenizedDocument], np.ndarray]:
+    def _encode(self, batch: Batch, outcomes: Sequence[Outcome]) -> tuple[list[TokenizedDocument], np.ndarray]:
         """The documents of a batch and their records; bad rows are counted."""
-        whole = [
-            (row, outcome)
-            for row, outcome in zip(batch.rows, outcomes, strict=True)
-            if isinstance(outcome, RenderedRow)
-        ]
-        encoded = dict(zip((id(row) for row, _ in whole), self._encoder.encode([s for _, s in whole]), strict=True))
-        source = self._files[batch.file].source
+        source = self.files[batch.file].source
         documents, facts = [], []
-        for row, outcome in zip(batch.rows, outcomes, strict=True):
-            document = encoded.get(id(row), outcome)
-            was_cut = False
-            if isinstance(document, TokenizedDocument) and self._truncate_to and len(document) > self._truncate_to:
-                shorter = self._shortened(row, batch.format, document, outcome)
-                was_cut, document = shorter is not document, shorter
+        for row, rendered, whole in zip(batch.rows, outcomes, self.encoder.encode(outcomes), strict=True):
+            document = self._truncated(row, batch.format, rendered, whole)
             if isinstance(document, TokenizedDocument) and not document.num_supervised:
                 document = BadRow("This row has no token to train on.", "remove the row, or add an answer to it")
             if isinstance(document, BadRow):
-                found = _Found(batch.file, row.member, row.line, document.what, document.do)
-                self._problem(found, past_limit=document.past_limit)
+                fault = Fault(row.member, row.line, document.what, document.do)
+                self._problem(batch.file, fault, past_limit=document.past_limit)
                 continue
-            assert isinstance(document, TokenizedDocument) and isinstance(outcome, RenderedRow)
-            name = self._names.setdefault((batch.file, row.member), len(self._names))
-            kind = KINDS.index(outcome.kind)
-            facts.append((0, outcome.digest, row.line, 0, 0, name, source, kind, was_cut))
+            assert isinstance(rendered, RenderedRow)
+            name = self.names.setdefault((batch.file, row.member), len(self.names))
+            kind, was_cut = KINDS.index(rendered.kind), document is not whole
+            facts.append((0, rendered.digest, row.line, 0, 0, name, source, kind, was_cut))
             documents.append(document)
-        self._num_rows[batch.file, batch.format] += len(documents)
+        self.num_rows[batch.file, batch.format] += len(documents)
         return documents, np.array(facts, ROW)
 
-    def _shortened(
-        self, row: RawRow, format: str, document: TokenizedDocument, script: RenderedRow | BadRow
-    ) -> TokenizedDocument:
-        """The document with a shorter prompt, or unchanged if the answer alone is too long."""
-        assert self._truncate_to is not None and isinstance(script, RenderedRow)
-        side = self._options.on_too_long.removeprefix("truncate-")
-        per_token = len(script.text) / len(document)
+    def _truncated(self, row: RawRow, format: str, rendered: Outcome, document: EncodedRow) -> EncodedRow:
+        """The document with a shorter prompt; unchanged if it fits, or if the answer alone is too long."""
+        if isinstance(rendered, BadRow) or isinstance(document, BadRow):
+            return document
+        if self.truncate_to is None or len(document) <= self.truncate_to:
+            return document
+        side = self.options.on_too_long.removeprefix("truncate-")
+        per_token = len(rendered.text) / len(document)
         taken, shorter = 0, document
         for _ in range(8):
-            excess = len(shorter) - self._truncate_to
-            if excess <= 0:
-                return shorter
-            taken += math.ceil(excess * per_token) + 1
-            outcome = self._pool.render([row.raw], format, [Cut(side, taken)])[0]
-            again = self._encoder.encode([outcome])[0] if isinstance(outcome, RenderedRow) else outcome
+            taken += math.ceil((len(shorter) - self.truncate_to) * per_token) + 1
+            again = self.encoder.encode(self.pool.render([row.raw], format, [Cut(side, taken)]))[0]
             if isinstance(again, BadRow):
-                return document
+                break
+            if len(again) <= self.truncate_to:
+                return again
             shorter = again
-        return shorter if len(shorter) <= self._truncate_to else document
+        return document
 
-    def _problem(self, found: _Found, *, past_limit: bool = False) -> None:
-        self._num_past_limit += past_limit
-        where = place(self._files[found.file].name, found.member, found.line)
-        if self._options.on_bad_row == "refuse":
-            raise refused(found.what, where, found.do)
-        if self._num_past_limit > MAX_PAST_LIMIT:
-            raise TrilloraError(found.what, where=where, do=found.do)
-        self._num_problems += 1
-        self._reasons[reason_of(found.what)] += 1
-        if len(self._problems) < KEPT_PROBLEMS:
-            self._problems.append(found)
+    def _problem(self, file: int, fault: Fault, *, past_limit: bool = False) -> None:
+        self.num_past_limit += past_limit
+        where = place(self.files[file].name, fault.member, fault.line)
+        if self.options.on_bad_row == "refuse":
+            raise refused(fault.what, where, fault.do)
+        if self.num_past_limit > MAX_PAST_LIMIT:
+            raise TrilloraError(fault.what, where=where, do=fault.do)
+        self.reasons[reason_of(fault.what)] += 1
+        if len(self.problems) < KEPT_PROBLEMS:
+            self.problems.append((file, *fault))
 
     def _consumed(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        if total := sum(file.size for file in self._files):  # some remote stores report no sizes
-            self._listener(Progress("Reading data", self._num_bytes, total, "bytes"))
+        self.num_bytes += num_bytes
+        if total := sum(file.size for file in self.files):  # some remote stores report no sizes
+            self.listener(Progress("Reading data", self.num_bytes, total, "bytes"))
 
 
 def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder) -> RenderSettings:

@@ -28,14 +28,13 @@ class Fault(NamedTuple):
     do: str
 
 
+@dataclass(eq=False)
 class BadRow(Exception):
     """A row that cannot be trained on. The caller, which knows its place, counts it or raises `refused`."""
 
-    def __init__(self, what: str, do: str, past_limit: bool = False) -> None:
-        super().__init__(what)
-        self.what = what
-        self.do = do
-        self.past_limit = past_limit  # it used up the time or memory limit of a row
+    what: str
+    do: str
+    past_limit: bool = False  # it used up the time or memory limit of a row
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from trillora.data.batches import Batches
-from trillora.data.documents import Documents
+from trillora.data.documents import NOTHING_LOST, Documents, Lost
 from trillora.data.excerpt import pieces_of
 from trillora.data.open import chat_template, open_dataset, with_template_date
 from trillora.data.prepare import Dataset
@@ -104,12 +102,21 @@ def read_data(recipe: StageRecipe, tokenizer: Any, listener: Listener = ignore_e
 
 
 def training_batches(dataset: Dataset, recipe: StageRecipe) -> Batches:
-    return dataset.batches(
-        sequence_length=recipe.train.sequence_length,
+    documents, lost = dataset.fitted("train", recipe.train.sequence_length, recipe.train.seed)
+    return batches_of(documents, recipe, dataset.pad_id, lost)
+
+
+def batches_of(documents: Documents, recipe: StageRecipe, pad_id: int, lost: Lost = NOTHING_LOST) -> Batches:
+    """Fitted documents in the batches that the recipe trains on."""
+    return Batches(
+        documents,
         batch_size=recipe.train.batch_size,
+        sequence_length=recipe.train.sequence_length,
         seed=recipe.train.seed,
         pack=recipe.data.pack,
         num_buckets=recipe.data.num_length_buckets,
+        pad_id=pad_id,
+        lost=lost,
     )
 
 
@@ -121,7 +128,6 @@ def evaluation_batches(stage: StageData, num_rows: int) -> Batches | None:
         stage.evaluation,
         batch_size=num_rows,
         sequence_length=stage.recipe.train.sequence_length,
-        seed=0,
         pack=stage.recipe.data.pack,
         pad_id=stage.dataset.pad_id,
     )
@@ -130,10 +136,9 @@ def evaluation_batches(stage: StageData, num_rows: int) -> Batches | None:
 def _evaluation(dataset: Dataset, recipe: StageRecipe, tokenizer: Any, listener: Listener) -> Documents | None:
     data, length = recipe.data, recipe.train.sequence_length
     if data.validation is not None:
-        held_out = recipe.model_copy(
-            update={"data": data.model_copy(update={"path": data.validation, "validation": None, "split": None})}
-        )
-        dataset, part = open_dataset(held_out, tokenizer, listener), "train"
+        held_out = data.model_copy(update={"path": data.validation, "validation": None, "split": None})
+        dataset = open_dataset(recipe.model_copy(update={"data": held_out}), tokenizer, listener)
+        part = "train"
     elif data.split is not None and data.split.validation:
         part = "validation"
     else:
@@ -142,13 +147,9 @@ def _evaluation(dataset: Dataset, recipe: StageRecipe, tokenizer: Any, listener:
     if not len(documents):
         where = "data.validation" if data.validation else "data.split.validation"
         raise TrilloraError("There are no rows to evaluate on.", where=where, do="add rows, or remove this option")
-    return fixed_documents(documents, dataset.store.rows["digest"], recipe.evaluate.max_documents)
-
-
-def fixed_documents(documents: Documents, digests: np.ndarray, most: int) -> Documents:
-    """The documents with the smallest digests: the same ones at every start and for any order of the files."""
-    order = np.argsort(digests[documents.rows_N], kind="stable")
-    return documents.take(order[:most])
+    # The documents with the smallest digests: the same ones at every start and for any order of the files.
+    order = dataset.store.rows["digest"][documents.rows_N].argsort(kind="stable")
+    return documents.take(order[: recipe.evaluate.max_documents])
 
 
 def describe(batches: Batches) -> str:

@@ -20,8 +20,9 @@ from trillora.data.documents import PARTS, Documents, part_of
 from trillora.data.excerpt import Piece, pieces_of
 from trillora.data.lengths import Lengths, LostFacts, length_facts, lost_facts
 from trillora.data.open import chat_template, open_dataset, with_template_date
-from trillora.data.prepare import Dataset
+from trillora.data.prepare import DataProblem, Dataset
 from trillora.data.rows import refused
+from trillora.data.stage import batches_of
 from trillora.data.tokenizing.encode import Tokenizer
 from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
@@ -52,13 +53,6 @@ class SourceFacts:
     path: str
     weight: float
     rows: int
-
-
-@dataclass(frozen=True)
-class BadRowFacts:
-    where: str
-    what: str
-    do: str
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class DataVerdict:
         return TrilloraError(visible(self.what), where=visible(self.where or "") or None, do=visible(self.do))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataReport:
     """Rows are counted without bad rows; tokens are those of one epoch, without rows dropped as too long."""
 
@@ -118,18 +112,18 @@ class DataReport:
     files: tuple[FileFacts, ...]
     sources: tuple[SourceFacts, ...]
     reasons: tuple[Reason, ...]
-    first_bad_rows: tuple[BadRowFacts, ...]
+    first_bad_rows: tuple[DataProblem, ...]
     splits: dict[str, int]
-    trained_tokens: int
-    masked_tokens: int
-    padded_tokens: int  # in the sequences that hold a document
-    packed_fill: float | None  # 1 - the share of these padded tokens
-    sequences: int  # that hold a document
-    filler_sequences: int  # empty ones that complete the last batch
-    padding_fraction: float | None  # share of padding in an epoch, with the filler sequences
-    padding_warning: str | None  # set if most of the computation would be padding
-    steps_per_epoch: int
-    sequence_lengths: tuple[int, ...]  # one program is compiled for each
+    trained_tokens: int = 0
+    masked_tokens: int = 0
+    padded_tokens: int = 0  # in the sequences that hold a document
+    packed_fill: float | None = None  # 1 - the share of these padded tokens
+    sequences: int = 0  # that hold a document
+    filler_sequences: int = 0  # empty ones that complete the last batch
+    padding_fraction: float | None = None  # share of padding in an epoch, with the filler sequences
+    padding_warning: str | None = None  # set if most of the computation would be padding
+    steps_per_epoch: int = 0
+    sequence_lengths: tuple[int, ...] = ()  # one program is compiled for each
     lengths: Lengths | None
     lost: LostFacts | None
     chat_template: ChatTemplateFacts | None
@@ -157,8 +151,13 @@ def inspect(recipe: StageRecipe, listener: Listener = ignore_events, *, hide_tor
     dataset = open_dataset(recipe, tokenizer, listener, lenient=True)
     documents = dataset.documents("train", recipe.train.seed)
     fitted, lost, too_long = dataset.try_fit(documents, recipe.train.sequence_length)
-    batches, nothing = _batches(recipe, fitted)
+    epoch, nothing = {}, None
+    try:
+        epoch = _epoch_facts(batches_of(fitted, recipe, dataset.pad_id))
+    except TrilloraError as error:
+        nothing = error
     refusal = _bad_row(recipe, dataset) or too_long or nothing or _not_for_the_model(recipe, folder)
+    accepted = DataVerdict(True, "The data is ready to train on.")
     options = dataset.options
     return DataReport(
         model=model.name,
@@ -169,12 +168,12 @@ def inspect(recipe: StageRecipe, listener: Listener = ignore_events, *, hide_tor
         on_too_long=options.on_too_long,
         on_bad_row=recipe.data.on_bad_row,
         **_row_facts(dataset),
-        **_epoch_facts(batches),
+        **epoch,
         lengths=length_facts(documents, recipe.train.sequence_length) if len(documents) else None,
         lost=lost_facts(documents, lost, too_long is not None) if len(documents) else None,
         chat_template=_template_facts(recipe, dataset, tokenizer),
         example=_example(dataset, fitted if len(fitted) else documents, tokenizer),
-        verdict=_verdict(refusal),
+        verdict=DataVerdict(False, refusal.what, refusal.where, refusal.do) if refusal else accepted,
     )
 
 
@@ -186,21 +185,6 @@ def _hide_torch() -> None:
     if "torch" not in sys.modules and "transformers" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # `import torch` raises, find_spec finds nothing
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-
-
-def _batches(recipe: StageRecipe, fitted: Documents) -> tuple[Batches | None, TrilloraError | None]:
-    train, data = recipe.train, recipe.data
-    try:
-        return Batches(
-            fitted,
-            batch_size=train.batch_size,
-            sequence_length=train.sequence_length,
-            pack=data.pack,
-            seed=train.seed,
-            num_buckets=data.num_length_buckets,
-        ), None
-    except TrilloraError as refusal:
-        return None, refusal
 
 
 def _bad_row(recipe: StageRecipe, dataset: Dataset) -> TrilloraError | None:
@@ -219,12 +203,6 @@ def _not_for_the_model(recipe: StageRecipe, folder: Path) -> TrilloraError | Non
     except TrilloraError as refusal:
         return refusal
     return None
-
-
-def _verdict(refusal: TrilloraError | None) -> DataVerdict:
-    if refusal is None:
-        return DataVerdict(True, "The data is ready to train on.")
-    return DataVerdict(False, refusal.what, refusal.where, refusal.do)
 
 
 def _row_facts(dataset: Dataset) -> dict[str, Any]:
@@ -246,16 +224,12 @@ def _row_facts(dataset: Dataset) -> dict[str, Any]:
             for source, count in zip(options.sources, rows_of_source, strict=True)
         ),
         "reasons": tuple(Reason(what, count) for what, count in facts["reasons"].items()),
-        "first_bad_rows": tuple(BadRowFacts(p.where, p.what, p.do) for p in dataset.problems[:NUM_BAD_SHOWN]),
+        "first_bad_rows": tuple(dataset.problems[:NUM_BAD_SHOWN]),
         "splits": dict(zip(PARTS, parts, strict=True)),
     }
 
 
-def _epoch_facts(batches: Batches | None) -> dict[str, Any]:
-    if batches is None:
-        counts = ("trained_tokens", "masked_tokens", "padded_tokens", "sequences", "filler_sequences")
-        nothing = dict.fromkeys(("packed_fill", "padding_fraction", "padding_warning"))
-        return {**dict.fromkeys((*counts, "steps_per_epoch"), 0), **nothing, "sequence_lengths": ()}
+def _epoch_facts(batches: Batches) -> dict[str, Any]:
     documents = batches.documents
     num_tokens, num_trained = int(documents.lengths_N.sum()), int(documents.trained_N.sum())
     return {

@@ -50,6 +50,9 @@ class TokenizedDocument:
         return int(np.count_nonzero(self.supervised[1:]))
 
 
+EncodedRow = TokenizedDocument | BadRow
+
+
 class Encoder:
     """A tokenizer that never turns content into a control token."""
 
@@ -81,44 +84,41 @@ class Encoder:
         """Created when first needed, since it takes 0.7 s; None if it does not support this tokenizer."""
         return WordTokenizer.of(self._backend)
 
-    def encode(self, scripts: Sequence[RenderedRow]) -> list[TokenizedDocument | BadRow]:
-        """The documents of all scripts. A chat template writes BOS and EOS itself; other rows get them here."""
-        documents: list[TokenizedDocument | BadRow | None] = [None] * len(scripts)
-        self._num_characters += sum(len(script.text) for script in scripts)
-        if self._num_characters > WORDS_AFTER and self._by_words is not None:
-            plain = [
-                i for i, s in enumerate(scripts) if not s.planted and not self._cuts(s) and self._by_words.can(s.text)
-            ]
-            for i, encoded in zip(plain, self._by_words.encode([scripts[i].text for i in plain]), strict=True):
+    def encode(self, rows: Sequence[RenderedRow | BadRow]) -> list[EncodedRow]:
+        """The documents of all rows; bad rows stay. A chat template writes BOS and EOS itself, others get them here."""
+        scripts = {i: row for i, row in enumerate(rows) if isinstance(row, RenderedRow)}
+        documents: dict[int, EncodedRow] = {i: row for i, row in enumerate(rows) if isinstance(row, BadRow)}
+        self._num_characters += sum(len(script.text) for script in scripts.values())
+        if self._num_characters > WORDS_AFTER and (words := self._by_words) is not None:
+            plain = [i for i, s in scripts.items() if not s.planted and not self._cuts(s) and words.can(s.text)]
+            for i, encoded in zip(plain, words.encode([scripts[i].text for i in plain]), strict=True):
                 if encoded is not None:
-                    documents[i] = self._finished(scripts[i], encoded.ids, _trained_bytes(scripts[i], encoded.lengths))
-        left = [i for i, document in enumerate(documents) if document is None]
-        for i, document in zip(left, self._encode_by_tokenizer([scripts[i] for i in left]), strict=True):
-            documents[i] = document
-        return [document for document in documents if document is not None]
+                    script = scripts.pop(i)
+                    documents[i] = self._finished(script, encoded.ids, _trained_bytes(script, encoded.lengths))
+        documents |= zip(scripts, self._encode_by_tokenizer(list(scripts.values())), strict=True)
+        return [documents[i] for i in range(len(rows))]
 
-    def _encode_by_tokenizer(self, scripts: Sequence[RenderedRow]) -> list[TokenizedDocument | BadRow]:
-        pieces: list[str] = []
-        starts: list[list[int]] = []
-        for script in scripts:
-            bounds = [0, *self._cuts(script), len(script.text)]
-            starts.append(bounds[:-1])
-            pieces += [script.text[a:b] if a == 0 else self._anchor + script.text[a:b] for a, b in pairwise(bounds)]
-        encoded = self._backend.encode_batch(pieces, add_special_tokens=False) if pieces else []
-        documents, first = [], 0
-        for script, script_starts in zip(scripts, starts, strict=True):
-            parts = encoded[first : first + len(script_starts)]
-            first += len(script_starts)
+    def _encode_by_tokenizer(self, scripts: Sequence[RenderedRow]) -> list[EncodedRow]:
+        bounds = [[0, *self._cuts(script), len(script.text)] for script in scripts]
+        pieces = [
+            self._anchor + script.text[a:b] if a else script.text[a:b]
+            for script, cuts in zip(scripts, bounds, strict=True)
+            for a, b in pairwise(cuts)
+        ]
+        encoded = iter(self._backend.encode_batch(pieces, add_special_tokens=False) if pieces else [])
+        documents: list[EncodedRow] = []
+        for script, (*starts, _) in zip(scripts, bounds, strict=True):
+            parts = [next(encoded) for _ in starts]
             try:
-                documents.append(self._document(script, parts, script_starts))
+                documents.append(self._document(script, parts, starts))
             except BadRow as error:
                 documents.append(error)
         return documents
 
-    def _document(self, script: RenderedRow, parts: Sequence[Any], starts: Sequence[int]) -> TokenizedDocument | BadRow:
-        ids = np.array(parts[0].ids, np.int32)
-        supervised = np.zeros(len(ids), np.bool_)
+    def _document(self, script: RenderedRow, parts: Sequence[Any], starts: Sequence[int]) -> TokenizedDocument:
         if len(parts) == 1:
+            ids = np.array(parts[0].ids, np.int32)
+            supervised = np.zeros(len(ids), np.bool_)
             num_written = len(self._words.special.findall(script.text))
             if np.count_nonzero(self._is_control[ids]) != num_written:
                 self._refuse_made_control(script, ids, np.array(parts[0].offsets).reshape(-1, 2))

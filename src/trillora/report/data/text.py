@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from trillora.data.prepare import reason_of
-from trillora.data.summary import BadRowFacts, DataReport, DataVerdict
+from trillora.data.prepare import DataProblem, reason_of
+from trillora.data.summary import DataReport, DataVerdict
 from trillora.report.numbers import format_count
 from trillora.safe_text import visible
 
@@ -18,7 +18,7 @@ def say_verdict(report: DataReport) -> DataVerdict:
     return DataVerdict(False, f"{rows} bad.", do="fix the bad rows shown, or set data.on_bad_row to skip")
 
 
-def bad_rows_by_reason(report: DataReport) -> list[tuple[int, str, list[BadRowFacts]]]:
+def bad_rows_by_reason(report: DataReport) -> list[tuple[int, str, list[DataProblem]]]:
     """How many rows are bad for each reason, the reason, and those of them that the report names."""
     found = []
     for reason in report.reasons:

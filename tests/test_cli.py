@@ -224,7 +224,7 @@ def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
     recipe.write_text("model: smollm2\ndata: a.jsonl\n")
     (tmp_path / "adapter").mkdir()
     code, output = invoke("train", str(recipe), "--out", str(tmp_path))
-    assert (code, "already holds a finished run" in output) == (2, True)
+    assert (code, "already contains a finished run" in output) == (2, True)
     code, output = invoke("train", str(recipe), "--out", str(recipe))
     assert (code, "must be a folder" in output) == (2, True)
 

@@ -1,4 +1,4 @@
-"""`python -m trillora` is the command line."""
+"""Runs the command line: `python -m trillora`."""
 
 from __future__ import annotations
 

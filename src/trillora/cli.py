@@ -332,7 +332,9 @@ def evaluate(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-tokens", metavar="N", help="Maximum length of an answer, in tokens (default: from the data)."
+            "--max-tokens",
+            metavar="N",
+            help="Maximum length of an answer, in tokens (default: fits the longest expected).",
         ),
     ] = None,
     no_base: Annotated[

@@ -1,1 +1,1 @@
-"""What people see: terminal screens and HTML pages."""
+"""Output for people: terminal screens and HTML pages."""

@@ -103,6 +103,16 @@ def test_steps_and_tokens_are_counted_from_the_real_data(folder: Path) -> None:
     assert stage.full_steps == stage.num_steps  # one length
 
 
+def test_mostly_padding_is_a_note(folder: Path) -> None:
+    def notes(batch_size: int) -> str:
+        train = {"steps": 2, "batch_size": batch_size, "sequence_length": 256}
+        recipe = load_recipe(tiny_run.recipe(folder, data={"pack": True}, train=train))
+        return " ".join(read_inputs(recipe, ignore_events).notes)
+
+    assert "Warning: " in notes(64) and "of the computed tokens are padding" in notes(64)
+    assert "padding" not in notes(1)
+
+
 def _tokenizer(recipe: Any) -> Any:
     from trillora.model.loading.source import load_tokenizer
 

@@ -1,5 +1,5 @@
-"""Step time by walking scheduled programs: small ones written by hand, whose time can be worked out with a pencil, and
-such as the TPU's compiler makes, whose time the chips' public figures tell."""
+"""Simulated step times of small programs: written by hand, with times calculated by hand, and compiled by the TPU
+compiler, with times known from the chips' public figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT
 from trillora.preflight.hlo.parse import Shape, parse, trip_count
 from trillora.preflight.hlo.simulate import HOP_SECONDS, TPU, VECTOR_CYCLES, SimulatedStep, simulate
 
-# Round figures: 100 TFLOP/s, 1 TB/s, 50 GB/s a link and direction, 1 GHz.
+# Round figures: 100 TFLOP/s, 1 TB/s, 50 GB/s per link and direction, 1 GHz.
 CHIP = Chip(
     hbm_gib=16,
     bf16_tflops=100,
@@ -50,7 +50,7 @@ def run(*lines: str, others: tuple[str, ...] = (), chip: Chip = CHIP, num_device
     return simulate(program(*others, entry(*lines)), chip, num_devices)
 
 
-# A product of 1024 x 1024 matrices that lie on the chip: its operands cost no traffic.
+# A product of 1024 x 1024 matrices in on-chip memory: no HBM traffic.
 PRODUCT = f"""
 %product (a: bf16[1024,1024], b: bf16[1024,1024]) -> bf16[1024,1024] {{
   %a = bf16[1024,1024]{ON_CHIP} parameter(0)
@@ -75,7 +75,7 @@ PARAMETERS = (
 )
 
 
-def test_text_is_read_into_computations_and_instructions() -> None:
+def test_text_is_parsed_into_computations_and_instructions() -> None:
     text = program(
         PRODUCT,
         """
@@ -100,14 +100,14 @@ def test_text_is_read_into_computations_and_instructions() -> None:
         Shape("f32", (8, 128), (1, 0), (8, 128)),
         Shape("bf16", (8, 128), (1, 0), (8, 128), memory_space=1),
     )
-    assert "block_q" in kernel.attributes  # two lines further down
+    assert "block_q" in kernel.attributes  # two lines below the instruction
     assert 'op_name="attention"' in kernel.attributes
     assert read.entry.by_name["constant.1"].literal == "1e-06"
     assert read.entry.root.name == "tuple.1"
     assert [i.opcode for i in read.computations["product"].instructions] == ["parameter", "parameter", "convolution"]
 
 
-def test_text_without_a_program_is_refused() -> None:
+def test_text_without_a_program_is_an_error() -> None:
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("RESOURCE_EXHAUSTED: Ran out of memory")
 
@@ -116,9 +116,9 @@ def test_text_without_a_program_is_refused() -> None:
     ("shape", "num_bytes"),
     [
         (Shape("bf16", (100, 100)), 20_000),
-        (Shape("bf16", (100, 100), (1, 0), (8, 128)), 104 * 128 * 2),  # both minor dims filled up to whole tiles
+        (Shape("bf16", (100, 100), (1, 0), (8, 128)), 104 * 128 * 2),  # both minor dims padded to whole tiles
         (Shape("bf16", (100, 100), (0, 1), (8, 128)), 128 * 104 * 2),
-        (Shape("f32", (4, 16, 3), (2, 1, 0), (8, 128)), 4 * 16 * 128 * 4),  # rank 3: the major dim as it is
+        (Shape("f32", (4, 16, 3), (2, 1, 0), (8, 128)), 4 * 16 * 128 * 4),  # rank 3: the major dim is not padded
         (Shape("f32", (2000,), (0,), (1024,)), 2048 * 4),
         (Shape("s4", (64, 128), (1, 0), (64, 128)), 64 * 128 / 2),
         (Shape("pred", (10,)), 10),
@@ -165,30 +165,30 @@ def loop_lines(attributes: str = "") -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("limit", "step", "attributes", "turns"),
+    ("limit", "step", "attributes", "trips"),
     [
         ("12", 1, "", 12),
         ("12", 5, "", 3),
-        ("x", 1, ', backend_config={"known_trip_count":{"n":"7"}}', 7),  # told, where it cannot be worked out
+        ("x", 1, ', backend_config={"known_trip_count":{"n":"7"}}', 7),  # stated by the compiler
     ],
 )
-def test_a_loop_counts_as_often_as_it_turns(limit: str, step: int, attributes: str, turns: int) -> None:
+def test_a_loop_counts_once_per_iteration(limit: str, step: int, attributes: str, trips: int) -> None:
     text = program(PRODUCT, loop(limit, step), entry(*loop_lines(attributes)))
     read = parse(text)
-    assert trip_count(read, read.entry, read.entry.by_name["w"]) == turns
+    assert trip_count(read, read.entry, read.entry.by_name["w"]) == trips
     time = simulate(text, CHIP, 1)
-    assert time.seconds == pytest.approx(turns * 50e-6, rel=1e-3)  # the counter is next to nothing
-    assert time.flops == turns * PRODUCT_FLOPS
+    assert time.seconds == pytest.approx(trips * 50e-6, rel=1e-3)  # the counter takes almost no time
+    assert time.flops == trips * PRODUCT_FLOPS
     assert time.warnings == ()
 
 
-def test_elements_of_tuples_may_be_written_without_an_instruction() -> None:
-    """As libtpu 0.0.48 does in what it dumps; a loop whose counter is not found would count once."""
+def test_tuple_elements_may_be_written_without_an_instruction() -> None:
+    """libtpu 0.0.48 dumps them like this. Without the loop's counter, the loop would count once."""
     written = loop("12")
     for name, element in (("i", "s#0"), ("c", "s#1"), ("i.1", "s.1#0")):
-        taken = next(line for line in written.splitlines() if line.startswith(f"  %{name} = "))
+        line = next(text for text in written.splitlines() if text.startswith(f"  %{name} = "))
         written = (
-            written.replace(taken + "\n", "").replace(f"%{name},", f"%{element},").replace(f"%{name})", f"%{element})")
+            written.replace(line + "\n", "").replace(f"%{name},", f"%{element},").replace(f"%{name})", f"%{element})")
         )
     assert written.count("#") == 4 and "get-tuple-element" not in written
     plain, short = (program(PRODUCT, text, entry(*loop_lines())) for text in (loop("12"), written))
@@ -198,20 +198,20 @@ def test_elements_of_tuples_may_be_written_without_an_instruction() -> None:
     assert body.by_name["s#0"].attribute("index") == "0"
 
 
-def test_a_loop_without_a_count_is_counted_once_and_said() -> None:
+def test_a_loop_without_a_trip_count_counts_once_with_a_warning() -> None:
     time = simulate(program(PRODUCT, loop("x"), entry(*loop_lines())), CHIP, 1)
     assert time.flops == PRODUCT_FLOPS
-    assert len(time.warnings) == 1 and "the loop w" in time.warnings[0]
+    assert len(time.warnings) == 1 and "trip count of loop w" in time.warnings[0]
 
 
 COPY = (
-    f"%begun = (bf16[1024,1024]{ON_CHIP}, bf16[1024,1024]{IN_HBM}, u32[]) copy-start(%y)",
-    f"%done = bf16[1024,1024]{ON_CHIP} copy-done(%begun)",
+    f"%started = (bf16[1024,1024]{ON_CHIP}, bf16[1024,1024]{IN_HBM}, u32[]) copy-start(%y)",
+    f"%done = bf16[1024,1024]{ON_CHIP} copy-done(%started)",
 )
 COPY_SECONDS = 2 * MIB / (1e12 * TPU.hbm)
 
 
-def test_a_copy_runs_beside_a_product() -> None:
+def test_a_copy_overlaps_with_a_product() -> None:
     alone = run(*PARAMETERS, *COPY, others=(PRODUCT,))
     assert alone.seconds == pytest.approx(COPY_SECONDS)
     hidden = run(*PARAMETERS, COPY[0], product("p", 50_000, "x", "x"), COPY[1], others=(PRODUCT,))
@@ -228,28 +228,28 @@ def gather(suffix: str) -> str:
     )
 
 
-# Each of four devices passes three parts of 2 MiB on, over two links.
+# Each of four devices forwards three parts of 2 MiB over two links.
 GATHER_SECONDS = 3 * 2 * MIB / (2 * 50e9 * TPU.links) + 4 * HOP_SECONDS
 
 
-def test_a_collective_is_waited_for_or_hidden() -> None:
+def test_a_collective_is_exposed_or_hidden() -> None:
     whole = f"bf16[4096,1024]{ON_CHIP}"
-    begun = f"%begun = (bf16[1024,1024]{ON_CHIP}, {whole}) {gather('-start')}"
-    done = f"%done = {whole} all-gather-done(%begun)"
+    started = f"%started = (bf16[1024,1024]{ON_CHIP}, {whole}) {gather('-start')}"
+    done = f"%done = {whole} all-gather-done(%started)"
     plain = run(*PARAMETERS, f"%g = {whole} {gather('')}")
     assert plain.seconds == plain.exposed_interconnect_seconds == pytest.approx(GATHER_SECONDS)
     assert plain.interconnect_bytes == 3 * 2 * MIB
-    hidden = run(*PARAMETERS, begun, product("p", 500_000, "x", "x"), done, others=(PRODUCT,))
+    hidden = run(*PARAMETERS, started, product("p", 500_000, "x", "x"), done, others=(PRODUCT,))
     assert hidden.seconds == pytest.approx(500e-6)
     assert hidden.exposed_interconnect_seconds == 0
-    half_hidden = run(*PARAMETERS, begun, product("p", 50_000, "x", "x"), done, others=(PRODUCT,))
+    half_hidden = run(*PARAMETERS, started, product("p", 50_000, "x", "x"), done, others=(PRODUCT,))
     assert half_hidden.seconds == pytest.approx(GATHER_SECONDS)
     assert half_hidden.exposed_interconnect_seconds == pytest.approx(GATHER_SECONDS - 50e-6)
     assert half_hidden.interconnect_seconds == pytest.approx(GATHER_SECONDS)
 
 
-def test_a_collective_carried_by_products_is_counted_once() -> None:
-    """The TPU's compiler cuts a gathering into pieces and fuses them to the products it runs beside."""
+def test_a_collective_fused_with_products_counts_once() -> None:
+    """The TPU compiler cuts an all-gather into pieces and fuses them with products that run in parallel."""
     piece = f'{gather("").replace("%x", "%a")}, backend_config={{"async_collective_fusion_config":{{}}}}'
     state = f"(bf16[1024,1024]{ON_CHIP}, bf16[4096,1024]{IN_HBM})"
     carried = f"(bf16[1024,1024]{ON_CHIP}, bf16[4096,1024]{IN_HBM}, bf16[4096,1024]{IN_HBM})"
@@ -286,14 +286,14 @@ def test_a_collective_carried_by_products_is_counted_once() -> None:
         others=(start, carrier, end),
     )
     assert time.interconnect_bytes == 3 * 2 * MIB
-    assert time.hbm_bytes == 4 * 2 * MIB  # what is gathered is written once, however many products hand it on
+    assert time.hbm_bytes == 4 * 2 * MIB  # the gathered array is written once, although products pass it on
     assert time.seconds == pytest.approx(GATHER_SECONDS)
     assert time.exposed_interconnect_seconds == pytest.approx(GATHER_SECONDS - 20e-6)
     assert time.flops == PRODUCT_FLOPS
 
 
-def test_a_sum_of_which_a_part_is_kept_passes_everything_on_once() -> None:
-    """The TPU's compiler writes it as a fusion of the whole sum and a slice."""
+def test_a_reduce_scatter_sends_everything_once() -> None:
+    """The TPU compiler writes it as a fusion of an all-reduce and a slice."""
     inner = f"""
     %all-reduce-scatter (a: bf16[1024,1024]) -> bf16[128,1024] {{
       %a = bf16[1024,1024]{ON_CHIP} parameter(0)
@@ -318,32 +318,32 @@ def test_a_sum_of_which_a_part_is_kept_passes_everything_on_once() -> None:
         ("{}", 8),
     ],
 )
-def test_an_all_reduce_passes_everything_on_twice(groups: str, num_devices: int) -> None:
+def test_an_all_reduce_sends_everything_twice(groups: str, num_devices: int) -> None:
     time = run(*PARAMETERS, f"%r = bf16[1024,1024]{ON_CHIP} all-reduce(%x), replica_groups={groups}, to_apply=%add")
     assert time.interconnect_bytes == pytest.approx(2 * 2 * MIB * (num_devices - 1) / num_devices)
 
 
-def test_the_compilers_own_algorithm_decides_how_many_links_are_used() -> None:
+def test_the_stated_algorithm_decides_how_many_links_are_used() -> None:
     line = f"%r = bf16[1024,1024]{ON_CHIP} all-reduce(%x), replica_groups={{}}, to_apply=%add"
     one = run(*PARAMETERS, line)
-    told = 'backend_config={"collective_algorithm_config":{"debug":"RingStrategy{colors:4 phases:2 cores:{4 2}}"}}'
-    two = run(*PARAMETERS, f"{line}, {told}")
+    stated = 'backend_config={"collective_algorithm_config":{"debug":"RingStrategy{colors:4 phases:2 cores:{4 2}}"}}'
+    two = run(*PARAMETERS, f"{line}, {stated}")
     assert one.roofline_seconds == pytest.approx(2 * two.roofline_seconds)
 
 
-def test_two_neighbours_exchange_in_both_directions_at_once() -> None:
+def test_two_neighbors_exchange_in_both_directions_at_once() -> None:
     sent = [
-        f"%begun.{k} = (bf16[1024,1024]{ON_CHIP}, bf16[1024,1024]{ON_CHIP}, u32[]) collective-permute-start(%x), "
+        f"%started.{k} = (bf16[1024,1024]{ON_CHIP}, bf16[1024,1024]{ON_CHIP}, u32[]) collective-permute-start(%x), "
         "source_target_pairs={{0,1},{1,0}}"
         for k in range(2)
     ]
-    done = [f"%done.{k} = bf16[1024,1024]{ON_CHIP} collective-permute-done(%begun.{k})" for k in range(2)]
+    done = [f"%done.{k} = bf16[1024,1024]{ON_CHIP} collective-permute-done(%started.{k})" for k in range(2)]
     time = run(*PARAMETERS, *sent, *done)
     assert time.seconds == pytest.approx(2 * MIB / (50e9 * TPU.links) + 2 * HOP_SECONDS)
 
 
-def test_only_the_slices_a_fusion_takes_and_writes_are_traffic() -> None:
-    """Scanned weights: one layer of twelve is read, one layer of what is saved is written."""
+def test_only_slices_that_a_fusion_reads_and_writes_are_traffic() -> None:
+    """Scanned weights: one layer of twelve is read, one layer of the saved activations is written."""
     layers = "bf16[12,1024,1024]{2,1,0:T(8,128)(2,1)}"
     inner = f"""
     %update (all: bf16[12,1024,1024], saved: bf16[12,1024,1024], i: s32[]) -> bf16[12,1024,1024] {{
@@ -368,7 +368,7 @@ def test_only_the_slices_a_fusion_takes_and_writes_are_traffic() -> None:
     assert time.compute_seconds == pytest.approx(1e-6 * VECTOR_CYCLES)
 
 
-def test_what_an_inner_fusion_hands_on_is_read_whole() -> None:
+def test_a_value_passed_through_an_inner_fusion_is_read_whole() -> None:
     inner = f"""
     %relabel (a: bf16[1024,1024]) -> bf16[1024,1024] {{
       %a = bf16[1024,1024]{IN_HBM} parameter(0)
@@ -385,8 +385,8 @@ def test_what_an_inner_fusion_hands_on_is_read_whole() -> None:
     assert time.hbm_bytes == 2 * 2 * MIB
 
 
-def test_without_cycles_products_are_flops_by_the_peak_on_whole_matrix_units() -> None:
-    """A rank of 16 keeps the unit as busy as one of 128."""
+def test_without_cycles_products_take_padded_flops_at_the_peak() -> None:
+    """A rank of 16 keeps the matrix unit as busy as a rank of 128."""
     inner = f"""
     %thin (a: bf16[4096,16], b: bf16[16,4096]) -> bf16[4096,4096] {{
       %a = bf16[4096,16]{ON_CHIP} parameter(0)
@@ -404,13 +404,13 @@ def test_without_cycles_products_are_flops_by_the_peak_on_whole_matrix_units() -
     assert time.seconds == pytest.approx(2 * 4096 * 4096 * 128 / (100e12 * TPU.product))
 
 
-def test_a_batch_of_products_written_as_a_convolution_counts_no_padding() -> None:
+def test_a_batch_of_products_as_a_convolution_counts_no_padding() -> None:
     line = (
         "%c = bf16[8,512,256]{2,1,0} convolution(%a, %b), "
         "window={size=8 pad=0_7 stride=1 lhs_dilate=1 rhs_reversal=1}, dim_labels=0bf_0io->0bf"
     )
     time = run("%a = bf16[8,512,64]{2,1,0} parameter(0)", "%b = bf16[8,64,256]{2,1,0} parameter(1)", line)
-    # Without padding the window would hold 8 x 8 pairs; those below the diagonal lie beyond the end.
+    # The window covers 8 x 8 pairs; those below the diagonal are padding.
     assert time.flops == 2 * 512 * 64 * 256 * 36
     exact = line.replace("pad=0_7 stride=1 lhs_dilate=1", "pad=0_0 stride=7 lhs_dilate=8")
     assert run(
@@ -419,7 +419,7 @@ def test_a_batch_of_products_written_as_a_convolution_counts_no_padding() -> Non
 
 
 def splash(phase: str, table: str) -> tuple[str, ...]:
-    """As jax's kernel stands in a program: 32 heads of 128 over 4096 tokens, in blocks of 1024."""
+    """jax's kernel as it appears in a program: 32 heads of 128 over 4096 tokens, in blocks of 1024."""
     heads, keys = "bf16[32,4096,128]{2,1,0}", "bf16[8,4096,128]{2,1,0}"
     outputs = f"({heads}, f32[32,4096,128]{{2,1,0}})" if phase == "fwd" else f"(bf16[4,32,4096,128]{{3,2,1,0}}, {keys})"
     return (
@@ -433,18 +433,18 @@ def splash(phase: str, table: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("table", "num_blocks"), [("1,4,4", 10), ("1,4,2", 7)])
 def test_attention_kernels_count_the_blocks_they_compute(table: str, num_blocks: int) -> None:
-    """Causal: 1 + 2 + 3 + 4 of 16 blocks; with a window of a block's length at most two in a row."""
+    """Causal: 1 + 2 + 3 + 4 of 16 blocks. With a window of one block: at most two per row."""
     products = 2 * num_blocks * 1024 * 1024 * 128 * 32
     forward = run(*splash("fwd", table))
     assert forward.flops == 2 * products
     assert forward.seconds == forward.kernel_seconds == pytest.approx(2 * products / (100e12 * TPU.kernel))
-    # The backward kernel's own table is not narrowed by a window. It makes five products: scores, and four gradients.
+    # A window does not narrow the table of the backward kernel. It computes five products: scores and four gradients.
     both = run(*splash("fwd", table), *splash("dkv", "1,4,4"))
     assert both.flops == (2 + 5) * products
     assert both.warnings == ()
 
 
-def test_a_kernel_nobody_knows_is_timed_by_its_memory_and_said() -> None:
+def test_an_unknown_kernel_is_timed_by_its_memory_with_a_warning() -> None:
     time = run(*PARAMETERS, f'%k.1 = bf16[1024,1024]{IN_HBM} custom-call(%y), custom_call_target="tpu_custom_call"')
     assert time.seconds == pytest.approx(2 * COPY_SECONDS)
     assert len(time.warnings) == 1 and "k.1" in time.warnings[0]
@@ -456,7 +456,7 @@ def test_a_step_is_never_faster_than_its_roofline() -> None:
     assert time.seconds > time.roofline_seconds
 
 
-# With the real compiler. Runs with the name of a chip; prints what its programs are simulated to take.
+# For the real compiler. Takes the name of a chip and prints the simulated times of its programs.
 COMPILE = textwrap.dedent(
     """
     import dataclasses, json, re, sys
@@ -484,13 +484,13 @@ COMPILE = textwrap.dedent(
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
 
 
-    def per_device(mesh, function, given, made):
-        return jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
+    def per_device(mesh, function, in_specs, out_specs):
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
     one, eight = mesh_of(1), mesh_of(8)
     square = array(one, (8192, 8192))
-    half_gib = (2**14, 2**14)  # half a GiB is read, half a GiB is written
+    half_gib = (2**14, 2**14)  # reads half a GiB, writes half a GiB
     mib_256 = (2**14, 2**13)
     cases = {
         "product": (one, lambda a, b: a @ b, square, square),
@@ -504,7 +504,7 @@ COMPILE = textwrap.dedent(
     }
     for name, (mesh, function, *arguments) in cases.items():
         text = jax.jit(function).lower(*arguments).compile().as_text()
-        bare = re.sub(r'"estimated_cycles":"[0-9]+"', '"left":"out"', text)  # as a compiler left early writes it
+        bare = re.sub(r'"estimated_cycles":"[0-9]+"', '"left":"out"', text)  # as after an early exit
         for kind, program in (("", text), (" without cycles", bare)):
             time = simulate(program, CHIPS[chip], mesh.size)
             print(json.dumps({"case": name + kind, **dataclasses.asdict(time)}), flush=True)
@@ -531,10 +531,10 @@ def compiled(chip: str) -> dict[str, dict[str, float]]:
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU compiler, has wheels for x86-64 Linux only: Colab, Kaggle, WSL, a container",
 )
-# Of the peak, for a large product. v5e: large products come near the peak. v6e: 75 to 79 % were measured
-# (github.com/yangwhale/gpu-tpu-pedia, tpu/v7_perf), and the compiler's own count is 70 %.
+# Fraction of the peak for a large product. v5e: close to the peak. v6e: 75 to 79 % were measured
+# (github.com/yangwhale/gpu-tpu-pedia, tpu/v7_perf), and the compiler's own cycle count gives 70 %.
 @pytest.mark.parametrize(("chip", "least", "most"), [("v5e", 0.80, 0.97), ("v6e", 0.65, 0.85)])
-def test_the_real_compilers_programs_take_what_the_chips_figures_say(chip: str, least: float, most: float) -> None:
+def test_programs_of_the_real_compiler_match_the_chips_figures(chip: str, least: float, most: float) -> None:
     cases, facts = compiled(chip), CHIPS[chip]
     for kind in ("", " without cycles"):
         product_time = cases[f"product{kind}"]
@@ -543,13 +543,13 @@ def test_the_real_compilers_programs_take_what_the_chips_figures_say(chip: str, 
         assert least < product_time["flops"] / product_time["seconds"] / (facts.bf16_tflops * 1e12) < most
         assert product_time["roofline_seconds"] == pytest.approx(2 * 8192**3 / (facts.bf16_tflops * 1e12))
 
-        # Streams through memory reach 75 to 95 % of the public bandwidth.
+        # Streaming reaches 75 to 95 % of the public HBM bandwidth.
         stream = cases[f"elementwise{kind}"]
         assert stream["hbm_bytes"] == 2**30
         assert 0.75 < stream["hbm_bytes"] / stream["seconds"] / (facts.hbm_gb_per_second * 1e9) < 0.95
 
-        # Eight chips lie in a ring with a link in each direction; 70 to 95 % of what those give. A gathering passes
-        # seven of eight parts through every device, a sum does that twice.
+        # Eight chips form a ring with a link in each direction and reach 70 to 95 % of its bandwidth. In an all-gather
+        # every device sends seven of eight parts, in a sum it does so twice.
         for case, passes in (("gather", 1), ("sum", 2)):
             time = cases[f"{case}{kind}"]
             assert time["interconnect_bytes"] == pytest.approx(passes * 7 / 8 * 2**28)

@@ -1,5 +1,6 @@
-"""Step time of GPU programs: written by hand, in the words of XLA's compiler for GPUs. How far it is off on a real card
-is measured by benchmarks/preflight_gpu.py."""
+"""Simulated step times of GPU programs, written by hand in the format of XLA's GPU compiler.
+
+benchmarks/preflight_gpu.py measures the error on a real card."""
 
 from __future__ import annotations
 
@@ -64,10 +65,10 @@ backend_config={"cudnn_fmha_backend_config":{"fmha_scale":0.125,"intermediate_te
 def test_a_gpu_program_is_timed_by_flops_and_memory() -> None:
     time = simulate(GPU_PROGRAM, H200, 1)
     gemm = 2 * 8192 * 4096 * 4096
-    # Two products; half of them behind the causal mask, but blocks on its edge are computed whole.
+    # Two products; the causal mask hides half of them, but blocks on its edge are computed whole.
     attention = 2 * (2 * 4 * 32 * 2048 * 2048 * 64) * (1 / 2 + CUDNN_BLOCK / 2048 / 2)
     thin = 2 * 8192 * 4096 * 16
-    thin_bytes = 2 * (8192 * 4096 + 4096 * 16 + 8192 * 16)  # bound by memory: rank 16
+    thin_bytes = 2 * (8192 * 4096 + 4096 * 16 + 8192 * 16)  # bound by HBM: rank 16
     assert time.flops == 16 * gemm + attention + thin
     expected = (
         16 * gemm / (989e12 * GPU.product)
@@ -94,17 +95,19 @@ backend_config={{"cudnn_fmha_backend_config":{{"intermediate_tensor_shape":{{"el
 """
 
 
-def test_attentions_backward_kernel_has_others_around_it() -> None:
+def test_the_backward_attention_kernel_includes_its_helper_kernels() -> None:
     forward = simulate(attention_program("__cudnn$fmhaSoftmax", 2048), H200, 1)
     backward = simulate(attention_program("__cudnn$fmhaSoftmaxBackward", 2048), H200, 1)
     assert backward.flops == pytest.approx(2.5 * forward.flops)  # five products instead of two
     queries = 4 * 2048 * 32 * 128 * 2
-    around = CUDNN_BACKWARD_PASSES * queries / (4800e9 * GPU.hbm)
-    assert backward.seconds == pytest.approx(2.5 * (forward.seconds - GPU.launch_seconds) + GPU.launch_seconds + around)
+    helpers = CUDNN_BACKWARD_PASSES * queries / (4800e9 * GPU.hbm)
+    assert backward.seconds == pytest.approx(
+        2.5 * (forward.seconds - GPU.launch_seconds) + GPU.launch_seconds + helpers
+    )
     assert backward.kernel_seconds == pytest.approx(backward.seconds)
 
 
-def test_a_window_leaves_attention_less_to_compute() -> None:
+def test_a_window_reduces_attention_flops() -> None:
     whole = simulate(attention_program("__cudnn$fmhaSoftmax", 8192), H200, 1)
     narrow = simulate(attention_program("__cudnn$fmhaSoftmax", 8192, window=1024), H200, 1)
     edge = CUDNN_BLOCK / 2 / 8192

@@ -1,4 +1,4 @@
-"""The published TPU rates, and the step of full training they are compared with."""
+"""The published TPU rates, and the full training step they are compared with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import full_training
 from tpu_published_rates import MODELS, PUBLISHED
 
-ROUNDING = 1e-5  # relative, float32: chunks are added in another order than whole logits
+ROUNDING = 1e-5  # relative, float32: chunks are summed in another order than whole logits
 
 
 def test_every_published_rate_can_be_compiled_and_compared() -> None:
@@ -32,14 +32,14 @@ def test_every_published_rate_can_be_compiled_and_compared() -> None:
         assert (case.tokens_per_second is None) != (case.tflops is None)
 
 
-def test_tflops_become_tokens_by_parameters_and_attention() -> None:
-    """By hand, for 32 layers of 64 heads of 128: 6 x 15.83e9 + 12 x 32 x 8192 x 2048 / 2 = 98.2e9 a token."""
+def test_tflops_are_converted_with_parameters_and_attention() -> None:
+    """By hand, for 32 layers of 64 heads of 128: 6 x 15.83e9 + 12 x 32 x 8192 x 2048 / 2 = 98.2e9 per token."""
     case = next(case for case in PUBLISHED if case.name == "maxtext-16b@v5e-256")
     assert round(case.as_tokens_per_second(15_830_000_000)) == round(120.4e12 / 98.2012e9)
 
 
 def test_full_training_differentiates_every_weight() -> None:
-    """Against whole logits; the head is the embedding, whose gradient has two parts."""
+    """Compared with whole logits. The head is tied to the embedding, so its gradient has two parts."""
     config = transformers.Gemma3TextConfig(
         hidden_size=32,
         intermediate_size=48,

@@ -37,7 +37,7 @@ class StageInput:
     num_steps: int
     steps_by_length: dict[int, int]  # sequence length in tokens -> number of steps
     num_tokens: int  # over all steps, without padding
-    padding: float  # fraction of token slots
+    padding_warning: str | None  # if most of the computed tokens are padding
     num_evaluated: int  # documents of the fixed evaluation set
 
     @property
@@ -77,11 +77,11 @@ def read_inputs(recipe: Recipe, listener: Listener) -> PreflightInput:
                 num_steps=steps,
                 steps_by_length=dict(by_length),
                 num_tokens=round(counts["tokens"] * steps / batches.steps_per_epoch),
-                padding=counts["padding_fraction"],
+                padding_warning=batches.padding_warning(),
                 num_evaluated=0 if data.evaluation is None else len(data.evaluation),
             )
         )
-    return PreflightInput(folder, tuple(stages), (*notes, *tokenizer_notes, *_too_long(stages, config)))
+    return PreflightInput(folder, tuple(stages), (*notes, *tokenizer_notes, *_warnings(stages, config)))
 
 
 def describe_model(recipe: Recipe) -> tuple[Path, list[str]]:
@@ -109,9 +109,11 @@ def _tokenizer(folder: Path, name: str) -> tuple[Any, list[str]]:
         return load_tokenizer(find_model(EMBEDDED)), [note]
 
 
-def _too_long(stages: list[StageInput], config: Any) -> Iterator[str]:
+def _warnings(stages: list[StageInput], config: Any) -> Iterator[str]:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     for stage in stages:
+        if stage.padding_warning:
+            yield f"Warning{f', stage {stage.name}' if len(stages) > 1 else ''}: {stage.padding_warning}"
         if limit and stage.sequence_length > limit:
             yield f"Stage {stage.name} has sequences of {stage.sequence_length} tokens; the model supports {limit}."
 

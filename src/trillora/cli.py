@@ -95,7 +95,7 @@ JsonEvents = Annotated[bool, typer.Option("--json", help="Print each event as on
 JsonResult = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum length of an answer, in tokens.")]
 Temperature = Annotated[
-    float, typer.Option("--temperature", metavar="X", help="Sampling temperature; 0 always picks the likeliest token.")
+    float, typer.Option("--temperature", metavar="X", help="Sampling temperature; 0 picks the most likely token.")
 ]
 TopP = Annotated[float, typer.Option("--top-p", metavar="P", help="Nucleus sampling threshold (top-p).")]
 Seed = Annotated[int, typer.Option("--seed", metavar="S", help="Random seed for sampling.")]

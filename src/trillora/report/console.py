@@ -29,6 +29,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trillora.evaluation.scores import is_right
 from trillora.events import (
     QUIET_SECONDS,
     Alarm,
@@ -208,7 +209,7 @@ def _sample_lines(sampled: Sampled, cut: Callable[[str], str]) -> Iterator[tuple
 
 
 def _is_right(sample: Sample) -> bool:
-    return sample.expected is not None and sample.answer.strip() == sample.expected.strip()
+    return sample.expected is not None and is_right(sample.expected, sample.answer)
 
 
 # Plain lines

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trillora.evaluation.evaluate import Evaluation, Example
-from trillora.evaluation.scores import Scores
+from trillora.evaluation.scores import Scores, is_right
 from trillora.report.numbers import format_count
 from trillora.safe_text import visible
 
@@ -35,7 +35,7 @@ def _answers(example: Example, lines: box.Box) -> Table:
         table.add_column(name, ratio=1, overflow="fold", header_style="dim")
     table.add_row(
         *(
-            Text(_short(text), "green" if name != "expected" and text.strip() == example.expected.strip() else "")
+            Text(_short(text), "green" if name != "expected" and is_right(example.expected, text) else "")
             for name, text in known.items()
         )
     )

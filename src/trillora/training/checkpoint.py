@@ -171,7 +171,7 @@ class Saver:
             self._listener(Alarm(f"{alarm} Where: {where}. Training continues."))
 
     def _newest_good(self) -> str:
-        """The newest valid checkpoint in words. It is verified, because the disk just failed."""
+        """The newest valid checkpoint, for an error message. It is verified, because the disk just failed."""
         try:
             found = self._checkpoints.newest_valid(ignore_events)
         except TrilloraError:

@@ -8,7 +8,7 @@ from trillora.data.excerpt import shortened
 from trillora.data.summary import DataReport
 from trillora.errors import TrilloraError
 from trillora.files.atomic import write_file
-from trillora.report.data.text import bad_rows_by_reason, say_epoch, say_lost, say_rows, say_verdict
+from trillora.report.data.text import bad_rows_by_reason, bins_and_edge, say_epoch, say_lost, say_rows, say_verdict
 from trillora.report.html import card, coloured, document, text, tiles
 from trillora.report.numbers import format_bytes
 
@@ -18,9 +18,8 @@ def write_page(report: DataReport, file: Path) -> None:
     try:
         write_file(file, page(report))
     except OSError as error:
-        raise TrilloraError(
-            f"The page cannot be written: {error.strerror}.", where=str(file), do="give --html a file you can write to"
-        ) from None
+        what = f"The page cannot be written: {error.strerror}."
+        raise TrilloraError(what, where=str(file), do="give --html a file you can write to") from None
 
 
 def page(report: DataReport) -> str:
@@ -67,11 +66,10 @@ def _tiles(report: DataReport) -> str:
 def _tokens(report: DataReport) -> str:
     counts = {"trained": report.trained_tokens, "masked": report.masked_tokens, "padded": report.padded_tokens}
     total = max(sum(counts.values()), 1)
-    parts = "".join(f'<div class="{n}-fill" style="width:{c / total:.3%}"></div>' for n, c in counts.items())
-    key = "".join(
-        f'<span><i class="{name}-fill"></i>{name} {count:,} ({count / total:.1%})</span>'
-        for name, count in counts.items()
-    )
+    parts = key = ""
+    for name, count in counts.items():
+        parts += f'<div class="{name}-fill" style="width:{count / total:.3%}"></div>'
+        key += f'<span><i class="{name}-fill"></i>{name} {count:,} ({count / total:.1%})</span>'
     warning = f"<p><b>Warning: {text(report.padding_warning)}</b></p>" if report.padding_warning else ""
     return f'<div class="stack">{parts}</div><div class="key">{key}</div><p>{text(say_epoch(report))}</p>{warning}'
 
@@ -84,14 +82,13 @@ def _lengths(report: DataReport) -> str:
     edge = f'<div class="edge">sequence_length {report.sequence_length:,}</div>'
     too_long = "bad-fill" if report.lost is not None and report.lost.rows else "edge-fill"  # split, not lost
     lines = []
-    for bin in lengths.bins:
-        if not bin.fits and edge not in lines:
+    for bin in bins_and_edge(lengths):
+        if bin is None:
             lines.append(edge)
+            continue
         kind = "none" if not bin.rows else "trained-fill" if bin.fits else too_long
         bar = f'<div class="{kind}" style="width:{bin.rows / most:.2%}"></div>'
         lines.append(f"<span>{bin.first:,} to {bin.last:,}</span><span>{bin.rows:,}</span>{bar}")
-    if edge not in lines:
-        lines.append(edge)
     middle = f"Median {lengths.median:,}, 95th percentile {lengths.percentile_95:,}, longest {lengths.longest:,}."
     return f'<div class="bins">{"".join(lines)}</div><p>{middle} {text(say_lost(report))}</p>'
 
@@ -122,13 +119,9 @@ def _rows(report: DataReport) -> str:
 
 
 def _files(report: DataReport) -> str:
-    head = (
-        '<tr><th>file</th><th>format</th><th class="number">rows</th><th class="number">size</th><th>sha256</th></tr>'
-    )
-    lines = "".join(
-        f'<tr><td class="name">{text(file.name)}</td><td>{text(file.format)}</td>'
-        f'<td class="number">{file.rows:,}</td><td class="number">{format_bytes(file.bytes)}</td>'
-        f"<td><code>{file.sha256[:12]}</code></td></tr>"
-        for file in report.files
-    )
-    return f'<div class="scroll"><table>{head}{lines}</table></div>'
+    lines = '<th>file</th><th>format</th><th class="number">rows</th><th class="number">size</th><th>sha256</th></tr>'
+    for file in report.files:
+        lines += f'<tr><td class="name">{text(file.name)}</td><td>{text(file.format)}</td>'
+        lines += f'<td class="number">{file.rows:,}</td><td class="number">{format_bytes(file.bytes)}</td>'
+        lines += f"<td><code>{file.sha256[:12]}</code></td></tr>"
+    return f'<div class="scroll"><table><tr>{lines}</table></div>'

@@ -13,7 +13,15 @@ from rich.text import Text
 from trillora.data.excerpt import Gap, Piece, shortened
 from trillora.data.summary import DataReport
 from trillora.errors import TrilloraError
-from trillora.report.data.text import bad_rows_by_reason, nearby, say_epoch, say_lost, say_rows, say_verdict
+from trillora.report.data.text import (
+    bad_rows_by_reason,
+    bins_and_edge,
+    nearby,
+    say_epoch,
+    say_lost,
+    say_rows,
+    say_verdict,
+)
 from trillora.report.numbers import format_bytes, format_count
 from trillora.safe_text import visible
 
@@ -107,23 +115,17 @@ def _show_lengths(report: DataReport, console: Console) -> None:
         most = max(bin.rows for bin in lengths.bins)
         table = _grid(3, right=(0, 1))
         too_long = "red" if report.lost is not None and report.lost.rows else "yellow"  # split, not lost
-        marked = False
-        for bin in lengths.bins:
-            if not bin.fits and not marked:
-                table.add_row(Text(f"{report.sequence_length:,}", "bold yellow"), "", _mark(report, console))
-                marked = True
-            bar = Text(_bar(bin.rows, most, console), "green" if bin.fits else too_long)
-            table.add_row(f"{bin.first:,} to {bin.last:,}", f"{bin.rows:,}", bar)
-        if not marked:
-            table.add_row(Text(f"{report.sequence_length:,}", "bold yellow"), "", _mark(report, console))
+        for bin in bins_and_edge(lengths):
+            if bin is None:
+                edge = ("─" if _draws(console) else "-") * 4 + " sequence_length"
+                table.add_row(Text(f"{report.sequence_length:,}", "bold yellow"), "", Text(edge, "bold yellow"))
+            else:
+                bar = Text(_bar(bin.rows, most, console), "green" if bin.fits else too_long)
+                table.add_row(f"{bin.first:,} to {bin.last:,}", f"{bin.rows:,}", bar)
         _print(console, table)
         middle = f"median {lengths.median:,}, 95th percentile {lengths.percentile_95:,}, longest {lengths.longest:,}"
         _print(console, Text(middle))
     _print(console, Text(say_lost(report)))
-
-
-def _mark(report: DataReport, console: Console) -> Text:
-    return Text(("─" if _draws(console) else "-") * 4 + " sequence_length", "bold yellow")
 
 
 def _bar(count: int, most: int, console: Console) -> str:
@@ -151,10 +153,7 @@ def _show_example(report: DataReport, console: Console) -> None:
 
 
 def coloured(pieces: Iterable[Piece | Gap]) -> Text:
-    text = Text()
-    for piece in pieces:
-        text.append(_text_of(piece), _style_of(piece))
-    return text
+    return Text.assemble(*((_text_of(piece), _style_of(piece)) for piece in pieces))
 
 
 def bracketed(pieces: Iterable[Piece | Gap]) -> Text:
@@ -163,11 +162,8 @@ def bracketed(pieces: Iterable[Piece | Gap]) -> Text:
     for piece in pieces:
         trained = runs[-1][0] if isinstance(piece, Gap) and runs else isinstance(piece, Piece) and piece.trained
         runs.append((trained, _text_of(piece)))
-    text = ""
-    for trained, group in groupby(runs, key=lambda run: run[0]):
-        inner = "".join(part for _, part in group)
-        text += f"⟦{inner}⟧" if trained else inner
-    return Text(text)
+    joined = ((trained, "".join(part for _, part in group)) for trained, group in groupby(runs, lambda run: run[0]))
+    return Text("".join(f"⟦{inner}⟧" if trained else inner for trained, inner in joined))
 
 
 def _text_of(piece: Piece | Gap) -> str:

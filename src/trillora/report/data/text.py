@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from trillora.data.lengths import Bin, Lengths
 from trillora.data.prepare import DataProblem, reason_of
 from trillora.data.summary import DataReport, DataVerdict
 from trillora.report.numbers import format_count
@@ -52,16 +53,20 @@ def say_lost(report: DataReport) -> str:
     )
 
 
+def bins_and_edge(lengths: Lengths) -> list[Bin | None]:
+    """The bins of the row lengths; None is where the sequence length is."""
+    fitting = [bin for bin in lengths.bins if bin.fits]
+    return [*fitting, None, *lengths.bins[len(fitting) :]]
+
+
 def say_epoch(report: DataReport) -> str:
     if not report.sequences:
         return "No sequence to train on."
     shapes = " and ".join(f"{length:,}" for length in report.sequence_lengths)
     how = "packed" if report.pack else "one document each"
-    filler = (
-        f", completed with {format_count(report.filler_sequences, 'empty one', 'empty ones')}"
-        if report.filler_sequences
-        else ""
-    )
+    filler = ""
+    if report.filler_sequences:
+        filler = f", completed with {format_count(report.filler_sequences, 'empty one', 'empty ones')}"
     return (
         f"{format_count(report.sequences, 'sequence', 'sequences')} of {shapes} tokens ({how}), "
         f"{report.packed_fill or 0:.1%} filled; {format_count(report.steps_per_epoch, 'step', 'steps')} "
@@ -71,13 +76,12 @@ def say_epoch(report: DataReport) -> str:
 
 def say_rows(report: DataReport) -> list[tuple[str, str]]:
     """Name and value of each fact about the rows."""
-    facts = [("rows", f"{report.rows:,}  ({_counts(report.kinds)})")]
-    if report.bad_rows:
-        fate = "training would refuse" if report.on_bad_row == "refuse" else "skipped"
-        facts.append(("bad rows", f"{report.bad_rows:,}  ({fate})"))
-    else:
-        facts.append(("bad rows", "none"))
-    facts.append(("duplicates", f"{report.duplicate_rows:,}" if report.duplicate_rows else "none"))
+    fate = "training would refuse" if report.on_bad_row == "refuse" else "skipped"
+    facts = [
+        ("rows", f"{report.rows:,}  ({_counts(report.kinds)})"),
+        ("bad rows", f"{report.bad_rows:,}  ({fate})" if report.bad_rows else "none"),
+        ("duplicates", f"{report.duplicate_rows:,}" if report.duplicate_rows else "none"),
+    ]
     if report.shortened_rows:
         facts.append(("shortened", f"{report.shortened_rows:,} rows (data.on_too_long: {report.on_too_long})"))
     facts.append(("split", _counts(report.splits)))

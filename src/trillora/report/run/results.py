@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trillora.evaluation.scores import score
+from trillora.evaluation.scores import is_right
 from trillora.events import Sample
 from trillora.report.html import text
 from trillora.report.numbers import format_number, format_percent
@@ -76,16 +76,10 @@ def _conversation(prompt: str, sides: Iterable[str]) -> str:
 def _answer(side: str, label: str, answer: str, expected: str | None) -> str:
     badge = ""
     if expected is not None:
-        right = same_answer(answer, expected)
+        right = is_right(expected, answer)
         badge = '<span class="badge">as expected</span>' if right else '<span class="badge no">not as expected</span>'
     body = text(shorter(answer)) if answer else '<span class="gap">empty</span>'
     return f'<div class="{side}"><span class="label">{text(label)}</span>{badge}<pre>{body}</pre></div>'
-
-
-def same_answer(answer: str, expected: str) -> bool:
-    """Equal text, or JSON objects with equal fields: what `trillora eval` counts as correct."""
-    found = score(expected, answer)
-    return found.exact or (found.right_fields is True and all(found.fields.values()))
 
 
 def shorter(long: str) -> str:

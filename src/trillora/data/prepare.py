@@ -29,7 +29,7 @@ from typing import Any
 import filelock
 import numpy as np
 
-from trillora.data.documents import PARTS, Documents, Lost, all_documents, part_of, repeated, try_fit
+from trillora.data.documents import PARTS, Documents, Lost, all_documents, fit, part_of, repeated
 from trillora.data.reading.files import DataFile, expand
 from trillora.data.reading.readers import read_rows
 from trillora.data.rendering import formats
@@ -123,15 +123,15 @@ class Dataset:
 
     def fitted(self, part: str, sequence_length: int, seed: int = 0) -> tuple[Documents, Lost]:
         """The documents of one part, each at most `sequence_length` long, and what that cost."""
-        fitted, lost, error = self.try_fit(self.documents(part, seed), sequence_length)
+        fitted, lost, error = self.fit(self.documents(part, seed), sequence_length)
         if error is not None:
             raise error
         return fitted, lost
 
-    def try_fit(self, documents: Documents, sequence_length: int) -> tuple[Documents, Lost, TrilloraError | None]:
+    def fit(self, documents: Documents, sequence_length: int) -> tuple[Documents, Lost, TrilloraError | None]:
         """Documents of at most `sequence_length` tokens, what that cost, and the error if that is too much."""
         kinds = self.store.rows["kind"][documents.rows_N]
-        return try_fit(documents, kinds, sequence_length, self.options.on_too_long, self.store.place)
+        return fit(documents, kinds, sequence_length, self.options.on_too_long, self.store.place)
 
 
 def prepare(
@@ -158,7 +158,13 @@ def prepare(
         text_digest(tokenizer.backend_tokenizer.to_str()),
     ]
     folder = cache / "data" / json_digest(identity)[:32]
-    with _lock(folder):
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"The cache folder cannot be created: {error.strerror}."
+        do = "set TRILLORA_CACHE to a folder you can write to"
+        raise TrilloraError(what, where=str(folder.parent), do=do) from error
+    with filelock.FileLock(f"{folder}.lock"):  # others that need the same store wait for the process that creates it
         store = open_store(folder, names)
         is_new = store is None
         if store is None:
@@ -331,18 +337,3 @@ def _portions(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
             some, size = [], 0
     if some:
         yield some
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """One process creates a store; others that need the same one wait for it."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrilloraError(
-            f"The cache folder cannot be created: {error.strerror}.",
-            where=str(folder.parent),
-            do="set TRILLORA_CACHE to a folder you can write to",
-        ) from error
-    with filelock.FileLock(f"{folder}.lock"):
-        yield

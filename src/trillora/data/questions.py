@@ -28,9 +28,7 @@ def question_of(document: TokenizedDocument) -> Question | None:
     The header of an answer is not trained, so the prompt ends with it; the stop token is, so the answer ends with it.
     """
     trained = np.flatnonzero(document.supervised)
-    if not len(trained):
-        return None
-    end = int(trained[-1]) + 1
+    end = int(trained[-1]) + 1 if len(trained) else 0
     untrained = np.flatnonzero(~document.supervised[:end])
     if not len(untrained):
         return None

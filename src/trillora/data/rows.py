@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,13 +29,17 @@ class Fault(NamedTuple):
     do: str
 
 
-@dataclass(eq=False)
+RowsOfFile = Iterator[RawRow | Fault]
+
+
 class BadRow(Exception):
     """A row that cannot be trained on. The caller, which knows its place, counts it or raises `refused`."""
 
-    what: str
-    do: str
-    past_limit: bool = False  # it used up the time or memory limit of a row
+    def __init__(self, what: str, do: str, past_limit: bool = False) -> None:
+        super().__init__(what)
+        self.what = what
+        self.do = do
+        self.past_limit = past_limit  # it used up the time or memory limit of a row
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def inspect(recipe: StageRecipe, listener: Listener = ignore_events, *, hide_tor
     recipe = with_template_date(recipe, tokenizer, listener)
     dataset = open_dataset(recipe, tokenizer, listener, lenient=True)
     documents = dataset.documents("train", recipe.train.seed)
-    fitted, lost, too_long = dataset.try_fit(documents, recipe.train.sequence_length)
+    fitted, lost, too_long = dataset.fit(documents, recipe.train.sequence_length)
     epoch, nothing = {}, None
     try:
         epoch = _epoch_facts(batches_of(fitted, recipe, dataset.pad_id))

@@ -195,7 +195,7 @@ def _fitted(dataset: Dataset, part: str, sequence_length: int, listener: Listene
     kinds = dataset.store.rows["kind"][documents.rows_N]
     fits = (documents.lengths_N <= sequence_length) | (kinds == KINDS.index("text"))
     policy = "drop" if dataset.options.on_too_long == "drop" else "split"
-    kept, lost = fit(documents.take(fits), kinds[fits], sequence_length, policy, dataset.store.place)
+    kept, lost, _ = fit(documents.take(fits), kinds[fits], sequence_length, policy, dataset.store.place)
     num_lost = lost.num_rows + int((~fits).sum())
     if num_lost:
         rows = "1 row is" if num_lost == 1 else f"{num_lost:,} rows are"

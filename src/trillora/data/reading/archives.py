@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO, cast
+from typing import IO, BinaryIO, cast
 
 from trillora.data.reading.files import KNOWN, Kind, found_data
 from trillora.data.reading.streams import BLOCK, FETCH_AGAIN, Damage, Meter, RawFile, Stream, read_up_to
@@ -28,18 +28,12 @@ _MAX_DIRECTORY = 48 << 20  # bytes of a zip directory: 100,000 members with name
 _MAX_EXTENDED_HEADER = 1 << 20  # bytes of a tar member's long name or pax records
 _SECTOR = 512  # the unit of a tar archive, bytes
 _PACK_AGAIN = "create the archive again from plain files, or unpack it and put the folder in data.path"
-_TAR_KINDS = {
-    tarfile.SYMTYPE: "a symbolic link",
+_SPECIAL_FILES = {  # by the type in a tar header (bytes), or in the file mode of a zip member (a number)
+    **dict.fromkeys((tarfile.SYMTYPE, stat.S_IFLNK), "a symbolic link"),
+    **dict.fromkeys((tarfile.CHRTYPE, stat.S_IFCHR), "a character device"),
+    **dict.fromkeys((tarfile.BLKTYPE, stat.S_IFBLK), "a block device"),
+    **dict.fromkeys((tarfile.FIFOTYPE, stat.S_IFIFO), "a named pipe"),
     tarfile.LNKTYPE: "a hard link",
-    tarfile.CHRTYPE: "a character device",
-    tarfile.BLKTYPE: "a block device",
-    tarfile.FIFOTYPE: "a named pipe",
-}
-_ZIP_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-    stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
 }
 _ZIP_ERRORS = (  # OSError is a seek to an invalid position; a failing disk is already a TrilloraError
@@ -61,15 +55,9 @@ class Member:
 class _Gate:
     """Decides which members are read, and counts the others."""
 
-    num_members: int = 0
     num_read: int = 0
     ignored: list[str] = field(default_factory=list)  # names of the first few
     num_ignored: int = 0
-
-    def count(self) -> None:
-        self.num_members += 1
-        if self.num_members > MAX_MEMBERS:
-            raise _too_many_members()
 
     def check(self, name: str, stream: Stream) -> Member | Fault | None:
         """A regular file of the archive; None if it is not a data file."""
@@ -130,8 +118,9 @@ def tar_members(source: Stream) -> Iterator[Member | Fault]:
     long_name: str | None = None  # from the extended header before a member
     long_size: int | None = None
     sparse = False
-    while (header := _tar_header(source)) is not None:
-        gate.count()
+    for number, header in enumerate(iter(lambda: _tar_header(source), None), start=1):
+        if number > MAX_MEMBERS:
+            raise _too_many_members()
         size = header.size if long_size is None else long_size
         if header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME):
             records = _extended(source, header)
@@ -139,7 +128,7 @@ def tar_members(source: Stream) -> Iterator[Member | Fault]:
             long_size = _number(records["size"]) if "size" in records else long_size
             sparse = sparse or any(key.startswith("GNU.sparse") for key in records)
             continue
-        has_bytes = header.type not in (*_TAR_KINDS, tarfile.DIRTYPE)
+        has_bytes = header.type not in (*_SPECIAL_FILES, tarfile.DIRTYPE)
         part = _TarPart(source, size if has_bytes else 0)
         if header.type not in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
             found = _tar_member(gate, header.name if long_name is None else long_name, header, sparse, part)
@@ -149,7 +138,8 @@ def tar_members(source: Stream) -> Iterator[Member | Fault]:
         if part.lost:
             return
         part.skip()
-    if _has_more(source):
+    # Only zeros may follow. Reading to the end also verifies the checksum of a .tar.gz.
+    if sum(len(block.strip(b"\0")) for block in iter(lambda: source.read(BLOCK), b"")):
         what = "The archive has data after its end mark, which is not read (two archives joined?)."
         yield Fault("", 0, what, _PACK_AGAIN)
     yield from gate.verdict()
@@ -166,7 +156,6 @@ def zip_members(source: RawFile, meter: Meter) -> Iterator[Member | Fault]:
     gate = _Gate()
     with archive:
         for info in archive.infolist():
-            gate.count()
             if info.is_dir():
                 continue
             found = _zip_member(gate, info, _ZipPart(archive, info, meter))
@@ -201,18 +190,17 @@ def _tar_header(source: Stream) -> tarfile.TarInfo | None:
     if header.size < 0:
         raise Damage("The tar archive is damaged: a member has a negative size.", FETCH_AGAIN)
     if header.type == tarfile.GNUTYPE_SPARSE:
-        more = sector[482]
-        while more:  # the map of a sparse file continues in further sectors
-            sector = read_up_to(source, _SECTOR)
-            more = sector[504] if len(sector) == _SECTOR else 0
+        flag = 482
+        while len(sector) == _SECTOR and sector[flag]:  # the map of a sparse file continues in further sectors
+            sector, flag = read_up_to(source, _SECTOR), 504
     return header
 
 
 def _tar_member(gate: _Gate, name: str, header: tarfile.TarInfo, sparse: bool, part: _TarPart) -> Member | Fault | None:
     if header.type == tarfile.DIRTYPE:
         return None
-    if header.type in _TAR_KINDS:
-        return _unread(name, f"is {_TAR_KINDS[header.type]}")
+    if header.type in _SPECIAL_FILES:
+        return _unread(name, f"is {_SPECIAL_FILES[header.type]}")
     if sparse or header.type not in tarfile.REGULAR_TYPES or header.type == tarfile.GNUTYPE_SPARSE:
         return _unread(name, "is a sparse file or of an unknown kind")
     return gate.check(name, part)
@@ -245,14 +233,6 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _has_more(source: Stream) -> bool:
-    """Whether anything but zeros follows. Reading to the end also verifies the checksum of a .tar.gz."""
-    more = False
-    while block := source.read(BLOCK):
-        more = more or bool(block.strip(b"\0"))
-    return more
-
-
 class _ZipGuard:
     """The archive's file. Refuses to read a directory that is too large to keep in memory."""
 
@@ -271,36 +251,34 @@ class _ZipGuard:
         return data
 
 
+@dataclass
 class _ZipPart:
     """The bytes of one member. It is opened by the first read, since members may be skipped."""
 
-    def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo, meter: Meter) -> None:
-        self._archive = archive
-        self._info = info
-        self._meter = meter
-        self._stream: zipfile.ZipExtFile | None = None
-        self._num_bytes = 0
+    archive: zipfile.ZipFile
+    info: zipfile.ZipInfo
+    meter: Meter
+    stream: IO[bytes] | None = None
+    num_bytes: int = 0
 
     def read(self, size: int, /) -> bytes:
         try:
-            if self._stream is None:
-                self._stream = cast(zipfile.ZipExtFile, self._archive.open(self._info))
-            data = self._stream.read(size)
+            self.stream = self.stream or self.archive.open(self.info)
+            data = self.stream.read(size)
         except TrilloraError:
             raise
         except _ZIP_ERRORS as error:
             what = f"This archive member is damaged or cut: {error or type(error).__name__}."
             raise Damage(what, FETCH_AGAIN) from None
-        self._num_bytes += len(data)
-        self._meter.produce(len(data), of_stream=self._num_bytes, from_bytes=self._info.compress_size)
+        self.num_bytes += len(data)
+        self.meter.produce(len(data), of_stream=self.num_bytes, from_bytes=self.info.compress_size)
         return data
 
 
 def _zip_member(gate: _Gate, info: zipfile.ZipInfo, part: _ZipPart) -> Member | Fault | None:
     name = info.filename
-    kind = _ZIP_KINDS.get(stat.S_IFMT(info.external_attr >> 16))
-    if kind:
-        return _unread(name, f"is {kind}")
+    if special := _SPECIAL_FILES.get(stat.S_IFMT(info.external_attr >> 16)):
+        return _unread(name, f"is {special}")
     found = gate.check(name, part)
     if not isinstance(found, Member):
         return found

@@ -6,6 +6,7 @@ import datetime
 import decimal
 import json
 import uuid
+from dataclasses import dataclass, field
 from typing import Any
 
 from trillora.data.rows import Fault, RawRow
@@ -15,22 +16,20 @@ SAVE_AS_UTF8 = "save the file as UTF-8"
 SHORTEN = "shorten this row, or split it into several rows"
 
 
+@dataclass
 class Cursor:
     """Counts the records of one file or archive member, good and bad."""
 
-    def __init__(self, member: str = "") -> None:
-        self.member = member
-        self.line = 0
-        self.keys: list[str] = []  # the first keys of a JSON document
-        self._to_json = json.JSONEncoder(ensure_ascii=False, default=_plain).encode
+    member: str = ""
+    line: int = 0
+    keys: list[str] = field(default_factory=list)  # the first keys of a JSON document
 
     def row(self, raw: bytes, size: int) -> RawRow | Fault:
         """The next record. Empty `raw` means that it exceeded the limit and was not kept."""
         if not raw:
             return self.fault(too_long(size), SHORTEN)
         try:
-            if not raw.isascii():
-                raw.decode("utf-8")
+            raw.decode("utf-8")
         except UnicodeDecodeError as error:
             return self.fault(f"Byte {error.start + 1} of this record is not UTF-8.", SAVE_AS_UTF8)
         self.line += 1
@@ -39,15 +38,12 @@ class Cursor:
     def record(self, record: dict[str, Any]) -> RawRow | Fault:
         """The next record as JSON text. NaN and infinity pass; the parser of the row refuses them."""
         try:
-            raw = self._to_json(record).encode("utf-8")
+            raw = _TO_JSON(record).encode("utf-8")
         except UnicodeEncodeError:
             return self.fault("This record contains bytes that are not UTF-8.", SAVE_AS_UTF8)
         except (TypeError, ValueError, RecursionError) as error:
             return self.fault(f"This record has a value that JSON cannot represent: {error}.", "remove that column")
-        if len(raw) > MAX_ROW_BYTES:
-            return self.fault(too_long(len(raw)), SHORTEN)
-        self.line += 1
-        return RawRow(self.member, self.line, raw)
+        return self.row(raw if len(raw) <= MAX_ROW_BYTES else b"", len(raw))
 
     def fault(self, what: str, do: str) -> Fault:
         """The next record, which cannot be used."""
@@ -68,3 +64,6 @@ def _plain(value: object) -> str:
     if isinstance(value, decimal.Decimal | datetime.timedelta | uuid.UUID):
         return str(value)
     raise TypeError(f"a {type(value).__name__}")
+
+
+_TO_JSON = json.JSONEncoder(ensure_ascii=False, default=_plain).encode

@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -63,7 +63,10 @@ class DataFile:
     size: int  # bytes; 0 if a remote store does not report it
 
     def open(self) -> BinaryIO:
-        return _open(self.path)
+        if not _URL.match(self.path):
+            return open(self.path, "rb")
+        system, inner = _file_system(self.path)
+        return cast(BinaryIO, system.open(inner, "rb"))
 
     def sha256(self) -> str:
         """Hex digest of the content."""
@@ -91,8 +94,7 @@ def kind_of(name: str) -> Kind | None:
     if name.endswith(".tgz"):
         return Kind("tar", "gzip")
     stem, suffix = os.path.splitext(name)
-    compression = COMPRESSIONS.get(suffix, "")
-    if compression:
+    if compression := COMPRESSIONS.get(suffix, ""):
         suffix = os.path.splitext(stem)[1]
     if suffix == ".tar" or (suffix == ".zip" and not compression):
         return Kind(suffix[1:], compression)
@@ -111,17 +113,8 @@ def cannot_read(name: str, error: Exception) -> TrilloraError:
     """Reading failed for a reason outside the data. Only the system's message is shown: others may contain secrets."""
     if isinstance(error, TrilloraError):
         return error
-    reason = getattr(error, "strerror", None) or type(error).__name__
-    return TrilloraError(
-        f"The data file cannot be read: {reason}.", where=name, do="check the file, its permissions and the connection"
-    )
-
-
-def _open(path: str) -> BinaryIO:
-    if not _URL.match(path):
-        return open(path, "rb")
-    system, inner = _file_system(path)
-    return cast(BinaryIO, system.open(inner, "rb"))
+    what = f"The data file cannot be read: {getattr(error, 'strerror', None) or type(error).__name__}."
+    return TrilloraError(what, where=name, do="check the file, its permissions and the connection")
 
 
 def _local(entry: str, source: int) -> list[DataFile]:
@@ -142,32 +135,25 @@ def _local(entry: str, source: int) -> list[DataFile]:
         return [_local_file(path, path, source) for path in chosen]
     hub_id = _HUB_ID.fullmatch(entry)
     if hub_id and kind_of(entry) is None:
-        not_data = ("README*", "*/README*", ".*", "*/.*")
-        snapshot = download(hub_id["id"], "dataset", revision=hub_id["revision"], allow=_patterns(), ignore=not_data)
+        suffixes = [*(suffix + compression for suffix in FORMATS for compression in ("", *COMPRESSIONS)), *ARCHIVES]
+        data, not_data = [f"*{suffix}" for suffix in suffixes], ("README*", "*/README*", ".*", "*/.*")
+        snapshot = download(hub_id["id"], "dataset", revision=hub_id["revision"], allow=data, ignore=not_data)
         if not snapshot.is_dir():  # the hub creates no folder if no file matches
             raise _nothing_there(entry, 0)
         return _folder(str(snapshot), entry, source)
-    raise TrilloraError(
-        f"The data file {entry} does not exist.",
-        where=entry,
-        do="check the path; a relative path in a recipe starts at the recipe's folder",
-    )
+    do = "check the path; a relative path in a recipe starts at the recipe's folder"
+    raise TrilloraError(f"The data file {entry} does not exist.", where=entry, do=do)
 
 
 def _folder(folder: str, shown_as: str, source: int) -> list[DataFile]:
     """The data files in a folder and its subfolders. Links to files are followed, links to folders (cycles) are not."""
-    num_seen = 0
-    chosen: list[tuple[str, str]] = []  # sorted later by the path inside the folder, the same on every machine
-    for parent, _, names in os.walk(folder, onerror=_raise):
-        for name in names:
-            num_seen += 1
-            path = os.path.join(parent, name)
-            below = os.path.relpath(path, folder).replace(os.sep, "/")
-            if found_data(below) and os.path.isfile(path):
-                chosen.append((below, path))
+    paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder, onerror=_raise) for name in names]
+    below = {os.path.relpath(path, folder).replace(os.sep, "/"): path for path in paths}
+    # Sorted by the path inside the folder, which is the same on every machine.
+    chosen = sorted(name for name, path in below.items() if found_data(name) and os.path.isfile(path))
     if not chosen:
-        raise _nothing_there(shown_as, num_seen)
-    return [_local_file(path, os.path.join(shown_as, below), source) for below, path in sorted(chosen)]
+        raise _nothing_there(shown_as, len(paths))
+    return [_local_file(below[name], os.path.join(shown_as, name), source) for name in chosen]
 
 
 def _local_file(path: str, name: str, source: int) -> DataFile:
@@ -199,17 +185,14 @@ def _remote(entry: str, source: int) -> list[DataFile]:
         if chosen:
             return [_remote_file(system.unstrip_protocol(found), system.info(found), source) for found in chosen]
     except FileNotFoundError:
-        raise TrilloraError(
-            f"There is no data at {shown}.", where=shown, do="check the URL and your access rights"
-        ) from None
+        do = "check the URL and your access rights"
+        raise TrilloraError(f"There is no data at {shown}.", where=shown, do=do) from None
     except TrilloraError:
         raise
     except Exception as error:  # each store has its own exception types; their messages may contain secrets
-        raise TrilloraError(
-            f"The URL cannot be opened: {type(error).__name__}.",
-            where=shown,
-            do="check the URL, your access rights and the connection",
-        ) from None
+        what = f"The URL cannot be opened: {type(error).__name__}."
+        do = "check the URL, your access rights and the connection"
+        raise TrilloraError(what, where=shown, do=do) from None
     raise _nothing_there(shown, len(paths))
 
 
@@ -259,9 +242,3 @@ def _nothing_there(entry: str, num_seen: int) -> TrilloraError:
 
 def _raise(error: OSError) -> None:
     raise cannot_read(str(error.filename), error) from None
-
-
-def _patterns() -> Iterable[str]:
-    for suffix in FORMATS:
-        yield from (f"*{suffix}", *(f"*{suffix}{compression}" for compression in COMPRESSIONS))
-    yield from (f"*{suffix}" for suffix in ARCHIVES)

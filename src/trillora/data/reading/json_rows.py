@@ -19,8 +19,8 @@ import re
 from collections.abc import Iterator
 
 from trillora.data.reading.cursor import MAX_ROW_BYTES, Cursor
-from trillora.data.reading.streams import BLOCK, Damage, Decompressed, Meter, Stream, as_utf8
-from trillora.data.rows import Fault, RawRow
+from trillora.data.reading.streams import BLOCK, Damage, Decompressed, Meter, Stream, Utf8
+from trillora.data.rows import Fault, RowsOfFile
 
 MAX_PACKED_BYTES = 256 << 20  # a compressed document inside JSON is read into memory as a whole
 _MAX_KEY_BYTES = 1 << 16
@@ -37,7 +37,7 @@ _INNER = rb"[\[{](?:" + _PLAIN + rb")*+[\]}]"
 _RUN = re.compile(rb"(?:" + _PLAIN + rb"|[\[{](?:" + _PLAIN + rb"|" + _INNER + rb")*+[\]}])*+", re.DOTALL)
 
 
-def json_rows(stream: Stream, at: Cursor, rows: str | None, meter: Meter) -> Iterator[RawRow | Fault]:
+def json_rows(stream: Stream, at: Cursor, rows: str | None, meter: Meter) -> RowsOfFile:
     """The rows of a document. `rows` is the path to them: keys and `*`, separated by dots."""
     path = tuple(rows.split(".")) if rows else None
     scan = Scanner(stream)
@@ -93,11 +93,7 @@ class Scanner:
 
     def object_keys(self) -> Iterator[str]:
         """The keys of an object. The caller must consume each value before the next key."""
-        self.take(b"{")
-        if self.peek() == b"}":
-            self._at += 1
-            return
-        while True:
+        for _ in self.elements(b"{", b"}"):
             if self.peek() != b'"':
                 raise self.broken("expected a key in quotes")
             raw, _ = self.value(_MAX_KEY_BYTES)
@@ -107,8 +103,6 @@ class Scanner:
                 raise self.broken("this key is too long or invalid") from None
             self.take(b":")
             yield key
-            if self.take(b",", b"}") == b"}":
-                return
 
     def whole_elements(self) -> Iterator[bytes]:
         """The next elements of an array that are in the buffer together with the comma after them.
@@ -140,16 +134,15 @@ class Scanner:
         self._at = end
         return line
 
-    def elements(self) -> Iterator[None]:
-        """Yields at each element of an array. The caller must consume it before the next."""
-        self.take(b"[")
-        if self.peek() == b"]":
+    def elements(self, opening: bytes = b"[", closing: bytes = b"]") -> Iterator[None]:
+        """Yields at each element between the brackets. The caller must consume it before the next."""
+        self.take(opening)
+        if self.peek() == closing:
             self._at += 1
             return
-        while True:
+        yield
+        while self.take(b",", closing) != closing:
             yield
-            if self.take(b",", b"]") == b"]":
-                return
 
     def at_rows(self) -> bool:
         """Whether the next value is an array whose first element, if any, is an object."""
@@ -215,11 +208,9 @@ class Scanner:
 
     def _must_have_more(self, start: int, limit: int) -> None:
         if not self._more(start if self.position - start <= limit else None):
-            raise Damage(
-                f"The file ends inside the value that starts at byte {start + 1}: a closing bracket or quote is "
-                "missing, or the file was cut.",
-                "add the missing closing bracket or quote, or copy the file again",
-            )
+            why = "a closing bracket or quote is missing, or the file was cut"
+            do = "add the missing closing bracket or quote, or copy the file again"
+            raise Damage(f"The file ends inside the value that starts at byte {start + 1}: {why}.", do)
 
     def _more(self, keep: int | None) -> bool:
         """Read the next block, and keep the text from position `keep` on (default: from here)."""
@@ -236,9 +227,7 @@ class Scanner:
         return bool(block)
 
 
-def _documents(
-    scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Meter, *, wrapped: bool
-) -> Iterator[RawRow | Fault]:
+def _documents(scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Meter, *, wrapped: bool) -> RowsOfFile:
     """All documents of the text: .json files often contain JSON Lines."""
     while first := scan.peek():
         if first == b"{" and path is None and (line := scan.whole_line()):
@@ -251,9 +240,7 @@ def _documents(
             raise scan.broken("expected [ or {")
 
 
-def _object(
-    scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Meter, *, wrapped: bool
-) -> Iterator[RawRow | Fault]:
+def _object(scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Meter, *, wrapped: bool) -> RowsOfFile:
     """A top-level object: a row, {"data": [rows]}, a compressed document, or the start of `path`."""
     compressed = has_rows = False
     packed: tuple[bytes, int] | None = None
@@ -283,7 +270,7 @@ def _object(
         yield at.row(row, scan.position - start)
 
 
-def _walk(scan: Scanner, at: Cursor, path: tuple[str, ...]) -> Iterator[RawRow | Fault]:
+def _walk(scan: Scanner, at: Cursor, path: tuple[str, ...]) -> RowsOfFile:
     """The rows at `path` inside the next value. A list at the end of the path is a list of rows."""
     first = scan.peek()
     if not path and first == b"[":
@@ -316,4 +303,4 @@ def _unwrapped(packed: bytes, size: int, meter: Meter) -> Scanner:
     except ValueError:
         what = 'The "data" of the compressed document is not hexadecimal.'
         raise Damage(what, 'write the hexadecimal form of the gzipped JSON to "data"') from None
-    return Scanner(as_utf8(Decompressed(io.BytesIO(inner), "gzip", meter)))
+    return Scanner(Utf8(Decompressed(io.BytesIO(inner), "gzip", meter)))

@@ -12,22 +12,20 @@ longest allowed row, not by the file. Rows are parsed later, in worker processes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from trillora.data.reading.archives import tar_members, zip_members
 from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, SHORTEN, Cursor, too_long
 from trillora.data.reading.files import DataFile, Kind, cannot_read, kind_of
 from trillora.data.reading.json_rows import json_rows
-from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, as_utf8, decompressed
+from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, Utf8, decompressed
 from trillora.data.reading.tables import csv_rows, parquet_rows
-from trillora.data.rows import Fault, RawRow
+from trillora.data.rows import Fault, RawRow, RowsOfFile
 
 MAX_TEXT_BYTES = 8 << 20  # a longer text file is split at line ends into rows of about this size
 
-Rows = Iterator[RawRow | Fault]
 
-
-def read_rows(file: DataFile, *, rows: str | None = None, consumed: Callable[[int], None]) -> Rows:
+def read_rows(file: DataFile, *, rows: str | None = None, consumed: Callable[[int], None]) -> RowsOfFile:
     """All rows of a file in order. `rows`: the path to them in a .json document. `consumed` is called with byte counts.
 
     A failing disk or network raises a TrilloraError: continuing would train each run on a different data set.
@@ -48,7 +46,7 @@ def read_rows(file: DataFile, *, rows: str | None = None, consumed: Callable[[in
     meter.finish()
 
 
-def _archive_rows(raw: RawFile, kind: Kind, rows: str | None, meter: Meter) -> Rows:
+def _archive_rows(raw: RawFile, kind: Kind, rows: str | None, meter: Meter) -> RowsOfFile:
     try:
         if kind.format == "zip":
             members = zip_members(raw, meter)
@@ -63,7 +61,7 @@ def _archive_rows(raw: RawFile, kind: Kind, rows: str | None, meter: Meter) -> R
         yield Fault("", 0, damage.what, damage.do)
 
 
-def _member_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter: Meter) -> Rows:
+def _member_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter: Meter) -> RowsOfFile:
     """The rows of one file or archive member; if the rest cannot be read, a fault is the last item."""
     if rows and kind.format != "json":
         what = f"data.row_path is a path inside a .json document; this file is {kind.format}."
@@ -71,20 +69,18 @@ def _member_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter
         return
     try:
         found = _format_rows(source, kind, at, rows, meter)
-        first = next(found, None)
-        if first is None:
-            first = Fault(at.member, 0, "This file is empty: it has no row.", "remove the file, or add rows to it")
-        yield first
+        empty = Fault(at.member, 0, "This file is empty: it has no row.", "remove the file, or add rows to it")
+        yield next(found, empty)
         yield from found
     except Damage as damage:
         rest = " The rest of the file is not read." if at.line else ""
         yield Fault(at.member, at.line + 1, damage.what + rest, damage.do)
 
 
-def _format_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter: Meter) -> Rows:
+def _format_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter: Meter) -> RowsOfFile:
     if kind.format == "parquet":
         return parquet_rows(source, kind, at, meter)
-    text = as_utf8(decompressed(source, kind.compression, meter))
+    text = Utf8(decompressed(source, kind.compression, meter))
     if kind.format == "json":
         return json_rows(text, at, rows, meter)
     if kind.format == "text":
@@ -94,7 +90,7 @@ def _format_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter
     return csv_rows(text, at, "\t" if kind.format == "tsv" else ",")
 
 
-def _jsonl_rows(stream: Stream, at: Cursor) -> Rows:
+def _jsonl_rows(stream: Stream, at: Cursor) -> RowsOfFile:
     """Lines that are not blank. A whole block is split at once: this loop limits the speed of all data preparation."""
     member = at.member
     line = 1
@@ -113,13 +109,11 @@ def _jsonl_rows(stream: Stream, at: Cursor) -> Rows:
                 yield RawRow(member, line, raw)
             if not block:
                 return
-            line += 1
-            del lines[0]
-            for raw in lines:
-                raw = raw.strip()
-                if raw:
-                    yield RawRow(member, line, raw)
+            for part in lines[1:]:
                 line += 1
+                if raw := part.strip():
+                    yield RawRow(member, line, raw)
+            line += 1
             held, num_held = [], 0
         held.append(tail)
         num_held += len(tail)
@@ -127,7 +121,7 @@ def _jsonl_rows(stream: Stream, at: Cursor) -> Rows:
             held.clear()
 
 
-def _text_rows(stream: Stream, at: Cursor) -> Rows:
+def _text_rows(stream: Stream, at: Cursor) -> RowsOfFile:
     """The file as one row, or as several if it is long."""
     text = bytearray()
     position = 0  # of `text` in the file
@@ -156,7 +150,7 @@ def _text_rows(stream: Stream, at: Cursor) -> Rows:
     yield from _text_row(bytes(text), position, at)
 
 
-def _text_row(document: bytes, position: int, at: Cursor) -> Rows:
+def _text_row(document: bytes, position: int, at: Cursor) -> RowsOfFile:
     """One row, or none if the text is blank. Line ends become \\n."""
     if not document.strip():
         return

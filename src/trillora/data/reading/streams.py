@@ -80,6 +80,7 @@ class RawFile:
         self._stream = stream
         self._name = name
         self._meter = meter
+        self.seek, self.tell, self.seekable = stream.seek, stream.tell, stream.seekable
         self.closed = False  # pyarrow reads this
 
     def read(self, size: int = -1, /) -> bytes:
@@ -89,15 +90,6 @@ class RawFile:
             raise cannot_read(self._name, error) from None
         self._meter.take(len(data))
         return data
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        return self._stream.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def seekable(self) -> bool:
-        return self._stream.seekable()
 
     def readable(self) -> bool:
         return True
@@ -168,11 +160,13 @@ class Decompressed:
         return output
 
 
-class _Utf8:
-    """A stream whose first bytes are already read, converted to UTF-8 if it has another encoding."""
+class Utf8:
+    """The text without its byte order mark; UTF-16 and UTF-32 with a mark become UTF-8. Other bytes are not checked."""
 
-    def __init__(self, head: bytes, source: Stream, encoding: str) -> None:
-        self._head = head
+    def __init__(self, source: Stream) -> None:
+        head = read_up_to(source, 4)
+        mark, encoding = next((pair for pair in _BYTE_ORDER_MARKS if head.startswith(pair[0])), (b"", ""))
+        self._head = head.removeprefix(mark)
         self._source = source
         # Half of a surrogate pair becomes invalid UTF-8, so that only its own row is refused.
         self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass") if encoding else None
@@ -193,15 +187,6 @@ class _Utf8:
 def decompressed(source: Stream, compression: str, meter: Meter) -> Stream:
     """The stream itself where `compression` is ""."""
     return Decompressed(source, compression, meter) if compression else source
-
-
-def as_utf8(source: Stream) -> Stream:
-    """The text without its byte order mark; UTF-16 and UTF-32 with a mark become UTF-8. Other bytes are not checked."""
-    head = read_up_to(source, 4)
-    for mark, encoding in _BYTE_ORDER_MARKS:
-        if head.startswith(mark):
-            return _Utf8(head[len(mark) :], source, encoding)
-    return _Utf8(head, source, "")
 
 
 def read_up_to(source: Stream, size: int) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, Cursor, too_long
 from trillora.data.reading.files import Kind
 from trillora.data.reading.streams import BLOCK, FETCH_AGAIN, Damage, Meter, RawFile, Stream, decompressed, read_up_to
-from trillora.data.rows import Fault, RawRow
+from trillora.data.rows import RowsOfFile
 from trillora.errors import TrilloraError
 
 MAX_HELD_PARQUET = 256 << 20  # inside an archive, a Parquet file is read into memory: its index is at its end
@@ -29,29 +29,23 @@ class _CsvLines:
 
     def __init__(self, stream: Stream) -> None:
         self._lines = _lines(stream)
-        self._size = 0  # bytes of the record so far
+        self.size = 0  # bytes of the record so far
         self.too_long: list[int] = []  # sizes of skipped records, to be reported by the reader
         self.ended_inside = False
 
-    def begin_record(self) -> None:
-        self._size = 0
-
     def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
         for line in self._lines:
             size = line.size if isinstance(line, _TooLong) else len(line)
-            if isinstance(line, bytes) and self._size + size <= MAX_ROW_BYTES:
-                self._size += size
-                return line.decode("utf-8", "surrogateescape")
+            if isinstance(line, bytes) and self.size + size <= MAX_ROW_BYTES:
+                self.size += size
+                yield line.decode("utf-8", "surrogateescape")
+                continue
             # A record ends where the number of quotes is even; once a line inside a record is lost, its end is unknown.
-            if isinstance(line, bytes) or self._size or line.num_quotes % 2:
-                what = f"{too_long(self._size + size)} Probably a closing quote is missing."
+            if isinstance(line, bytes) or self.size or line.num_quotes % 2:
+                what = f"{too_long(self.size + size)} Probably a closing quote is missing."
                 raise Damage(what, "add the missing closing quote, or shorten this row")
             self.too_long.append(size)
-        self.ended_inside = self._size > 0
-        raise StopIteration
+        self.ended_inside = self.size > 0
 
 
 def _lines(stream: Stream) -> Iterator[bytes | _TooLong]:
@@ -76,14 +70,14 @@ def _lines(stream: Stream) -> Iterator[bytes | _TooLong]:
         yield b"".join(held) if size <= MAX_ROW_BYTES else _TooLong(size, num_lost_quotes)
 
 
-def csv_rows(stream: Stream, at: Cursor, delimiter: str) -> Iterator[RawRow | Fault]:
+def csv_rows(stream: Stream, at: Cursor, delimiter: str) -> RowsOfFile:
     """Each record after the header as an object of strings."""
     csv.field_size_limit(MAX_ROW_BYTES)  # process-wide; the default of 128 KiB is less than a long answer
     lines = _CsvLines(stream)
     records = csv.reader(lines, delimiter=delimiter)
     header: list[str] | None = None
     while True:
-        lines.begin_record()
+        lines.size = 0
         try:
             record = next(records, None)
         except csv.Error as error:
@@ -116,7 +110,7 @@ def _checked_header(names: list[str]) -> list[str]:
     return names
 
 
-def parquet_rows(source: Stream, kind: Kind, at: Cursor, meter: Meter) -> Iterator[RawRow | Fault]:
+def parquet_rows(source: Stream, kind: Kind, at: Cursor, meter: Meter) -> RowsOfFile:
     """Rows of a Parquet file, decoded a few at a time. Inside an archive it is first read into memory."""
     try:
         import pyarrow
@@ -149,13 +143,7 @@ def parquet_rows(source: Stream, kind: Kind, at: Cursor, meter: Meter) -> Iterat
 def _records(batch: Any) -> Iterable[dict[str, Any] | Exception]:
     try:
         return batch.to_pylist()
-    except (ValueError, OverflowError):  # text that is not UTF-8, a date out of range: find the rows that have it
-        return [_record(batch, number) for number in range(batch.num_rows)]
-
-
-def _record(batch: Any, number: int) -> dict[str, Any] | Exception:
-    try:
-        record: dict[str, Any] = batch.slice(number, 1).to_pylist()[0]
-    except (ValueError, OverflowError) as error:
-        return error
-    return record
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date out of range
+        if batch.num_rows == 1:
+            return [error]
+        return [record for number in range(batch.num_rows) for record in _records(batch.slice(number, 1))]

@@ -7,25 +7,29 @@ with any base model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 
 from trillora.errors import TrilloraError, nearest
 
+_TURNS = """\
+{%- for message in messages %}
+    {{- HEADER }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- (message['content'] | trim) + STOP }}{%- endgeneration %}
+    {%- else %}{{- (message['content'] | trim) + STOP }}{%- endif %}
+ENDING
+{%- endfor %}
+{%- if add_generation_prompt %}{{- PROMPT }}{%- endif %}"""
 
-def _turns(header: str, stop: str, prompt: str, opening: str = "") -> str:
-    """A template that writes every turn in the same form: header, content, stop."""
-    return (
-        opening
-        + "{%- for message in messages %}\n"
-        + "    {{- " + header + " }}\n"
-        + "    {%- if message['role'] == 'assistant' %}\n"
-        + "        {%- generation %}{{- (message['content'] | trim) + " + stop + " }}{%- endgeneration %}\n"
-        + "    {%- else %}{{- (message['content'] | trim) + " + stop + " }}{%- endif %}\n"
-        + "    {{- '\\n' }}\n"
-        + "{%- endfor %}\n"
-        + "{%- if add_generation_prompt %}{{- " + prompt + " }}{%- endif %}"
-    )  # fmt: skip
+
+def _turns(
+    header: str, stop: str, prompt: str, opening: str = "", ending: str = "    {{- '\\n' }}\n"
+) -> tuple[str, tuple[str, ...]]:
+    """A template that writes every turn in the same form: header, content, stop; and the tokens it needs."""
+    template = _TURNS.replace("HEADER", header).replace("STOP", stop).replace("ENDING\n", ending)
+    return opening + template.replace("PROMPT", prompt), tuple(re.findall(r"<[^<>' ]+>", header + stop))
 
 
 _INSTRUCT = """\
@@ -41,29 +45,21 @@ _INSTRUCT = """\
 
 # name -> (template, words the tokenizer must have as tokens of their own)
 NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "chatml": (
-        _turns("'<|im_start|>' + message['role'] + '\\n'", "'<|im_end|>'", "'<|im_start|>assistant\\n'"),
-        ("<|im_start|>", "<|im_end|>"),
+    "chatml": _turns("'<|im_start|>' + message['role'] + '\\n'", "'<|im_end|>'", "'<|im_start|>assistant\\n'"),
+    "llama3": _turns(
+        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'",
+        "'<|eot_id|>'",
+        "'<|start_header_id|>assistant<|end_header_id|>\\n\\n'",
+        "{{- bos_token }}",
+        ending="",
     ),
-    "llama3": (
-        _turns(
-            "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'",
-            "'<|eot_id|>'",
-            "'<|start_header_id|>assistant<|end_header_id|>\\n\\n'",
-            "{{- bos_token }}",
-        ).replace("    {{- '\\n' }}\n", ""),
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": _turns(
+        "'<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n'",
+        "'<end_of_turn>'",
+        "'<start_of_turn>model\\n'",
+        "{{- bos_token }}",
     ),
-    "gemma": (
-        _turns(
-            "'<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n'",
-            "'<end_of_turn>'",
-            "'<start_of_turn>model\\n'",
-            "{{- bos_token }}",
-        ),
-        ("<start_of_turn>", "<end_of_turn>"),
-    ),
-    "zephyr": (_turns("'<|' + message['role'] + '|>\\n'", "eos_token", "'<|assistant|>\\n'"), ()),
+    "zephyr": _turns("'<|' + message['role'] + '|>\\n'", "eos_token", "'<|assistant|>\\n'"),
     "instruct": (_INSTRUCT, ()),
 }
 
@@ -75,22 +71,16 @@ def find_template(name: str, words: Collection[str], eos: str | None) -> str:
     if name not in NAMED:
         guess = nearest(name, NAMED)
         hint = f"did you mean '{guess}'? " if guess else ""
-        raise TrilloraError(
-            f"There is no chat template '{name}'.",
-            where="data.chat_template",
-            do=f"{hint}names: {' '.join(NAMED)}; or write the path of a .jinja file",
-        )
+        do = f"{hint}names: {' '.join(NAMED)}; or write the path of a .jinja file"
+        raise TrilloraError(f"There is no chat template '{name}'.", where="data.chat_template", do=do)
     template, needed = NAMED[name]
     missing = [word for word in needed if word not in words]
     do = "use zephyr or instruct, which end a turn with the tokenizer's EOS token"
     if not needed and eos is None:
         missing, do = ["an EOS token"], "use a model whose tokenizer has an EOS token"
     if missing:
-        raise TrilloraError(
-            f"The chat template '{name}' needs {' and '.join(missing)}, which this tokenizer does not have.",
-            where="data.chat_template",
-            do=do,
-        )
+        what = f"The chat template '{name}' needs {' and '.join(missing)}, which this tokenizer does not have."
+        raise TrilloraError(what, where="data.chat_template", do=do)
     return template
 
 
@@ -98,8 +88,6 @@ def _read(name: str) -> str:
     try:
         return Path(name).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TrilloraError(
-            f"The chat template cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}.",
-            where=f"data.chat_template: {name}",
-            do=f"write the path of a .jinja file, or one of the names {' '.join(NAMED)}",
-        ) from None
+        what = f"The chat template cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}."
+        do = f"write the path of a .jinja file, or one of the names {' '.join(NAMED)}"
+        raise TrilloraError(what, where=f"data.chat_template: {name}", do=do) from None

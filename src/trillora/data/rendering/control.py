@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,18 @@ class ControlWords:
 
 def inside(position: int, spans: Sequence[Span]) -> bool:
     return any(start <= position < end for start, end in spans)
+
+
+def odd_spans(parts: Sequence[str]) -> list[Span]:
+    """Where the second, fourth, ... of these parts are in the joined text; re.split returns matches at these places."""
+    ends = itertools.accumulate(map(len, parts))
+    return [(end - len(part), end) for part, end in zip(parts, ends, strict=True)][1::2]
+
+
+def common_length(text: str, other: str) -> int:
+    """The length of the longest common prefix."""
+    differing = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    return len(text) if other.startswith(text) else next(differing, min(len(text), len(other)))
 
 
 def _any_of(words: Sequence[str]) -> str:

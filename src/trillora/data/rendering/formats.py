@@ -28,16 +28,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Role names in ShareGPT-like data sets, in lower case. A function call is an assistant turn that is all call.
 _CALL_ROLES = ("function_call", "function-call", "tool_call")
 _ROLE_NAMES = {
-    "system": ("system",),
-    "developer": ("developer",),
-    "user": ("human", "user", "prompter"),
-    "assistant": (
-        *("gpt", "assistant", "chatgpt", "gpt4", "gpt-4", "bing", "bard", "claude", "model", "bot", "ai"),
-        *_CALL_ROLES,
-    ),
-    "tool": ("tool", "tools", "function", "function_response", "function-response", "tool_response", "observation"),
+    "system": "system",
+    "developer": "developer",
+    "user": "human user prompter",
+    "assistant": f"gpt assistant chatgpt gpt4 gpt-4 bing bard claude model bot ai {' '.join(_CALL_ROLES)}",
+    "tool": "tool tools function function_response function-response tool_response observation",
 }
-SHAREGPT_ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names}
+SHAREGPT_ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
 
 _TURN_KEYS = ("messages", "conversation", "conversations")
 _SYSTEM_KEYS = ("system", "system_prompt")
@@ -50,6 +47,13 @@ _KEYS_OF_FORMATS = (
     "or response), alpaca (instruction, output, optionally input), question-answer (question, answer or response), "
     "text (text)"
 )
+# Formats without a list of turns: the key of the question, and the keys that may hold the answer.
+_PLAIN_FORMATS = {
+    "prompt-completion": ("prompt", ("completion", "response")),
+    "alpaca": ("instruction", ("output",)),
+    "question-answer": ("question", ("answer", "response")),
+    "text": ("text", ("text",)),
+}
 
 # Which roles may follow a turn; "" is the start, "call" an assistant turn that calls tools.
 _MAY_FOLLOW = {
@@ -68,22 +72,15 @@ def detect(row: Row) -> str:
     matching = []
     if (key := _turn_key(row)) is not None:
         matching.append(_turn_format(key, row[key]))
-    has_response = row.get("response") is not None
-    if row.get("prompt") is not None and (has_response or row.get("completion") is not None):
-        matching.append("prompt-completion")
-    if row.get("instruction") is not None and row.get("output") is not None:
-        matching.append("alpaca")
-    if row.get("question") is not None and (has_response or row.get("answer") is not None):
-        matching.append("question-answer")
-    if row.get("text") is not None:
-        matching.append("text")
+    given = {key for key, value in row.items() if value is not None}
+    matching += [
+        name for name, (key, answers) in _PLAIN_FORMATS.items() if key in given and given.intersection(answers)
+    ]
     if len(matching) == 1:
         return matching[0]
     if matching:
-        raise BadRow(
-            f"The row matches several formats: {', '.join(matching)}. Its keys: {_keys_of(row)}.",
-            f"choose one in the recipe, such as data.format: {matching[0]}",
-        )
+        what = f"The row matches several formats: {', '.join(matching)}. Its keys: {_keys_of(row)}."
+        raise BadRow(what, f"choose one in the recipe, such as data.format: {matching[0]}")
     raise BadRow(
         f"The row matches no known format. Its keys: {_keys_of(row)}.",
         f"use the keys of one of these formats: {_KEYS_OF_FORMATS}; or convert rows with data.template in the recipe",
@@ -92,6 +89,8 @@ def detect(row: Row) -> str:
 
 def convert(row: Row, format: str) -> Example:
     """The row as an example of the given format, except "template", which `RowTemplate` converts."""
+    if format in ("messages", "sharegpt"):
+        return _from_turns(row, format)
     return _CONVERTERS[format](row)
 
 
@@ -105,45 +104,34 @@ def check_chat(messages: object, *, calls_in_text: bool = False) -> list[Message
     if not messages:
         raise BadRow("The conversation is empty.", "add a question and an answer, or remove the row")
     checked = []
-    before, answered = "", False
+    before = ""
     for number, message in enumerate(messages, start=1):
         turn = _checked_turn(message, number)
         role = turn["role"]
         if role not in _MAY_FOLLOW[before]:
             _refuse_order(role, before, number)
-        before = role
-        if role == "assistant":
-            answered = True
-            if calls_in_text or "tool_calls" in turn:
-                before = "call"
+        before = "call" if role == "assistant" and (calls_in_text or "tool_calls" in turn) else role
         checked.append(turn)
-    if not answered:
+    if all(turn["role"] != "assistant" for turn in checked):
         raise BadRow("The conversation has no assistant turn, so there is nothing to train on.", "add the answer")
     return checked
 
 
-def _from_messages(row: Row) -> Chat:
-    key = _turn_key(row)
+def _from_turns(row: Row, format: str) -> Chat:
+    key, is_sharegpt = _turn_key(row), format == "sharegpt"
     if key is None:
-        _refuse_keys(row, '"messages"')
-    if _turn_format(key, row[key]) == "sharegpt" and row[key]:
-        raise BadRow(f'The turns of "{key}" have no "role".', f"{_TURN_FORM}, or set data.format: sharegpt")
-    return Chat(_with_system(row, check_chat(row[key])), _tools(row))
-
-
-def _from_sharegpt(row: Row) -> Chat:
-    key = _turn_key(row)
-    if key is None:
-        _refuse_keys(row, '"conversations"')
+        _refuse_keys(row, '"conversations"' if is_sharegpt else '"messages"')
     turns = row[key]
-    if isinstance(turns, list):
+    if is_sharegpt and isinstance(turns, list):
         turns = [_sharegpt_turn(turn, number) for number, turn in enumerate(turns, start=1)]
-    return Chat(_with_system(row, check_chat(turns, calls_in_text=True)), _tools(row))
+    elif not is_sharegpt and turns and _turn_format(key, turns) == "sharegpt":
+        raise BadRow(f'The turns of "{key}" have no "role".', f"{_TURN_FORM}, or set data.format: sharegpt")
+    return Chat(_with_system(row, check_chat(turns, calls_in_text=is_sharegpt)), _tools(row))
 
 
 def _from_prompt_completion(row: Row) -> Chat | Pair:
     """Lists of turns are a chat. Text stays raw text, except with a system text, which needs a chat."""
-    answer_key = "completion" if row.get("completion") is not None else "response"
+    answer_key = _answer_key(row, "prompt-completion")
     prompt, completion = row.get("prompt"), row.get(answer_key)
     if prompt is None or completion is None:
         _refuse_keys(row, '"prompt" and "completion"')
@@ -156,10 +144,8 @@ def _from_prompt_completion(row: Row) -> Chat | Pair:
         whole = _with_system(row, turns)
         return Chat(whole, _tools(row), num_prompt=len(whole) - len(completion))
     if isinstance(prompt, list) or isinstance(completion, list):
-        raise BadRow(
-            f'"prompt" is {kind_name(prompt)} and "{answer_key}" is {kind_name(completion)}.',
-            "write both as text, or both as lists of turns",
-        )
+        what = f'"prompt" is {kind_name(prompt)} and "{answer_key}" is {kind_name(completion)}.'
+        raise BadRow(what, "write both as text, or both as lists of turns")
     prompt, completion = _text_at(row, "prompt"), _text_at(row, answer_key)
     if any(key in row for key in _SYSTEM_KEYS):
         return _one_round(row, prompt, completion)
@@ -177,22 +163,21 @@ def _from_alpaca(row: Row) -> Chat:
 
 
 def _from_question_answer(row: Row) -> Chat:
-    answer_key = "answer" if row.get("answer") is not None else "response"
-    return _one_round(row, _text_at(row, "question"), _text_at(row, answer_key))
-
-
-def _from_text(row: Row) -> Text:
-    return Text(_text_at(row, "text"))
+    return _one_round(row, _text_at(row, "question"), _text_at(row, _answer_key(row, "question-answer")))
 
 
 _CONVERTERS: dict[str, Callable[[Row], Example]] = {
-    "messages": _from_messages,
-    "sharegpt": _from_sharegpt,
     "prompt-completion": _from_prompt_completion,
     "alpaca": _from_alpaca,
     "question-answer": _from_question_answer,
-    "text": _from_text,
+    "text": lambda row: Text(_text_at(row, "text")),
 }
+
+
+def _answer_key(row: Row, format: str) -> str:
+    """The first key of the format's answer that the row has, or else the last."""
+    keys = _PLAIN_FORMATS[format][1]
+    return next((key for key in keys if row.get(key) is not None), keys[-1])
 
 
 def _one_round(row: Row, question: str, answer: str) -> Chat:
@@ -203,8 +188,7 @@ def _one_round(row: Row, question: str, answer: str) -> Chat:
 def _with_system(row: Row, turns: list[Message]) -> list[Message]:
     """The turns, preceded by the row's separate system text, if any."""
     for key in _SYSTEM_KEYS:
-        text = row.get(key)
-        if text is None or text == "":
+        if (text := row.get(key)) in (None, ""):
             continue
         if not isinstance(text, str):
             raise BadRow(f'"{key}" is {kind_name(text)}, not text.', "write it as text, or remove the key")
@@ -215,47 +199,42 @@ def _with_system(row: Row, turns: list[Message]) -> list[Message]:
 
 
 def _tools(row: Row) -> list[Any] | None:
-    tools = row.get("tools")
-    if not tools:
-        return None
-    if isinstance(tools, str):
-        tools = _parsed(tools, list)
-        if tools is None:
-            raise BadRow('"tools" is text that is not a JSON list.', "write the tools as a list of objects")
-    if not isinstance(tools, list):
-        raise BadRow(f'"tools" is {kind_name(tools)}, not a list.', "write the tools as a list of objects")
-    for number, tool in enumerate(tools, start=1):
+    tools, form = row.get("tools") or None, "write the tools as a list of objects"
+    if isinstance(tools, str) and (tools := _parsed(tools, list)) is None:
+        raise BadRow('"tools" is text that is not a JSON list.', form)
+    if not isinstance(tools, list | None):
+        raise BadRow(f'"tools" is {kind_name(tools)}, not a list.', form)
+    for number, tool in enumerate(tools or (), start=1):
         if not isinstance(tool, dict):
-            raise BadRow(f"Tool {number} is {kind_name(tool)}, not an object.", "write the tools as a list of objects")
+            raise BadRow(f"Tool {number} is {kind_name(tool)}, not an object.", form)
     return tools or None
 
 
 def _sharegpt_turn(turn: object, number: int) -> Message:
     """Convert `from` and `value` to `role` and `content`."""
-    if not isinstance(turn, dict):
-        raise BadRow(f"Turn {number} is {kind_name(turn)}, not an object.", _SHAREGPT_FORM)
-    name = turn.get("from")
-    if name is None:
-        raise BadRow(f'Turn {number} has no "from".', _SHAREGPT_FORM)
+    turn, name = _turn_and_role(turn, number, "from", _SHAREGPT_FORM)
     known = name.strip().lower() if isinstance(name, str) else ""
     role = SHAREGPT_ROLES.get(known)
     if role is None:
         _refuse_role(name, number, SHAREGPT_ROLES)
     value = turn.get("value")
-    if known in _CALL_ROLES and isinstance(value, str):
-        calls = _parsed(value, (dict, list))
-        if calls:
-            return {"role": role, "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+    if known in _CALL_ROLES and isinstance(value, str) and (calls := _parsed(value, (dict, list))):
+        return {"role": role, "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
     plain = {"role": role, "content": value}
     return plain if len(turn) == 2 else {**turn, **plain}
 
 
+def _turn_and_role(turn: object, number: int, key: str, form: str) -> tuple[Row, Any]:
+    """The turn, which must be an object, and its value at `key`, which must not be null."""
+    if not isinstance(turn, dict):
+        raise BadRow(f"Turn {number} is {kind_name(turn)}, not an object.", form)
+    if turn.get(key) is None:
+        raise BadRow(f'Turn {number} has no "{key}".', form)
+    return turn, turn[key]
+
+
 def _checked_turn(message: object, number: int) -> Message:
-    if not isinstance(message, dict):
-        raise BadRow(f"Turn {number} is {kind_name(message)}, not an object.", _TURN_FORM)
-    role = message.get("role")
-    if role is None:
-        raise BadRow(f'Turn {number} has no "role".', _TURN_FORM)
+    message, role = _turn_and_role(message, number, "role", _TURN_FORM)
     if role not in ROLES:
         _refuse_role(role, number, ROLES)
     content = message.get("content")
@@ -291,10 +270,8 @@ def _keep_extras(turn: Message, message: Row, number: int) -> None:
         turn["tool_calls"] = _checked_calls(calls, number)
     # Other trainers support these keys. To ignore them would train a turn that the data excludes.
     if turn["role"] == "assistant" and (message.get("weight") == 0 or message.get("train") is False):
-        raise BadRow(
-            f'Turn {number} has "weight": 0 or "train": false; excluding single turns is not supported.',
-            "end the conversation before this turn, or remove the key and set data.train_on: last",
-        )
+        what = f'Turn {number} has "weight": 0 or "train": false; excluding single turns is not supported.'
+        raise BadRow(what, "end the conversation before this turn, or remove the key and set data.train_on: last")
 
 
 def _checked_calls(calls: object, number: int) -> list[Row]:
@@ -315,14 +292,11 @@ def _checked_calls(calls: object, number: int) -> list[Row]:
         if kept.setdefault("type", "function") != "function":
             raise BadRow(f"A tool call of turn {number} has the unknown type {excerpt(kept['type'])}.", form)
         arguments = function.get("arguments")
-        if arguments is None:
-            arguments = {}
-        elif isinstance(arguments, str):
-            parsed = _parsed(arguments, dict)
-            arguments = arguments if parsed is None else parsed
-        elif not isinstance(arguments, dict):
+        if not isinstance(arguments, dict | str | None):
             raise BadRow(f"The arguments of a tool call of turn {number} are {kind_name(arguments)}.", form)
-        kept["function"] = {**function, "arguments": arguments}
+        if isinstance(arguments, str) and (parsed := _parsed(arguments, dict)) is not None:
+            arguments = parsed
+        kept["function"] = {**function, "arguments": {} if arguments is None else arguments}
         checked.append(kept)
     return checked
 
@@ -343,30 +317,21 @@ def _joined(parts: list[Any], number: int) -> str:
 
 def _refuse_order(role: str, before: str, number: int) -> NoReturn:
     if role in ("system", "developer"):
-        raise BadRow(
-            f"Turn {number} is a second system turn."
-            if before in ("system", "developer")
-            else f"Turn {number} is a {role} turn, which may only come first.",
-            "put all instructions into one system turn at the start",
-        )
+        is_second = before in ("system", "developer")
+        what = "a second system turn" if is_second else f"a {role} turn, which may only come first"
+        raise BadRow(f"Turn {number} is {what}.", "put all instructions into one system turn at the start")
     if role == "tool":
-        raise BadRow(
-            f"Turn {number} is a tool turn, but the turn before it calls no tool.",
-            'add "tool_calls" to the assistant turn before it',
-        )
+        what = f"Turn {number} is a tool turn, but the turn before it calls no tool."
+        raise BadRow(what, 'add "tool_calls" to the assistant turn before it')
     if before == "tool":
         raise BadRow(f"Turn {number} follows a tool turn, but is a {role} turn.", "add an assistant turn before it")
-    raise BadRow(
-        f"User and assistant do not alternate: turns {number - 1} and {number} are both {role} turns.",
-        "join the two turns, or remove the row",
-    )
+    what = f"User and assistant do not alternate: turns {number - 1} and {number} are both {role} turns."
+    raise BadRow(what, "join the two turns, or remove the row")
 
 
 def _refuse_role(role: object, number: int, known: dict[str, str] | tuple[str, ...]) -> NoReturn:
-    guess = None
-    if isinstance(role, str):
-        name = role[:40].strip().lower()
-        guess = SHAREGPT_ROLES.get(name) or nearest(name, known)
+    name = role[:40].strip().lower() if isinstance(role, str) else ""
+    guess = SHAREGPT_ROLES.get(name) or nearest(name, known)
     hint = f"did you mean {guess!r}? " if guess else ""
     raise BadRow(f"Turn {number} has the unknown role {excerpt(role)}.", f"{hint}roles: {' '.join(known)}")
 
@@ -389,11 +354,8 @@ def _turn_key(row: Row) -> str | None:
 def _turn_format(key: str, turns: object) -> str:
     """Whether turns have role/content or from/value. If the first turn has neither, the key decides."""
     first = turns[0] if isinstance(turns, list) and turns else None
-    if isinstance(first, dict):
-        if "role" in first:
-            return "messages"
-        if "from" in first:
-            return "sharegpt"
+    if isinstance(first, dict) and ("role" in first or "from" in first):
+        return "messages" if "role" in first else "sharegpt"
     return "sharegpt" if key == "conversations" else "messages"
 
 

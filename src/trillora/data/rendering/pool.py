@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from trillora.data.rendering.render import Cut, RenderedRow, RenderSettings
@@ -49,18 +48,16 @@ class Worker:
 
     def render(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None = None) -> list[Outcome]:
         """The outcome of each row."""
-        answers = self._ask(rows, format, cuts)
+        self.start()
+        order = [format, [dataclasses.astuple(cut) for cut in cuts] if cuts else None]
+        answers = self._exchange([json.dumps(order).encode(), *rows])
         if answers is not None:
-            return answers
+            return [_outcome(answer) for answer in answers]
+        self.close()
         if len(rows) == 1:
-            return [
-                BadRow(
-                    f"Rendering this row killed the worker: it took more than {SECONDS_PER_ROW:g} seconds or too much "
-                    "memory.",
-                    "remove the row, or fix a loop in the template that does not end",
-                    past_limit=True,
-                )
-            ]
+            limits = f"more than {SECONDS_PER_ROW:g} seconds or too much memory"
+            do = "remove the row, or fix a loop in the template that does not end"
+            return [BadRow(f"Rendering this row killed the worker: it took {limits}.", do, past_limit=True)]
         return [self.render([row], format, [cuts[i]] if cuts else None)[0] for i, row in enumerate(rows)]
 
     def start(self) -> None:
@@ -83,11 +80,9 @@ class Worker:
             self._stderr.seek(0)
             last = self._stderr.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
             self.close()
-            raise TrilloraError(
-                f"The worker that renders rows did not start, or died while compiling the templates. {last}".rstrip(),
-                where="data",
-                do="check the chat template and data.template for very large constant expressions",
-            )
+            what = f"The worker that renders rows did not start, or died while compiling the templates. {last}".rstrip()
+            do = "check the chat template and data.template for very large constant expressions"
+            raise TrilloraError(what, where="data", do=do)
         if "error" in reply:
             self.close()
             raise TrilloraError(reply["error"][0], where="data.template or the chat template", do=reply["error"][1])
@@ -103,15 +98,6 @@ class Worker:
         if self._stderr is not None:
             self._stderr.close()
         self._process = self._stderr = None
-
-    def _ask(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None) -> list[Outcome] | None:
-        self.start()
-        order = [format, [dataclasses.astuple(cut) for cut in cuts] if cuts else None]
-        answers = self._exchange([json.dumps(order).encode(), *rows])
-        if answers is None:
-            self.close()
-            return None
-        return [_outcome(answer) for answer in answers]
 
     def _exchange(self, parts: Sequence[bytes]) -> Any:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
@@ -140,9 +126,7 @@ class Pool:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._threads.shutdown(wait=kind is None, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -160,9 +144,7 @@ class Pool:
             if len(waiting) > len(self._workers) + 1:
                 first, future = waiting.popleft()
                 yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
+        yield from ((first, future.result()) for first, future in waiting)
 
     def _with_worker(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None) -> list[Outcome]:
         worker = self._idle.popleft()  # as many threads as workers: one is always idle

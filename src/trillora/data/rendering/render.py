@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trillora.data.rendering import formats
-from trillora.data.rendering.control import ControlWords, Span
+from trillora.data.rendering.control import ControlWords, Span, odd_spans
 from trillora.data.rendering.json_values import kind_name, parse_json
 from trillora.data.rendering.sandbox import ChatTemplate, RowTemplate
 from trillora.data.rendering.schema import SchemaCheck
@@ -81,12 +81,11 @@ class Renderer:
         self._fragments = Fragments(settings.special_words)
         self._schema = SchemaCheck(settings.schema) if settings.schema is not None else None
         self._rows = RowTemplate(settings.template) if settings.template is not None else None
-        self._chat: ChatTemplate | None = None
         self._answers: AnswerFinder | None = None
         if settings.chat_template is not None:
             today = datetime.date.fromisoformat(settings.template_date)
-            self._chat = ChatTemplate(settings.chat_template, settings.chat_words, today)
-            self._answers = AnswerFinder(self._chat, self._words)
+            chat_template = ChatTemplate(settings.chat_template, settings.chat_words, today)
+            self._answers = AnswerFinder(chat_template, self._words)
 
     def render(self, raw: bytes, format: str, cut: Cut | None = None) -> RenderedRow:
         """Render one row from its JSON text. Raises `BadRow` for anything that cannot be trained on."""
@@ -127,12 +126,11 @@ class Renderer:
                 return RenderedRow(text, ((0, len(text)),), self._spelled(text), digest=_digest(text))
 
     def _write_chat(self, chat: Chat) -> RenderedRow:
-        if self._chat is None or self._answers is None:
-            raise BadRow(
-                "The model's tokenizer has no chat template, so conversations cannot be rendered.",
-                'use the chat ("instruct") version of the model, or set data.chat_template, for example to chatml',
-            )
-        text, planted = self._written(chat, self._chat, prompt=False)
+        if self._answers is None:
+            what = "The model's tokenizer has no chat template, so conversations cannot be rendered."
+            do = 'use the chat ("instruct") version of the model, or set data.chat_template, for example to chatml'
+            raise BadRow(what, do)
+        text, planted = self._written(chat, self._answers.template, prompt=False)
         if self._settings.train_on == "everything":
             supervised: tuple[Span, ...] = ((0, len(text)),)
         else:
@@ -141,9 +139,9 @@ class Renderer:
 
     def prompt(self, messages: list[Message]) -> RenderedRow:
         """A conversation with a generation prompt at its end. Content cannot become control tokens, as in training."""
-        if self._chat is None:
+        if self._answers is None:
             raise BadRow("The model's tokenizer has no chat template.", "use a chat model, or set data.chat_template")
-        text, planted = self._written(Chat(messages), self._chat, prompt=True)
+        text, planted = self._written(Chat(messages), self._answers.template, prompt=True)
         return RenderedRow(text, (), planted, kind="chat")
 
     def _written(self, chat: Chat, template: ChatTemplate, *, prompt: bool) -> tuple[str, tuple[Span, ...]]:
@@ -178,24 +176,16 @@ class Renderer:
             may_join = may_join or self._fragments.may_join(value.strip())
             return self._words.special.sub(placeholder, value)
 
-        hidden = _map_chat(chat, hide)
+        hidden = _map_chat(chat, hide, hide)
         if not spellings:
             return (), may_join
-        rendered = _render_or_empty(hidden, template, prompt)
-        spans, position, restored = [], 0, []
-        for number, part in enumerate(re.split(f"{_OPEN}([0-9]+){_CLOSE}", rendered)):
-            if number % 2:
-                part = spellings[int(part)]
-                spans.append((position, position + len(part)))
-            restored.append(part)
-            position += len(part)
-        if "".join(restored) != text:
-            raise BadRow(
-                f"Content spells the special token {spellings[0]!r}, and the chat template changes this content, so it "
-                "cannot be distinguished from the template's own tokens.",
-                "remove this text from the row",
-            )
-        return tuple(spans), may_join
+        parts = re.split(f"{_OPEN}([0-9]+){_CLOSE}", _render_or_empty(hidden, template, prompt))
+        parts[1::2] = [spellings[int(number)] for number in parts[1::2]]
+        if "".join(parts) != text:
+            what = f"Content spells the special token {spellings[0]!r}, and the chat template changes this content"
+            why = "so it cannot be distinguished from the template's own tokens"
+            raise BadRow(f"{what}, {why}.", "remove this text from the row")
+        return tuple(odd_spans(parts)), may_join
 
     def _refuse_joined(self, chat: Chat, text: str, template: ChatTemplate, *, prompt: bool) -> None:
         """Refuse content that spells a special token only together with the template's text next to it.
@@ -213,20 +203,16 @@ class Renderer:
             before, _, after = value.partition(core)
             return f"{before}{_OPEN}{core}{_OPEN}{after}"
 
-        def separate_key(key: str) -> str:
-            return key if key.isidentifier() else separate(key)  # templates look up names
-
-        separated = _map_chat(chat, separate, separate_key)
+        # Keys that are identifiers stay: templates look up names.
+        separated = _map_chat(chat, separate, lambda key: key if key.isidentifier() else separate(key))
         if not suspects:
             return
         renderings = (text, _render_or_empty(separated, template, prompt))
         whole, apart = (Counter(self._words.special.findall(rendering)) for rendering in renderings)
         if whole != apart:
-            raise BadRow(
-                f"The text {suspects[0][:60]!r} and the chat template's text next to it spell the special token "
-                f"{next(iter(whole - apart or apart))!r}, or cannot be distinguished from it.",
-                "change this text in the row",
-            )
+            what = f"The text {suspects[0][:60]!r} and the chat template's text next to it spell the special token"
+            word = next(iter(whole - apart or apart))
+            raise BadRow(f"{what} {word!r}, or cannot be distinguished from it.", "change this text in the row")
 
 
 class Fragments:
@@ -241,11 +227,9 @@ class Fragments:
 
     def may_join(self, text: str) -> bool:
         """Called for every text. Most are decided fast: no first or last character of a word is near their ends."""
-        if not text:
-            return False
-        if len(text) < self._longest:
-            return any(text in word and text != word for word in self._words) or self._at_borders(text)
-        tail = len(text) - self._longest
+        if text and len(text) < self._longest and any(text in word and text != word for word in self._words):
+            return True
+        tail = max(len(text) - self._longest, 0)
         return (
             any(text.find(character, tail) >= 0 for character in self._firsts)
             or any(text.find(character, 0, self._longest) >= 0 for character in self._lasts)
@@ -265,14 +249,11 @@ def parse(raw: bytes) -> dict[str, Any]:
     try:
         value = parse_json(line)
     except UnicodeEncodeError:
-        raise BadRow(
-            "This row has half of a surrogate pair (\\ud800 to \\udfff), which is not a character.",
-            "write the character itself in UTF-8, or both halves of the pair",
-        ) from None
+        what = "This row has half of a surrogate pair (\\ud800 to \\udfff), which is not a character."
+        raise BadRow(what, "write the character itself in UTF-8, or both halves of the pair") from None
     except json.JSONDecodeError as error:
-        raise BadRow(
-            f"This row is not JSON: {error.msg} at column {error.colno}.", "write one complete JSON object per row"
-        ) from None
+        what = f"This row is not JSON: {error.msg} at column {error.colno}."
+        raise BadRow(what, "write one complete JSON object per row") from None
     except (ValueError, RecursionError) as error:
         raise BadRow(f"This row is not usable JSON: {error}.", "write one plain JSON object per row") from None
     if not isinstance(value, dict):
@@ -336,7 +317,7 @@ def _digest(meaning: Any) -> int:
     return int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8).digest(), "little")
 
 
-def _map_chat(chat: Chat, change: Callable[[str], str], change_key: Callable[[str], str] | None = None) -> Chat:
+def _map_chat(chat: Chat, change: Callable[[str], str], change_key: Callable[[str], str]) -> Chat:
     """The conversation with every string in it changed, except roles."""
     messages = [
         {key: value if key == "role" else _map_text(value, change, change_key) for key, value in message.items()}
@@ -352,13 +333,12 @@ def _render_or_empty(chat: Chat, template: ChatTemplate, prompt: bool) -> str:
         return ""
 
 
-def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[str], str] | None = None) -> Any:
+def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
     """The same JSON value with every string in it changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
         return [_map_text(item, change, change_key) for item in value]
     if isinstance(value, dict):
-        new_key = change_key or change
-        return {new_key(key): _map_text(item, change, change_key) for key, item in value.items()}
+        return {change_key(key): _map_text(item, change, change_key) for key, item in value.items()}
     return value

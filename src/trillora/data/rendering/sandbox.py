@@ -48,31 +48,20 @@ class ChatTemplate:
         has_calls = any(message.get("tool_calls") for message in chat.messages)
         for name, used in (("tools", chat.tools), ("tool_calls", has_calls)):
             if used and name not in self._source:
-                raise BadRow(
-                    f'This conversation has "{name}", which the chat template ignores.',
-                    "use a model or a data.chat_template that supports tools, or remove the row",
-                )
+                what = f'This conversation has "{name}", which the chat template ignores.'
+                raise BadRow(what, "use a model or a data.chat_template that supports tools, or remove the row")
 
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False, marked: bool = False
     ) -> str:
         """The conversation as text. `prompt`: add a generation prompt. `marked`: show generation marks as sentinels."""
         self._environment.shows_marks = marked
-        try:
-            return self._template.render(
-                messages=[_with_reasoning(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self._words,
-            )
-        except (MemoryError, RecursionError):
-            raise
-        except Exception as error:  # templates can raise anything
-            raise BadRow(
-                f"The chat template refuses this conversation: {str(error)[:300]}",
-                "use roles and an order of turns that the template accepts",
-            ) from None
+        messages = [_with_reasoning(message) for message in messages]
+        values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        what = "The chat template refuses this conversation"
+        return _rendered(
+            self._template, values | self._words, what, "use roles and an order of turns that the template accepts"
+        )
 
 
 class RowTemplate:
@@ -87,24 +76,17 @@ class RowTemplate:
         }
 
     def convert(self, row: dict[str, Any]) -> Example:
-        written = {name: self._write(name, row) for name in self._templates}
+        do = "use only keys of the row in the template: " + " ".join(sorted(map(str, row))[:20])
+        written = {
+            name: _rendered(template, {**row, "row": row}, f"data.template.{name} cannot be rendered with this row", do)
+            for name, template in self._templates.items()
+        }
         if "text" in written:
             return Text(written["text"])
         if "completion" in written:
             return Pair(written["prompt"], written["completion"])
         roles = [role for role in ("system", "user", "assistant") if role in written]
         return Chat([{"role": role, "content": written[role]} for role in roles])
-
-    def _write(self, name: str, row: dict[str, Any]) -> str:
-        try:
-            return self._templates[name].render({**row, "row": row})
-        except (MemoryError, RecursionError):
-            raise
-        except Exception as error:
-            raise BadRow(
-                f"data.template.{name} cannot be rendered with this row: {str(error)[:300]}",
-                "use only keys of the row in the template: " + " ".join(sorted(map(str, row))[:20]),
-            ) from None
 
 
 class _ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -139,6 +121,15 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str, name: str
     except TemplateSyntaxError as error:
         what = f"{name} is not a valid Jinja template: {error.message} in line {error.lineno}."
         raise BadRow(what, "fix the template at the line shown") from None
+
+
+def _rendered(template: Template, values: dict[str, Any], what: str, do: str) -> str:
+    try:
+        return template.render(values)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # templates can raise anything
+        raise BadRow(f"{what}: {str(error)[:300]}", do) from None
 
 
 def _with_reasoning(message: Message) -> Message:

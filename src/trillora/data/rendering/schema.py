@@ -26,20 +26,14 @@ class SchemaCheck:
             from referencing import Registry
             from referencing.exceptions import Unresolvable
         except ImportError as error:
-            raise TrilloraError(
-                "Checking rows against a JSON Schema needs the package jsonschema.",
-                where="data.json_schema",
-                do='pip install "jsonschema>=4.18"',
-            ) from error
+            what = "Checking rows against a JSON Schema needs the package jsonschema."
+            raise _error(what, 'pip install "jsonschema>=4.18"') from error
         kind = validator_for(schema, default=Draft202012Validator)
         try:
             kind.check_schema(schema)
         except SchemaError as error:
-            raise TrilloraError(
-                f"The schema is not a JSON Schema: {_shortened(error.message)} at {_shortened(error.json_path)}.",
-                where="data.json_schema",
-                do="correct the schema at this path",
-            ) from None
+            what = f"The schema is not a JSON Schema: {_shortened(error.message)} at {_shortened(error.json_path)}."
+            raise _error(what, "correct the schema at this path") from None
         self._best_match = best_match
         self._unresolvable = Unresolvable
         # Without an explicit registry the package fetches references; an empty one resolves no URL.
@@ -50,19 +44,18 @@ class SchemaCheck:
         try:
             failure = next(self._validator.iter_errors(row), None)
         except self._unresolvable as error:
-            raise TrilloraError(
-                f"The schema refers to {_shown(error.ref)}, which it does not contain; references are not fetched.",
-                where="data.json_schema",
-                do='copy that part into the schema\'s "$defs" and refer to it there',
-            ) from None
+            what = f"The schema refers to {_shown(error.ref)}, which it does not contain; references are not fetched."
+            raise _error(what, 'copy that part into the schema\'s "$defs" and refer to it there') from None
         except RecursionError:
-            raise BadRow(
-                "The row is nested too deeply to be checked, or the schema refers to itself endlessly.",
-                "remove the row, or correct the schema",
-            ) from None
+            what = "The row is nested too deeply to be checked, or the schema refers to itself endlessly."
+            raise BadRow(what, "remove the row, or correct the schema") from None
         if failure is not None:
             closest = self._best_match([failure])  # inside anyOf and similar, the branch that nearly matches
             raise BadRow(_message(closest or failure), "correct the row, or change data.json_schema")
+
+
+def _error(what: str, do: str) -> TrilloraError:
+    return TrilloraError(what, where="data.json_schema", do=do)
 
 
 def _message(failure: Any) -> str:

@@ -46,7 +46,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from trillora.data.rendering.control import ControlWords, Span, inside
+from trillora.data.rendering.control import ControlWords, Span, common_length, inside, odd_spans
 from trillora.data.rendering.sandbox import CLOSE, OPEN, ChatTemplate
 from trillora.data.rows import BadRow, Chat, Message
 
@@ -59,7 +59,7 @@ class AnswerFinder:
     """Finds answers in the renderings of one chat template, and caches what it learns about the template."""
 
     def __init__(self, template: ChatTemplate, words: ControlWords) -> None:
-        self._template = template
+        self.template = template
         self._words = words
         self._special_at_end = re.compile(f"(?:{words.special.pattern})\\Z")
         self._leads: dict[str, int] = {}  # text before an answer -> how many characters at its end are trained
@@ -67,7 +67,7 @@ class AnswerFinder:
 
     def find(self, chat: Chat, text: str, planted: Sequence[Span], turns: Sequence[int]) -> tuple[Span, ...]:
         """One span of `text`, the full rendering, for each of the given assistant turns."""
-        if self._template.has_marks and (spans := self._by_own_marks(chat, text, planted)):
+        if self.template.has_marks and (spans := self._by_own_marks(chat, text, planted)):
             return tuple(spans[turn] for turn in turns)
         contents = self._contents(chat, text)
         if contents is None:
@@ -77,7 +77,7 @@ class AnswerFinder:
     def _by_own_marks(self, chat: Chat, text: str, planted: Sequence[Span]) -> dict[int, Span] | None:
         """Method 1: the span of every assistant turn; None if the template's marks cannot be used."""
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        rendered = self._template.render(chat.messages, chat.tools, marked=True)
+        rendered = self.template.render(chat.messages, chat.tools, marked=True)
         marked = _marked_spans(rendered, text, _AROUND * len(answers))
         if marked is None:
             return None
@@ -91,7 +91,7 @@ class AnswerFinder:
         marked = [_with_marks(message, pair) for message, pair in zip(chat.messages, marks, strict=True)]
         if any(message is None for message in marked):
             return None
-        rendered = self._template.render([message for message in marked if message], chat.tools)
+        rendered = self.template.render([message for message in marked if message], chat.tools)
         return _marked_spans(rendered, text, "".join(marks))
 
     def _by_neighbours(
@@ -121,11 +121,11 @@ class AnswerFinder:
             # A generation prompt longer than the header may match the first characters of the answer as well.
             span = None if start is None or found is None else (min(start, found[0]), found[1])
         if span is None:
-            raise BadRow(
-                f"The answer of turn {turn + 1}, followed by a stop token, was not found in the chat template's text.",
-                "use a chat template that writes each answer unchanged, then the end-of-turn token, "
-                "inside {% generation %} marks",
+            stop = "then the end-of-turn token, inside {% generation %} marks"
+            what = (
+                f"The answer of turn {turn + 1}, followed by a stop token, was not found in the chat template's text."
             )
+            raise BadRow(what, f"use a chat template that writes each answer unchanged, {stop}")
         return span
 
     def _end_of_header(self, chat: Chat, turn: int, text: str) -> int | None:
@@ -133,23 +133,23 @@ class AnswerFinder:
         if turn == 0:
             # No turn before: the header is what a generation prompt adds to a question.
             question = [{"role": "user", "content": "?"}]
-            prompted = self._template.render(question, None, prompt=True)
-            header = prompted[_common_length(prompted, self._template.render(question, None)) :]
+            prompted = self.template.render(question, None, prompt=True)
+            header = prompted[common_length(prompted, self.template.render(question, None)) :]
             found = text.find(header) if header else -1
             return found + len(header) if found >= 0 else None
         before, start = chat.messages[:turn], 0
         closed = [*before[:-1], _closed(before[-1])]
-        head, mark, tail = self._template.render([*closed, *chat.messages[turn:]], chat.tools).partition(CLOSE)
+        head, mark, tail = self.template.render([*closed, *chat.messages[turn:]], chat.tools).partition(CLOSE)
         if mark and head + tail == text:
             before, start = closed, len(head)
 
         def rest(messages: Sequence[Message], prompt: bool = False) -> str:
             """The rendering from `start` on."""
-            rendering = self._template.render(messages, chat.tools, prompt=prompt)
+            rendering = self.template.render(messages, chat.tools, prompt=prompt)
             return rendering.partition(CLOSE)[2] if start else rendering
 
         written, prompted, unprompted = text[start:], rest(before, prompt=True), rest(before)
-        common = _common_length(prompted, written)
+        common = common_length(prompted, written)
         if common < len(unprompted.rstrip()) or (common == len(prompted) != len(unprompted)):
             return start + common if common == len(prompted) else None
         # Some templates have a generation prompt that differs from the header they write (it opens a <think> that the
@@ -160,10 +160,10 @@ class AnswerFinder:
         except BadRow:  # the template refuses a tool's result that follows no call
             answered = rest([*before, plain])
         if len(prompted) > len(unprompted):
-            return start + min(common, _common_length(prompted, answered))
+            return start + min(common, common_length(prompted, answered))
         header = answered.partition(OPEN)[0]
         has_words = self._words.special.search(header, len(unprompted))
-        return start + (_common_length(header, written) if has_words else common)
+        return start + (common_length(header, written) if has_words else common)
 
     def _answer_with_stop(self, chat: Chat, turn: int, text: str, planted: Sequence[Span]) -> Span | None:
         """From the start of the answer through its stop token, which must be the same if this turn is the last.
@@ -173,11 +173,11 @@ class AnswerFinder:
         marked = _with_marks(chat.messages[turn], _AROUND, _without_thinking)
         if marked is None:
             return None
-        rendered = self._template.render(_replaced(chat.messages, turn, marked), chat.tools)
+        rendered = self.template.render(_replaced(chat.messages, turn, marked), chat.tools)
         spoken = _marked_spans(rendered, text, _AROUND)
         if spoken is None:
             return None
-        alone = self._template.render([*chat.messages[:turn], marked], chat.tools).rpartition(CLOSE)[2]
+        alone = self.template.render([*chat.messages[:turn], marked], chat.tools).rpartition(CLOSE)[2]
         stop, stop_alone = self._stop(text, spoken[0][1]), self._stop(alone, 0)
         if stop is None or stop_alone is None or stop[1] != stop_alone[1] or inside(stop.start(1), planted):
             return None
@@ -196,11 +196,11 @@ class AnswerFinder:
         From a sentinel inside the calls on, the rendering that ends with this turn must agree with the full text.
         """
         for marked in (*_marks_in_calls(chat.messages[turn]), chat.messages[turn]):
-            rendered = self._template.render(_replaced(chat.messages, turn, marked), chat.tools)
+            rendered = self.template.render(_replaced(chat.messages, turn, marked), chat.tools)
             head, mark, tail = rendered.partition(CLOSE)
             if head + tail != text:
                 continue
-            alone = self._template.render([*chat.messages[:turn], marked], chat.tools)
+            alone = self.template.render([*chat.messages[:turn], marked], chat.tools)
             start, alone = (len(head), alone.partition(CLOSE)[2]) if mark else (0, alone)
             for word in reversed(list(self._words.special.finditer(alone))):
                 if self._words.special.sub("", alone[word.end() :]).strip():
@@ -260,17 +260,4 @@ def _marked_spans(marked: str, text: str, marks: str) -> list[Span] | None:
     parts = _SENTINELS.split(marked)
     if "".join(_SENTINELS.findall(marked)) != marks or "".join(parts) != text:
         return None
-    spans, position = [], 0
-    for number, part in enumerate(parts):
-        if number % 2:
-            spans.append((position, position + len(part)))
-        position += len(part)
-    return spans
-
-
-def _common_length(*texts: str) -> int:
-    """The length of the longest common prefix."""
-    first, *others = texts
-    if all(other.startswith(first) for other in others):
-        return len(first)
-    return next((i for i, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1), min(map(len, texts)))
+    return odd_spans(parts)

@@ -23,7 +23,8 @@ from trillora.errors import TrilloraError
 SECONDS_PER_ROW = 2.0  # of processor time
 HARD_SECONDS_PER_ROW = 3.0  # after which the kernel ends the process
 BYTES_ABOVE_START = 512 * 2**20
-_HEADER = struct.Struct("<I")
+_HEADER = struct.Struct("<IQ")  # number of parts, bytes of all parts with their lengths
+_LENGTH = struct.Struct("<I")  # of one part
 
 
 class TooSlow(BaseException):
@@ -32,24 +33,23 @@ class TooSlow(BaseException):
 
 def write_frame(stream: BinaryIO, parts: Sequence[bytes]) -> None:
     """Write a list of byte strings, each preceded by its length."""
-    frame = b"".join(piece for part in parts for piece in (_HEADER.pack(len(part)), part))
-    stream.write(_HEADER.pack(len(parts)) + struct.pack("<Q", len(frame)) + frame)
+    frame = b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
+    stream.write(_HEADER.pack(len(parts), len(frame)) + frame)
     stream.flush()
 
 
 def read_frame(stream: BinaryIO) -> list[bytes] | None:
     """Read what `write_frame` wrote; None at the end of the stream, even in the middle of a frame."""
-    header = stream.read(12)
-    if len(header) < 12:
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
         return None
-    (num_parts,) = _HEADER.unpack(header[:4])
-    (size,) = struct.unpack("<Q", header[4:])
+    num_parts, size = _HEADER.unpack(header)
     frame = stream.read(size)
     if len(frame) < size:
         return None
     parts, position = [], 0
     for _ in range(num_parts):
-        (length,) = _HEADER.unpack_from(frame, position)
+        (length,) = _LENGTH.unpack_from(frame, position)
         parts.append(frame[position + 4 : position + 4 + length])
         position += 4 + length
     return parts
@@ -93,17 +93,11 @@ def _limited(work: Any) -> Any:
         signal.setitimer(signal.ITIMER_PROF, HARD_SECONDS_PER_ROW)  # SIGPROF has no handler: it ends the process
         return work()
     except TooSlow:
-        raise BadRow(
-            f"The template ran for more than {SECONDS_PER_ROW:g} seconds on this row.",
-            "fix the loop in the template that does not end",
-            past_limit=True,
-        ) from None
+        what = f"The template ran for more than {SECONDS_PER_ROW:g} seconds on this row."
+        raise BadRow(what, "fix the loop in the template that does not end", past_limit=True) from None
     except MemoryError:
-        raise BadRow(
-            f"The template needed more than {BYTES_ABOVE_START >> 20} MB for this row.",
-            "fix the part of the template that repeats or multiplies text",
-            past_limit=True,
-        ) from None
+        what = f"The template needed more than {BYTES_ABOVE_START >> 20} MB for this row."
+        raise BadRow(what, "fix the part of the template that repeats or multiplies text", past_limit=True) from None
     except RecursionError:
         raise BadRow("The template calls itself endlessly.", "fix the macro that calls itself") from None
     except BadRow:
@@ -134,7 +128,3 @@ def _limit_memory() -> None:
 
 def _answer(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-if __name__ == "__main__":
-    main()

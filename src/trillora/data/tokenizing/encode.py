@@ -71,8 +71,9 @@ class Encoder:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        anchors = (token.content for token in added.values() if token.special and _leaves_text_alone(token))
-        self._anchor = next(anchors, "")
+        # A token that leaves the text next to it alone.
+        plain = (t for t in added.values() if t.special and not (t.rstrip or t.single_word or t.normalized))
+        self._anchor = next((token.content for token in plain), "")
         # Old sentencepiece tokenizers add a space after every special token, which a cut would make visible.
         self._cuts_show = not self._anchor or self._backend.encode(self._anchor + "b").tokens[-1].startswith("▁")
         bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -139,10 +140,8 @@ class Encoder:
         if script.kind == "chat":
             return TokenizedDocument(ids, supervised)
         if self._eos is None:
-            raise TrilloraError(
-                "The tokenizer has no EOS token, so the model could not learn where a text ends.",
-                do="use a model whose tokenizer sets eos_token",
-            )
+            what = "The tokenizer has no EOS token, so the model could not learn where a text ends."
+            raise TrilloraError(what, do="use a model whose tokenizer sets eos_token")
         tokens = np.concatenate([self._head, ids, np.array([self._eos], np.int32)])
         return TokenizedDocument(tokens, np.pad(supervised, (len(self._head), 1), constant_values=True))
 
@@ -165,19 +164,16 @@ class Encoder:
             spelled, word = script.text[start:end].strip(), self._spelling[int(ids[index])]
             planted = any(start < stop and max(end, start + 1) > begin for begin, stop in script.planted)
             if planted or spelled != word:
-                raise BadRow(
-                    f"The text {spelled!r} would become the control token {word!r}.",
-                    "change that text: this tokenizer cannot write it as ordinary text",
-                )
+                what = f"The text {spelled!r} would become the control token {word!r}."
+                raise BadRow(what, "change that text: this tokenizer cannot write it as ordinary text")
 
     def _cuts(self, script: RenderedRow) -> list[int]:
         """After the first character of every control word that starts in planted text, also of overlapping ones; and
         at the script's own cuts, unless a cut would change the text."""
-        begins = (
-            i for start, end in script.planted for i in range(start, end) if self._words.special.match(script.text, i)
-        )
-        own = () if self._cuts_show else script.cuts
-        return sorted({i for i in (*(begin + 1 for begin in begins), *own) if 0 < i < len(script.text)})
+        planted = (i for start, end in script.planted for i in range(start, end))
+        cuts = {i + 1 for i in planted if self._words.special.match(script.text, i)}
+        cuts.update(() if self._cuts_show else script.cuts)
+        return sorted(i for i in cuts if 0 < i < len(script.text))
 
 
 def _trained_bytes(script: RenderedRow, lengths: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -203,7 +199,3 @@ def _tokens_of(encoding: Any, start: int, end: int, length: int) -> tuple[int, i
     while end > start and (last := encoding.char_to_token(end - 1)) is None:
         end -= 1
     return (0, 0) if first is None or last is None else (first, last + 1)
-
-
-def _leaves_text_alone(token: Any) -> bool:
-    return not (token.rstrip or token.single_word or token.normalized)

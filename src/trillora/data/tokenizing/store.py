@@ -8,12 +8,13 @@ opened. Example: a row of ids 5 6 7, of which 7 is trained, is stored as 0000000
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,8 @@ class StoreWriter:
 
     def __init__(self, folder: Path) -> None:
         self._target = folder
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
+        with _writing(folder.parent):
             self._folder = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
-        except OSError as error:
-            raise _cannot_write(folder.parent, error) from error
         self._tokens = open(self._folder / "tokens.bin", "wb")  # noqa: SIM115  (closed by finish or discard)
         self._rows = open(self._folder / "rows.bin", "wb")  # noqa: SIM115
         self._num_tokens = 0
@@ -83,16 +81,14 @@ class StoreWriter:
         rows["trained"] = [document.num_supervised for document in documents]
         tokens = np.concatenate([document.tokens for document in documents]).view(np.uint32)
         trained = np.concatenate([document.supervised for document in documents])
-        try:
+        with _writing(self._target.parent):
             self._tokens.write(np.where(trained, tokens | TRAINED, tokens).data)
             self._rows.write(rows.tobytes())
-        except OSError as error:
-            raise _cannot_write(self._target.parent, error) from error
         self._num_tokens += int(lengths.sum())
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Flushes everything to disk, then renames the folder."""
-        try:
+        with _writing(self._target.parent):
             for file in (self._tokens, self._rows):
                 file.flush()
                 os.fsync(file.fileno())
@@ -103,8 +99,6 @@ class StoreWriter:
             if self._target.exists():
                 shutil.rmtree(self._target)  # it failed verification
             os.replace(self._folder, self._target)
-        except OSError as error:
-            raise _cannot_write(self._target.parent, error) from error
         _remove_unused(self._target.parent)
 
     def discard(self) -> None:
@@ -147,9 +141,11 @@ def _remove_unused(parent: Path) -> None:
             entry.unlink(missing_ok=True)  # the lock of a removed store
 
 
-def _cannot_write(folder: Path, error: OSError) -> TrilloraError:
-    return TrilloraError(
-        f"Tokenized rows cannot be written: {error.strerror}.",
-        where=str(folder),
-        do="free some disk space, or set TRILLORA_CACHE to another folder",
-    )
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"Tokenized rows cannot be written: {error.strerror}."
+        do = "free some disk space, or set TRILLORA_CACHE to another folder"
+        raise TrilloraError(what, where=str(folder), do=do) from error

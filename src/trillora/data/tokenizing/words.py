@@ -90,31 +90,27 @@ class WordTokenizer:
             self._ids, self._lengths = self._ids[:0], self._lengths[:0]
         words_of = [self._cut(text) for text in texts]
         self._learn(words_of)
-        number = self._numbers.__getitem__
-        numbers = np.fromiter(map(number, itertools.chain.from_iterable(words_of)), np.int64)
+        numbers = np.fromiter(map(self._numbers.__getitem__, itertools.chain.from_iterable(words_of)), np.int64)
         first, counts = self._first[numbers], self._counts[numbers]
         ends = np.cumsum(counts)
         places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - (ends - counts), counts)
         ids, lengths = self._ids[places], self._lengths[places]
         bounds = np.cumsum([len(words) for words in words_of], dtype=np.int64)
         stops = np.concatenate([np.zeros(1, np.int64), ends])[bounds]
-        parts = itertools.pairwise([0, *stops.tolist()])
-        encoded = [Encoded(ids[a:b], lengths[a:b]) for a, b in parts]
+        encoded = [Encoded(ids[a:b], lengths[a:b]) for a, b in itertools.pairwise([0, *stops.tolist()])]
         return [e if e.lengths.sum() == _num_bytes(text) else None for text, e in zip(texts, encoded, strict=True)]
 
     def _cut(self, text: str) -> list[str]:
         """The words of a text; each added token is one word."""
         words: list[str] = []
         for number, part in enumerate(self._split.split(text)):
-            if number % 2:
-                words.append(part)
-            elif len(self._stages) == 1:
-                words += self._stages[0].findall(part)
-            else:
-                pieces = [part]
+            pieces = [part]
+            if not number % 2 and len(self._stages) == 1:
+                pieces = self._stages[0].findall(part)
+            elif not number % 2:
                 for stage in self._stages:
                     pieces = [word for piece in pieces for word in stage.split(piece) if word]
-                words += pieces
+            words += pieces
         return words
 
     def _learn(self, words_of: Sequence[list[str]]) -> None:
@@ -122,17 +118,16 @@ class WordTokenizer:
         if not new:
             return
         encodings = self._backend.encode_batch(new, add_special_tokens=False)
-        ids = [encoding.ids for encoding in encodings]
         lengths = [  # a token of the byte-level alphabet has one character per byte
             [_num_bytes(word)] if word in self._added else [len(token) for token in encoding.tokens]
             for word, encoding in zip(new, encodings, strict=True)
         ]
-        counts = np.array([len(word_ids) for word_ids in ids], np.int64)
-        start = len(self._ids)
+        counts = np.array([len(encoding.ids) for encoding in encodings], np.int64)
         self._numbers.update(zip(new, itertools.count(len(self._numbers))))
-        self._first = np.concatenate([self._first, start + np.cumsum(counts) - counts])
+        self._first = np.concatenate([self._first, len(self._ids) + np.cumsum(counts) - counts])
         self._counts = np.concatenate([self._counts, counts])
-        self._ids = np.concatenate([self._ids, np.array(list(itertools.chain(*ids)), np.int32)])
+        ids = itertools.chain.from_iterable(encoding.ids for encoding in encodings)
+        self._ids = np.concatenate([self._ids, np.fromiter(ids, np.int32)])
         self._lengths = np.concatenate([self._lengths, np.array(list(itertools.chain(*lengths)), np.int32)])
 
     def _agrees(self) -> bool:
@@ -208,18 +203,14 @@ def _classes() -> dict[str, str]:
     old = unicodedata.ucd_3_2_0
     settled = [c for c in map(chr, _codes()) if (kind := old.category(c)) != "Cn" and kind == unicodedata.category(c)]
     emoji = f"{chr(EMOJI[0])}-{chr(EMOJI[1] - 1)}"
-    return {
-        r"\p{L}": _ranges([c for c in settled if unicodedata.category(c)[0] == "L"]),
-        r"\p{N}": _ranges([c for c in settled if unicodedata.category(c)[0] == "N"]),
-        r"\p{Lu}": _ranges([c for c in settled if unicodedata.category(c) == "Lu"]),
-        r"\p{Ll}": _ranges([c for c in settled if unicodedata.category(c) == "Ll"]),
-        r"\p{M}": _ranges([c for c in settled if unicodedata.category(c)[0] == "M"]),
-        r"\p{P}": _ranges([c for c in settled if unicodedata.category(c)[0] == "P"]),
-        r"\p{S}": _ranges([c for c in settled if unicodedata.category(c)[0] == "S"]) + emoji,
-        # Unicode white space; Python's isspace() also includes the four ASCII separators.
-        SPACE: _ranges([c for c in settled if c.isspace() and not "\x1c" <= c <= "\x1f"]),
-        "known": _ranges(settled) + emoji,
+    classes = {
+        f"\\p{{{name}}}": _ranges([c for c in settled if unicodedata.category(c).startswith(name)])
+        for name in ("L", "N", "Lu", "Ll", "M", "P", "S")
     }
+    classes[r"\p{S}"] += emoji
+    # Unicode white space; Python's isspace() also includes the four ASCII separators.
+    classes[SPACE] = _ranges([c for c in settled if c.isspace() and not "\x1c" <= c <= "\x1f"])
+    return {**classes, "known": _ranges(settled) + emoji}
 
 
 def _codes() -> Iterator[int]:

@@ -226,14 +226,19 @@ def test_the_estimate_runs_anywhere_and_is_labelled(
 
 
 def test_an_estimate_that_does_not_fit_names_the_smallest_slice_that_fits(folder: Path, tmp_path: Path) -> None:
-    """16 GiB of weights: one v5e chip, with 15.75 GiB, is too small; four are enough."""
+    """23 GiB of weights: one v5e chip, with 15.75 GiB, is too small; four are enough."""
     shutil.copytree(folder / "model", tmp_path / "large", ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((tmp_path / "large" / "config.json").read_text())
-    large = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 36, "head_dim": 128}
+    large = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 52, "head_dim": 128}
     config |= large | {"num_attention_heads": 32, "num_key_value_heads": 8}
     (tmp_path / "large" / "config.json").write_text(json.dumps(config))
-    settings = tiny_run.recipe(folder, model={"name": str(tmp_path / "large")}, train={"steps": 5, "batch_size": 8})
-    settings["hardware"] = {"devices": "auto"}
+    settings = tiny_run.recipe(
+        folder,
+        model={"name": str(tmp_path / "large")},
+        train={"steps": 5, "batch_size": 4},
+        engine={"loss_chunk": 256},
+        hardware={"devices": "auto"},
+    )
     (result,) = preflight(load_recipe(settings), ["v5e-1"], estimate=True)
     assert result.verdict == "NO-GO" and result.step is None and result.run is None and result.settings is None
     assert result.hbm_peak_gib is not None and result.hbm_peak_gib > result.hbm_limit_gib
@@ -376,7 +381,10 @@ def test_a_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch
             ["--on", "v5e-8", "--estimate", "train.batch_size=12"],
             ["12 sequences cannot be spread evenly over 8 devices"],
         ),
-        (["--on", "v5e-1", "model.name=nobody/nothing"], ["cannot be reached", "nobody/nothing"]),
+        (
+            ["--on", "v5e-1", "model.name=no-such-owner/no-such-model"],
+            ["cannot be reached", "no-such-owner/no-such-model"],
+        ),
         (["--on", "v5e-1", "train.batchsize=3"], ["train.batch_size"]),
     ],
 )

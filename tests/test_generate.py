@@ -223,7 +223,7 @@ def test_prompts_that_do_not_fit_are_refused_with_the_limit(llama: Generator) ->
     with pytest.raises(TrilloraError, match="200 tokens"):
         llama.continue_tokens([[5] * 200], max_tokens=1)
     small, _ = tiny_generator("llama", longest=20)
-    with pytest.raises(TrilloraError, match="more than the 20 tokens that fit"):
+    with pytest.raises(TrilloraError, match="exceed the limit of 20"):
         small.continue_tokens([[5] * 15], max_tokens=6)
     with pytest.raises(TrilloraError, match="leaves no room for an answer in a cache of 16"):
         Decoder(CausalLM(tiny_models.configuration("llama"))).prefill({}, {}, jnp.zeros((1, 16)), jnp.zeros(1), 16)
@@ -324,7 +324,7 @@ def test_a_conversation_has_memory_until_reset_and_ends(trained: Generator) -> N
     converse(trained, lambda: next(lines), said.append, max_tokens=6, sampling=GREEDY)
     text = "".join(said)
     first, second = (trained.prompts.encode(q) for q in ("What is 3 plus 4?", "And 4 plus 5?"))
-    assert text.startswith(GREETING) and text.endswith("Bye.\n") and "Forgotten." in text
+    assert text.startswith(GREETING) and text.endswith("Bye.\n") and "Conversation cleared." in text
     answer = "".join(trained.stream("What is 3 plus 4?", max_tokens=6))
     assert text.count(f"\n{answer}\n") == 2  # the same question after /reset has the same answer
     assert "tokens that fit" in text  # reported, and the conversation continues to /quit

@@ -430,7 +430,7 @@ def test_decay_fraction_is_only_for_wsd() -> None:
     assert load_recipe(smallest, ["train.schedule=wsd"]).train.decay_fraction == 0.2
     assert load_recipe(smallest, ["train.schedule=wsd", "train.decay_fraction=0.5"]).train.decay_fraction == 0.5
     assert load_recipe(smallest).train.decay_fraction is None
-    with pytest.raises(TrilloraError, match=r"decay_fraction is for train\.schedule: wsd; it is cosine"):
+    with pytest.raises(TrilloraError, match=r"decay_fraction applies only to train\.schedule: wsd, which is cosine"):
         load_recipe(smallest, ["train.decay_fraction=0.5"])
 
 

@@ -82,7 +82,7 @@ def test_bucketed_run_compiles_and_announces_one_program_per_length(folder: Path
     result = train(load_recipe(settings), tmp_path / "run", listener=events.append)
     assert result.num_compiles == len({*lengths, 64})
     notes = [event.text for event in events if isinstance(event, Note)]
-    assert any(f"{len(lengths)} programs in all, for rows of {', '.join(map(str, lengths))} tokens" in t for t in notes)
+    assert any(f"{len(lengths)} programs, for sequences of {', '.join(map(str, lengths))} tokens" in t for t in notes)
     assert all(np.isfinite(result.losses))
 
 

@@ -8,7 +8,7 @@ few numbers per row, memory does not grow with the data. Example, one line of ch
     render   <|im_start|>user\\n1+1?<|im_end|>\\n<|im_start|>assistant\\n2<|im_end|>\\n, trained: 2<|im_end|>
     encode   [1, 4093, 198, 33, 27, 33, 47, 2, 198, 1, 520, 9531, 198, 34, 2, 198], trained: the 14th and 15th
     store    tokens.bin gets 16 numbers, rows.bin gets one record: chats.jsonl line 1, kind chat, 2 trained, a digest
-    batch    `Dataset.batches(...)` packs it with other documents into sequences
+    batch    `stage.training_batches` packs it with other documents into sequences
 
 A bad row stops this (`data.on_bad_row: refuse`) or is counted and skipped (`skip`).
 """

@@ -18,17 +18,12 @@ class ControlWords:
     """
 
     special: re.Pattern[str]
-    added_at_end: re.Pattern[str]
     added_next: re.Pattern[str]  # after optional whitespace; the token is group 1
 
     @staticmethod
     def of(special: Sequence[str], added: Sequence[str]) -> ControlWords:
         any_added = _any_of([word for word in (*added, *special) if word.strip()])
-        return ControlWords(
-            special=re.compile(_any_of(special)),
-            added_at_end=re.compile(any_added + r"\Z"),
-            added_next=re.compile(rf"\s*({any_added})"),
-        )
+        return ControlWords(special=re.compile(_any_of(special)), added_next=re.compile(rf"\s*({any_added})"))
 
 
 def inside(position: int, spans: Sequence[Span]) -> bool:

@@ -104,15 +104,16 @@ def check_chat(messages: object, *, calls_in_text: bool = False) -> list[Message
     if not messages:
         raise BadRow("The conversation is empty.", "add a question and an answer, or remove the row")
     checked = []
-    before = ""
+    before, answered = "", False
     for number, message in enumerate(messages, start=1):
         turn = _checked_turn(message, number)
         role = turn["role"]
         if role not in _MAY_FOLLOW[before]:
             _refuse_order(role, before, number)
         before = "call" if role == "assistant" and (calls_in_text or "tool_calls" in turn) else role
+        answered = answered or role == "assistant"
         checked.append(turn)
-    if all(turn["role"] != "assistant" for turn in checked):
+    if not answered:
         raise BadRow("The conversation has no assistant turn, so there is nothing to train on.", "add the answer")
     return checked
 
@@ -199,12 +200,14 @@ def _with_system(row: Row, turns: list[Message]) -> list[Message]:
 
 
 def _tools(row: Row) -> list[Any] | None:
-    tools, form = row.get("tools") or None, "write the tools as a list of objects"
+    tools, form = row.get("tools"), "write the tools as a list of objects"
+    if not tools:
+        return None
     if isinstance(tools, str) and (tools := _parsed(tools, list)) is None:
         raise BadRow('"tools" is text that is not a JSON list.', form)
-    if not isinstance(tools, list | None):
+    if not isinstance(tools, list):
         raise BadRow(f'"tools" is {kind_name(tools)}, not a list.', form)
-    for number, tool in enumerate(tools or (), start=1):
+    for number, tool in enumerate(tools, start=1):
         if not isinstance(tool, dict):
             raise BadRow(f"Tool {number} is {kind_name(tool)}, not an object.", form)
     return tools or None

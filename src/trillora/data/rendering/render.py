@@ -227,9 +227,11 @@ class Fragments:
 
     def may_join(self, text: str) -> bool:
         """Called for every text. Most are decided fast: no first or last character of a word is near their ends."""
-        if text and len(text) < self._longest and any(text in word and text != word for word in self._words):
-            return True
-        tail = max(len(text) - self._longest, 0)
+        if not text:
+            return False
+        if len(text) < self._longest:
+            return any(text in word and text != word for word in self._words) or self._at_borders(text)
+        tail = len(text) - self._longest
         return (
             any(text.find(character, tail) >= 0 for character in self._firsts)
             or any(text.find(character, 0, self._longest) >= 0 for character in self._lasts)

@@ -173,7 +173,7 @@ def test_one_result_shows_every_value() -> None:
         "interconnect 0.20 s",
         "attention kernels 0.10 s",
         "The step waits 50 ms for the interconnect",
-        "Roofline (the slowest of them at its peak rate): 0.60 s",
+        "Roofline (lower bound at the chip's peak rates): 0.60 s",
         "18,204 tokens/s, 42 % of peak FLOP/s, 2 programs to compile (about 31.2 s)",
         "23 h 24 min 13,000 steps, 4,915,200 tokens, 5 % padding",
         "4 sessions of at most 9 hours, in 2 weeks of 20 hours; each session resumes the run.",

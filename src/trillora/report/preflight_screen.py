@@ -63,7 +63,7 @@ def _one(result: PreflightResult, console: Console) -> Iterable[RenderableType]:
         "Changes": _changes(result),
         "Tried": _tried(result),
         "Host": _host(result.host),
-        "Notes": [Text(note) for note in result.notes],
+        "Notes": list(map(_note, result.notes)),
     }
     for label, lines in sections.items():
         if lines:
@@ -142,7 +142,7 @@ def _step(result: PreflightResult, console: Console) -> list[RenderableType]:
         lines += [bars.line(words, format_seconds(spent), 0, spent, "cyan") for words, spent in times.items()]
         if waited := step.unit_seconds.exposed_interconnect:
             lines.append(Text(f"These overlap. The step waits {format_seconds(waited)} for the interconnect."))
-    lines.append(Text(f"Roofline (the slowest of them at its peak rate): {format_seconds(step.roofline_seconds)}."))
+    lines.append(Text(f"Roofline (lower bound at the chip's peak rates): {format_seconds(step.roofline_seconds)}."))
     lines.append(Text(_speed(step, result.run)))
     return lines
 
@@ -235,7 +235,7 @@ def _several(results: Sequence[PreflightResult], console: Console) -> Iterable[R
     notes = dict.fromkeys(note for result in results for note in result.notes)
     if notes:
         yield ""
-        yield from (_bullet(note) for note in notes)
+        yield from map(_note, notes)
 
 
 def _table(results: Sequence[PreflightResult]) -> Table:
@@ -314,10 +314,14 @@ class _Bars:
         return line
 
 
-def _bullet(text: str) -> RenderableType:
+def _bullet(text: str, style: str = "") -> RenderableType:
     grid = Table.grid(padding=(0, 1))
-    grid.add_row("-", Text(text))
+    grid.add_row("-", Text(text, style))
     return grid
+
+
+def _note(text: str) -> RenderableType:
+    return _bullet(text, "bold yellow" if text.startswith("Warning") else "")
 
 
 def _room(console: Console) -> int:

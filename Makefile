@@ -6,11 +6,12 @@ COMPAT := .venv-compat/bin
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test lint compat architectures real-data soak clean
+.PHONY: help setup quickstart test test-all lint compat architectures real-data soak clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
 	@echo "make test           run lint, type checks and tests"
+	@echo "make test-all       run every test, including the slow ones"
 	@echo "make lint           run only lint and type checks"
 	@echo "make compat         run the core tests with the oldest supported libraries"
 	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
@@ -21,15 +22,21 @@ help:
 setup:
 	@$(PYTHON) tools/setup_env.py
 
-quickstart: setup
+quickstart:
+	@$(PYTHON) tools/setup_env.py --runtime
 	@$(BIN)/trillora quickstart
 
 test: lint
-	$(PYTEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -q
+	$(PYTEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
+
+# Every test and every case. A twentieth of the random repetitions; make soak runs all of them.
+test-all: lint
+	TRILLORA_DOSE=full TRILLORA_DOSE_SCALE=0.05 $(PYTEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python tools/check_english.py
 	$(BIN)/mypy src
 
 compat:

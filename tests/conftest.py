@@ -1,19 +1,34 @@
-"""Settings every test needs before jax is imported: eight virtual CPU devices, and no thread pools fighting."""
+"""Settings for every test process and its children, set before jax is imported.
+
+XLA compiles fast code in several times the time that our tiny models need to run, so its optimizations are off:
+`JAX_DISABLE_MOST_OPTIMIZATIONS`, and no fusion emitters, which take two thirds of the rest. test_golden.py and
+test_quickstart.py run with them on.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import pytest
 
+FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_cpu_use_fusion_emitters=false")
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *FLAGS])
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # the same arithmetic, compiled in half the time
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # The first process, which is the controller of pytest-xdist: all workers and their children share its programs.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="trillora-test-programs-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Compiling for a TPU takes longest: begun first, it does not keep one worker busy alone at the end."""
+    """Compiling for a TPU takes longest. It starts first, so that no worker is left alone with it at the end."""
     items.sort(key=lambda item: item.get_closest_marker("tpu_compiler") is None)

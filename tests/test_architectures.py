@@ -8,6 +8,7 @@ import jax
 import pytest
 import tiny_models
 from architecture_checks import CHECKS, Subject
+from dose import FULL
 
 from trillora.errors import TrilloraError
 from trillora.model.limits import check_rows
@@ -16,6 +17,8 @@ from trillora.recipe.load import load_recipe
 SUITE = tiny_models.buildable(tiny_models.SUITE)
 # The part of the suite that also runs with the oldest supported libraries.
 CORE = ("qwen3", "gemma2", "mixtral", "gpt2", "falcon_h1")
+# `make test` asks the core models every question, the others these: logits and gradients, and packing.
+SHORT = ("scanned", "packed")
 
 
 def test_suite_is_large_enough() -> None:
@@ -27,9 +30,10 @@ def test_suite_is_large_enough() -> None:
 )
 def test_engine_equals_pytorch(name: str) -> None:
     subject = Subject(name)
-    answers = {question: check(subject) for question, check in CHECKS.items()}
+    questions = tuple(CHECKS) if FULL or name in CORE else SHORT
+    answers = {question: CHECKS[question](subject) for question in questions}
     jax.clear_caches()  # the next architecture cannot reuse these programs
-    assert len(answers) == 5
+    assert len(CHECKS) == 5 and len(answers) in (2, 5)
     assert all(answer.passed for answer in answers.values()), answers
 
 

@@ -13,6 +13,7 @@ import sys
 import textwrap
 
 import pytest
+from dose import slow_case
 
 from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT
 
@@ -89,7 +90,7 @@ PROGRAM = textwrap.dedent(
 NUM_FORMS = 7
 
 
-@pytest.mark.parametrize("slice_name", ["v5e-4", "v6e-4"])
+@pytest.mark.parametrize("slice_name", ["v5e-4", slow_case("v6e-4")])
 def test_the_kernel_compiles_in_every_supported_form(slice_name: str) -> None:
     environment = {**os.environ, **COMPILE_ONLY_ENVIRONMENT, "XLA_FLAGS": ""}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -18,10 +18,13 @@ from typing import Any
 
 import pytest
 import tiny_run
-from dose import FULL, dose, full_dose_only, log_progress
+from dose import dose, full_dose_only, log_progress
 from run_process import WAIT, check_all_readable, events_of, finish, interrupt_often, leftovers, start
 from tiny_run import assert_same, checkpoints_of, metrics
 from warm_process import WarmRun
+
+from trillora.recipe.load import load_recipe
+from trillora.training.trainer import train
 
 NUM_STEPS = 80
 NUM_RUNS = dose(1, 8)  # the kills are divided among them, so that tests can run in parallel
@@ -35,7 +38,7 @@ Record = Callable[[str, object], None]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With enough evaluation rows that an evaluation can be interrupted."""
-    folder = tiny_run.write_small(tmp_path_factory.mktemp("small"))
+    folder = tiny_run.write_both(tmp_path_factory.mktemp("small"), tiny_run.llama(num_layers=1, width=32))
     tiny_run.write_chats(folder / "others.jsonl", num_rows=120)
     return folder
 
@@ -69,7 +72,9 @@ def stopped_at(process: subprocess.Popen[str], step: int) -> float:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finish(recipe_file(folder, "whole"), tmp_path_factory.mktemp("whole") / "run")
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train(load_recipe(recipe_file(folder, "whole")), run)
+    return run
 
 
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
@@ -94,8 +99,7 @@ def test_killed_at_random_times_a_run_ends_like_an_uninterrupted_one(
         log_progress(f"run {seed}: kill {kills.total()} of {NUM_KILLS} {place}")
         return True
 
-    # 200 imports of ten seconds each would take half an hour. The few of `make test` are real processes.
-    runs = interrupt_often(recipe, tmp_path, NUM_KILLS, kill, begin=WarmRun if FULL else start)
+    runs = interrupt_often(recipe, tmp_path, NUM_KILLS, kill, begin=WarmRun)  # 200 starts would import for half an hour
     for run in runs:
         assert_same(run, whole)
         assert not leftovers(run)

@@ -41,7 +41,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.wide_llama())
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_experts_on_a_mesh_equal_one_device(tmp_path: Path) -> None:
     from chat_tokenizers import chat_tokenizer
 
     config = MixtralConfig(
-        **tiny_run.WIDTHS,
+        **tiny_run.WIDE,
         num_hidden_layers=2,
         vocab_size=len(chat_tokenizer("chatml")),
         max_position_embeddings=256,
@@ -157,7 +157,7 @@ def test_large_adapter_is_sharded_except_on_a_mesh_of_three_axes() -> None:
 
 
 def test_two_processes_of_four_devices_equal_one_of_eight(folder: Path, tmp_path: Path) -> None:
-    settings = tiny_run.recipe(folder, hardware={"devices": 8, "mesh": {"data": 2, "fsdp": 4}})
+    settings = tiny_run.recipe(folder, train={"steps": 2}, hardware={"devices": 8, "mesh": {"data": 2, "fsdp": 4}})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -174,7 +174,7 @@ def test_two_processes_of_four_devices_equal_one_of_eight(folder: Path, tmp_path
 def _start(folder: Path, index: int, port: int) -> subprocess.Popen[str]:
     environment: dict[str, Any] = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"),
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": "2",
         "JAX_PROCESS_ID": str(index),

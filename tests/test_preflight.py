@@ -18,6 +18,7 @@ import jax
 import psutil
 import pytest
 import tiny_run
+from dose import full_dose_only
 from typer.testing import CliRunner
 
 import trillora
@@ -63,7 +64,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_small(tmp_path_factory.mktemp("tiny"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
 
 
 # ---- the step
@@ -140,6 +141,7 @@ def test_go_with_the_compilers_memory_then_from_the_cache(folder: Path) -> None:
     assert again == dataclasses.replace(result, from_cache=True)
 
 
+@full_dose_only
 @with_compiler
 def test_a_step_that_does_not_fit_is_changed_and_the_change_compiled(tmp_path: Path, folder: Path) -> None:
     """Qwen3-0.6B with a micro-batch of 24 sequences of 1,024 tokens needs half as much again as a v5e chip has. A

@@ -42,7 +42,7 @@ COMPILE = "/jax/core/compile/backend_compile_duration"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_small(tmp_path_factory.mktemp("small"), num_layers=1, width=32, num_rows=400)
+    return tiny_run.write_both(tmp_path_factory.mktemp("small"), tiny_run.llama(num_layers=1, width=32), num_rows=400)
 
 
 # R9: one poisonous batch
@@ -61,7 +61,7 @@ def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
     """Less than one epoch, so every row is used once. A step is skipped if its gradient norm is twenty times the usual
     one, which a model this small never reaches. So that limit is lowered, and all answers are equal, which makes the
     usual gradients small."""
-    tiny_run.write_small(tmp_path, width=128, num_rows=400)
+    tiny_run.write_both(tmp_path, tiny_run.llama(), num_rows=400)
     rows = (tmp_path / "chats.jsonl").read_text().splitlines()
     if outcome == "skipped":
         monkeypatch.setattr("trillora.engine.step.SPIKE", 1.5)

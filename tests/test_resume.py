@@ -104,7 +104,7 @@ def test_resumed_from_every_checkpoint_of_a_hundred_steps_it_ends_the_same(
     tmp_path: Path, part: int, record_property: Callable[[str, object], None]
 ) -> None:
     """R2: each part tests a quarter of the checkpoints, so that parts can run in parallel."""
-    settings = two_stages(tiny_run.write_small(tmp_path), num_first=40, num_epochs=10)
+    settings = two_stages(tiny_run.write_both(tmp_path), num_first=40, num_epochs=10)
     whole = tmp_path / "whole"
     assert len(train(load_recipe(settings), whole).losses) == 100
     steps = checkpoints_of(whole).steps()

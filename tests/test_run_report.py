@@ -135,7 +135,7 @@ def test_snippet_names_the_adapter_and_the_base_on_the_hub(run: Path) -> None:
 
 def test_snippet_runs_as_printed(tmp_path: Path) -> None:
     """In a new process in another directory, offline, with the PEFT and transformers that are installed."""
-    tiny_run.write_small(tmp_path)
+    tiny_run.write_both(tmp_path)
     train(load_recipe(tiny_run.recipe(tmp_path, train={"steps": 2})), tmp_path / "run")
     code = snippet((tmp_path / "run" / "report.html").read_text("utf-8"))
     code += "\nprint(sum('lora_B' in name and bool(p.any()) for name, p in model.named_parameters()))"

@@ -12,6 +12,7 @@ import textwrap
 from functools import cache
 
 import pytest
+from dose import slow_case
 
 from trillora.devices.chips import CHIPS, Chip
 from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT
@@ -533,7 +534,7 @@ def compiled(chip: str) -> dict[str, dict[str, float]]:
 )
 # Fraction of the peak for a large product. v5e: close to the peak. v6e: 75 to 79 % were measured
 # (github.com/yangwhale/gpu-tpu-pedia, tpu/v7_perf), and the compiler's own cycle count gives 70 %.
-@pytest.mark.parametrize(("chip", "least", "most"), [("v5e", 0.80, 0.97), ("v6e", 0.65, 0.85)])
+@pytest.mark.parametrize(("chip", "least", "most"), [("v5e", 0.80, 0.97), slow_case("v6e", 0.65, 0.85)])
 def test_programs_of_the_real_compiler_match_the_chips_figures(chip: str, least: float, most: float) -> None:
     cases, facts = compiled(chip), CHIPS[chip]
     for kind in ("", " without cycles"):

@@ -23,39 +23,40 @@ TIMES = {
     "peak_fraction",
 }  # depend on the clock or the machine
 # Wide enough that weights are sharded over a mesh (`mesh.SMALL`).
-WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-def write_model(folder: Path, config: Any | None = None) -> Path:
-    """Weights as transformers saves them, and a ChatML tokenizer."""
-    tokenizer = chat_tokenizer("chatml")
-    if config is None:
-        config = LlamaConfig(
-            **WIDTHS,
-            num_hidden_layers=3,
-            vocab_size=len(tokenizer),
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-        )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def llama(num_layers: int = 2, width: int = 64) -> LlamaConfig:
+    """As small as most tests need: a few hundredths of a second per step."""
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return _llama(num_layers, sizes)
 
 
-def write_small(folder: Path, num_layers: int = 2, width: int = 64, num_rows: int = 21) -> Path:
-    """A smaller model and chats, for tests with many steps: a few milliseconds per step."""
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+def wide_llama() -> LlamaConfig:
+    return _llama(3, WIDE)
+
+
+def _llama(num_layers: int, sizes: dict[str, int]) -> LlamaConfig:
+    return LlamaConfig(
+        **sizes,
         num_hidden_layers=num_layers,
         vocab_size=len(chat_tokenizer("chatml")),
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
+
+
+def write_model(folder: Path, config: Any | None = None) -> Path:
+    """Weights as transformers saves them, and a ChatML tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config or llama(), dtype=torch.float32)
+    model.save_pretrained(folder)
+    chat_tokenizer("chatml").save_pretrained(folder)
+    return folder
+
+
+def write_both(folder: Path, config: Any | None = None, num_rows: int = 21) -> Path:
+    """The model and the chats at the paths that `recipe` uses."""
     write_model(folder / "model", config)
     write_chats(folder / "chats.jsonl", num_rows)
     return folder
@@ -73,13 +74,6 @@ def write_chats(path: Path, num_rows: int = 21) -> Path:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return path
-
-
-def write_both(folder: Path) -> Path:
-    """The model and the chats at the paths that `recipe` uses."""
-    write_model(folder / "model")
-    write_chats(folder / "chats.jsonl")
-    return folder
 
 
 def recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ data left open, and `ResolvedRecipe` is the whole run. It is saved in every chec
 decisions, and written to `resolved.yaml`:
 
     engine:
-      remat: full  # needs 11.20 GiB of 15.75 GiB per device; too large: 8 sequences at once, remat none: 21.40 GiB
+      remat: full  # needs 11.20 GiB of 15.75 GiB per device; too large: micro-batch 8, remat none: 21.40 GiB
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StepSettings:
     }
 
     def __str__(self) -> str:
-        return f"{self.micro_batch_size} sequences at once, remat {self.remat}"
+        return f"micro-batch {self.micro_batch_size}, remat {self.remat}"
 
     def shared(self) -> dict[str, Any]:
         """The settings that all stages of a run have in common, because they share the base weights."""

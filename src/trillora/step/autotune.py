@@ -4,7 +4,7 @@ What the shapes and the devices determine is decided first. Recomputation (remat
 found by compiling: candidates are tried from fastest to slowest, and the first one that fits in memory wins.
 
     plan = choose(stage.recipe, config, jax.devices(), num_steps=100, listener=print)
-    plan.settings.remat, plan.tried         # "full", [8 sequences at once, remat none: 21.40 GiB, …]
+    plan.settings.remat, plan.tried         # "full", [micro-batch 8, remat none: 21.40 GiB, …]
 """
 
 from __future__ import annotations

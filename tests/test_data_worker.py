@@ -121,6 +121,16 @@ def test_worker_has_no_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch
     worker.close()
 
 
+def test_an_error_while_rows_are_rendered_leaves_no_worker() -> None:
+    rows = [RawRow("", number, row({"text": "word " * 200})) for number in range(256)]
+    for _ in range(5):
+        with pytest.raises(ZeroDivisionError), Pool(settings(), num_workers=1) as pool:
+            for _ in pool.map(Batch(0, "text", rows) for _ in range(6)):
+                raise ZeroDivisionError
+        (thread,) = pool._threads._threads
+        assert not thread.is_alive() and pool._workers[0]._process is None
+
+
 def test_a_closed_pool_leaves_no_worker() -> None:
     with Pool(settings(chat_template=PLAIN), num_workers=2) as pool:
         assert isinstance(pool.render([row(HELLO)], "messages")[0], RenderedRow)

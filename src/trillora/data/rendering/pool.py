@@ -45,6 +45,7 @@ class Worker:
         self._settings = json.dumps(dataclasses.asdict(settings)).encode("utf-8", "surrogatepass")
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
+        self._is_stopped = False
 
     def render(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None = None) -> list[Outcome]:
         """The outcome of each row."""
@@ -62,6 +63,8 @@ class Worker:
 
     def start(self) -> None:
         """Start the process unless it runs. Raises if a template does not compile."""
+        if self._is_stopped:
+            raise RuntimeError("The pool is closed.")  # in the thread of a batch that is not needed any more
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
@@ -86,6 +89,12 @@ class Worker:
         if "error" in reply:
             self.close()
             raise TrilloraError(reply["error"][0], where="data.template or the chat template", do=reply["error"][1])
+
+    def stop(self) -> None:
+        """End a rendering in another thread: the process is killed and not started again."""
+        self._is_stopped = True
+        if (process := self._process) is not None:
+            process.kill()
 
     def close(self) -> None:
         if self._process is not None:
@@ -126,8 +135,10 @@ class Pool:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._threads.shutdown(wait=kind is None, cancel_futures=True)
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.stop()
+        self._threads.shutdown(cancel_futures=True)  # a thread that still renders would start its worker again
         for worker in self._workers:
             worker.close()
 

@@ -46,7 +46,7 @@ def run(folder: Path, out: Path, micro_batch_size: int, mesh: dict[str, int], dr
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.wide_llama())
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ ROUNDING = 2e-5  # float32 sums in another order
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("evaluate"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("evaluate"), tiny_run.wide_llama())
 
 
 @pytest.fixture(scope="module")
@@ -387,10 +387,10 @@ assert not [name for name in sys.modules if name.partition(".")[0] in ("trillora
 
 def test_verb_prints_a_table_on_stdout_and_progress_on_stderr(run: Path, other_chats: Path) -> None:
     arguments = ["eval", str(run), "--data", str(other_chats), "--rows", "3", "--max-tokens", "4"]
-    told = CliRunner().invoke(app, arguments)
-    assert told.exit_code == 0, told.output
-    assert "exact match" in told.stdout and "token accuracy" in told.stdout and "base" in told.stdout
-    assert "valid JSON" not in told.stdout and "Answers of" not in told.stdout and "Answers of" in told.stderr
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "exact match" in result.stdout and "token accuracy" in result.stdout and "base" in result.stdout
+    assert "valid JSON" not in result.stdout and "Model " not in result.stdout and "Model " in result.stderr
     assert CliRunner().invoke(app, ["eval", str(run / "nowhere")]).exit_code == 2
 
 

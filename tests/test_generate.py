@@ -92,7 +92,7 @@ def llama() -> Generator:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run of a tiny Llama with a ChatML tokenizer."""
     folder = tmp_path_factory.mktemp("generate")
-    tiny_run.write_model(folder / "model")
+    tiny_run.write_model(folder / "model", tiny_run.wide_llama())
     tiny_run.write_chats(folder / "chats.jsonl")
     train(load_recipe(tiny_run.recipe(folder, train={"steps": 3})), folder / "run")
     return folder / "run"
@@ -327,7 +327,7 @@ def test_a_conversation_has_memory_until_reset_and_ends(trained: Generator) -> N
     assert text.startswith(GREETING) and text.endswith("Bye.\n") and "Conversation cleared." in text
     answer = "".join(trained.stream("What is 3 plus 4?", max_tokens=6))
     assert text.count(f"\n{answer}\n") == 2  # the same question after /reset has the same answer
-    assert "tokens that fit" in text  # reported, and the conversation continues to /quit
+    assert "exceed the limit of" in text  # reported, and the conversation continues to /quit
     assert first != second
 
 

@@ -440,7 +440,7 @@ def test_decay_fraction_is_only_for_wsd() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_model(folder / "model")
+    tiny_run.write_model(folder / "model", tiny_run.wide_llama())
     tiny_run.write_chats(folder / "chats.jsonl")
     return folder
 

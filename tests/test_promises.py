@@ -56,15 +56,13 @@ def last_loss(run: Path) -> float:
 
 @pytest.mark.parametrize("outcome", ["clipped", "skipped"])
 def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
-    tmp_path: Path, outcome: str, record_property: Record, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, outcome: str, record_property: Record
 ) -> None:
     """Less than one epoch, so every row is used once. A step is skipped if its gradient norm is twenty times the usual
-    one, which a model this small never reaches. So that limit is lowered, and all answers are equal, which makes the
-    usual gradients small."""
-    tiny_run.write_both(tmp_path, tiny_run.llama(), num_rows=400)
+    one. With equal answers the usual gradients are small, and this batch is far above that limit."""
+    tiny_run.write_both(tmp_path, tiny_run.llama(width=128), num_rows=400)
     rows = (tmp_path / "chats.jsonl").read_text().splitlines()
     if outcome == "skipped":
-        monkeypatch.setattr("trillora.engine.step.SPIKE", 1.5)
         rows = [re.sub(r"It is.*?\"", 'Yes."', row) for row in rows]
         (tmp_path / "chats.jsonl").write_text("\n".join(rows) + "\n")
     (tmp_path / "held-out.jsonl").write_text("\n".join(rows[:30]) + "\n")
@@ -72,8 +70,8 @@ def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
         tmp_path,
         data={"pack": False, "validation": str(tmp_path / "held-out.jsonl")},
         lora={"rank": 8, "alpha": 16},
-        train={"steps": 45, "max_grad_norm": 1.0 if outcome == "clipped" else 0.1},
-        evaluate={"every_steps": 45, "num_samples": 0},
+        train={"steps": 40},
+        evaluate={"every_steps": 40, "num_samples": 0},
     )
     train(load_recipe(settings), tmp_path / "clean")
     assert not metrics(tmp_path / "clean", "skipped")
@@ -101,7 +99,7 @@ def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
     else:
         assert [(line["step"], len(line["rows"])) for line in skipped] == [(POISONED, 8)]
         assert all(any(place.endswith(f":{line}") for line in lines) for place in skipped[0]["rows"])
-    # One wrong step of 45, clipped to the length of the others, changes the loss of clean rows only little.
+    # One wrong step of 40, clipped to the length of the others, changes the loss of clean rows only little.
     ratio = last_loss(tmp_path / "poisoned") / last_loss(tmp_path / "clean")
     assert ratio < 1.1
     record_property("poisonous batch", outcome)

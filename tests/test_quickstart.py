@@ -1,34 +1,73 @@
-"""A small quickstart: it trains on two findings, evaluates on two, and writes every promised file."""
+"""`trillora quickstart`, with the real embedded model but few findings: it trains, evaluates, and writes every file."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dose import full_dose_only
+from run_process import WAIT
 
 from trillora.quickstart import run
 from trillora.recipe.load import load_recipe
 
+NUM_ROWS = 2
+QUICKSTART = f"""
+import sys
+from trillora.cli import main
+from trillora.quickstart import run
+run.NUM_TRAINED = run.NUM_TESTED = {NUM_ROWS}
+sys.argv = ["trillora", "quickstart", *sys.argv[1:]]
+main()
+"""
 
-@full_dose_only
-def test_quickstart_trains_tests_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "NUM_TRAINED", 2)
-    monkeypatch.setattr(run, "NUM_TESTED", 2)
-    events: list[Any] = []
-    result, evaluation = run.run(tmp_path / "first", events.append)
-    assert evaluation is not None and result.adapter is not None and 1 <= len(result.losses) <= 2
-    assert evaluation.num_rows == 2 and evaluation.base is not None
-    assert set(evaluation.majority) == {"provider", "area", "severity"}
-    assert json.loads((result.run / "eval.json").read_text())["num_rows"] == 2
-    assert "severity" in (result.run / "report.html").read_text()
-    text = run.next_steps(result.run)
-    assert str(result.adapter) in text and "report.html" in text and "trillora chat" in text and "data=FILE" in text
-    # The recipe can be used as it is: its data is in the same folder.
-    recipe = load_recipe(result.run / "recipe.yaml")
-    assert recipe.data is not None and recipe.data.path == str(result.run / "train.jsonl")
+
+@dataclass(frozen=True)
+class Finished:
+    folder: Path
+    lines: list[dict[str, Any]]  # what it printed with --json
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """In a process of its own, with XLA's optimizations, as a user runs it."""
+    folder = tmp_path_factory.mktemp("quickstart") / "first"
+    fast = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in fast}
+    command = [sys.executable, "-c", QUICKSTART, "--out", str(folder), "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT)
+    assert done.returncode == 0, done.stderr
+    return Finished(folder, [json.loads(line) for line in done.stdout.splitlines()], done.stderr)
+
+
+def test_quickstart_trains_evaluates_and_reports(finished: Finished) -> None:
+    losses = [line["loss"] for line in finished.lines if line.get("event") == "step"]
+    assert len(losses) == NUM_ROWS and all(0 < loss < 10 for loss in losses)
+    evaluation = finished.lines[-1]
+    assert evaluation["num_rows"] == NUM_ROWS and evaluation["base"] is not None
+    assert set(evaluation["majority"]) == {"provider", "area", "severity"}
+    assert json.loads((finished.folder / "eval.json").read_text())["num_rows"] == NUM_ROWS
+    assert "severity" in (finished.folder / "report.html").read_text()
+    assert (finished.folder / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_quickstart_prints_nothing_of_the_libraries(finished: Finished) -> None:
+    assert finished.errors == ""
+    assert len(finished.lines) > NUM_ROWS and all("event" in line for line in finished.lines[:-1])
+
+
+def test_the_recipe_of_a_quickstart_can_be_used_as_it_is(finished: Finished) -> None:
+    recipe = load_recipe(finished.folder / "recipe.yaml")
+    assert recipe.data is not None and recipe.data.path == str(finished.folder / "train.jsonl")
+    text = run.next_steps(finished.folder)
+    adapter = str(finished.folder / "adapter")
+    assert adapter in text and "report.html" in text and "trillora chat" in text and "data=FILE" in text
 
 
 def test_a_finished_quickstart_is_not_changed_and_an_unfinished_one_is_resumed(tmp_path: Path) -> None:

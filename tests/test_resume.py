@@ -31,7 +31,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.wide_llama())
 
 
 def two_stages(folder: Path, num_first: int = 11, num_epochs: int = 3) -> dict[str, Any]:

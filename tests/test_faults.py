@@ -29,7 +29,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.wide_llama())
 
 
 def checkpoints_of(run: Path) -> Checkpoints:

@@ -60,7 +60,7 @@ def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
 ) -> None:
     """Less than one epoch, so every row is used once. A step is skipped if its gradient norm is twenty times the usual
     one. With equal answers the usual gradients are small, and this batch is far above that limit."""
-    tiny_run.write_both(tmp_path, tiny_run.llama(width=128), num_rows=400)
+    tiny_run.write_both(tmp_path, num_rows=400)
     rows = (tmp_path / "chats.jsonl").read_text().splitlines()
     if outcome == "skipped":
         rows = [re.sub(r"It is.*?\"", 'Yes."', row) for row in rows]

@@ -44,7 +44,7 @@ def run(out: Path, listener: Listener) -> tuple[TrainResult, Evaluation | None]:
     listener(
         Note(
             f"Quickstart: SmolLM2-135M learns to classify findings of the cloud scanner prowler (Apache-2.0). It "
-            f"trains on {NUM_TRAINED} rows, which takes about seven minutes on two cores. All files are in {out}"
+            f"trains on {NUM_TRAINED} rows, which takes about six minutes on two cores. All files are in {out}"
         )
     )
     result = train(load_recipe(out / "recipe.yaml"), out, listener=listener)

@@ -114,10 +114,9 @@ class _Training:
     def run(self) -> TrainResult:
         recipe, listener = self._recipe, self._listener
         remember_programs(cache_root() / "programs")
-        num_devices = recipe.hardware.devices
-        devices = find_devices(recipe.hardware.backend, None if num_devices == "auto" else num_devices)
-        listener(Note(f"Model {recipe.model.name}"))
-        named = recipe.model
+        wanted, named = recipe.hardware, recipe.model
+        devices = find_devices(wanted.backend, None if wanted.devices == "auto" else wanted.devices)
+        listener(Note(f"Model {named.name}"))
         opened = OpenModel.open(named.name, revision=named.revision, trust_remote_code=named.trust_remote_code)
         saved = self._newest()
         facts = read_facts(saved[1]) if saved else None
@@ -143,10 +142,8 @@ class _Training:
             listener(Note(describe(planned)))
 
         base = read_base(opened.folder, assembly, listener)
-        if saved:
-            state = from_files(saved[1], assembly, where=self._checkpoints.where(saved[0]))
-        else:
-            state = place_state(assembly, recipe.train.seed)
+        where = self._checkpoints.where(position.global_step)
+        state = from_files(saved[1], assembly, where) if saved else place_state(assembly, recipe.train.seed)
         self._folder.start_metrics(saved[1][METRICS_FILE] if saved else b"")
         self._folder.add_history("resumed" if saved else "started", position.global_step)
         del saved  # as large as the state

@@ -1,0 +1,112 @@
+"""Reads a JSON file that may be damaged or hostile: bounded in size and depth, and checked against a type.
+
+    class Index(BaseModel):
+        weight_map: dict[str, str]
+
+    index = read_json(folder / "model.safetensors.index.json", Index, do="download the file again")
+
+Every failure is a TrilloraError that names the file and the field:
+
+    This file is not as expected: weight_map.a must be a string.
+      where: m/model.safetensors.index.json
+      do:    download the file again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from trillora.errors import TrilloraError
+
+T = TypeVar("T")
+MAX_BYTES = 64 << 20  # the largest known index of weights has 10 MB
+MAX_DEPTH = 100
+_BLOCK = 1 << 20
+
+
+def read_json(file: Path, expected: type[T], *, do: str, max_bytes: int = MAX_BYTES) -> T:
+    """The content of a JSON file as `expected`: a pydantic model, a TypedDict, `dict[str, Any]`."""
+    try:
+        data = _read_bounded(file, max_bytes)
+    except OSError as error:
+        raise TrilloraError(f"This file cannot be read: {error.strerror}.", where=str(file), do=do) from error
+    except ValueError as error:
+        raise TrilloraError(f"This file cannot be used: {error}.", where=str(file), do=do) from error
+    return parse_json(data, expected, where=str(file), do=do)
+
+
+def parse_json(data: bytes, expected: type[T], *, where: str, do: str) -> T:
+    """As `read_json`, for bytes that were read already."""
+    try:
+        text = data.decode("utf-8-sig")
+        _check_depth(text)
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise TrilloraError(f"This is not valid JSON: {error}.", where=where, do=do) from error
+    try:
+        adapter: TypeAdapter[T] = _adapter(expected)  # type: ignore[arg-type]
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise TrilloraError(f"This file is not as expected: {_first_problem(error)}.", where=where, do=do) from error
+
+
+def _read_bounded(file: Path, max_bytes: int) -> bytes:
+    # Without O_NONBLOCK, opening a named pipe waits for a writer.
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is not a regular file")
+        parts, size = [], 0
+        while block := stream.read(_BLOCK):
+            parts.append(block)
+            size += len(block)
+            if size > max_bytes:
+                raise ValueError(f"it is larger than {max_bytes >> 20} MiB")
+    return b"".join(parts)
+
+
+def _check_depth(text: str) -> None:
+    """Refuses deep nesting before the parser recurses. Brackets in strings count too, but only close to the limit."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    depth, in_string, escaped = 0, False, False
+    for letter in text:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif letter == "\\":
+                escaped = True
+            elif letter == '"':
+                in_string = False
+        elif letter == '"':
+            in_string = True
+        elif letter in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+        elif letter in "]}":
+            depth -= 1
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+@cache
+def _adapter(expected: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(expected)
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"])) or "its content"
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should be", "must be")
+    message = message[:1].lower() + message[1:]
+    return f"{place}: {message}" if not message.startswith("must") else f"{place} {message}"

@@ -165,15 +165,15 @@ def test_no_valid_checkpoint_gives_none_and_an_alarm_for_each(checkpoints: Check
 
 
 def test_hostile_checksums_are_reported_as_damage(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    from trillora.training.checkpoint import _seal
+    from trillora.files.checksums import seal
 
     path = tmp_path / "step-00000030" / MARK
     sums = {"sha256": "0" * 64, "size": 1}
     bodies = [b"", b"[]", b"null", b"\xff", b"{}", b"[" * 100_000, b'{"format": 1e999}', b"9" * 10_000]
     strange: list[Any] = [None, [], {"a": 1}, {"a": {"size": 1}}]
-    bodies += [_seal({"format": 1, "step": 30, "files": files}) for files in strange]
-    bodies += [_seal({"format": 1, "step": "30", "files": {}}), _seal({"format": 1, "files": {"a": sums}})]
-    bodies += [_seal({"format": 1, "step": 30, "files": {"../../x": sums}})]
+    bodies += [seal({"format": 1, "step": 30, "files": files}) for files in strange]
+    bodies += [seal({"format": 1, "step": "30", "files": {}}), seal({"format": 1, "files": {"a": sums}})]
+    bodies += [seal({"format": 1, "step": 30, "files": {"../../x": sums}})]
     for body in bodies:
         path.write_bytes(body)
         with pytest.raises(Damaged):
@@ -181,9 +181,9 @@ def test_hostile_checksums_are_reported_as_damage(checkpoints: Checkpoints, tmp_
 
 
 def test_a_checkpoint_of_a_later_version_is_an_error_and_not_skipped(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    from trillora.training.checkpoint import _seal
+    from trillora.files.checksums import seal
 
-    (tmp_path / "step-00000030" / MARK).write_bytes(_seal({"format": 2, "step": 30, "novel": []}))
+    (tmp_path / "step-00000030" / MARK).write_bytes(seal({"format": 2, "step": 30, "novel": []}))
     with pytest.raises(TrilloraError, match="has format 2") as caught:
         checkpoints.newest_valid(ignore_events)
     assert not isinstance(caught.value, Damaged)

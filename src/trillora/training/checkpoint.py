@@ -1,26 +1,19 @@
-"""Checkpoints: sets of files with checksums, saved in the background; a resumed run uses the newest valid one.
-
-`checksums.json` has the step, the size and SHA-256 of every other file, and a digest of itself. Reading compares it
-byte for byte with what would be written for the same facts, so every flipped bit is detected.
-"""
+"""Checkpoints: sets of files with checksums, saved in the background; a resumed run uses the newest valid one."""
 
 from __future__ import annotations
 
 import errno
-import json
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Saved, ignore_events
-from trillora.files.digests import bytes_digest, json_digest
+from trillora.files.checksums import FORMAT, find_damage, read_checksums, with_checksums
 from trillora.files.storage import MARK, Storage
-
-FORMAT = 1
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 
@@ -188,49 +181,17 @@ def _os_error(work: Callable[[], None]) -> OSError | None:
     return None
 
 
-def with_checksums(step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files, followed by their checksums."""
-    if MARK in files:
-        raise ValueError(f"{MARK} is a reserved name")
-    return {**files, MARK: _checksums(step, files)}
-
-
 def _name(step: int) -> str:
     if step < 0:
         raise ValueError("a step cannot be negative")
     return f"step-{step:08d}"
 
 
-def _checksums(step: int, files: Mapping[str, bytes]) -> bytes:
-    sums = {name: {"sha256": bytes_digest(data), "size": len(data)} for name, data in files.items()}
-    return _seal({"format": FORMAT, "step": step, "files": sums})
-
-
-def _seal(facts: dict[str, Any]) -> bytes:
-    """The facts and their digest as JSON. Equal facts give equal bytes."""
-    digest = json_digest(facts)
-    return (json.dumps({**facts, "digest": digest}, sort_keys=True, indent=1) + "\n").encode()
-
-
-def _unseal(data: bytes) -> dict[str, Any] | None:
-    try:
-        facts = {key: value for key, value in json.loads(data).items() if key != "digest"}
-        if _seal(facts) != data:
-            return None
-        # A correct digest around facts that `_checksums` does not write is damage too.
-        is_ours = facts["format"] != FORMAT or all(
-            len(sums) == 2 and len(sums["sha256"]) == 64 and sums["size"] >= 0 for sums in facts["files"].values()
-        )
-        return facts if is_ours and facts["step"] >= 0 else None
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
-        return None
-
-
 def _fault(step: int, files: Mapping[str, bytes], *, where: str) -> tuple[str, str] | None:
     """The first damaged file and what is wrong with it, or None."""
     if MARK not in files:
         return MARK, "is missing"
-    facts = _unseal(files[MARK])
+    facts = read_checksums(files[MARK])
     if facts is None:
         return MARK, "differs from its own digest"
     if facts.get("format") != FORMAT:  # the digest is right, so this is no damage
@@ -241,12 +202,7 @@ def _fault(step: int, files: Mapping[str, bytes], *, where: str) -> tuple[str, s
         )
     if facts["step"] != step:
         return MARK, f"belongs to step {facts['step']}"
-    for name, expected in facts["files"].items():
-        if name not in files:
-            return name, "is missing"
-        if len(files[name]) != expected["size"]:
-            return name, f"has {len(files[name])} bytes instead of {expected['size']}"
-        if bytes_digest(files[name]) != expected["sha256"]:
-            return name, "differs from its checksum"
+    if damage := find_damage(facts, files):
+        return damage
     extra = sorted(files.keys() - facts["files"].keys() - {MARK})
     return (extra[0], "does not belong there") if extra else None

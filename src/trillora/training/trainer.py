@@ -30,6 +30,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
+from trillora.files.checksums import with_checksums
 from trillora.files.digests import text_digest
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
@@ -46,7 +47,7 @@ from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, describe, shape_text
 from trillora.tracking import tracking_listener
 from trillora.training import manifest
-from trillora.training.checkpoint import Checkpoints, Saver, with_checksums
+from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Diverged, Position, Run, StageLoop
 from trillora.training.run_folder import RunFolder, losses

@@ -1,0 +1,57 @@
+"""Checksums of a set of files, such as a checkpoint or an adapter.
+
+`checksums.json` has the step, the size and SHA-256 of every other file, and a digest of itself. Reading compares it
+byte for byte with what would be written for the same facts, so every flipped bit is detected.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from trillora.files.digests import bytes_digest, json_digest
+from trillora.files.storage import MARK
+
+FORMAT = 1
+
+
+def with_checksums(step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files, followed by their checksums."""
+    if MARK in files:
+        raise ValueError(f"{MARK} is a reserved name")
+    sums = {name: {"sha256": bytes_digest(data), "size": len(data)} for name, data in files.items()}
+    return {**files, MARK: seal({"format": FORMAT, "step": step, "files": sums})}
+
+
+def read_checksums(data: bytes) -> dict[str, Any] | None:
+    """The facts in the bytes of `checksums.json`; None if they are damaged."""
+    try:
+        facts = {key: value for key, value in json.loads(data).items() if key != "digest"}
+        if seal(facts) != data:
+            return None
+        # A correct digest around facts that `with_checksums` does not write is damage too.
+        is_ours = facts["format"] != FORMAT or all(
+            len(sums) == 2 and len(sums["sha256"]) == 64 and sums["size"] >= 0 for sums in facts["files"].values()
+        )
+        return facts if is_ours and facts["step"] >= 0 else None
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def find_damage(facts: Mapping[str, Any], files: Mapping[str, bytes]) -> tuple[str, str] | None:
+    """The first file that differs from its checksum, and how; None if all are as written."""
+    for name, expected in facts["files"].items():
+        if name not in files:
+            return name, "is missing"
+        if len(files[name]) != expected["size"]:
+            return name, f"has {len(files[name])} bytes instead of {expected['size']}"
+        if bytes_digest(files[name]) != expected["sha256"]:
+            return name, "differs from its checksum"
+    return None
+
+
+def seal(facts: dict[str, Any]) -> bytes:
+    """The facts and their digest as JSON. Equal facts give equal bytes."""
+    digest = json_digest(facts)
+    return (json.dumps({**facts, "digest": digest}, sort_keys=True, indent=1) + "\n").encode()

@@ -1,4 +1,4 @@
-# Every target first sets up its environment: once, and again when pyproject.toml or the set-up script changes.
+# Every target first sets up its environment: once, and again when pyproject.toml, a lock or the set-up script changes.
 PYTHON ?= $(shell command -v python3 || command -v python)
 BIN := .venv/bin
 COMPAT := .venv-compat/bin
@@ -6,7 +6,7 @@ COMPAT := .venv-compat/bin
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all lint compat architectures real-data soak clean
+.PHONY: help setup quickstart test test-all lint compat architectures real-data soak lock audit clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
@@ -17,6 +17,8 @@ help:
 	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
 	@echo "make real-data      download public data sets and run trillora inspect on each"
 	@echo "make soak           run the reliability tests at full scale (hours; PART=kills for one part); writes dev/SOAK.md"
+	@echo "make lock           update locks/, the exact packages with their hashes (UPGRADE=1: newest versions)"
+	@echo "make audit          look up known vulnerabilities of the locked packages"
 	@echo "make clean          remove environments and caches"
 
 setup:
@@ -51,6 +53,13 @@ real-data: setup
 
 soak: setup
 	$(BIN)/python tools/soak.py --workers $(WORKERS) $(addprefix --part ,$(PART))
+
+lock: setup
+	@$(BIN)/python tools/lock.py $(if $(UPGRADE),--upgrade)
+
+audit: setup
+	@$(BIN)/python -m pip install --quiet pip-audit
+	$(BIN)/pip-audit --strict --requirement locks/dev.txt --require-hashes --disable-pip
 
 clean:
 	rm -rf .venv .venv-compat .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info

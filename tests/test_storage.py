@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import random
 import shutil
@@ -30,6 +31,7 @@ from trillora.files import atomic
 from trillora.files.storage import MARK, LocalStorage, RemoteStorage, Storage, open_storage
 from trillora.secrets import without_secrets
 from trillora.training.checkpoint import Checkpoints, Saver
+from trillora.training.run_folder import RunFolder
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
 NUM_MIXTURES = 40 if FULL_DOSE else 4  # random mixtures of lost and kept data, in addition to the four pure cases
@@ -237,6 +239,51 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_orphan(tmp_path
         atomic.write_file(path, "new")
     assert len(hidden_in(tmp_path)) == 1  # the failing disk could not remove it
     assert len(atomic.remove_unfinished(tmp_path)) == 1 and hidden_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "broken link", "pipe", "folder"])
+def test_lines_are_appended_to_regular_files_only(tmp_path: Path, kind: str) -> None:
+    """L16: a history.jsonl that is a link must not write to another person's file, and a pipe must not block."""
+    other, history = tmp_path / "other", tmp_path / "run" / "history.jsonl"
+    events: list[Event] = []
+    folder = RunFolder(history.parent, listener=events.append)
+    if kind == "pipe":
+        os.mkfifo(history)
+    elif kind == "folder":
+        history.mkdir()
+    else:
+        history.symlink_to(other)
+    if kind == "link":
+        other.write_text("precious\n")
+    folder.add_history("started", 0)
+    folder.add_history("stopped", 1)
+    assert other.read_text() == "precious\n" if kind == "link" else not other.exists()
+    (alarm,) = events
+    assert isinstance(alarm, Alarm) and f"{history} cannot be written" in alarm.text
+    history.rmdir() if kind == "folder" else history.unlink()
+    folder.add_history("resumed", 1)  # nothing was lost
+    assert [json.loads(line)["event"] for line in history.read_text().splitlines()] == ["started", "stopped", "resumed"]
+
+
+def test_an_append_that_fails_leaves_the_file_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    atomic.append_file(path, b"one\n")
+    real, num_calls = os.write, 0
+
+    def write(descriptor: int, data: bytes) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, bytes(data)[:2])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        with pytest.raises(OSError, match="No space"):
+            atomic.append_file(path, b"two\n")
+    assert path.read_bytes() == b"one\n"
+    atomic.append_file(path, b"two\n")
+    assert path.read_bytes() == b"one\ntwo\n"
 
 
 def test_a_file_system_that_cannot_flush_folders_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 _MAKING = ".making-"
 # From file systems that cannot flush a folder: shared folders of virtual machines, old FUSE drivers.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+_NOT_REGULAR = {errno.ELOOP, errno.ENXIO}  # a link; a named pipe without a reader
 
 
 def write_file(path: Path, data: bytes | str) -> None:
@@ -37,12 +39,41 @@ def write_synced(path: Path, data: bytes) -> None:
     """Writes a file and flushes it to the disk. Its name is durable only after `sync_folder`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]  # os.write may write only a part
+        _write_all(descriptor, data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def append_file(path: Path, data: bytes) -> None:
+    """Adds bytes at the end of a regular file, which is created if it is missing. Links are not followed: a run must not
+    write to a file outside its folder. If this fails, the file is as before."""
+    # Without O_NONBLOCK, opening a named pipe waits for a reader.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in _NOT_REGULAR:
+            raise OSError(error.errno, "it is a link or not a regular file", str(path)) from error
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is a link or not a regular file", str(path))
+        try:
+            _write_all(descriptor, data)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, found.st_size)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]  # os.write may write only a part
 
 
 def sync_folder(path: Path) -> None:

@@ -6,10 +6,8 @@ and memory. `history.jsonl` records starts and stops of the run, `run.json` what
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,7 +15,7 @@ from pathlib import Path
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, HistoryEntry, Listener, ignore_events, to_metrics_line
-from trillora.files.atomic import write_file
+from trillora.files.atomic import append_file, write_file
 
 
 class RunFolder:
@@ -95,13 +93,9 @@ class RunFolder:
         if not self._writes:
             return
         waiting = self._waiting.pop(file, b"") + line.encode() + b"\n"
-        size = file.stat().st_size if file.exists() else 0
         try:
-            with open(file, "ab") as stream:
-                stream.write(waiting)
+            append_file(file, waiting)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.truncate(file, size)
             self._waiting[file] = waiting
             if not self._has_alarmed:
                 self._listener(Alarm(f"{file} cannot be written: {error.strerror}. New lines are kept in memory."))

@@ -18,7 +18,16 @@ from architecture_checks import distance, to_jax
 from safetensors.numpy import load_file, save_file
 
 from trillora.errors import TrilloraError
-from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, fit_adapter, load_adapter, save_adapter
+from trillora.files.checksums import with_checksums
+from trillora.files.storage import MARK
+from trillora.model.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_files,
+    check_changes_something,
+    fit_adapter,
+    load_adapter,
+)
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import stack, unstack
 from trillora.model.loading.source import base_name
@@ -72,11 +81,19 @@ def save(folder: Path, name: str = "llama", spec: LoraSpec | None = None) -> tup
     spec = spec or SPECS[name]
     model = ours(name, spec)
     adapter = random_adapter(model)
-    save_adapter(folder, adapter, model.module, model.targets, spec, "some/base")
+    files = with_checksums(1, adapter_files(adapter, model.module, model.targets, spec, "some/base"))
+    for file, data in files.items():
+        (folder / file).write_bytes(data)
     return model, adapter
 
 
+def as_from_others(folder: Path) -> None:
+    """PEFT writes no checksums."""
+    (folder / MARK).unlink()
+
+
 def change_config(folder: Path, **changes: Any) -> None:
+    as_from_others(folder)
     path = folder / CONFIG_FILE
     config = {**json.loads(path.read_text("utf-8")), **changes}
     path.write_text(json.dumps(config), "utf-8")
@@ -133,14 +150,7 @@ def test_a_saved_adapter_loads_bit_for_bit(name: str, tmp_path: Path) -> None:
         *(SPECS[name].rslora, SPECS[name].dropout),
     )
     assert ours(name, spec).targets == model.targets
-    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
-
-
-def test_saving_again_replaces_the_adapter(tmp_path: Path) -> None:
-    model, adapter = save(tmp_path)
-    doubled = {name: 2 * array for name, array in adapter.items()}
-    save_adapter(tmp_path, doubled, model.module, model.targets, SPECS["llama"], "some/base")
-    assert all(np.array_equal(array, doubled[name]) for name, array in load_adapter(tmp_path)[1].items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE, MARK]
 
 
 def test_the_configuration_has_what_peft_needs(tmp_path: Path) -> None:
@@ -163,13 +173,12 @@ def test_an_adapter_on_the_embedded_model_names_its_hub_id() -> None:
     assert json.loads(files[CONFIG_FILE])["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def test_an_adapter_that_changes_nothing_is_not_saved(tmp_path: Path) -> None:
+def test_an_adapter_that_changes_nothing_is_an_error() -> None:
     model = ours("llama", SPECS["llama"])
     start = initial_adapter(model.adapter_layout, seed=0)
     flat = unstack(start, model.adapter_layout)
     with pytest.raises(TrilloraError, match="every B matrix is zero"):
-        save_adapter(tmp_path / "adapter", flat, model.module, model.targets, SPECS["llama"], "some/base")
-    assert not (tmp_path / "adapter").exists()
+        check_changes_something(flat, "some/folder")
 
 
 @pytest.mark.parametrize("missing", [CONFIG_FILE, WEIGHTS_FILE])
@@ -214,6 +223,7 @@ def test_values_that_mean_not_used_are_accepted(tmp_path: Path) -> None:
 
 def test_other_matrices_are_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path)
+    as_from_others(tmp_path)
     tensors = load_file(tmp_path / WEIGHTS_FILE)
     odd = "base_model.model.model.embed_tokens.lora_embedding_A"
     save_file({**tensors, odd: np.ones((4, 256), np.float32)}, tmp_path / WEIGHTS_FILE)
@@ -224,6 +234,7 @@ def test_other_matrices_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 4, 100, -1])
 def test_a_truncated_file_is_an_error(size: int, tmp_path: Path) -> None:
     save(tmp_path)
+    as_from_others(tmp_path)
     path = tmp_path / WEIGHTS_FILE
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(TrilloraError, match="cannot be read") as caught:

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "trillora"
 # Packages and top-level modules from low to high. Each may import what is in the tiers above its own line here, and
 # nothing in its own tier or below. A new package needs a place in this list.
 TIERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "events", "safe_text", "secrets", "version"),
+    ("child_process", "errors", "events", "safe_text", "secrets", "version"),
     ("recipe", "files", "devices", "engine"),
     ("model",),
     ("data",),
@@ -44,7 +44,7 @@ ONLY_IN: dict[str, set[str]] = {
     "jax": {"devices", "engine", "model", "step", "generation", "evaluation", "preflight", "training"},
     "jaxlib": {"devices", "engine", "model", "step"},
     "optax": {"engine", "step"},
-    "pydantic": {"recipe", "preflight"},
+    "pydantic": {"files", "recipe", "model", "preflight"},
     "typer": {"cli"},
     "rich": {"", "cli", "report"},
     "peft": set(),

@@ -5,27 +5,36 @@ Names in memory and in the file; the shapes are the same:
     model.layers.0.mlp.up_proj.lora_a  <->  base_model.model.model.layers.0.mlp.up_proj.lora_A.weight
     model.layers.0.mlp.up_proj.lora_b  <->  base_model.model.model.layers.0.mlp.up_proj.lora_B.weight
 
-Written files are read back and compared.
+Files are verified when they are read: against the checksums that a run writes next to them, against the types and
+ranges in `AdapterConfig`, and every value must be finite.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import safetensors
 import torch
-from safetensors.numpy import load, load_file, save
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.numpy import save
+from safetensors.torch import load
 from transformers.pytorch_utils import Conv1D
 
 from trillora.errors import TrilloraError
-from trillora.files.atomic import write_file
+from trillora.files.checksums import FORMAT, find_damage, read_checksums
+from trillora.files.read_json import parse_json
+from trillora.files.storage import MARK
 from trillora.model.layout import Layout
 from trillora.model.lora import LoraSpec, linear_layers
 
+logger = logging.getLogger(__name__)
+
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+TEMPLATE_FILE = "chat_template.jinja"  # only if the run had its own
 _PREFIX = "base_model.model."
 _SUFFIXES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
@@ -48,6 +57,18 @@ _UNSUPPORTED: dict[str, Any] = {
 
 # Prefixes of initialisations that also change the base model's weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class AdapterConfig(BaseModel):
+    """The part of PEFT's `adapter_config.json` that plain LoRA needs, in its ranges. Other keys are kept."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    peft_type: str
+    r: Annotated[int, Field(ge=1, le=1 << 16)]
+    lora_alpha: Annotated[float, Field(gt=0, le=1e9)]
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    use_rslora: bool = False
 
 
 def adapter_files(
@@ -73,9 +94,28 @@ def adapter_files(
     return {WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}), CONFIG_FILE: text.encode()}
 
 
-def read_adapter(weights: bytes) -> dict[str, np.ndarray]:
-    """The matrices in the bytes of `WEIGHTS_FILE`, by parameter name."""
-    return {_from_peft(name, Path(WEIGHTS_FILE)): array for name, array in load(weights).items()}
+def read_adapter(weights: bytes, where: str = WEIGHTS_FILE) -> dict[str, np.ndarray]:
+    """The matrices in the bytes of `WEIGHTS_FILE`, by parameter name, in float32. All their values are finite."""
+    try:
+        tensors = load(weights)
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise TrilloraError(
+            f"The adapter's weights cannot be read: {error}.",
+            where=where,
+            do="copy the file again, or use another checkpoint",
+        ) from error
+    adapter = {}
+    for name, tensor in tensors.items():
+        matrix = tensor.to(torch.float32) if tensor.is_floating_point() else None
+        if matrix is None or not torch.isfinite(matrix).all():
+            raise TrilloraError(
+                f"The adapter's {name} has values that are not "
+                + ("finite." if matrix is not None else f"floating-point numbers: {tensor.dtype}."),
+                where=where,
+                do="copy the file again, or use another checkpoint",
+            )
+        adapter[_from_peft(name, where)] = matrix.numpy()
+    return adapter
 
 
 def check_changes_something(adapter: dict[str, np.ndarray], where: str) -> None:
@@ -85,18 +125,6 @@ def check_changes_something(adapter: dict[str, np.ndarray], where: str) -> None:
             where=where,
             do="train for at least one step with a learning rate above zero and rows that have supervised tokens",
         )
-
-
-def save_adapter(
-    folder: Path, adapter: dict[str, np.ndarray], module: Any, targets: list[str], spec: LoraSpec, base_name: str
-) -> None:
-    """Writes an adapter, then reads the files back and compares them."""
-    check_changes_something(adapter, str(folder))
-    files = adapter_files(adapter, module, targets, spec, base_name)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        write_file(folder / name, data)
-    check_written(folder, files)
 
 
 def check_written(folder: Path, files: dict[str, bytes]) -> None:
@@ -111,52 +139,74 @@ def check_written(folder: Path, files: dict[str, bytes]) -> None:
 
 def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, np.ndarray]]:
     """Reads an adapter written by Trillora or PEFT; its matrices are by parameter name."""
-    config_path, weights_path = folder / CONFIG_FILE, folder / WEIGHTS_FILE
-    for path in (config_path, weights_path):
-        if not path.is_file():
+    files = _read_verified(folder)
+    config = _read_config(files[CONFIG_FILE], folder / CONFIG_FILE)
+    adapter = read_adapter(files[WEIGHTS_FILE], str(folder / WEIGHTS_FILE))
+    # PEFT has many rules to select targets. The file contains the result.
+    targets = tuple(sorted({name.rsplit(".", 1)[0] for name in adapter}))
+    for target in targets:
+        a, b = adapter.get(f"{target}.lora_a"), adapter.get(f"{target}.lora_b")
+        if a is None or b is None or a.ndim != 2 or b.ndim != 2 or not a.shape[0] == b.shape[1] == config.r:
             raise TrilloraError(
-                f"There is no adapter here: {path.name} is missing.",
-                where=str(folder),
-                do="use the folder that contains adapter_config.json and adapter_model.safetensors",
+                f"The adapter's {target} does not have matrices of rank {config.r}: "
+                f"A is {'missing' if a is None else a.shape}, B is {'missing' if b is None else b.shape}.",
+                where=str(folder / WEIGHTS_FILE),
+                do=f"use the {CONFIG_FILE} and {WEIGHTS_FILE} of the same adapter",
             )
-    config = _read_config(config_path)
-    if config.get("peft_type") != "LORA":
-        raise _unsupported(config_path, "peft_type", config.get("peft_type"))
-    for key, unused in _UNSUPPORTED.items():
-        if config.get(key, unused) not in (unused, None):
-            raise _unsupported(config_path, key, config[key])
-    if str(config.get("init_lora_weights")).startswith(_CHANGES_BASE):
-        raise _unsupported(config_path, "init_lora_weights", config["init_lora_weights"])
-    try:
-        tensors = load_file(weights_path)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise TrilloraError(
-            f"The adapter's weights cannot be read: {error}.",
-            where=str(weights_path),
-            do="copy the file again, or use another checkpoint",
-        ) from error
-    adapter = {_from_peft(name, weights_path): array.astype(np.float32) for name, array in tensors.items()}
-    spec = LoraSpec(
-        rank=config["r"],
-        alpha=config["lora_alpha"],
-        rslora=config.get("use_rslora", False),
-        dropout=config.get("lora_dropout", 0.0),
-        # PEFT has many rules to select targets. The file contains the result.
-        targets=tuple(sorted({name.rsplit(".", 1)[0] for name in adapter})),
-    )
+    spec = LoraSpec(config.r, config.lora_alpha, config.use_rslora, config.lora_dropout, targets)
     return spec, adapter
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_verified(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file that Trillora reads from an adapter's folder, compared with their checksums."""
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise TrilloraError(
+                f"There is no adapter here: {name} is missing.",
+                where=str(folder),
+                do="use the folder that contains adapter_config.json and adapter_model.safetensors",
+            )
+    names = [name for name in (CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, MARK) if (folder / name).is_file()]
     try:
-        config = json.loads(path.read_text("utf-8"))
-        int(config["r"]), float(config["lora_alpha"])
-    except (ValueError, KeyError, TypeError) as error:
+        files = {name: (folder / name).read_bytes() for name in names}
+    except OSError as error:
         raise TrilloraError(
-            f"The adapter's configuration cannot be read: {type(error).__name__}: {error}.",
-            where=str(path),
-            do="copy the file again, or rewrite it with the peft_type, r and lora_alpha of the training run",
+            f"The adapter cannot be read: {error.strerror}.", where=str(folder), do="check the disk and the permissions"
         ) from error
+    if MARK not in files:
+        logger.warning("%s has no %s, so damage to the adapter cannot be noticed", folder, MARK)
+    elif damage := _find_damage(files):
+        file, fault = damage
+        raise TrilloraError(
+            f"The adapter is damaged: {file} {fault}.",
+            where=str(folder / file),
+            do="restore it from a copy; or remove this folder and run the training command again, which writes it from "
+            f"the last checkpoint; if you changed the file yourself, remove {MARK}",
+        )
+    return files
+
+
+def _find_damage(files: dict[str, bytes]) -> tuple[str, str] | None:
+    facts = read_checksums(files[MARK])
+    if facts is None:
+        return MARK, "differs from its own digest"
+    if facts.get("format") != FORMAT:
+        return MARK, f"has format {facts.get('format')} instead of {FORMAT}"
+    extra = sorted(files.keys() - facts["files"].keys() - {MARK})
+    return (extra[0], "has no checksum") if extra else find_damage(facts, files)
+
+
+def _read_config(data: bytes, path: Path) -> AdapterConfig:
+    do = "copy the file again, or rewrite it with the peft_type, r and lora_alpha of the training run"
+    config = parse_json(data, AdapterConfig, where=str(path), do=do)
+    if config.peft_type != "LORA":
+        raise _unsupported(path, "peft_type", config.peft_type)
+    options = config.model_extra or {}
+    for key, unused in _UNSUPPORTED.items():
+        if options.get(key, unused) not in (unused, None):
+            raise _unsupported(path, key, options[key])
+    if str(options.get("init_lora_weights")).startswith(_CHANGES_BASE):
+        raise _unsupported(path, "init_lora_weights", options["init_lora_weights"])
     return config
 
 
@@ -190,13 +240,13 @@ def _to_peft(name: str) -> str:
     return f"{_PREFIX}{stem}{_SUFFIXES['.' + suffix]}"
 
 
-def _from_peft(name: str, path: Path) -> str:
+def _from_peft(name: str, where: str) -> str:
     for ours, theirs in _SUFFIXES.items():
         if name.startswith(_PREFIX) and name.endswith(theirs):
             return name.removeprefix(_PREFIX).removesuffix(theirs) + ours
     raise TrilloraError(
         f"The adapter contains {name}, which is not a LoRA matrix of a linear layer.",
-        where=str(path),
+        where=where,
         do="use an adapter that has only LoRA matrices of linear layers",
     )
 

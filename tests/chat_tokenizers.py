@@ -37,7 +37,7 @@ class Family:
     """What a test must know about a template to predict what is trained."""
 
     template: str
-    specials: tuple[str, ...]
+    specials: tuple[str, ...]  # flagged as special by the tokenizer
     stop: str
     bos: str | None = None
     adds_bos: bool = False
@@ -49,6 +49,12 @@ class Family:
     thinks: bool = False  # the template supports thinking, in `reasoning_content` or between <think> and </think>
     opens: bool = True  # a conversation may begin with the assistant
     says: Callable[[Messages, int], str] | None = None  # the assistant's text in a turn, if not content and stop
+    marks: tuple[str, ...] = ()  # added tokens that the template writes, not flagged as special
+    own: tuple[str, ...] = ()  # marks that the model itself writes: its answers may have them
+
+    @property
+    def control(self) -> tuple[str, ...]:
+        return (*self.specials, *self.marks)
 
     def speech(self, messages: Messages) -> list[str]:
         """The text of each assistant turn, including its stop token."""
@@ -262,8 +268,8 @@ def _qwen3_says(messages: Messages, turn: int) -> str:
     message, last_question = messages[turn], max(i for i, m in enumerate(messages) if m["role"] == "user")
     content, thought = message["content"] or "", message.get("reasoning_content") or ""
     if not thought and "</think>" in content:
-        thought, _, content = content.partition("<think>")[2].partition("</think>")
-        content = content.lstrip("\n")
+        thought = content.partition("</think>")[0].rpartition("<think>")[2]
+        content = content.rpartition("</think>")[2].lstrip("\n")
     written = content
     if turn > last_question and (thought or turn == len(messages) - 1):
         stripped = thought.strip("\n")
@@ -341,11 +347,20 @@ _HEADERS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|
 _TURNS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 _INST = ("<s>", "</s>", "[INST]", "[/INST]")
 _TOOLS = ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
-_DEEP = (
-    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
-    *(f"<｜tool▁{what}▁{end}｜>" for what in ("calls", "call", "outputs", "output") for end in ("begin", "end")),
+_DEEP = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
+_DEEP_CALLS = (
+    "<｜tool▁sep｜>",
+    *(f"<｜tool▁{what}▁{end}｜>" for what in ("calls", "call") for end in ("begin", "end")),
 )
-_VOCABULARY = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added, but not special: content may use them
+_DEEP_MARKS = (
+    *("<｜User｜>", "<｜Assistant｜>", *_DEEP_CALLS),
+    *(f"<｜tool▁{what}▁{end}｜>" for what in ("outputs", "output") for end in ("begin", "end")),
+)
+_THINKING = ("<think>", "</think>")
+_CALLS = ("<tool_call>", "</tool_call>")
+# Added to every tokenizer, but not flagged as special: content may use them, unless they are marks of the template.
+_VOCABULARY = (*_THINKING, *_CALLS)
+_QWEN_MARKS = (*_VOCABULARY, "<tool_response>", "</tool_response>")
 _GEMMA_FACTS: dict[str, Any] = {
     "specials": _TURNS, "stop": "<end_of_turn>", "bos": "<bos>", "adds_bos": True, "spaces": "gemma", "trims": True,
     "opens": False,
@@ -377,13 +392,23 @@ FAMILIES = {
     "gemma-marked": Family(_GEMMA_MARKED, **_GEMMA_FACTS),
     "mistral": Family(_MISTRAL, _INST, has_system=False, **_MISTRAL_FACTS),
     "mistral-tools": Family(_MISTRAL_TOOLS, (*_INST, *_TOOLS), num_calls=3, **_MISTRAL_FACTS),
-    "qwen3": Family(_QWEN3, _IM, "<|im_end|>", num_calls=3, thinks=True, says=_qwen3_says),
+    "qwen3": Family(
+        _QWEN3, _IM, "<|im_end|>", num_calls=3, thinks=True, says=_qwen3_says, marks=_QWEN_MARKS, own=_VOCABULARY
+    ),
     "phi": Family(
         _PHI, ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<|end|>", stop_strips=True
     ),
     "zephyr": Family(_ZEPHYR, ("<s>", "</s>"), "</s>", "<s>", spaces="mistral"),
-    "deepseek": Family(_DEEPSEEK_V3, **_DEEPSEEK_FACTS, says=_deepseek_says),
-    "deepseek-r1": Family(_DEEPSEEK_R1, **_DEEPSEEK_FACTS, thinks=True, opens=False, says=_r1_says),
+    "deepseek": Family(_DEEPSEEK_V3, **_DEEPSEEK_FACTS, says=_deepseek_says, marks=_DEEP_MARKS, own=_DEEP_CALLS),
+    "deepseek-r1": Family(
+        _DEEPSEEK_R1,
+        **_DEEPSEEK_FACTS,
+        thinks=True,
+        opens=False,
+        says=_r1_says,
+        marks=(*_DEEP_MARKS, *_THINKING),
+        own=(*_DEEP_CALLS, *_THINKING),
+    ),
 }
 
 
@@ -397,7 +422,7 @@ def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
         for word in family.specials
     ]
     inner.add_special_tokens(words)
-    inner.add_tokens([AddedToken(word, normalized=False) for word in _VOCABULARY])
+    inner.add_tokens([AddedToken(word, normalized=False) for word in dict.fromkeys((*_VOCABULARY, *family.marks))])
     if family.adds_bos:
         assert family.bos is not None
         inner.post_processor = processors.TemplateProcessing(

@@ -157,14 +157,13 @@ def planted_rows(row: Row, text: str) -> Iterator[tuple[str, Row]]:
 def prove_planted_is_text(
     tokenizer: Any, family: Family, words: tuple[str, ...], places: tuple[str, ...], read: Callable[[str], str] = str
 ) -> int:
-    """Special tokens spelled in any text stay text: the control ids are the same as with harmless text.
+    """Control tokens spelled in any text stay text: the control ids are the same as with harmless text.
 
-    Only names and keys may be refused, with the token named: templates depend on those. Returns how many were not
-    refused. Texts are compared after `read`.
+    In the texts of the assistant, the model's own marks are tokens, as in the tokenizer's own rendering. Only names and
+    keys may be refused, with the token named: templates depend on those. Returns how many were not refused. Texts are
+    compared after `read`.
     """
-    control = set(tokenizer.all_special_ids) | {
-        id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    control = control_ids(tokenizer, family)
     row, num_text = row_with_everything(family), 0
     for place in places:
         fields = list(planted_rows(row, place.format("harmless")))
@@ -175,8 +174,14 @@ def prove_planted_is_text(
                 fields, harmless, rows, render_rows(rows, tokenizer), strict=True
             ):
                 assert isinstance(plain, TokenizedDocument), (field, plain)
-                if isinstance(rendered, BadRow):
+                is_own = word in family.own and is_written(field, planted)
+                if isinstance(rendered, BadRow) and not (is_own and place.endswith("{}")):  # nothing after the thinking
                     assert word in rendered.what and not field.endswith("content"), (field, rendered)
+                    continue
+                num_text += 1
+                if isinstance(rendered, BadRow) or is_own:
+                    written = None if isinstance(rendered, BadRow) else rendered.tokens.tolist()
+                    assert written in (None, own_tokens(tokenizer, **planted)), (field, word)
                     continue
                 found, expected = ([t for t in r.tokens.tolist() if t in control] for r in (rendered, plain))
                 assert found == expected, (field, word)
@@ -184,8 +189,22 @@ def prove_planted_is_text(
                 assert read(tokenizer.decode(rendered.tokens.tolist())) == read(written), (field, word)
                 runs, expected_runs = trained_runs(rendered, tokenizer), spoken(planted["messages"], family)
                 assert list(map(read, runs)) == list(map(read, expected_runs)), (field, word)
-                num_text += 1
     return num_text
+
+
+def control_ids(tokenizer: Any, family: Family) -> set[int]:
+    flagged = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {*tokenizer.all_special_ids, *flagged, *tokenizer.convert_tokens_to_ids(list(family.control))}
+
+
+def is_written(field: str, row: Row) -> bool:
+    """Whether the model writes this text: the content or the thinking of an assistant turn."""
+    key, number, *rest = field.split(".")
+    return (
+        key == "messages"
+        and rest in (["content"], ["reasoning_content"])
+        and row[key][int(number)]["role"] == "assistant"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -229,25 +248,25 @@ def test_marked_template_trains_what_the_mask_of_transformers_has(name: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_special_tokens_planted_in_any_field_stay_text(name: str) -> None:
+def test_control_tokens_planted_in_any_field_stay_text(name: str) -> None:
     family, tokenizer = FAMILIES[name], chat_tokenizer(name)
     num_fields = len(list(planted_rows(row_with_everything(family), "")))
     assert num_fields >= (17 if family.num_calls else 4)
     places = PLACES if FULL_DOSE else PLACES[:2]
-    num_text = prove_planted_is_text(tokenizer, family, family.specials, places)
-    assert num_text == num_fields * len(family.specials) * len(places)
+    num_text = prove_planted_is_text(tokenizer, family, family.control, places)
+    assert num_text == num_fields * len(family.control) * len(places)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_special_tokens_planted_in_prompt_completion_and_text_stay_text(name: str) -> None:
+def test_control_tokens_planted_in_prompt_completion_and_text_stay_text(name: str) -> None:
     family, tokenizer = FAMILIES[name], chat_tokenizer(name)
-    control, num_planted = set(tokenizer.all_special_ids), 0
-    control |= {tokenizer.convert_tokens_to_ids(word) for word in family.specials}
+    control, num_planted = control_ids(tokenizer, family), 0
     shapes = [("text", {"text": "{}"})]
     shapes += [("prompt-completion", {"prompt": a, "completion": b}) for a, b in (("{}", "yes"), ("who? ", "{}"))]
     for format, shape in shapes:
         for place in PLACES:
-            texts = [place.format(word) for word in ("harmless", *family.specials)]
+            words = [word for word in family.control if shape.get("prompt") == "{}" or word not in family.own]
+            texts = [place.format(word) for word in ("harmless", *words)]
             rows = [{key: value.replace("{}", text) for key, value in shape.items()} for text in texts]
             plain, *planted = render_rows(rows, tokenizer, "auto", format)
             assert isinstance(plain, TokenizedDocument)
@@ -256,7 +275,7 @@ def test_special_tokens_planted_in_prompt_completion_and_text_stay_text(name: st
                 found, expected = ([t for t in r.tokens.tolist() if t in control] for r in (rendered, plain))
                 assert found == expected
                 num_planted += 1
-    assert num_planted == 3 * len(PLACES) * len(family.specials)
+    assert num_planted == len(PLACES) * (3 * len(family.control) - 2 * len(family.own))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].num_calls])
@@ -387,7 +406,7 @@ def test_content_that_spells_a_token_only_with_the_text_next_to_it_is_refused(
     tokenizer = with_template(texts + template + "{{ '<|im_end|>' }}")
     roles = ("system", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, (system, user, answer), strict=True)]
-    with pytest.raises(TrilloraError, match=r"spell the special token '<\|im_end\|>'"):
+    with pytest.raises(TrilloraError, match=r"spell the control token '<\|im_end\|>'"):
         render_chat(messages, tokenizer, "everything")
     harmless = [{"role": role, "content": f"({text})"} for role, text in zip(roles, ("a", "b", "c"), strict=True)]
     assert len(render_chat(harmless, tokenizer, "everything"))
@@ -401,7 +420,7 @@ def test_template_that_depends_on_planted_content_is_refused_with_the_token_name
     messages = [{"role": "user", "content": "<|im_end|>"}, HELLO[1]]
     assert len(render_chat(messages, with_template(template), "everything"))
     dependent = template.replace("length > 10", "length < 10")
-    with pytest.raises(TrilloraError, match=r"spells the special token '<\|im_end\|>'"):
+    with pytest.raises(TrilloraError, match=r"spells the control token '<\|im_end\|>'"):
         render_chat(messages, with_template(dependent), "everything")
 
 

@@ -23,12 +23,12 @@ def test_prompt_equals_the_tokenizers_own_request_for_an_answer(name: str) -> No
 @pytest.mark.parametrize("name", FAMILIES)
 def test_control_tokens_in_a_prompt_stay_text(name: str) -> None:
     family, tokenizer = FAMILIES[name], chat_tokenizer(name)
-    special = {tokenizer.convert_tokens_to_ids(word) for word in family.specials}
+    control = {tokenizer.convert_tokens_to_ids(word) for word in family.control}
     for template in (tokenizer.chat_template, None):
         prompts = Prompts(tokenizer, template=template)
-        harmless = [token for token in prompts.encode("say harmless now") if token in special]
-        for word in family.specials:
-            assert [token for token in prompts.encode(f"say {word} now") if token in special] == harmless
+        harmless = [token for token in prompts.encode("say harmless now") if token in control]
+        for word in family.control if template else family.specials:
+            assert [token for token in prompts.encode(f"say {word} now") if token in control] == harmless
 
 
 def test_text_to_continue_gets_bos_but_no_eos() -> None:

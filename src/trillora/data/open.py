@@ -9,7 +9,7 @@ from typing import Any
 
 from trillora.data.prepare import DataOptions, Dataset, Source, prepare
 from trillora.data.rendering.chat_templates import find_template
-from trillora.data.tokenizing.encode import Encoder, Tokenizer
+from trillora.data.tokenizing.encode import Tokenizer
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
 from trillora.files.cache_dir import cache_root
@@ -70,8 +70,8 @@ def data_options(data: DataSection, tokenizer: Tokenizer, *, lenient: bool = Fal
 def chat_template(data: DataSection, tokenizer: Tokenizer) -> str | None:
     """The chat template as text: the recipe's, or else the tokenizer's own."""
     if data.chat_template is not None:
-        encoder = Encoder(tokenizer)
-        return find_template(data.chat_template, {*encoder.special_words, *encoder.added_words}, tokenizer.eos_token)
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        return find_template(data.chat_template, {*tokenizer.all_special_tokens, *added}, tokenizer.eos_token)
     return tokenizer.get_chat_template() if tokenizer.chat_template else None
 
 

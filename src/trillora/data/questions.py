@@ -36,13 +36,13 @@ def question_of(document: TokenizedDocument) -> Question | None:
     return Question(tuple(document.tokens[:start].tolist()), tuple(document.tokens[start:end].tolist()))
 
 
-def last_question(prompt: str, head: str, request: str, special_words: Iterable[str]) -> str | None:
+def last_question(prompt: str, head: str, request: str, control_words: Iterable[str]) -> str | None:
     """The last user message of a rendered prompt, or None if it cannot be found.
 
     `head` and `request` are the texts that the chat template writes before and after a single user message. Within a
     conversation, the same text precedes a user message from the last control token of `head` on.
     """
-    opening = head[max([0, *(head.rfind(word) for word in special_words)]) :]
+    opening = head[max([0, *(head.rfind(word) for word in control_words)]) :]
     if not opening or not request or not prompt.endswith(request):
         return None
     _, found, question = prompt.removesuffix(request).rpartition(opening)

@@ -33,7 +33,7 @@ class Prompts:
         self, tokenizer: Any, *, template: str | None, template_date: str | None = None, stops: Iterable[int] = ()
     ) -> None:
         self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
+        self._encoder = Encoder(tokenizer, template)
         date = datetime.date.fromisoformat(template_date) if template_date else datetime.date.today()
         words = dict(tokenizer.special_tokens_map)
         settings = RenderSettings(
@@ -91,8 +91,7 @@ class Prompts:
         found = None
         if self._chat is not None:
             head, _, request = with_words(self.encode(_QUESTION)).partition(_QUESTION)
-            words = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-            found = last_question(with_words(tokens), head, request, words)
+            found = last_question(with_words(tokens), head, request, self._encoder.control_words)
         return found if found is not None else self.decode(tokens)
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:

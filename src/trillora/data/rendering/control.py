@@ -1,29 +1,64 @@
-"""Spellings of a tokenizer's special and added tokens: content must not become them, and they may end a turn."""
+"""Which texts are control: tokens that open or end a turn or call a tool. Content must not become one.
+
+Control words are the tokenizer's special tokens, and the marks that the chat template writes. Many tokenizers do not
+flag these marks as special. DeepSeek's `<｜User｜>` and Qwen's `<tool_response>` are ordinary added tokens in their
+files, although they structure the conversation. The added tokens of a tokenizer, with examples from Qwen:
+
+    special tokens   <|im_start|> <|im_end|>        content never becomes one
+    marks            <tool_response> <tool_call>    content never becomes one, except the model's own (`render`)
+    vocabulary       <|fim_prefix|>                 not written by the template: content may use it
+"""
+# ruff: noqa: RUF001, RUF002  (full-width bars in DeepSeek's tokens, typographic apostrophes)
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 Span = tuple[int, int]  # characters [start, end) of a rendered string
+_ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in a Jinja string
+_PROSE = frozenset(" _▁'’-.,:;!?\"")  # signs in ordinary words such as "don't" and "e.g."
 
 
 @dataclass(frozen=True)
 class ControlWords:
-    """Patterns for the spellings of special tokens, and of all added tokens, which may end a turn.
-
-    Added tokens that are not special (`<think>`, Gemma's runs of newlines) are vocabulary that content may use.
-    """
+    """Patterns for the spellings of control words."""
 
     special: re.Pattern[str]
-    added_next: re.Pattern[str]  # after optional whitespace; the token is group 1
+    control: re.Pattern[str]  # special tokens and marks
+    words: tuple[str, ...]  # all that `control` finds
+    marks: frozenset[str]  # those that are not special
+    added_next: re.Pattern[str]  # any added token after optional whitespace, as it may end a turn; it is group 1
 
     @staticmethod
-    def of(special: Sequence[str], added: Sequence[str]) -> ControlWords:
-        any_added = _any_of([word for word in (*added, *special) if word.strip()])
-        return ControlWords(special=re.compile(_any_of(special)), added_next=re.compile(rf"\s*({any_added})"))
+    def of(special: Sequence[str], added: Sequence[str], template: str | None) -> ControlWords:
+        marks = frozenset(template_marks(added, template) if template else ()) - set(special)
+        words = (*dict.fromkeys(word for word in special if word), *sorted(marks))
+        return ControlWords(
+            special=any_of(special),
+            control=any_of(words),
+            words=words,
+            marks=marks,
+            added_next=re.compile(rf"\s*({any_of([w for w in (*added, *special) if w.strip()]).pattern})"),
+        )
+
+
+def template_marks(added: Iterable[str], template: str) -> list[str]:
+    """The added tokens that a chat template may write: marks whose text is in its source.
+
+    The template is not run. `'<|' + message['role'] + '|>'` writes `<|user|>`: a role in a word may be left out.
+    """
+    source = template + _ESCAPED.sub(lambda code: chr(min(int(code[1] or code[2] or code[3], 16), 0x10FFFF)), template)
+    return [word for word in added if _is_mark(word) and (word in source or _has_role(word, source))]
+
+
+def any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for all words, longest first as in the tokenizer; without words, it never matches."""
+    ordered = sorted({word for word in words if word}, key=lambda word: (-len(word), word))
+    return re.compile(f"(?:{'|'.join(map(re.escape, ordered))})" if ordered else r"(?!)")
 
 
 def inside(position: int, spans: Sequence[Span]) -> bool:
@@ -42,7 +77,14 @@ def common_length(text: str, other: str) -> int:
     return len(text) if other.startswith(text) else next(differing, min(len(text), len(other)))
 
 
-def _any_of(words: Sequence[str]) -> str:
-    # Longest first, as in the tokenizer; without words, a pattern that never matches.
-    ordered = sorted({word for word in words if word}, key=lambda word: (-len(word), word))
-    return f"(?:{'|'.join(map(re.escape, ordered))})" if ordered else r"(?!)"
+def _is_mark(word: str) -> bool:
+    """Whether a word has the form of a mark, such as `<think>` or `[INST]`: letters and a sign that prose lacks.
+
+    Runs of spaces, newlines or digits, and words that extend a vocabulary, are text even if a template writes them.
+    """
+    return any(c.isalpha() for c in word) and any(not c.isalnum() and not c.isspace() and c not in _PROSE for c in word)
+
+
+def _has_role(word: str, source: str) -> bool:
+    around = (word.partition(role) for role in ROLES if role in word)
+    return any(before and after and before in source and after in source for before, _, after in around)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from trillora.data.rendering.control import ROLES
 from trillora.data.rendering.json_values import excerpt, kind_name, parse_json
 from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 from trillora.errors import nearest
@@ -23,7 +24,6 @@ from trillora.errors import nearest
 Row = dict[str, Any]
 
 FORMATS = ("messages", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text", "template")
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Role names in ShareGPT-like data sets, in lower case. A function call is an assistant turn that is all call.
 _CALL_ROLES = ("function_call", "function-call", "tool_call")

@@ -5,9 +5,18 @@
 A conversation is rendered as a whole by the tokenizer's chat template; `spans` finds the answers in the result. Raw
 text and prompt/completion pairs are used unchanged.
 
-Content may spell a special token, such as `<|im_end|>` in a question. It must become ordinary text tokens, or a row
-could forge a turn. `RenderedRow.planted` has the spans of such spellings, where the tokenizer must not see a special
-token. A spelling that only arises where content and template text meet is refused.
+Content may spell a control word (`control`), such as `<|im_end|>` in a question. It must become ordinary text tokens,
+or a row could forge a turn. `RenderedRow.planted` has the spans of such spellings, where the tokenizer must not see a
+control word. A spelling that only arises where content and template text meet is refused.
+
+One exception: a text that the model writes (the content and thinking of an assistant turn, a completion, a plain text)
+may use the model's own marks, since many data sets store thinking and tool calls as text in the answer:
+
+    {"role": "assistant", "content": "<tool_call>\\n{\"name\": \"time\"}\\n</tool_call>"}   the tokens of Qwen's marks
+    {"role": "user", "content": "what does <tool_call> mean?"}                     text
+
+The model's own marks are `<think>`, `</think>`, and what the template writes for an answer with a tool call but not
+for a plain conversation. Special tokens and the marks of turns and of tool results are never among them.
 
 This is plain Python on strings. It runs in a worker process (`worker`).
 """
@@ -22,6 +31,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from trillora.data.rendering import formats
@@ -33,9 +43,13 @@ from trillora.data.rendering.spans import AnswerFinder
 from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 
 MAX_CHARACTERS = 64 * 2**20  # of one rendered row
-# Placeholder for content that spells a special token: a number between two of Unicode's noncharacters.
+NO_CHAT_TEMPLATE = "The model's tokenizer has no chat template, so conversations cannot be rendered."
+# Placeholder for content that spells a control word: a number between two of Unicode's noncharacters.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _NONCHARACTERS = re.compile("[\ufdd0-\ufdd3]")
+_THINKING = frozenset(("<think>", "</think>"))
+_WRITTEN = ("content", *formats.REASONING_KEYS)  # texts of an assistant turn that the model writes
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ class RenderedRow:
 
     text: str
     supervised: tuple[Span, ...]
-    planted: tuple[Span, ...] = ()  # content that spells a special token, to be tokenized as text
+    planted: tuple[Span, ...] = ()  # content that spells a control word, to be tokenized as text
     cuts: tuple[int, ...] = ()  # positions that no token may span
     kind: str = "text"  # or pair, or chat: a chat template writes BOS and stop tokens itself
     digest: int = 0  # hash of the content: equal rows have equal digests
@@ -77,8 +91,8 @@ class Renderer:
 
     def __init__(self, settings: RenderSettings) -> None:
         self._settings = settings
-        self._words = ControlWords.of(settings.special_words, settings.added_words)
-        self._fragments = Fragments(settings.special_words)
+        self._words = ControlWords.of(settings.special_words, settings.added_words, settings.chat_template)
+        self._fragments = Fragments(self._words.words)
         self._schema = SchemaCheck(settings.schema) if settings.schema is not None else None
         self._rows = RowTemplate(settings.template) if settings.template is not None else None
         self._answers: AnswerFinder | None = None
@@ -118,18 +132,17 @@ class Renderer:
                     raise BadRow("The completion is empty.", "write the completion, or remove the row")
                 text, start = prompt + completion, 0 if self._settings.train_on == "everything" else len(prompt)
                 cuts = (len(prompt),) if prompt else ()
-                planted, digest = self._spelled(text), _digest([prompt, completion])
+                planted, digest = self._spelled(text, len(prompt)), _digest([prompt, completion])
                 return RenderedRow(text, ((start, len(text)),), planted, cuts, kind="pair", digest=digest)
             case Text(text):
                 if not text.strip():
                     raise BadRow("The text is empty.", "remove the row")
-                return RenderedRow(text, ((0, len(text)),), self._spelled(text), digest=_digest(text))
+                return RenderedRow(text, ((0, len(text)),), self._spelled(text, 0), digest=_digest(text))
 
     def _write_chat(self, chat: Chat) -> RenderedRow:
         if self._answers is None:
-            what = "The model's tokenizer has no chat template, so conversations cannot be rendered."
             do = 'use the chat ("instruct") version of the model, or set data.chat_template, for example to chatml'
-            raise BadRow(what, do)
+            raise BadRow(NO_CHAT_TEMPLATE, do)
         text, planted = self._written(chat, self._answers.template, prompt=False)
         if self._settings.train_on == "everything":
             supervised: tuple[Span, ...] = ((0, len(text)),)
@@ -145,7 +158,7 @@ class Renderer:
         return RenderedRow(text, (), planted, kind="chat")
 
     def _written(self, chat: Chat, template: ChatTemplate, *, prompt: bool) -> tuple[str, tuple[Span, ...]]:
-        """The rendered conversation, and the spans where content spells a special token."""
+        """The rendered conversation, and the spans where content spells a control word."""
         template.check_tools(chat)
         text = template.render(chat.messages, chat.tools, prompt=prompt)
         planted, may_join = self._planted(chat, text, template, prompt=prompt)
@@ -153,28 +166,49 @@ class Renderer:
             self._refuse_joined(chat, text, template, prompt=prompt)
         return text, planted
 
-    def _spelled(self, text: str) -> tuple[Span, ...]:
-        return tuple(match.span() for match in self._words.special.finditer(text))
+    @cached_property
+    def _own_marks(self) -> set[str]:
+        """The model's own marks. Few data sets have them in their texts, so they are found when first needed."""
+        if self._answers is None:
+            return set()
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+        calls = [{**answer, "content": content, "tool_calls": [_CALL]} for content in (None, "", "!")]
+        plain, *called = (
+            set(self._words.control.findall(_render_or_empty(Chat(messages), self._answers.template, False)))
+            for messages in ([question, answer, question, answer], *([question, call] for call in calls))
+        )
+        return (_THINKING | (set().union(*called) - plain if plain else set())) & self._words.marks
+
+    def _may_write(self, word: str) -> bool:
+        return word in self._words.marks and word in self._own_marks
+
+    def _spelled(self, text: str, start: int) -> tuple[Span, ...]:
+        """Where a text without a template, which the model writes from `start` on, spells a control word."""
+        found = self._words.control.finditer(text)
+        return tuple(word.span() for word in found if word.start() < start or not self._may_write(word[0]))
 
     def _planted(self, chat: Chat, text: str, template: ChatTemplate, *, prompt: bool) -> tuple[tuple[Span, ...], bool]:
-        """The spans where content spells a special token, and whether some content may be a part of one.
+        """The spans where content spells a control word, and whether some content may be a part of one.
 
         Found by rendering with placeholders; putting the spellings back must give `text`.
         """
         spellings: list[str] = []
         may_join = False
 
-        def placeholder(match: re.Match[str]) -> str:
-            spellings.append(match[0])
+        def placeholder(word: re.Match[str]) -> str:
+            spellings.append(word[0])
             return f"{_OPEN}{len(spellings) - 1}{_CLOSE}"
 
-        def hide(value: str) -> str:
+        def placeholder_or_own(word: re.Match[str]) -> str:
+            return word[0] if self._may_write(word[0]) else placeholder(word)
+
+        def hide(value: str, is_written: bool = False) -> str:
             if _NONCHARACTERS.search(value):
                 what = "The text contains one of U+FDD0 to U+FDD3, which are not valid characters."
                 raise BadRow(what, "remove these characters from the row")
             nonlocal may_join
             may_join = may_join or self._fragments.may_join(value.strip())
-            return self._words.special.sub(placeholder, value)
+            return self._words.control.sub(placeholder_or_own if is_written else placeholder, value)
 
         hidden = _map_chat(chat, hide, hide)
         if not spellings:
@@ -182,20 +216,20 @@ class Renderer:
         parts = re.split(f"{_OPEN}([0-9]+){_CLOSE}", _render_or_empty(hidden, template, prompt))
         parts[1::2] = [spellings[int(number)] for number in parts[1::2]]
         if "".join(parts) != text:
-            what = f"Content spells the special token {spellings[0]!r}, and the chat template changes this content"
-            why = "so it cannot be distinguished from the template's own tokens"
+            what = f"Content spells the control token {spellings[0]!r}, and the chat template changes this content"
+            why = "so it cannot be distinguished from the template's own"
             raise BadRow(f"{what}, {why}.", "remove this text from the row")
         return tuple(odd_spans(parts)), may_join
 
     def _refuse_joined(self, chat: Chat, text: str, template: ChatTemplate, *, prompt: bool) -> None:
-        """Refuse content that spells a special token only together with the template's text next to it.
+        """Refuse content that spells a control word only together with the template's text next to it.
 
         Such content is rendered between separators. The template's own tokens and complete spellings are still there
         then, joined ones are not.
         """
         suspects: list[str] = []
 
-        def separate(value: str) -> str:
+        def separate(value: str, is_written: bool = False) -> str:
             core = value.strip()
             if not self._fragments.may_join(core):
                 return value
@@ -208,9 +242,9 @@ class Renderer:
         if not suspects:
             return
         renderings = (text, _render_or_empty(separated, template, prompt))
-        whole, apart = (Counter(self._words.special.findall(rendering)) for rendering in renderings)
+        whole, apart = (Counter(self._words.control.findall(rendering)) for rendering in renderings)
         if whole != apart:
-            what = f"The text {suspects[0][:60]!r} and the chat template's text next to it spell the special token"
+            what = f"The text {suspects[0][:60]!r} and the chat template's text next to it spell the control token"
             word = next(iter(whole - apart or apart))
             raise BadRow(f"{what} {word!r}, or cannot be distinguished from it.", "change this text in the row")
 
@@ -319,13 +353,21 @@ def _digest(meaning: Any) -> int:
     return int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8).digest(), "little")
 
 
-def _map_chat(chat: Chat, change: Callable[[str], str], change_key: Callable[[str], str]) -> Chat:
-    """The conversation with every string in it changed, except roles."""
-    messages = [
-        {key: value if key == "role" else _map_text(value, change, change_key) for key, value in message.items()}
-        for message in chat.messages
-    ]
-    return Chat(messages, _map_text(chat.tools, change, change_key))
+def _map_chat(chat: Chat, change: Callable[[str, bool], str], change_key: Callable[[str], str]) -> Chat:
+    """The conversation with every string in it changed, except roles. `change` learns if the model writes the text."""
+
+    def read(value: str) -> str:
+        return change(value, False)
+
+    def changed(message: Message, key: str, value: Any) -> Any:
+        if key == "role":
+            return value
+        if message["role"] == "assistant" and key in _WRITTEN and isinstance(value, str):
+            return change(value, True)
+        return _map_text(value, read, change_key)
+
+    messages = [{key: changed(message, key, value) for key, value in message.items()} for message in chat.messages]
+    return Chat(messages, _map_text(chat.tools, read, change_key))
 
 
 def _render_or_empty(chat: Chat, template: ChatTemplate, prompt: bool) -> str:

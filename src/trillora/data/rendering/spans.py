@@ -162,7 +162,7 @@ class AnswerFinder:
         if len(prompted) > len(unprompted):
             return start + min(common, common_length(prompted, answered))
         header = answered.partition(OPEN)[0]
-        has_words = self._words.special.search(header, len(unprompted))
+        has_words = self._words.control.search(header, len(unprompted))
         return start + (common_length(header, written) if has_words else common)
 
     def _answer_with_stop(self, chat: Chat, turn: int, text: str, planted: Sequence[Span]) -> Span | None:

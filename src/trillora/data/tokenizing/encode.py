@@ -15,16 +15,16 @@ a space).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trillora.data.rendering.control import ControlWords
+from trillora.data.rendering.control import ControlWords, Span
 from trillora.data.rendering.render import RenderedRow
 from trillora.data.rows import BadRow
 from trillora.data.tokenizing.words import WordTokenizer
@@ -32,6 +32,7 @@ from trillora.errors import TrilloraError
 
 Tokenizer = Any  # a transformers PreTrainedTokenizerFast; this layer does not import transformers
 WORDS_AFTER = 1_000_000  # characters: less text is tokenized before `WordTokenizer.of` has checked itself (0.7 s)
+PIECES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,19 @@ EncodedRow = TokenizedDocument | BadRow
 class Encoder:
     """A tokenizer that never turns content into a control token."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+        """`chat_template` is the one that writes the rows, if it is not the tokenizer's own."""
         self._num_characters = 0  # encoded so far
         added = tokenizer.added_tokens_decoder
-        self._spelling = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        self._spelling |= {id_: token.content for id_, token in added.items() if token.special}
-        self.special_words = list(self._spelling.values())
+        special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        special |= {id_: token.content for id_, token in added.items() if token.special}
+        self.special_words = list(special.values())
         self.added_words = [token.content for token in added.values()]
-        self._words = ControlWords.of(self.special_words, self.added_words)
+        if chat_template is None and tokenizer.chat_template:
+            chat_template = tokenizer.get_chat_template()
+        words = ControlWords.of(self.special_words, self.added_words, chat_template)
+        self.control_words, self._control = words.words, words.control
+        self._spelling = special | {id_: token.content for id_, token in added.items() if token.content in words.marks}
         # Not the unknown token: any text may become it.
         watched = [id_ for id_ in self._spelling if id_ != tokenizer.unk_token_id]
         self._is_control = np.zeros(max([*watched, len(tokenizer)]) + 1, np.bool_)
@@ -101,37 +107,40 @@ class Encoder:
 
     def _encode_by_tokenizer(self, scripts: Sequence[RenderedRow]) -> list[EncodedRow]:
         bounds = [[0, *self._cuts(script), len(script.text)] for script in scripts]
-        pieces = [
+        pieces = (
             self._anchor + script.text[a:b] if a else script.text[a:b]
             for script, cuts in zip(scripts, bounds, strict=True)
             for a, b in pairwise(cuts)
-        ]
-        encoded = iter(self._backend.encode_batch(pieces, add_special_tokens=False) if pieces else [])
+        )
+        encoded = self._encodings(pieces)
         documents: list[EncodedRow] = []
         for script, (*starts, _) in zip(scripts, bounds, strict=True):
-            parts = [next(encoded) for _ in starts]
             try:
-                documents.append(self._document(script, parts, starts))
+                documents.append(self._document(script, islice(encoded, len(starts)), starts))
             except BadRow as error:
                 documents.append(error)
         return documents
 
-    def _document(self, script: RenderedRow, parts: Sequence[Any], starts: Sequence[int]) -> TokenizedDocument:
-        if len(parts) == 1:
-            ids = np.array(parts[0].ids, np.int32)
+    def _encodings(self, pieces: Iterator[str]) -> Iterator[Any]:
+        """A row of a few megabytes may have a hundred thousand pieces; their encodings do not all fit into memory."""
+        while some := list(islice(pieces, PIECES_AT_ONCE)):
+            yield from self._backend.encode_batch(some, add_special_tokens=False)
+
+    def _document(self, script: RenderedRow, parts: Iterator[Any], starts: Sequence[int]) -> TokenizedDocument:
+        """Reads all `parts`, also if the row is refused: those of the next row follow."""
+        if len(starts) == 1:
+            whole = next(parts)
+            ids = np.array(whole.ids, np.int32)
             supervised = np.zeros(len(ids), np.bool_)
-            num_written = len(self._words.special.findall(script.text))
+            num_written = len(self._control.findall(script.text))
             if np.count_nonzero(self._is_control[ids]) != num_written:
-                self._refuse_made_control(script, ids, np.array(parts[0].offsets).reshape(-1, 2))
+                self._refuse_made_control(script, ids, np.array(whole.offsets).reshape(-1, 2))
             for start, end in script.supervised:
-                supervised[slice(*_tokens_of(parts[0], start, end, len(script.text)))] = True
+                supervised[slice(*_tokens_of(whole, start, end, len(script.text)))] = True
         else:
             ids, offsets = self._joined(parts, starts)
             self._refuse_made_control(script, ids, offsets)
-            begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)  # a token may cover no character
-            supervised = np.zeros(len(ids), np.bool_)
-            for start, end in script.supervised:
-                supervised |= (begins < end) & (ends > start)
+            supervised = _touched(offsets, script.supervised)
         return self._finished(script, ids, supervised)
 
     def _finished(
@@ -145,7 +154,7 @@ class Encoder:
         tokens = np.concatenate([self._head, ids, np.array([self._eos], np.int32)])
         return TokenizedDocument(tokens, np.pad(supervised, (len(self._head), 1), constant_values=True))
 
-    def _joined(self, parts: Sequence[Any], starts: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def _joined(self, parts: Iterator[Any], starts: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         all_ids, all_offsets = [], []
         for part, start in zip(parts, starts, strict=True):
             ids = np.array(part.ids, np.int32)
@@ -158,12 +167,13 @@ class Encoder:
 
     def _refuse_made_control(self, script: RenderedRow, ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
         """Raises BadRow if a control token comes from content, or from text that does not spell it."""
-        for index in np.flatnonzero(self._is_control[ids]):
-            start, end = offsets[index]
+        made = np.flatnonzero(self._is_control[ids])
+        for id_, (start, end), is_planted in zip(
+            ids[made].tolist(), offsets[made].tolist(), _touched(offsets[made], script.planted), strict=True
+        ):
             # strip: a special token may include the spaces around it (lstrip, rstrip).
-            spelled, word = script.text[start:end].strip(), self._spelling[int(ids[index])]
-            planted = any(start < stop and max(end, start + 1) > begin for begin, stop in script.planted)
-            if planted or spelled != word:
+            spelled, word = script.text[start:end].strip(), self._spelling[id_]
+            if is_planted or spelled != word:
                 what = f"The text {spelled!r} would become the control token {word!r}."
                 raise BadRow(what, "change that text: this tokenizer cannot write it as ordinary text")
 
@@ -171,9 +181,17 @@ class Encoder:
         """After the first character of every control word that starts in planted text, also of overlapping ones; and
         at the script's own cuts, unless a cut would change the text."""
         planted = (i for start, end in script.planted for i in range(start, end))
-        cuts = {i + 1 for i in planted if self._words.special.match(script.text, i)}
+        cuts = {i + 1 for i in planted if self._control.match(script.text, i)}
         cuts.update(() if self._cuts_show else script.cuts)
         return sorted(i for i in cuts if 0 < i < len(script.text))
+
+
+def _touched(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Which tokens have a character in one of the spans, which are in order. A token that covers none counts as one."""
+    begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    starts, stops = np.array([*spans, (np.iinfo(np.int64).max,) * 2], np.int64).T
+    next_span = np.searchsorted(stops, begins, side="right")  # the first that ends after the token begins
+    return starts[next_span] < ends
 
 
 def _trained_bytes(script: RenderedRow, lengths: NDArray[np.int32]) -> NDArray[np.bool_]:

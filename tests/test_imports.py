@@ -20,7 +20,8 @@ PACKAGE = ROOT / "src" / "trillora"
 # nothing in its own tier or below. A new package needs a place in this list.
 TIERS: tuple[tuple[str, ...], ...] = (
     ("child_process", "errors", "events", "safe_text", "secrets", "version"),
-    ("recipe", "files", "devices", "engine"),
+    ("files",),
+    ("recipe", "devices", "engine"),
     ("model",),
     ("data",),
     ("step",),

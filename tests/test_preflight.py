@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -171,7 +170,7 @@ def test_a_killed_compiler_is_reported_and_survived(folder: Path) -> None:
         for _ in range(600):
             time.sleep(0.1)
             for process in psutil.Process().children(recursive=True):
-                if "trillora.preflight.compiler_process" in process.cmdline():
+                if "trillora.preflight.compiler_process" in " ".join(process.cmdline()):
                     process.kill()
                     return
 
@@ -220,7 +219,7 @@ def test_the_estimate_runs_anywhere_and_is_labelled(
     assert again == eight and eight.run is not None and eight.run.weekly_hours == 20
     assert one.settings is not None
     assert one.settings.attention == "splash", "chosen for the chip, not for this machine"
-    children = [process for process in started if "trillora.preflight.compiler_process" in process.args]
+    children = [process for process in started if "trillora.preflight.compiler_process" in " ".join(process.args)]
     assert len(children) == 1 and children[0].returncode is not None, "one process for all, and it has ended"
     capsys.readouterr()
     assert trillora.run_preflight(settings, on=["v5e-1"], estimate=True) == [dataclasses.replace(one, from_cache=True)]
@@ -334,7 +333,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def noisy_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "COMMAND", (sys.executable, "-c", NOISY_CHILD))
+    monkeypatch.setattr(client, "PROGRAM", NOISY_CHILD)
 
 
 def test_nothing_the_compiler_process_prints_reaches_the_terminal(
@@ -367,7 +366,7 @@ def test_a_crash_is_one_line_and_keeps_the_output_in_a_file(
 
 
 def test_a_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(client, "PROGRAM", "raise SystemExit(3)")
     with pytest.raises(client.CompilerCrashed, match=r"v5e-1 \(exit code 3\)\."):
         client.ask({"method": "estimate"}, find_slice("v5e-1"), ignore_events)
 

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import psutil
 
+from trillora.child_process import isolated_python
 from trillora.devices.versions import matches_pin, pinned_version
 from trillora.files.cache_dir import cache_root
 
@@ -210,9 +211,10 @@ def _drive(machine: Machine) -> Iterator[Finding]:
 
 
 def _list_devices() -> dict[str, Any]:
+    child = isolated_python(LIST_DEVICES, environment=os.environ)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", LIST_DEVICES], capture_output=True, text=True, timeout=JAX_TIMEOUT, check=False
+            child.command, env=child.environment, capture_output=True, text=True, timeout=JAX_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {JAX_TIMEOUT} seconds"}

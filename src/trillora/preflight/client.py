@@ -13,11 +13,10 @@ import os
 import platform
 import signal
 import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import IO, Any
 
+from trillora.child_process import isolated_python
 from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT, Slice
 from trillora.devices.versions import installed_version, matches_pin, pinned_version
 from trillora.errors import TrilloraError
@@ -26,7 +25,7 @@ from trillora.files.cache_dir import cache_root
 from trillora.preflight.result import Method, StageResult
 
 WHERE_IT_RUNS = "any x86-64 Linux: a Colab or Kaggle CPU notebook, WSL, a container"
-COMMAND = (sys.executable, "-m", "trillora.preflight.compiler_process")
+PROGRAM = "from trillora.preflight.compiler_process import main; main()"
 _EVENTS = {"note": Note, "chosen": Chosen, "progress": Progress}
 EXIT_SECONDS = 10  # to wait for a process that closed its pipe
 _REASON_LENGTH = 300  # characters
@@ -97,15 +96,16 @@ class CompilerClient:
         self._num_devices = place.num_devices
         read_end, write_end = os.pipe()
         self._answers = self._streams.enter_context(os.fdopen(read_end))
+        child = isolated_python(PROGRAM, str(write_end), environment=_environment(self._method, place))
         try:
             self._process = subprocess.Popen(
-                [*COMMAND, str(write_end)],
+                child.command,
                 stdin=subprocess.PIPE,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write_end,),
                 text=True,
-                env=_environment(self._method, place),
+                env=child.environment,
                 start_new_session=True,  # ^C is ours to handle
             )
         finally:
@@ -168,9 +168,6 @@ def _scratch_file() -> IO[str]:
 
 def _environment(method: Method, place: Slice) -> dict[str, str]:
     environment = {**os.environ, **COMPILE_ONLY_ENVIRONMENT, "XLA_FLAGS": ""}
-    # The child must import this very package, wherever it is installed.
-    package = str(Path(__file__).parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     environment.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
     if method == "estimate":
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={place.num_devices}"

@@ -12,20 +12,20 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import IO, Any
 
+from trillora.child_process import bare_environment, isolated_python
+from trillora.data.frames import read_frame, write_frame
 from trillora.data.rendering.render import Cut, RenderedRow, RenderSettings
-from trillora.data.rendering.worker import SECONDS_PER_ROW, read_frame, write_frame
+from trillora.data.rendering.worker import SECONDS_PER_ROW
 from trillora.data.rows import BadRow, RawRow
 from trillora.errors import TrilloraError
 
 MAX_WORKERS = 16
-_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TZ")
+_PROGRAM = "from trillora.data.rendering.worker import main; main()"
 Outcome = RenderedRow | BadRow
 
 
@@ -69,14 +69,10 @@ class Worker:
             return
         self.close()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
-        code = "import sys; sys.path.insert(0, sys.argv[1]); from trillora.data.rendering.worker import main; main()"
+        # No secrets for a template that escapes the sandbox.
+        child = isolated_python(_PROGRAM, environment=bare_environment())
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, str(Path(__file__).parents[3])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            # No secrets for a template that escapes the sandbox.
-            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+            child.command, env=child.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr
         )
         reply = self._exchange([self._settings])
         if reply is None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import struct
 import sys
-from collections.abc import Sequence
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any
 
+from trillora.data.frames import read_frame, write_frame
 from trillora.data.rendering.render import Cut, Renderer, RenderSettings
 from trillora.data.rows import BadRow
 from trillora.errors import TrilloraError
@@ -23,36 +22,10 @@ from trillora.errors import TrilloraError
 SECONDS_PER_ROW = 2.0  # of processor time
 HARD_SECONDS_PER_ROW = 3.0  # after which the kernel ends the process
 BYTES_ABOVE_START = 512 * 2**20
-_HEADER = struct.Struct("<IQ")  # number of parts, bytes of all parts with their lengths
-_LENGTH = struct.Struct("<I")  # of one part
 
 
 class TooSlow(BaseException):
     """Raised inside a template that runs too long; not an Exception, so that no template code can swallow it."""
-
-
-def write_frame(stream: BinaryIO, parts: Sequence[bytes]) -> None:
-    """Write a list of byte strings, each preceded by its length."""
-    frame = b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
-    stream.write(_HEADER.pack(len(parts), len(frame)) + frame)
-    stream.flush()
-
-
-def read_frame(stream: BinaryIO) -> list[bytes] | None:
-    """Read what `write_frame` wrote; None at the end of the stream, even in the middle of a frame."""
-    header = stream.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        return None
-    num_parts, size = _HEADER.unpack(header)
-    frame = stream.read(size)
-    if len(frame) < size:
-        return None
-    parts, position = [], 0
-    for _ in range(num_parts):
-        (length,) = _LENGTH.unpack_from(frame, position)
-        parts.append(frame[position + 4 : position + 4 + length])
-        position += 4 + length
-    return parts
 
 
 def main() -> None:

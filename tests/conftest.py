@@ -11,13 +11,14 @@ import atexit
 import os
 import shutil
 import tempfile
-from importlib.metadata import version
 
 import pytest
 
-FLAGS = ["--xla_force_host_platform_device_count=8"]
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later versions abort at a flag they do not have
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # An extra option, because a version of XLA that does not have it ignores it.
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *FLAGS])

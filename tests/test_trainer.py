@@ -25,7 +25,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.wide_llama())
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
 
 
 def refused(settings: dict[str, Any], out: Path) -> TrilloraError:

@@ -56,16 +56,15 @@ def train(
 
 def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> list[DataReport]:
     """Shows the data of a recipe, as `trillora inspect` does. Returns one report per stage."""
-    from rich.console import Console
-
     from trillora.data.summary import inspect
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import stages_of
+    from trillora.report.console import SafeConsole
     from trillora.report.data.screen import show
 
     reports = [inspect(stage.recipe) for stage in stages_of(load_recipe(recipe, overrides))]
     for report in reports:
-        show(report, Console(highlight=False))
+        show(report, SafeConsole())
     return reports
 
 
@@ -74,16 +73,14 @@ def run_preflight(
 ) -> list[PreflightResult]:
     """Shows whether a recipe fits these slices and how long it takes, as `trillora preflight` does. Returns one result
     per slice."""
-    from rich.console import Console
-
     from trillora.preflight.verdict import preflight
     from trillora.recipe.load import load_recipe
-    from trillora.report.console import console_listener
+    from trillora.report.console import SafeConsole, console_listener
     from trillora.report.preflight_screen import show
 
     with console_listener() as listener:
         results = preflight(load_recipe(recipe, overrides), on, estimate=estimate, listener=listener)
-    show(results, Console(highlight=False))
+    show(results, SafeConsole())
     return results
 
 

@@ -1,15 +1,23 @@
 """The command line: its commands, and how errors are printed.
 
 A command reads its arguments and calls the library. It imports what it needs when it runs, so that `--help` is fast.
-Exit codes: 0 success, 1 preflight says NO-GO, 2 an error that the user can fix (printed without a traceback), 75 a run
-was saved before its end and resumes with the same command, 76 a run diverged, 130 interrupted.
+Everything that is printed passes `guarded_output`. Errors are printed without a traceback; `--traceback` shows it.
+
+Exit codes: 0 success, 1 preflight says NO-GO, 2 an error that the user can fix, 70 a bug of Trillora, 75 a run was
+saved before its end and resumes with the same command, 76 a run diverged, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import platform
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,9 +26,10 @@ import typer
 from typer.core import TyperGroup
 
 import trillora
-from trillora.errors import TrilloraError, nearest
-from trillora.report.output import closed_pipe_safe, escape_unencodable, flush_output
+from trillora.errors import Bug, TrilloraError, as_error, nearest
+from trillora.report.output import closed_pipe_safe, flush_output, guarded_output, masked
 from trillora.safe_text import visible
+from trillora.secrets import mask_message
 
 if TYPE_CHECKING:
     from trillora.evaluation.evaluate import Evaluation
@@ -30,19 +39,28 @@ EXIT_NO_GO = 1
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 OWN_PROCESS = "own process"  # the context's obj under `main`: nothing else runs in this process afterwards
+TRACEBACK = "show_traceback"  # the option, and its value in the context
+ANYWHERE = {"doctor", "schema"}  # verbs that work in a folder with any name
 OLD_VERBS = {"data": "inspect", "version": "--version"}
 USAGE_ERROR = typer.BadParameter.__mro__[1]  # typer has no public name for it
 
 
 class Verbs(TyperGroup):
-    """Prints every error of a command as text, once, and exits with its code."""
+    """Prints every error of a command as text, once, and exits with its code. Untrusted text is printed as escapes."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        with guarded_output():
+            return super().main(*args, **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _errors_as_text():
+        ctx.meta["command"] = ["trillora", *args]
+        with _errors_as_text(ctx):
+            for argument in args:
+                _check_text(argument, "An argument", where=argument)
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _errors_as_text():
+        with _errors_as_text(ctx):
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -51,26 +69,62 @@ class Verbs(TyperGroup):
             meant = OLD_VERBS.get(verb) or nearest(verb, self.list_commands(ctx))
             hint = f"did you mean {meant}? " if meant else ""
             raise TrilloraError(f"Unknown command '{verb}'.", where="command line", do=f"{hint}See `trillora --help`.")
-        return super().resolve_command(ctx, args)
+        if verb not in ANYWHERE:
+            _check_folder()
+        name, command, rest = super().resolve_command(ctx, args)
+        shared = [option for option in self.params if option.name == TRACEBACK]  # may stand before or after the verb
+        command.params += [option for option in shared if option not in command.params]
+        return name, command, rest
 
 
 @contextmanager
-def _errors_as_text() -> Iterator[None]:
+def _errors_as_text(ctx: Any) -> Iterator[None]:
     try:
         yield
-    except TrilloraError as error:
-        _print_error(str(error))
-        raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         _print_error("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except typer.Exit:
+        raise
     except Exception as error:
-        if not isinstance(error, USAGE_ERROR):
-            raise
-        command = error.ctx.command_path if error.ctx else "trillora"  # type: ignore[attr-defined]
-        what = error.format_message()  # type: ignore[attr-defined]
-        _print_error(str(TrilloraError(what, where=command, do=f"see `{command} --help`")))
-        raise typer.Exit(EXIT_MISTAKE) from None
+        if isinstance(error, USAGE_ERROR):
+            command = error.ctx.command_path if error.ctx else "trillora"  # type: ignore[attr-defined]
+            what = error.format_message()  # type: ignore[attr-defined]
+            shown = TrilloraError(what, where=command, do=f"see `{command} --help`")
+        elif isinstance(error, OSError) and error.errno == errno.EPIPE:
+            raise  # nobody reads the output any more; typer exits silently
+        else:
+            shown = as_error(error)
+        if ctx.meta.get(TRACEBACK) or os.environ.get("TRILLORA_TRACEBACK", "0") not in ("", "0"):
+            _print_error("".join(traceback.format_exception(error)).rstrip())
+        _print_error(f"{shown}{_for_the_report(ctx)}" if isinstance(shown, Bug) else str(shown))
+        raise typer.Exit(shown.exit_code) from None
+
+
+def _for_the_report(ctx: Any) -> str:
+    """What the developers need to know about a bug."""
+    versions = f"trillora {trillora.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    command = shlex.join(ctx.find_root().meta["command"])
+    return f"\n         {command}\n         {versions}\n         the output of the same command with --traceback"
+
+
+def _check_text(text: str, name: str, where: str | None = None) -> None:
+    """Refuses text that is not UTF-8. Python reads other bytes as characters that most libraries cannot write."""
+    if "\0" in text:
+        raise TrilloraError(f"{name} contains a NUL character.", where=where, do="remove it")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        encoding = sys.getfilesystemencoding()
+        do = "use UTF-8" if encoding == "utf-8" else f"set PYTHONUTF8=1: the encoding of this terminal is {encoding}"
+        raise TrilloraError(f"{name} is not valid {encoding} text.", where=where, do=do)
+
+
+def _check_folder() -> None:
+    try:
+        folder = os.getcwd()
+    except OSError as error:
+        what = f"The current folder cannot be used: {error.strerror}."
+        raise TrilloraError(what, where="current folder", do="change to another folder") from error
+    _check_text(folder, "The path of the current folder", where=folder)
 
 
 app = typer.Typer(
@@ -93,12 +147,46 @@ RunOrModel = Annotated[
 RunFolder = Annotated[Path, typer.Option("--out", "-o", metavar="RUN", help="Output folder of the run.")]
 JsonEvents = Annotated[bool, typer.Option("--json", help="Print each event as one line of JSON.")]
 JsonResult = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum length of an answer, in tokens.")]
-Temperature = Annotated[
-    float, typer.Option("--temperature", metavar="X", help="Sampling temperature; 0 picks the most likely token.")
+
+
+def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[Any], Any]:
+    """A parser for a number of an option: finite and within bounds."""
+    name = "a whole number" if kind is int else "a number"
+
+    def parse(text: Any) -> int | float:
+        try:
+            value = kind(text)
+            if low <= value <= high:  # never true for NaN
+                return value
+        except ValueError:
+            pass
+        shown = str(text) if len(str(text)) <= 30 else f"{str(text)[:30]}…"
+        raise typer.BadParameter(f"'{shown}' is not {name} from {low} to {high}.")
+
+    return parse
+
+
+MOST_TOKENS = 2**20  # of an answer; no model has a longer context
+_tokens, _rows = _number(int, 1, MOST_TOKENS), _number(int, 1, 2**31 - 1)
+_temperature, _share, _price = _number(float, 0, 100), _number(float, 0, 1), _number(float, 0, 10**6)
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", metavar="N", parser=_tokens, help="Maximum length of an answer, in tokens.")
 ]
-TopP = Annotated[float, typer.Option("--top-p", metavar="P", help="Nucleus sampling threshold (top-p).")]
-Seed = Annotated[int, typer.Option("--seed", metavar="S", help="Random seed for sampling.")]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature", metavar="X", parser=_temperature, help="Sampling temperature; 0 picks the most likely token."
+    ),
+]
+TopP = Annotated[
+    float, typer.Option("--top-p", metavar="P", parser=_share, help="Nucleus sampling threshold (top-p), 0 to 1.")
+]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="S", parser=_number(int, 0, 2**31 - 1), help="Random seed for sampling.")
+]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code of the model. Only for code you have read.")
+]
 OnlyBase = Annotated[bool, typer.Option("--base", help="Use the run's base model without the adapter.")]
 
 
@@ -108,11 +196,24 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
+def _note_traceback(context: typer.Context, requested: bool) -> None:
+    context.meta[TRACEBACK] = context.meta.get(TRACEBACK, False) or requested
+
+
 @app.callback(invoke_without_command=True)
 def _options(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    show_traceback: Annotated[
+        bool,
+        typer.Option(
+            "--traceback",
+            callback=_note_traceback,
+            expose_value=False,
+            help="Show the traceback of an error, as TRILLORA_TRACEBACK=1 does.",
+        ),
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -163,7 +264,8 @@ def preflight(
         bool, typer.Option("--whole", help="Compile to machine code: takes minutes instead of seconds.")
     ] = False,
     price: Annotated[
-        float | None, typer.Option("--price", metavar="X", help="Price per chip-hour, used to estimate the cost.")
+        float | None,
+        typer.Option("--price", metavar="X", parser=_price, help="Price per chip-hour, used to estimate the cost."),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Ignore the cached answer.")] = False,
     as_json: JsonResult = False,
@@ -192,11 +294,10 @@ def preflight(
         shown = [result.to_dict() for result in results]
         _print_json(shown[0] if len(shown) == 1 else shown)
     else:
-        from rich.console import Console
-
+        from trillora.report.console import SafeConsole
         from trillora.report.preflight_screen import show
 
-        show(results, Console(highlight=False))
+        show(results, SafeConsole())
     if all(result.verdict == "NO-GO" for result in results):
         raise typer.Exit(EXIT_NO_GO)
 
@@ -242,13 +343,12 @@ def inspect(
         if as_json:
             _print_json(report.to_dict())
         else:
-            from rich.console import Console
-
+            from trillora.report.console import SafeConsole
             from trillora.report.data.screen import show
 
             if len(reports) > 1:
                 print(f"Stage {name}")
-            show(report, Console(highlight=False))
+            show(report, SafeConsole())
         if html is not None:
             from trillora.report.data.page import write_page
 
@@ -265,6 +365,7 @@ def inspect(
 @app.command()
 def generate(
     name: RunOrModel,
+    overrides: Overrides = None,
     *,
     prompts: Annotated[
         list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt to answer. May be repeated.")
@@ -274,6 +375,7 @@ def generate(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     base: OnlyBase = False,
+    trust: TrustCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON.")] = False,
 ) -> None:
     """Answer prompts with a trained run or a model."""
@@ -281,7 +383,8 @@ def generate(
         from trillora.engine.sampling import Sampling
         from trillora.generation.generator import Generator
 
-        generator = Generator.open(name, with_adapter=not base, listener=listener)
+        given = _overrides(overrides, trust)
+        generator = Generator.open(name, overrides=given, with_adapter=not base, listener=listener)
         sampling = Sampling(temperature, top_p, seed=seed)
         answers = generator.generate(prompts, max_tokens=max_tokens, sampling=sampling)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -295,12 +398,14 @@ def generate(
 @app.command()
 def chat(
     name: RunOrModel,
+    overrides: Overrides = None,
     *,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     seed: Seed = 0,
     base: OnlyBase = False,
+    trust: TrustCode = False,
 ) -> None:
     """Chat with a trained run or a model."""
     with _progress_on_stderr() as listener:
@@ -308,38 +413,48 @@ def chat(
         from trillora.generation.chat import converse
         from trillora.generation.generator import Generator
 
-        generator = Generator.open(name, with_adapter=not base, listener=listener)
+        given = _overrides(overrides, trust)
+        generator = Generator.open(name, overrides=given, with_adapter=not base, listener=listener)
 
     def say(text: str) -> None:
         print(text, end="", flush=True)
 
-    converse(
-        generator, lambda: input("> "), say, max_tokens=max_tokens, sampling=Sampling(temperature, top_p, seed=seed)
-    )
+    def ask() -> str:
+        line = input("> ")
+        _check_text(line, "This line")
+        return line
+
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # refused by `ask`
+    converse(generator, ask, say, max_tokens=max_tokens, sampling=Sampling(temperature, top_p, seed=seed))
 
 
 @app.command("eval")
 def evaluate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    overrides: Overrides = None,
     *,
     data: Annotated[
         str | None,
         typer.Option("--data", metavar="FILE", help="Rows to evaluate on (default: those held out of the run)."),
     ] = None,
     rows: Annotated[
-        int | None, typer.Option("--rows", metavar="N", help="Evaluate N evenly spaced rows (default: all).")
+        int | None,
+        typer.Option("--rows", metavar="N", parser=_rows, help="Evaluate N evenly spaced rows (default: all)."),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             "--max-tokens",
             metavar="N",
+            parser=_tokens,
             help="Maximum length of an answer, in tokens (default: fits the longest expected).",
         ),
     ] = None,
     no_base: Annotated[
         bool, typer.Option("--no-base", help="Evaluate only the adapter, which takes half the time.")
     ] = False,
+    trust: TrustCode = False,
     as_json: JsonResult = False,
 ) -> None:
     """Evaluate a trained run and its base model on held-out rows."""
@@ -347,7 +462,13 @@ def evaluate(
         from trillora.evaluation import evaluate as evaluation
 
         result = evaluation.evaluate(
-            run, data, max_rows=rows, max_tokens=max_tokens, with_base=not no_base, listener=listener
+            run,
+            data,
+            overrides=_overrides(overrides, trust),
+            max_rows=rows,
+            max_tokens=max_tokens,
+            with_base=not no_base,
+            listener=listener,
         )
     _show_evaluation(result, as_json)
 
@@ -406,6 +527,10 @@ def schema() -> None:
     print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
 
 
+def _overrides(given: Sequence[str] | None, trust_remote_code: bool) -> list[str]:
+    return [*(given or ()), *(["model.trust_remote_code=true"] if trust_remote_code else [])]
+
+
 @contextmanager
 def _run_events(as_json: bool, backend: str = "auto") -> Iterator[Listener]:
     """Shows the events of a run on stdout, for people or as JSON."""
@@ -424,14 +549,11 @@ def _run_events(as_json: bool, backend: str = "auto") -> Iterator[Listener]:
 @contextmanager
 def _progress_on_stderr() -> Iterator[Listener]:
     """Shows events on stderr, for commands whose result goes to stdout."""
-    from rich.console import Console
-
     from trillora.devices.quiet import quiet_libraries
-    from trillora.report.console import console_listener
+    from trillora.report.console import SafeConsole, console_listener
 
     quiet_libraries()
-    escape_unencodable()
-    with console_listener(Console(stderr=True, highlight=False)) as listener:
+    with console_listener(SafeConsole(stderr=True)) as listener:
         yield listener
 
 
@@ -450,11 +572,10 @@ def _show_evaluation(evaluation: Evaluation, as_json: bool) -> None:
     if as_json:
         _print_json(evaluation.to_dict())
         return
-    from rich.console import Console
-
+    from trillora.report.console import SafeConsole
     from trillora.report.eval_table import show
 
-    show(evaluation, Console(highlight=False))
+    show(evaluation, SafeConsole())
 
 
 def _print_json(value: Any) -> None:
@@ -464,11 +585,11 @@ def _print_json(value: Any) -> None:
 def _print_event(event: Event) -> None:
     from trillora.events import to_json
 
-    print(to_json(event), file=closed_pipe_safe(sys.stdout), flush=True)
+    print(to_json(masked(event)), file=closed_pipe_safe(sys.stdout), flush=True)
 
 
 def _print_error(text: str) -> None:
-    print(visible(text), file=closed_pipe_safe(sys.stderr))
+    print(visible(mask_message(text)), file=closed_pipe_safe(sys.stderr))
 
 
 def main() -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import unicodedata
 
-_SAFE = "\n\u200c\u200d"  # newline; the two joiners are part of letters and emoji
+_SAFE = "\n\t\u200c\u200d"  # the two joiners are part of letters and emoji
 
 
 def visible(text: str) -> str:
-    """Writes control and text-direction characters as escapes. Newlines and spaces of any width stay."""
+    """Writes control and text-direction characters as escapes. Newlines, tabs and spaces of any width stay."""
+    if text.isprintable():
+        return text
     return "".join(
         c if c.isprintable() or c in _SAFE or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
         for c in text
@@ -22,5 +24,5 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    """As `visible`, with newlines as escapes too."""
-    return visible(text).replace("\n", "\\n")
+    """As `visible`, with newlines and tabs as escapes too."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")

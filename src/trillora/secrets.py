@@ -7,6 +7,9 @@ environment variable with such a name has this value. URLs lose their credential
     mask_settings("wandb_key: 12ab\nsteps: 5")      ->  "wandb_key: •••\nsteps: 5"
     mask_values({"password": "x", "num_tokens": 3}) ->  {"password": "•••", "num_tokens": 3}
     without_secrets("s3://me:pw@host/runs?sig=abc") ->  "s3://host/runs"
+    mask_message("no file s3://me:p/w@host/x")      ->  "no file s3://•••@host/x"
+
+Every message passes `mask_message` when it is printed. A value that is quoted in part is masked before it is cut.
 """
 
 from __future__ import annotations
@@ -34,9 +37,18 @@ _SHAPES = re.compile(
     )""",
     re.VERBOSE,
 )
-_IN_URL = re.compile(r"(://)[^\s/@\"'<>]+@")  # user and password
+# User and password. Text after a colon that is not a port is a password, which may contain any character: the match
+# ends at the last @ of the word, else at the next @ of the line.
+_IN_URL = re.compile(
+    r"""(://)(?:
+      [^\s/?#@"'<>[:]{0,200}:(?!:|\d{1,5}(?:[/?#\s"'<>)\],;.]|:\s|\Z))(?:\S{0,2000}@|[^\n]{0,200}?@)
+    | [^\s/?#@"'<>[:]{0,200}:\d{1,5}[/?#]\S{0,2000}@
+    | [^\s/@"'<>]+@
+    )""",
+    re.VERBOSE,
+)
 _IN_QUERY = re.compile(
-    r"([?&][\w.%-]{0,40}(?:token|signature|sig|key|secret|password|credential)[\w.%-]{0,40}=)[^&\s\"'<>#]+",
+    r"([?&#][\w.%-]{0,40}(?:token|signature|sig|key|secret|password|credential)[\w.%-]{0,40}=)[^&\s\"'<>#]+",
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b((?:bearer|basic)\s{1,8})[A-Za-z0-9._~+/=-]{12,}", re.IGNORECASE)
@@ -47,7 +59,7 @@ _COMMIT_BEFORE = re.compile(r"(?:revision|commit|sha\w*|digest|hash|snapshots/|@
 _DIGEST_NAME = re.compile(r"revision|commit|sha|digest|hash|identity", re.IGNORECASE)
 # Must not match `num_tokens`, `eos_token`, `tokenizer` and `key_value`.
 _SECRET_NAME = re.compile(
-    r"(?:^|[_.\-\s])(?:(?:hf|hub|auth|access|api|bearer|refresh|session|github|wandb|secret)[_-]?token|^token"
+    r"(?:^|[_.\-\s])(?:(?:hf|hub|auth|access|api|bearer|refresh|session|github|wandb|secret)[_-]?token|(?<![_-])token"
     r"|api[_-]?key|access[_-]?key(?:[_-]?id)?|private[_-]?key|wandb[_-]?key|secret(?:[_-]?key)?|client[_-]?secret"
     r"|password|passwd|pwd|passphrase|credentials?|authorization)$",
     re.IGNORECASE,
@@ -117,6 +129,12 @@ def mask_secrets(text: str, known: Iterable[str] = ()) -> str:
     return _HEX40.sub(_mask_unless_commit, text)
 
 
+def mask_message(text: str) -> str:
+    """A message without secrets: keys by their shape, values by their name, passwords of URLs, and the secrets of the
+    environment."""
+    return mask_settings(text, secrets_of_environment())
+
+
 def mask_settings(text: str, known: Iterable[str] = ()) -> str:
     """A settings file (YAML, JSON, NAME=value) without secrets, including values that only their name marks."""
     parts, end = [], 0
@@ -153,8 +171,12 @@ def mask_values(value: Any, known: Iterable[str] = (), name: str = "") -> Any:
 
 
 def _replace(text: str, secrets: Iterable[str]) -> str:
+    """A short secret is replaced only as a whole word: the user "r" must not change the word "port"."""
     for secret in secrets:
-        text = text.replace(secret, MASK)
+        if len(secret) >= SHORTEST:
+            text = text.replace(secret, MASK)
+        else:
+            text = re.sub(rf"(?<![^\W_]){re.escape(secret)}(?![^\W_])", MASK, text)
     return text
 
 

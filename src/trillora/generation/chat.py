@@ -20,7 +20,9 @@ def converse(
     max_tokens: int,
     sampling: Sampling,
 ) -> None:
-    """Chats until `/quit`, the end of input or an interrupt. Each answer sees all messages before it."""
+    """Chats until `/quit`, the end of input or an interrupt. Each answer sees all messages before it.
+
+    A line that `ask` refuses with a `TrilloraError` is not sent."""
     if not generator.prompts.has_template:
         raise TrilloraError(
             "This model has no chat template: it can continue texts, but not chat.",
@@ -29,7 +31,7 @@ def converse(
     turns: list[Message] = []
     say(GREETING + "\n")
     try:
-        while (line := ask().strip()) != "/quit":
+        while (line := _asked(ask, say)) != "/quit":
             if line == "/reset":
                 turns = []
                 say("Conversation cleared.\n")
@@ -38,6 +40,14 @@ def converse(
     except (EOFError, KeyboardInterrupt):
         say("\n")
     say("Bye.\n")
+
+
+def _asked(ask: Callable[[], str], say: Callable[[str], None]) -> str:
+    try:
+        return ask().strip()
+    except TrilloraError as error:
+        say(f"{error}\n")
+        return ""
 
 
 def _exchange(

@@ -6,7 +6,8 @@ event, thinned out in long runs. A notebook cell cannot move the cursor, so it g
     Progress("Loading weights", 269_042_688, 538_060_288, "bytes")  ->  Loading weights  269 MB of 538 MB
     Evaluated(step=50, loss=1.75, ...)  ->  evaluation at step 50  loss 1.7500  perplexity 5.75  accuracy 61.2%  best
 
-Closed output never stops a run. Untrusted text (rows, answers) is shown with control characters as escapes.
+Closed output never stops a run. Untrusted text (rows, answers) is shown with control characters as escapes, and rich's
+markup in it has no effect.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -46,7 +48,7 @@ from trillora.events import (
     Step,
 )
 from trillora.report.numbers import format_bytes, format_duration
-from trillora.report.output import closed_pipe_safe
+from trillora.report.output import closed_pipe_safe, guarded_output, masked, unguarded
 from trillora.safe_text import visible, visible_line
 
 if TYPE_CHECKING:
@@ -62,10 +64,23 @@ ANSWER_LINES = 2  # in a terminal
 MAX_PANEL, MAX_BAR = 120, 80  # columns; wider ones are harder to read
 
 
+class SafeConsole(Console):
+    """A console whose text cannot control the terminal; the colors are ours. All consoles of Trillora are of this
+    class. Text that takes part in a layout is made visible before that, because escapes change its width."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        stream = unguarded(sys.stderr if stderr else sys.stdout)
+        super().__init__(file=stream, highlight=False, markup=False, emoji=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else visible(text), style, control)
+
+
 @contextmanager
 def console_listener(console: Console | None = None) -> Iterator[Listener]:
     """Yields a listener that shows events on the console. It never raises, and threads may share it."""
-    console = console or Console(highlight=False)
+    console = console or SafeConsole()
     file = console.file
     console.file = closed_pipe_safe(file)
     view = _choose_view(console)
@@ -73,6 +88,7 @@ def console_listener(console: Console | None = None) -> Iterator[Listener]:
     slow = _SlowWork(view.show, lock)
 
     def listen(event: Event) -> None:
+        event = masked(event)
         with lock:
             if isinstance(event, Progress):
                 slow.update(event)
@@ -131,7 +147,7 @@ class _SlowWork:
 
 def show_findings(findings: Iterable[Finding], console: Console | None = None) -> None:
     """Prints the doctor's findings, each followed by its fix."""
-    console = console or Console(highlight=False)
+    console = console or SafeConsole()
     looks = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "broken": ("broken ", "bold red")}
     for finding in findings:
         word, style = looks[finding.state]
@@ -352,7 +368,7 @@ class _LivePanel:
     @contextmanager
     def open(self) -> Iterator[None]:
         try:
-            with self._live:
+            with self._live, guarded_output():  # the guard is above rich's own replacement, which reads colors
                 try:
                     yield
                 finally:

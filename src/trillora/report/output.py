@@ -1,18 +1,66 @@
-"""Output streams whose reader may disappear: a closed pipe, a full disk or a terminal that hung up never stops a run.
+"""Where text leaves the program. Untrusted text never controls the terminal, and a reader may disappear.
+
+    with guarded_output():
+        print(answer)       # "\\x1b[2J" is printed as these six letters, in a terminal, a pipe or a file
 
     $ trillora train recipe.yaml --out run | head -1     # the run continues after head exits
 
-No rich here: the command line needs these functions for `--help` too.
+`guarded_output` replaces stdout and stderr, so it also guards what libraries print. rich writes colors itself: its
+consoles (`report/console.py`) escape their text and write to the `unguarded` stream. No rich here: the command line
+needs these functions for `--help` too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
+import re
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from typing import IO, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any, cast
+
+from trillora.events import Alarm, Event, Note
+from trillora.safe_text import visible
+from trillora.secrets import mask_message
+
+# What the progress bars of libraries write to stderr: a line that starts over, or only steps between lines.
+_BAR = re.compile(r"\r(?=[^\r]*\Z)|(?:\n|\x1b\[A)+\Z")
+
+
+@contextmanager
+def guarded_output() -> Iterator[None]:
+    """Replaces stdout and stderr by streams that write control characters as escapes, as well as those that the
+    encoding does not have: "ü" in ASCII is "\\xfc"."""
+    before = sys.stdout, sys.stderr
+    for stream in before:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if sys.stdout is not None:
+        sys.stdout = cast(Any, _Guarded(sys.stdout))
+    if sys.stderr is not None:
+        sys.stderr = cast(Any, _GuardedWithBars(sys.stderr))
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):  # a closed pipe; `flush_output` deals with it
+            sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+
+
+def unguarded(file: IO[str]) -> IO[str]:
+    """The stream below the guard, for text that is safe and has colors of our own."""
+    while isinstance(file, _Guarded):
+        file = file.below
+    return file
+
+
+def masked(event: Event) -> Event:
+    """The event without secrets, if it is a message. The texts of rows and answers stay as they are."""
+    if isinstance(event, Note | Alarm):
+        return dataclasses.replace(event, text=mask_message(event.text))
+    return event
 
 
 def closed_pipe_safe(file: IO[str]) -> IO[str]:
@@ -28,10 +76,42 @@ def flush_output() -> None:
             _SafeOutput(file).flush()
 
 
-def escape_unencodable() -> None:
-    """Lets stdout print characters that its encoding does not have, as escapes: "ü" in an ASCII terminal is "\\xfc"."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+class _Guarded(io.TextIOBase):
+    def __init__(self, below: IO[str]) -> None:
+        self.below = below
+
+    def write(self, text: str) -> int:
+        self.below.write(self._safe(text))
+        return len(text)
+
+    def _safe(self, text: str) -> str:
+        return visible(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self.below.flush()
+
+    def isatty(self) -> bool:
+        return self.below.isatty()
+
+    def fileno(self) -> int:
+        return self.below.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self.below, "encoding", None) or "utf-8"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+
+class _GuardedWithBars(_Guarded):
+    def _safe(self, text: str) -> str:
+        bar = _BAR.match(text)
+        end = bar.end() if bar else 0
+        return text[:end] + visible(text[end:])
 
 
 class _SafeOutput(io.TextIOBase):

@@ -23,7 +23,7 @@ IMAGES = sorted((Path(__file__).parent / "images").iterdir())
 def test_nothing_that_colab_has_is_changed(
     tmp_path: Path, image: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """pip looks only at names and versions, so an environment with these and without any code stands for the image."""
+    """pip looks only at names and versions, so an environment with these and without any code is enough."""
     packages = dict(line.split("==") for line in image.read_text().splitlines() if not line.startswith("#"))
     venv.create(tmp_path / "image", with_pip=False)
     relative = Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)

@@ -17,20 +17,20 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["trillora.cli", "trillora.training.trainer"])
 
 
-class WarmRun:
-    """The part of `subprocess.Popen` that the tests need."""
+class WarmCommand:
+    """A command of `trillora`. Has the part of `subprocess.Popen` that the tests need."""
 
-    def __init__(self, recipe: Path, out: Path) -> None:
+    def __init__(self, *arguments: str, errors: bool = False) -> None:
+        """`errors`: standard error goes to the same pipe."""
         read, write = os.pipe()
         parent, child = CONTEXT.Pipe()
-        arguments = ["train", str(recipe), "--out", str(out), "--json"]
-        self._process = CONTEXT.Process(target=_run, args=(child, arguments), daemon=True)
+        self._process = CONTEXT.Process(target=_run, args=(child, list(arguments), errors), daemon=True)
         self._process.start()
         child.close()
         reduction.send_handle(parent, write, self._process.pid)
         os.close(write)
         parent.close()
-        self.stdout: TextIO = os.fdopen(read)
+        self.stdout: TextIO = os.fdopen(read, errors="backslashreplace")
 
     @property
     def returncode(self) -> int | None:
@@ -46,9 +46,16 @@ class WarmRun:
         return output, ""
 
 
-def _run(pipe: connection.Connection, arguments: list[str]) -> Any:
+class WarmRun(WarmCommand):
+    def __init__(self, recipe: Path, out: Path) -> None:
+        super().__init__("train", str(recipe), "--out", str(out), "--json")
+
+
+def _run(pipe: connection.Connection, arguments: list[str], errors: bool) -> Any:
     write = reduction.recv_handle(pipe)
     os.dup2(write, sys.stdout.fileno())
+    if errors:
+        os.dup2(write, sys.stderr.fileno())
     os.close(write)
     sys.argv = ["trillora", *arguments]
     from trillora.cli import main

@@ -45,7 +45,7 @@ ONLY_IN: dict[str, set[str]] = {
     "jax": {"devices", "engine", "model", "step", "generation", "evaluation", "preflight", "training"},
     "jaxlib": {"devices", "engine", "model", "step"},
     "optax": {"engine", "step"},
-    "pydantic": {"files", "recipe", "model", "preflight"},
+    "pydantic": {"files", "recipe", "model", "preflight", "training"},
     "typer": {"cli"},
     "rich": {"", "cli", "report"},
     "peft": set(),

@@ -13,14 +13,19 @@ or removed, it contains the file `.making`. Readers ignore such a set until its 
 a set, the new one is first written completely to `.new-<name>`.
 
 After a crash, `clean` finishes or undoes what was interrupted.
+
+A note is a small file next to the sets: `.lock-owner` says which process writes here (`trillora.files.owner`).
 """
 
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,12 +35,17 @@ from trillora.files import atomic
 from trillora.secrets import mask_urls, secrets_of_url, without_secrets
 
 MARK = "checksums.json"  # written last; its presence shows that a set is complete
+CALL_SECONDS = 60.0  # for a store to answer; data gets more time, at the rate below
+_SLOWEST_BYTES_PER_SECOND = 1 << 18
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # hidden names are longer; the limit of file systems is 255
 
 
 class Storage(Protocol):
     where: str  # for messages, without secrets
+
+    def exists(self) -> bool:
+        """Whether there is a folder, or anything at the URL."""
 
     def names(self) -> list[str]:
         """The names of all completely written sets, sorted. A set that lost a file later is included."""
@@ -51,6 +61,15 @@ class Storage(Protocol):
 
     def clean(self) -> list[str]:
         """Cleans up after interrupted writes and removals; returns what it cleaned. Only for the writing process."""
+
+    def read_note(self, name: str) -> bytes | None:
+        """The content of a note, or None if there is none."""
+
+    def write_note(self, name: str, data: bytes, *, new: bool) -> None:
+        """Writes a note. FileExistsError if it must be new and is not; some stores can only check that first."""
+
+    def remove_note(self, name: str, data: bytes) -> None:
+        """Removes a note with this content. One with another content stays."""
 
 
 def open_storage(where: str | Path) -> Storage:
@@ -79,13 +98,17 @@ class LocalStorage:
     """A folder on a disk or a mounted drive."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = self._root = root
         self.where = str(root)
 
+    def exists(self) -> bool:
+        return os.path.isdir(self._root)
+
     def names(self) -> list[str]:
+        """Links are listed too: checkpoints may have been moved to another disk, which may be missing now."""
         try:
             with os.scandir(self._root) as entries:
-                return sorted(e.name for e in entries if _NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+                return sorted(e.name for e in entries if _NAME.fullmatch(e.name) and (e.is_dir() or e.is_symlink()))
         except FileNotFoundError:
             return []
 
@@ -163,6 +186,32 @@ class LocalStorage:
             atomic.sync_folder(self._root)
         return hidden
 
+    def read_note(self, name: str) -> bytes | None:
+        try:
+            return (self._root / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_note(self, name: str, data: bytes, *, new: bool) -> None:
+        """Replaces a note in place: that works on a full disk, and notes are too short to be seen half written."""
+        flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | (os.O_EXCL if new else 0)
+        descriptor = os.open(self._root / name, flags, 0o666)
+        try:
+            os.write(descriptor, data)
+            os.ftruncate(descriptor, len(data))
+        finally:
+            os.close(descriptor)
+
+    def remove_note(self, name: str, data: bytes) -> None:
+        """Renames it first: of several processes that remove a note, only one has it then."""
+        moved = f"{name}-{os.getpid()}"
+        with suppress(FileNotFoundError):
+            os.rename(self._root / name, self._root / moved)
+            if self.read_note(moved) == data:
+                os.unlink(self._root / moved)
+            else:
+                os.rename(self._root / moved, self._root / name)
+
     def _drop(self, hidden: Path) -> None:
         """Removes a hidden folder. Its new name is flushed to the disk before its first file is removed."""
         if os.path.lexists(hidden):
@@ -193,6 +242,9 @@ class RemoteStorage:
         self._root = str(path).rstrip("/")
         if not self._root:
             raise TrilloraError("The URL names no folder.", where=self.where, do=f"use {self.where}NAME")
+
+    def exists(self) -> bool:
+        return bool(self._list(""))
 
     def names(self) -> list[str]:
         names = [name for name, entry in self._list("").items() if entry["type"] == "directory"]
@@ -236,7 +288,8 @@ class RemoteStorage:
             if entry["type"] == "directory":
                 files[f"{file}/"] = b""
             else:
-                files[file] = bytes(self._call(self._system.cat_file, self._path(name, file)))
+                size = entry.get("size") or 0
+                files[file] = bytes(self._call(self._system.cat_file, self._path(name, file), num_bytes=size))
         return files
 
     def remove(self, name: str) -> None:
@@ -296,12 +349,37 @@ class RemoteStorage:
     def _path(self, *parts: str) -> str:
         return "/".join([self._root, *filter(None, parts)])
 
-    def _put(self, name: str, file: str, data: bytes) -> None:
+    def read_note(self, name: str) -> bytes | None:
+        self._call(self._system.invalidate_cache)
         try:
-            self._call(self._system.pipe_file, self._path(name, file), data)
+            return bytes(self._call(self._system.cat_file, self._path(name)))
+        except FileNotFoundError:
+            return None
+
+    def write_note(self, name: str, data: bytes, *, new: bool) -> None:
+        exists = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.where}/{name}")
+        if new and self.read_note(name) is not None:
+            raise exists
+        # Object stores can refuse to replace an object, so of two new notes one fails. Old versions of fsspec cannot.
+        can_refuse = new and "mode" in inspect.signature(self._system.pipe_file).parameters
+        try:
+            self._put("", name, data, **({"mode": "create"} if can_refuse else {}))
+        except OSError:
+            if can_refuse and self.read_note(name) not in (None, data):
+                raise exists from None
+            raise
+
+    def remove_note(self, name: str, data: bytes) -> None:
+        if self.read_note(name) == data:
+            self._call(self._system.rm_file, self._path(name))
+
+    def _put(self, name: str, file: str, data: bytes, **options: Any) -> None:
+        path, size = self._path(name, file), len(data)
+        try:
+            self._call(self._system.pipe_file, path, data, num_bytes=size, **options)
         except FileNotFoundError:  # a file system with folders; object stores have none
             self._call(self._system.makedirs, self._path(name), exist_ok=True)
-            self._call(self._system.pipe_file, self._path(name, file), data)
+            self._call(self._system.pipe_file, path, data, num_bytes=size, **options)
 
     def _list(self, name: str) -> dict[str, dict[str, Any]]:
         """Entries by name. Uses `ls` because `find` and `walk` hide connection errors."""
@@ -346,9 +424,10 @@ class RemoteStorage:
             ) from None
         return system, str(path)
 
-    def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *arguments: Any, num_bytes: int = 0, **options: Any) -> Any:
+        seconds = CALL_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND
         try:
-            return function(*arguments, **options)
+            return _within(seconds, lambda: function(*arguments, **options))
         except FileNotFoundError as error:
             raise FileNotFoundError(self._message(error)) from None
         except Exception as error:  # the libraries of cloud stores have their own exception types
@@ -357,3 +436,23 @@ class RemoteStorage:
     def _message(self, error: Exception) -> str:
         """The error's name and text, without the secrets of the URL."""
         return mask_urls(f"{type(error).__name__}: {error}", self._secrets)
+
+
+def _within(seconds: float, work: Callable[[], Any]) -> Any:
+    """The result of work that may never end: a store behind a firewall does not even refuse a connection. It is done in
+    a thread that the process does not wait for."""
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="trillora-storage", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        if answer.done():  # an error of the work itself
+            raise
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None

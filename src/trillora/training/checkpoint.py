@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -32,20 +33,27 @@ class Damaged(TrilloraError):
 
 
 class Checkpoints:
-    """The checkpoints of one run. One process writes; any process may read."""
+    """The checkpoints of one run. One process writes; any process may read. `check_owner` runs before every change and
+    raises TrilloraError if another process has taken over."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, check_owner: Callable[[], None] | None = None) -> None:
         self._storage = storage
+        self._check_owner = check_owner or (lambda: None)
+
+    @property
+    def place(self) -> str:
+        return self._storage.where
 
     def where(self, step: int) -> str:
         return f"{self._storage.where}/{_name(step)}"
 
     def write(self, step: int, files: Mapping[str, bytes]) -> None:
         """Add or replace a checkpoint. Raises OSError if that fails; existing checkpoints stay intact."""
+        self._check_owner()
         self._storage.write(_name(step), with_checksums(step, files))
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints, ascending. Their files are not read."""
+        """The steps of all checkpoints, ascending. Their files are not read. Raises OSError if that fails."""
         found = [(name, int(match[1])) for name in self._storage.names() if (match := _STEP.fullmatch(name))]
         return sorted(step for name, step in found if name == _name(step))  # not step-000000050: an extra zero
 
@@ -54,7 +62,9 @@ class Checkpoints:
         try:
             files = self._storage.read(_name(step))
         except FileNotFoundError:
-            existing = ", ".join(map(str, self.steps())) or "none"
+            if step in (steps := self.steps()):  # a link to a drive that is not mounted
+                raise
+            existing = ", ".join(map(str, steps)) or "none"
             raise TrilloraError(
                 f"There is no checkpoint of step {step}.",
                 where=self._storage.where,
@@ -65,12 +75,18 @@ class Checkpoints:
         del files[MARK]
         return files
 
-    def newest_valid(self, listener: Listener) -> tuple[int, dict[str, bytes]] | None:
-        """The newest valid checkpoint: its step and files. Every damaged newer one is reported as an alarm."""
-        try:
+    def newest_valid(
+        self, listener: Listener, find_fault: Callable[[int, dict[str, bytes]], str | None] | None = None
+    ) -> tuple[int, dict[str, bytes]] | None:
+        """The newest valid checkpoint: its step and files. Every damaged newer one is reported as an alarm.
+        `find_fault` looks for content that Trillora does not write, in files whose checksums are right."""
+        with self.reported("read"):
             for step in reversed(self.steps()):
                 try:
-                    return step, self.read(step)
+                    files = self.read(step)
+                    fault = find_fault(step, files) if find_fault else None
+                    if fault is None:
+                        return step, files
                 except Damaged as damage:
                     fault = f"{damage.file} {damage.fault}"
                 except OSError as error:
@@ -78,30 +94,39 @@ class Checkpoints:
                         raise
                     fault = f"{error.filename} cannot be read ({error.strerror})"
                 listener(Alarm(f"{self.where(step)} is damaged: {fault}. Trying the checkpoint before it."))
+        return None
+
+    @contextmanager
+    def reported(self, verb: str) -> Iterator[None]:
+        """Turns an OSError of the block into an error with the place and what to do."""
+        try:
+            yield
         except OSError as error:
             raise TrilloraError(
-                f"Checkpoints cannot be read: {error}",
+                f"Checkpoints cannot be {verb}: {error}.",
                 where=self._storage.where,
-                do="make this location readable and run the same command again; nothing was changed",
+                do="make this location available and run the same command again; nothing was changed",
             ) from error
-        return None
 
     def prune(self, keep: int, protect: Collection[int] = ()) -> None:
         """Remove all but the newest `keep` and the protected checkpoints, oldest first."""
         if keep < 1:
             raise ValueError("keep must be at least 1")
+        self._check_owner()
         for step in self.steps()[:-keep]:
             if step not in protect:
                 self._storage.remove(_name(step))
 
     def remove_after(self, step: int) -> None:
         """Remove checkpoints after a step, newest first, so that an interruption leaves no gap."""
+        self._check_owner()
         for newer in reversed(self.steps()):
             if newer > step:
                 self._storage.remove(_name(newer))
 
     def clean(self) -> list[str]:
         """Remove the leftovers of interrupted writes and return their names. Only for the owner of the run."""
+        self._check_owner()
         return self._storage.clean()
 
 

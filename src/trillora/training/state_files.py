@@ -8,22 +8,144 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trillora.devices.mesh import replicated
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
-from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, fit_adapter, read_adapter
+from trillora.events import METRICS
+from trillora.files.read_json import parse_json
+from trillora.model.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterConfig,
+    adapter_files,
+    fit_adapter,
+    read_adapter,
+)
 from trillora.model.layout import unstack
+from trillora.recipe.resolve import StepSettings
+from trillora.recipe.schema import Attention, Backend, Dtype, Layers, MeshSection, Remat
 from trillora.step.build import Assembly
+from trillora.training.divergence import DivergenceMonitor
 
 STATE_FILE, FACTS_FILE, METRICS_FILE = "state.safetensors", "state.json", "metrics.jsonl"
 ADAPTER_FILES = (WEIGHTS_FILE, CONFIG_FILE)
+FILES = (*ADAPTER_FILES, STATE_FILE, FACTS_FILE, METRICS_FILE)
+_DO = "resume from an earlier checkpoint, or restore the file from a copy"
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class SettingsFacts(_Facts):
+    """`StepSettings` as JSON."""
+
+    backend: Backend
+    num_devices: PositiveInt
+    mesh: MeshSection
+    dtype: Dtype
+    layers: Layers
+    attention: Attention
+    loss_chunk: PositiveInt
+    remat: Remat
+    micro_batch_size: PositiveInt
+
+
+class StageFacts(_Facts):
+    """`ResolvedStage` as JSON."""
+
+    name: str
+    settings: SettingsFacts
+    template_date: str | None
+    reasons: dict[str, str]
+
+    @field_validator("reasons")
+    @classmethod
+    def _check_reasons(cls, reasons: dict[str, str]) -> dict[str, str]:
+        if unknown := sorted(reasons.keys() - StepSettings.OPTIONS.keys() - {"every_steps", "template_date"}):
+            raise ValueError(f"{unknown[0]} is not decided automatically")
+        return reasons
+
+
+class ResolvedFacts(_Facts):
+    """`ResolvedRecipe` as JSON."""
+
+    stages: list[StageFacts] = Field(min_length=1)
+    evaluate_every: PositiveInt
+
+
+class PositionFacts(_Facts):
+    """`Position` as JSON."""
+
+    health: dict[str, Any]
+    stage: NonNegativeInt
+    step: NonNegativeInt
+    global_step: NonNegativeInt
+    measured_at: NonNegativeInt | None
+    best_loss: float | None
+    best_step: PositiveInt | None
+    num_worse: NonNegativeInt
+    stage_is_over: bool
+
+    @field_validator("health")
+    @classmethod
+    def _check_health(cls, health: dict[str, Any]) -> dict[str, Any]:
+        """Written by the dataclass and read by it, a value may have one form only."""
+        try:
+            read = TypeAdapter(DivergenceMonitor).validate_python(health)
+        except ValidationError as error:
+            raise ValueError(f"its {error.errors()[0]['loc'][0]} has a wrong type") from None
+        if "recent" in health and _json(read.to_dict()) != _json(health):
+            raise ValueError("it has a wrong type or an unknown field")
+        return health
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        """No part of a run is ahead of the run."""
+        if self.step > self.global_step or (self.best_step or 0) > self.global_step:
+            raise ValueError("it has a step after global_step")
+        if (self.measured_at or 0) > self.step:
+            raise ValueError("measured_at is after step")
+        if (self.best_loss is None) != (self.best_step is None):
+            raise ValueError("best_loss and best_step must both be set, or none of them")
+        return self
+
+
+class CheckpointFacts(_Facts):
+    """The content of `FACTS_FILE`. See `manifest.of_checkpoint` for what it is used for."""
+
+    run: str | None = None  # the id of the run; older versions wrote none
+    identity: dict[str, str]
+    options: dict[str, Any]
+    resolved: ResolvedFacts
+    devices: str
+    libraries: dict[str, str]
+    position: PositionFacts
+
+    @model_validator(mode="after")
+    def _check_stage(self) -> Self:
+        if self.position.stage > len(self.resolved.stages):
+            raise ValueError("position.stage is not one of the stages")
+        return self
 
 
 def make_copier(assembly: Assembly) -> Callable[[TrainState], TrainState]:
@@ -48,7 +170,7 @@ def to_files(copied: TrainState, assembly: Assembly, base_name: str, facts: dict
     return {
         **adapter_files(adapter, model.module, model.targets, assembly.spec, base_name),
         STATE_FILE: save(rest),
-        FACTS_FILE: (json.dumps(facts, indent=1, sort_keys=True) + "\n").encode(),
+        FACTS_FILE: (_json(facts, indent=1) + "\n").encode(),
     }
 
 
@@ -56,12 +178,13 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
     """The state of a checkpoint, placed on the assembly's devices."""
     shapes = assembly.state_shapes
     adapter = fit_adapter(read_adapter(files[WEIGHTS_FILE]), assembly.model.adapter_layout, where)
-    stored = load(files[STATE_FILE])
+    stored = _tensors(files, STATE_FILE)
     as_stored = shapes._replace(adapter=(), key=jax.eval_shape(jax.random.key_data, shapes.key))
+    names = [name for name, _ in _named(as_stored)]
 
-    def read(name: str, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    def read(name: str, leaf: jax.ShapeDtypeStruct | None) -> np.ndarray:
         array = stored.get(name)
-        if array is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
+        if array is None or leaf is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
             raise TrilloraError(
                 f"The checkpoint's {name} does not fit this run.",
                 where=where,
@@ -69,6 +192,8 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
             )
         return array
 
+    for extra in sorted(stored.keys() - set(names)):
+        read(extra, None)
     leaves = [read(name, leaf) for name, leaf in _named(as_stored)]
     state = jax.tree.unflatten(jax.tree.structure(as_stored), leaves)._replace(adapter=adapter)
     key = jax.random.wrap_key_data(jnp.asarray(state.key))
@@ -76,7 +201,63 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
 
 
 def read_facts(files: dict[str, bytes]) -> dict[str, Any]:
-    return json.loads(files[FACTS_FILE])
+    """The content of `FACTS_FILE`. It has the fields and types that `CheckpointFacts` declares."""
+    facts = parse_json(files[FACTS_FILE], CheckpointFacts, where=FACTS_FILE, do=_DO)
+    return facts.model_dump()
+
+
+def find_fault(step: int, files: dict[str, bytes]) -> str | None:
+    """What is wrong with the files of a checkpoint whose checksums are right; None if they are what a run writes. It
+    does not depend on the recipe: `from_files` compares shapes with those of the run."""
+    try:
+        _check(step, files)
+    except TrilloraError as error:
+        return f"{error.where or ''}: {error.what}".removeprefix(": ").removesuffix(".")
+    return None
+
+
+def _check(step: int, files: dict[str, bytes]) -> None:
+    for name in sorted({*FILES} ^ files.keys()):
+        raise _fault(name, "It is missing." if name in FILES else "It does not belong to a checkpoint.")
+    position = read_facts(files)["position"]
+    if position["global_step"] != step:
+        raise _fault(FACTS_FILE, f"position.global_step is {position['global_step']}, not {step}.")
+    rank = parse_json(files[CONFIG_FILE], AdapterConfig, where=CONFIG_FILE, do=_DO).r
+    read_adapter(files[WEIGHTS_FILE])
+    for name, matrix in _tensors(files, WEIGHTS_FILE).items():
+        if matrix.dtype != np.float32 or matrix.ndim != 2 or rank not in matrix.shape:
+            raise _fault(WEIGHTS_FILE, f"{name} is not a float32 matrix of rank {rank}.")
+    for name, array in _tensors(files, STATE_FILE).items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise _fault(STATE_FILE, f"{name} has values that are not finite.")
+    for number, line in enumerate(files[METRICS_FILE].splitlines(), 1):
+        _check_metric(line, number)
+
+
+def _tensors(files: dict[str, bytes], name: str) -> dict[str, np.ndarray]:
+    try:
+        return load(files[name])
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:  # KeyError: a type that numpy does not have
+        raise _fault(name, f"It is not a valid safetensors file: {error}.") from error
+
+
+def _check_metric(line: bytes, number: int) -> None:
+    try:
+        metric = json.loads(line)
+        if metric["kind"] not in METRICS:
+            raise ValueError(f"unknown kind {metric['kind']}")
+        if metric["kind"] == "step":
+            float(metric["loss"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _fault(METRICS_FILE, f"Line {number} is not a metric: {type(error).__name__}: {error}.") from error
+
+
+def _fault(file: str, what: str) -> TrilloraError:
+    return TrilloraError(what, where=file, do=_DO)
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, indent=indent, sort_keys=True, allow_nan=False)
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

@@ -1,0 +1,95 @@
+"""What a run's folder knows about its checkpoints, which are often stored elsewhere: `saved.json`.
+
+    {"run": "5f0c…", "step": 120, "where": "gs://bucket/run/step-00000120"}
+
+Without it, a drive that is not mounted would look like a run that has not started, and the checkpoints of another run
+like those of this one. The id is also in every checkpoint, so a new machine that has only the checkpoints adopts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from dataclasses import asdict, dataclass
+
+from trillora.errors import TrilloraError
+from trillora.events import Alarm, Event, Listener, Saved
+from trillora.files.read_json import read_json
+from trillora.files.storage import Storage
+from trillora.training.run_folder import RunFolder
+
+FILE = "saved.json"
+_START_OVER = "to start over, use another --out or remove the run's folder"
+
+
+@dataclass(frozen=True)
+class SavedRecord:
+    run: str  # the id of the run
+    step: int | None = None  # of the newest checkpoint
+    where: str = ""  # that checkpoint
+
+
+class RunRecord:
+    """The record of one run in its folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        file = folder.path / FILE
+        self._found: SavedRecord | None = None
+        if os.path.lexists(file):
+            do = "restore this file from a copy, or remove it if this run's checkpoints are in place"
+            self._found = read_json(file, SavedRecord, do=do)
+        self.run_id = self._found.run if self._found else uuid.uuid4().hex
+
+    def check_place(self, storage: Storage) -> None:
+        """Refuses a started run whose checkpoints are gone, before anything is created in their place."""
+        try:
+            is_there = storage.exists()
+        except OSError:
+            return  # reported by the first use
+        if not is_there:
+            self._check_found(None, storage.where)
+
+    def compare(self, step: int | None, run_id: str | None, place: str, listener: Listener) -> None:
+        """Compare the record with the newest checkpoint: its step and the id of its run. They are None if there is no
+        checkpoint; an older version wrote no id."""
+        self._check_found(step, place)
+        found = self._found
+        if found is not None and run_id is not None and run_id != found.run:
+            raise TrilloraError(
+                "These checkpoints belong to another run.",
+                where=place,
+                do=f"use the train.checkpoint_dir of the run in {self._folder.path}, or another --out",
+            )
+        if found is not None and found.step is not None and step is not None and step < found.step:
+            listener(Alarm(f"The newest checkpoint was {found.where}. Resuming from step {step}, the newest one left."))
+        self.run_id = run_id or self.run_id
+
+    def write(self, step: int | None, where: str = "") -> None:
+        self._folder.write(FILE, json.dumps(asdict(SavedRecord(self.run_id, step, where))) + "\n")
+
+    def listening(self, listener: Listener) -> Listener:
+        """A listener that records every saved checkpoint, then passes the event to `listener`."""
+
+        def listen(event: Event) -> None:
+            if isinstance(event, Saved):
+                try:
+                    self.write(event.step, event.where)
+                except TrilloraError as error:  # the checkpoint itself is saved
+                    listener(Alarm(f"{error.what} Where: {error.where}. Training continues."))
+            listener(event)
+
+        return listen
+
+    def _check_found(self, step: int | None, place: str) -> None:
+        found = self._found
+        if found is None or found.step is None or step is not None:
+            return
+        moved = f"mount or restore {found.where}" if found.where.startswith(place) else f"copy {found.where} there"
+        raise TrilloraError(
+            f"The checkpoints of this run are missing: step {found.step} was saved, and now there is none. A run never "
+            "restarts by itself.",
+            where=place,
+            do=f"{moved} and run the same command again; {_START_OVER}",
+        )

@@ -25,10 +25,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Note, Saved, ignore_events
 from trillora.files import owner, storage
+from trillora.files.owner import lock_run, own_checkpoints
 from trillora.files.storage import LocalStorage, Storage, open_storage
 from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.run_folder import RunFolder
-from trillora.training.run_lock import lock_run, own_checkpoints
 from trillora.training.saved_record import RunRecord
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -41,7 +41,7 @@ from pathlib import Path
 from trillora.errors import TrilloraError
 from trillora.files.storage import open_storage
 from trillora.training.checkpoint import Checkpoints
-from trillora.training.run_lock import own_checkpoints
+from trillora.files.owner import own_checkpoints
 storage = open_storage(sys.argv[2])
 try:
     with own_checkpoints(storage, Path(sys.argv[3])) as owned:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from trillora.errors import TrilloraError
-from trillora.training.run_lock import lock_run
+from trillora.files.owner import lock_run
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
 SOURCE = Path(__file__).parent.parent / "src"
@@ -29,7 +29,7 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from trillora.errors import TrilloraError
-from trillora.training.run_lock import lock_run
+from trillora.files.owner import lock_run
 if sys.argv[3] == "no locks":
     import fcntl
     def flock(*arguments):

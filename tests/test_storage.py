@@ -576,7 +576,7 @@ def test_a_link_in_place_of_a_checkpoint_is_never_written_through(tmp_path: Path
 
 def test_these_modules_import_nothing_heavy() -> None:
     code = (
-        "import sys, trillora.training.checkpoint, trillora.training.run_lock\n"
+        "import sys, trillora.training.checkpoint, trillora.files.owner\n"
         "print({'jax', 'torch', 'numpy', 'fsspec', 'pydantic', 'psutil', 'trillora.recipe.load'} & set(sys.modules))"
     )
     done = subprocess.run(

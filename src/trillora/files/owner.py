@@ -1,6 +1,6 @@
 """Only one process at a time writes to a place: a run's folder, or where its checkpoints are stored.
 
-    with own(open_storage("gs://bucket/run"), "These checkpoints are", "train.checkpoint_dir", listener) as owned:
+    with lock_run(run), own_checkpoints(open_storage("gs://bucket/run"), run) as owned:
         owned.check()                       # before every change
 
 The owner keeps a note at the place, and renews `beat` every 30 s:
@@ -35,7 +35,7 @@ from typing import Any
 import filelock
 
 from trillora.errors import TrilloraError
-from trillora.events import Listener, Note
+from trillora.events import Listener, Note, ignore_events
 from trillora.files import atomic
 from trillora.files.storage import LocalStorage, Storage
 
@@ -185,6 +185,23 @@ def own(storage: Storage, title: str, option: str, listener: Listener) -> Iterat
                 do=f"make it writable, with free space, or use another {option}",
             ) from error
         stack.callback(owned.release)
+        yield owned
+
+
+@contextmanager
+def lock_run(run: Path, listener: Listener = ignore_events) -> Iterator[Ownership]:
+    """Own a run's folder."""
+    with own(LocalStorage(run), "This run is", "--out", listener) as owned:
+        yield owned
+
+
+@contextmanager
+def own_checkpoints(storage: Storage, run: Path, listener: Listener = ignore_events) -> Iterator[Ownership | None]:
+    """Own the place of a run's checkpoints. None if it is the run's folder, which is locked already."""
+    if isinstance(storage, LocalStorage) and os.path.realpath(storage.root) == os.path.realpath(run):
+        yield None
+        return
+    with own(storage, "These checkpoints are", "train.checkpoint_dir", listener) as owned:
         yield owned
 
 

@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from trillora.data.reading.files import expand
+from trillora.data.reading.files import DataFile, expand
+from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.readers import read_rows
-from trillora.data.rows import Fault, RawRow
+from trillora.data.rows import Fault, RawRow, RowsOfFile
 
 ROWS: list[dict[str, Any]] = [{"text": "one"}, {"text": "zwei → 2"}, {"text": 'three "3"\nlines'}]
 MIB = 1 << 20
@@ -64,12 +65,22 @@ def write(folder: Path, name: str, data: bytes) -> str:
     return str(path)
 
 
+PARQUET = ParquetDecoder()  # one process for all tests; it ends with this one
+
+
+def rows_of(
+    file: DataFile, row_path: str | None = None, consumed: Callable[[int], None] = lambda count: None
+) -> RowsOfFile:
+    """The rows of a file as it is now."""
+    return read_rows(file, file.content(), PARQUET, row_path=row_path, consumed=consumed)
+
+
 def read(path: str, rows: str | None = None) -> list[RawRow | Fault]:
     """All rows and faults of a file. The reported progress must add up to its size."""
     (file,) = expand([path])
     progress: list[int] = []
-    found = list(read_rows(file, rows=rows, consumed=progress.append))
-    assert sum(progress) == file.size and all(count > 0 for count in progress)
+    found = list(rows_of(file, rows, progress.append))
+    assert sum(progress) == file.content().size and all(count > 0 for count in progress)
     return found
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import fsspec
 import pytest
-from data_files import ROWS, as_jsonl, as_parquet, split, write, zip_of
+from data_files import ROWS, as_jsonl, as_parquet, rows_of, split, write, zip_of
 
 from trillora.data.reading.files import DataFile, expand, kind_of
-from trillora.data.reading.readers import read_rows
 from trillora.errors import TrilloraError
 
 
@@ -31,7 +30,7 @@ def test_files_folders_and_globs_expand_in_a_fixed_order(tmp_path: Path) -> None
     files = expand([str(tmp_path / "b" / "*.json*"), str(tmp_path / "README.md"), f"file://{tmp_path}/**/*.csv"])
     assert names(files, tmp_path) == ["b/10.json.gz", "b/2.jsonl", "README.md", "b/deep/x.csv"]
     assert [file.source for file in files] == [0, 0, 1, 2]
-    assert files[0].size == 1 and files[0].sha256() == hashlib.sha256(b"x").hexdigest()
+    assert files[0].content()[:2] == (1, hashlib.sha256(b"x").hexdigest())
 
 
 def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> None:
@@ -98,8 +97,8 @@ def test_urls_are_read_like_files() -> None:
             file.name.startswith("memory://") and file.name.endswith(e) for file, e in zip(files, ends, strict=True)
         )
         for file in files:
-            assert split(list(read_rows(file, consumed=lambda count: None))) == (ROWS, [])
-        assert files[2].sha256() == hashlib.sha256(store.cat("/sources/b.jsonl.gz")).hexdigest()
+            assert split(list(rows_of(file))) == (ROWS, [])
+        assert files[2].content().sha256 == hashlib.sha256(store.cat("/sources/b.jsonl.gz")).hexdigest()
     finally:
         store.rm("/sources", recursive=True)
 
@@ -132,7 +131,7 @@ def test_a_hub_dataset_is_read_from_the_cache(hub_cache: Path) -> None:
     files = expand(["owner/talks", f"owner/talks@{'0123456789abcdef0123456789abcdef01234567'}"])
     assert [file.name for file in files[:2]] == ["owner/talks/data/more.json", "owner/talks/data/train.jsonl"]
     assert [file.source for file in files] == [0, 0, 1, 1]
-    assert all(split(list(read_rows(file, consumed=lambda count: None))) == (ROWS, []) for file in files)
+    assert all(split(list(rows_of(file))) == (ROWS, []) for file in files)
 
 
 def test_a_folder_has_precedence_over_a_dataset_of_the_same_name(hub_cache: Path, tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def test_a_gated_or_missing_dataset_says_how_to_get_it(monkeypatch: pytest.Monke
 def test_a_file_that_disappears_stops_the_run_with_its_name(tmp_path: Path) -> None:
     (file,) = expand([write(tmp_path, "a.jsonl", as_jsonl())])
     os.remove(file.path)
-    for work in (lambda: list(read_rows(file, consumed=lambda count: None)), file.sha256):
+    for work in (lambda: list(rows_of(file)), file.content):
         with pytest.raises(TrilloraError, match="cannot be read") as error:
             work()
         assert error.value.where == file.name

@@ -1,8 +1,8 @@
 """The user's files to tokenized rows on disk, and from there to batches.
 
 Rows are read as a stream, rendered in worker processes, tokenized in this process, and written to a store whose name is
-a digest of the files' content, the tokenizer and the options. The next run with the same data finds it. Apart from a
-few numbers per row, memory does not grow with the data. Example, one line of chats.jsonl:
+a digest of the files' content, the tokenizer and the options (`StoreInputs`). The next run with the same data finds it.
+Apart from a few numbers per row, memory does not grow with the data. Example, one line of chats.jsonl:
 
     read     {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
     render   <|im_start|>user\\n1+1?<|im_end|>\\n<|im_start|>assistant\\n2<|im_end|>\\n, trained: 2<|im_end|>
@@ -20,29 +20,31 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import Counter
+import shutil
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import filelock
 import numpy as np
 
 from trillora.data.documents import PARTS, Documents, Lost, all_documents, fit, part_of, repeated
-from trillora.data.reading.files import DataFile, expand
+from trillora.data.reading.files import Content, DataFile, Kind, expand
+from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.readers import read_rows
 from trillora.data.rendering import formats
 from trillora.data.rendering.pool import Batch, Outcome, Pool
-from trillora.data.rendering.render import Cut, RenderedRow, RenderSettings, parse
+from trillora.data.rendering.render import NO_CHAT_TEMPLATE, Cut, RenderedRow, RenderSettings, parse
 from trillora.data.rows import BadRow, Fault, RawRow, place, refused
 from trillora.data.tokenizing.encode import EncodedRow, Encoder, TokenizedDocument, Tokenizer
-from trillora.data.tokenizing.store import KINDS, ROW, Store, StoreWriter, open_store
+from trillora.data.tokenizing.store import KINDS, MAKING, ROW, Store, StoreWriter, locked_store, open_store
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.files.digests import json_digest, text_digest
 
-FORMAT = 1  # of a store: increase it when the same data would be tokenized or stored differently
+FORMAT = 2  # of a store: increase it when the same data would be read, tokenized or stored differently
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
@@ -74,6 +76,37 @@ class DataOptions:
     template_date: str = "2024-07-26"
     validation: float = 0.0
     test: float = 0.0
+
+
+class FileInput(NamedTuple):
+    """What of a file decides its tokens. Its name does not: a renamed file finds its store."""
+
+    source: int  # entry of data.path
+    kind: Kind
+    size: int  # bytes
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StoreInputs:
+    """Everything that decides what is in a store, whose name is the digest of this.
+
+    `_StoreBuilder` takes what it needs from here and not from the recipe, so an option that changes the tokens is part
+    of the name.
+    """
+
+    version: int
+    files: tuple[FileInput, ...]
+    row_path: str | None
+    format: str
+    rendering: RenderSettings
+    truncate_from: str | None  # left or middle; None if rows are not truncated
+    truncate_to: int | None  # tokens
+    tokenizer: str  # digest
+
+    @property
+    def key(self) -> str:
+        return json_digest(dataclasses.asdict(self))[:32]
 
 
 @dataclass(frozen=True)
@@ -144,32 +177,20 @@ def prepare(
     num_workers: int | None = None,
 ) -> Dataset:
     """Tokenized rows, from the cache or made now. `sequence_length` matters only if rows are truncated."""
-    encoder = Encoder(tokenizer)
-    settings = render_settings(options, tokenizer, encoder)
+    encoder = Encoder(tokenizer, options.chat_template)
     files = expand([source.path for source in options.sources])
-    truncate_to = sequence_length if options.on_too_long.startswith("truncate") else None
+    contents = [file.content() for file in files]
+    inputs = store_inputs(options, tokenizer, encoder, files, contents, sequence_length)
     names = [file.name for file in files]
-    described = [{"source": file.source, "size": file.size, "sha256": file.sha256()} for file in files]
-    identity = [  # everything that decides the tokens
-        FORMAT,
-        described,
-        dataclasses.asdict(settings),
-        [options.format, options.row_path, options.on_too_long if truncate_to else None, truncate_to],
-        text_digest(tokenizer.backend_tokenizer.to_str()),
-    ]
-    folder = cache / "data" / json_digest(identity)[:32]
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        what = f"The cache folder cannot be created: {error.strerror}."
-        do = "set TRILLORA_CACHE to a folder you can write to"
-        raise TrilloraError(what, where=str(folder.parent), do=do) from error
-    with filelock.FileLock(f"{folder}.lock"):  # others that need the same store wait for the process that creates it
+    folder = cache / "data" / inputs.key
+    with locked_store(folder):
         store = open_store(folder, names)
         is_new = store is None
         if store is None:
-            with Pool(settings, num_workers) as pool:
-                _StoreBuilder(options, files, encoder, pool, listener, truncate_to).run(folder, described)
+            _remove_leftovers(folder.parent)
+            with Pool(inputs.rendering, num_workers) as pool, ParquetDecoder() as parquet:
+                read_with = _Resources(files, contents, encoder, pool, parquet)
+                _StoreBuilder(inputs, read_with, options.on_bad_row, listener).run(folder)
             store = open_store(folder, names)
     if store is None:
         raise TrilloraError("The new tokenized rows cannot be read back.", where=str(folder), do="check the disk")
@@ -180,37 +201,47 @@ def prepare(
     return dataset
 
 
+@dataclass(frozen=True)
+class _Resources:
+    """Open files and processes to fill a store with. They decide nothing that `StoreInputs` does not have."""
+
+    files: Sequence[DataFile]
+    contents: Sequence[Content]
+    encoder: Encoder
+    pool: Pool
+    parquet: ParquetDecoder
+
+
 @dataclass
 class _StoreBuilder:
     """Creates one store."""
 
-    options: DataOptions
-    files: Sequence[DataFile]
-    encoder: Encoder
-    pool: Pool
+    inputs: StoreInputs
+    use: _Resources
+    on_bad_row: str  # refuse: stop, and store nothing
     listener: Listener
-    truncate_to: int | None
     names: dict[tuple[int, str], int] = field(default_factory=dict)  # file and member -> index in the store
     problems: list[tuple[Any, ...]] = field(default_factory=list)  # the file's index, then the fields of a Fault
     num_past_limit: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    num_rows: Counter[tuple[int, str]] = field(default_factory=Counter)  # by file and format
+    num_rows: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # by file, then format
     formats: dict[tuple[int, str], str] = field(default_factory=dict)  # by file and member
     num_bytes: int = 0
 
-    def run(self, folder: Path, described: list[dict[str, Any]]) -> None:
+    def __post_init__(self) -> None:
+        self.num_bytes_in_all = sum(file.size for file in self.inputs.files)
+
+    def run(self, folder: Path) -> None:
         writer = StoreWriter(folder)
         try:
-            for batch, outcomes in self.pool.map(self._batches()):
+            for batch, outcomes in self.use.pool.map(self._batches()):
                 writer.add(*self._encode(batch, outcomes))
             found: Counter[str] = Counter()
-            for number, file in enumerate(described):
-                counts = {format: count for (owner, format), count in self.num_rows.items() if owner == number}
+            for counts in self.num_rows.values():
                 found.update(counts)
-                file |= {"format": ", ".join(sorted(counts)) or "none", "num_rows": sum(counts.values())}
             writer.finish(
                 {
-                    "files": described,
+                    "files": [self._file_facts(number, file) for number, file in enumerate(self.inputs.files)],
                     "formats": dict(found),
                     "names": list(self.names),
                     "problems": self.problems,
@@ -221,15 +252,22 @@ class _StoreBuilder:
         finally:
             writer.discard()
 
+    def _file_facts(self, number: int, file: FileInput) -> dict[str, Any]:
+        counts = self.num_rows[number]
+        facts = {"format": ", ".join(sorted(counts)) or "none", "num_rows": counts.total()}
+        return {"source": file.source, "size": file.size, "sha256": file.sha256, **facts}
+
     def _batches(self) -> Iterator[Batch]:
         """The files' rows in order; a batch has rows of one file or archive member."""
-        for number, file in enumerate(self.files):
-            for member, rows in itertools.groupby(self._rows(number, file), lambda row: row.member):
+        for number in range(len(self.inputs.files)):
+            for member, rows in itertools.groupby(self._rows(number), lambda row: row.member):
                 for some in _portions(rows):
                     yield Batch(number, self._format((number, member), some), some)
 
-    def _rows(self, number: int, file: DataFile) -> Iterator[RawRow]:
-        for row in read_rows(file, rows=self.options.row_path, consumed=self._consumed):
+    def _rows(self, number: int) -> Iterator[RawRow]:
+        file, content = self.use.files[number], self.use.contents[number]
+        path = self.inputs.row_path
+        for row in read_rows(file, content, self.use.parquet, row_path=path, consumed=self._consumed):
             if isinstance(row, Fault):
                 self._problem(number, row)
             else:
@@ -238,7 +276,7 @@ class _StoreBuilder:
     def _format(self, owner: tuple[int, str], rows: Sequence[RawRow]) -> str:
         """The format of a file's rows: from the recipe, or detected in the first row that shows it."""
         if owner not in self.formats:
-            found = "template" if self.options.template is not None else self.options.format
+            found = "template" if self.inputs.rendering.template is not None else self.inputs.format
             for row in rows[:ROWS_LOOKED_AT] if found == "auto" else ():
                 with contextlib.suppress(BadRow):
                     found = formats.detect(parse(row.raw))
@@ -250,9 +288,9 @@ class _StoreBuilder:
 
     def _encode(self, batch: Batch, outcomes: Sequence[Outcome]) -> tuple[list[TokenizedDocument], np.ndarray]:
         """The documents of a batch and their records; bad rows are counted."""
-        source = self.files[batch.file].source
+        source = self.inputs.files[batch.file].source
         documents, facts = [], []
-        for row, rendered, whole in zip(batch.rows, outcomes, self.encoder.encode(outcomes), strict=True):
+        for row, rendered, whole in zip(batch.rows, outcomes, self.use.encoder.encode(outcomes), strict=True):
             document = self._truncated(row, batch.format, rendered, whole)
             if isinstance(document, TokenizedDocument) and not document.num_supervised:
                 document = BadRow("This row has no token to train on.", "remove the row, or add an answer to it")
@@ -265,32 +303,34 @@ class _StoreBuilder:
             kind, was_cut = KINDS.index(rendered.kind), document is not whole
             facts.append((0, rendered.digest, row.line, 0, 0, name, source, kind, was_cut))
             documents.append(document)
-        self.num_rows[batch.file, batch.format] += len(documents)
+        self.num_rows[batch.file][batch.format] += len(documents)
         return documents, np.array(facts, ROW)
 
     def _truncated(self, row: RawRow, format: str, rendered: Outcome, document: EncodedRow) -> EncodedRow:
         """The document with a shorter prompt; unchanged if it fits, or if the answer alone is too long."""
         if isinstance(rendered, BadRow) or isinstance(document, BadRow):
             return document
-        if self.truncate_to is None or len(document) <= self.truncate_to:
+        side, length = self.inputs.truncate_from, self.inputs.truncate_to
+        if side is None or length is None or len(document) <= length:
             return document
-        side = self.options.on_too_long.removeprefix("truncate-")
         per_token = len(rendered.text) / len(document)
         taken, shorter = 0, document
         for _ in range(8):
-            taken += math.ceil((len(shorter) - self.truncate_to) * per_token) + 1
-            again = self.encoder.encode(self.pool.render([row.raw], format, [Cut(side, taken)]))[0]
+            taken += math.ceil((len(shorter) - length) * per_token) + 1
+            again = self.use.encoder.encode(self.use.pool.render([row.raw], format, [Cut(side, taken)]))[0]
             if isinstance(again, BadRow):
                 break
-            if len(again) <= self.truncate_to:
+            if len(again) <= length:
                 return again
             shorter = again
         return document
 
     def _problem(self, file: int, fault: Fault, *, past_limit: bool = False) -> None:
         self.num_past_limit += past_limit
-        where = place(self.files[file].name, fault.member, fault.line)
-        if self.options.on_bad_row == "refuse":
+        where = place(self.use.files[file].name, fault.member, fault.line)
+        if fault.what == NO_CHAT_TEMPLATE:  # no row is at fault, and it would be the same for the next one
+            raise TrilloraError(fault.what, where=where, do=fault.do)
+        if self.on_bad_row == "refuse":
             raise refused(fault.what, where, fault.do)
         if self.num_past_limit > MAX_PAST_LIMIT:
             raise TrilloraError(fault.what, where=where, do=fault.do)
@@ -300,8 +340,36 @@ class _StoreBuilder:
 
     def _consumed(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        if total := sum(file.size for file in self.files):  # some remote stores report no sizes
-            self.listener(Progress("Reading data", self.num_bytes, total, "bytes"))
+        self.listener(Progress("Reading data", self.num_bytes, self.num_bytes_in_all, "bytes"))
+
+
+def store_inputs(
+    options: DataOptions,
+    tokenizer: Tokenizer,
+    encoder: Encoder,
+    files: Sequence[DataFile],
+    contents: Sequence[Content],
+    sequence_length: int,
+) -> StoreInputs:
+    pairs = zip(files, contents, strict=True)
+    truncates = options.on_too_long.startswith("truncate-")
+    return StoreInputs(
+        version=FORMAT,
+        files=tuple(FileInput(file.source, file.kind, content.size, content.sha256) for file, content in pairs),
+        row_path=options.row_path,
+        format=options.format,
+        rendering=render_settings(options, tokenizer, encoder),
+        truncate_from=options.on_too_long.removeprefix("truncate-") if truncates else None,
+        truncate_to=sequence_length if truncates else None,
+        tokenizer=_tokenizer_digest(tokenizer),
+    )
+
+
+def _tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Of everything that `Encoder` reads. The special tokens may differ from those of the vocabulary's own file."""
+    special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    ends = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, list(tokenizer("")["input_ids"])]
+    return json_digest([text_digest(tokenizer.backend_tokenizer.to_str()), special, ends])
 
 
 def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder) -> RenderSettings:
@@ -318,6 +386,15 @@ def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder
         template_date=options.template_date,
         schema=options.schema,
     )
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Removes what killed processes left. A process that still writes a store holds the lock of that store."""
+    for making in parent.glob(f"{MAKING}*"):
+        key = making.name.removeprefix(MAKING).partition("-")[0]
+        lock = filelock.FileLock(parent / f"{key}.lock", timeout=0)
+        with contextlib.suppress(filelock.Timeout, OSError), lock:
+            shutil.rmtree(making, ignore_errors=True)
 
 
 def reason_of(what: str) -> str:

@@ -62,7 +62,9 @@ class _Gate:
     def check(self, name: str, stream: Stream) -> Member | Fault | None:
         """A regular file of the archive; None if it is not a data file."""
         parts = re.split(r"[/\\]", name)
-        if not name or parts[0] == "" or re.match(r"[A-Za-z]:", name):
+        if not name:
+            return _unread(name, "has no name")
+        if parts[0] == "" or re.match(r"[A-Za-z]:", name):
             return _unread(name, "has an absolute path")
         if ".." in parts:
             return _unread(name, 'has ".." in its path')
@@ -156,7 +158,7 @@ def zip_members(source: RawFile, meter: Meter) -> Iterator[Member | Fault]:
     gate = _Gate()
     with archive:
         for info in archive.infolist():
-            if info.is_dir():
+            if info.filename.endswith("/"):  # not info.is_dir(), which fails on an empty name
                 continue
             found = _zip_member(gate, info, _ZipPart(archive, info, meter))
             if found is not None:

@@ -4,20 +4,24 @@ An entry is a file, a glob, a folder, an fsspec URL (`gs://…`, `memory://…`)
 (`owner/name`, `owner/name@revision`), whose files come from the hub's cache. A local path has precedence over the hub.
 In folders, archives and dataset repositories only files with a known suffix are used, except hidden files and files
 that describe the data (README, LICENSE, dataset_infos.json). The order does not depend on the file system.
+
+However a local path is written (a link, `file://…`, `local://…`), its file is opened in one place, which refuses pipes
+and devices.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from trillora.errors import TrilloraError
-from trillora.files.digests import stream_digest
 from trillora.files.hub import download
 from trillora.secrets import without_secrets
 
@@ -40,6 +44,7 @@ _ABOUT_DATA = re.compile(
     r"(?:readme|licen[cs]e|changelog|citation)(?:\.\w+)?|dataset_infos?\.json|dataset_dict\.json|state\.json", re.I
 )
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+HASHED_BLOCK = 1 << 20  # bytes; a file is checked in blocks of this size while it is read
 
 
 class Kind(NamedTuple):
@@ -53,6 +58,24 @@ class Kind(NamedTuple):
         return self.format in ("tar", "zip")
 
 
+class Content(NamedTuple):
+    """What a file contained when it was hashed, so that bytes read later can be compared with it.
+
+    SHA-256 works block by block. Its state before each block is kept, so any single block can be checked again, in any
+    order: the digest of the whole file is then that of the bytes which were really used.
+    """
+
+    size: int  # bytes
+    sha256: str  # hex digest
+    states: tuple[Any, ...]  # of hashlib, after 0, 1, 2 … blocks
+
+    def has_block(self, number: int, block: bytes) -> bool:
+        """Whether `block` is the block of this number."""
+        state = self.states[number].copy()
+        state.update(block)
+        return bool(state.digest() == self.states[number + 1].digest())
+
+
 @dataclass(frozen=True)
 class DataFile:
     """One file to read."""
@@ -60,21 +83,35 @@ class DataFile:
     name: str  # shown to the user; without the credentials of a URL
     path: str  # a local path or an fsspec URL
     source: int  # index of the entry in data.path
-    size: int  # bytes; 0 if a remote store does not report it
+    kind: Kind
 
     def open(self) -> BinaryIO:
         if not _URL.match(self.path):
-            return open(self.path, "rb")
+            return _open_regular(self.path, self.name)
         system, inner = _file_system(self.path)
         return cast(BinaryIO, system.open(inner, "rb"))
 
-    def sha256(self) -> str:
-        """Hex digest of the content."""
+    def content(self) -> Content:
+        """Reads the whole file once."""
+        size, state = 0, hashlib.sha256()
+        states = [state.copy()]
         try:
             with self.open() as stream:
-                return stream_digest(stream)
+                while block := read_block(stream, HASHED_BLOCK):
+                    size += len(block)
+                    state.update(block)
+                    states.append(state.copy())
         except Exception as error:  # remote stores have their own exception types
             raise cannot_read(self.name, error) from None
+        return Content(size, state.hexdigest(), tuple(states))
+
+
+def read_block(stream: BinaryIO, size: int) -> bytes:
+    """Exactly `size` bytes, fewer only at the end. Some remote files return fewer bytes than they have."""
+    block = stream.read(size)
+    while block and len(block) < size and (more := stream.read(size - len(block))):
+        block += more
+    return block
 
 
 def expand(paths: Sequence[str]) -> list[DataFile]:
@@ -86,6 +123,16 @@ def expand(paths: Sequence[str]) -> list[DataFile]:
         else:
             files += _local(os.path.expanduser(entry.removeprefix("file://")), source)
     return files
+
+
+def _open_regular(path: str, name: str) -> BinaryIO:
+    """Opens a local file. Pipes and devices are refused: they may have no end, or wait for a writer."""
+    # Without O_NONBLOCK, opening a pipe waits.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise TrilloraError("This is not a regular file.", where=name, do="copy the data into a regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def kind_of(name: str) -> Kind | None:
@@ -124,8 +171,6 @@ def _local(entry: str, source: int) -> list[DataFile]:
     if os.path.isdir(entry):
         return _folder(entry, entry, source)
     if os.path.lexists(entry):
-        if kind_of(entry) is None:
-            raise _unknown_suffix(entry)
         return [_local_file(entry, entry, source)]
     if glob.has_magic(entry):
         matches = sorted(set(glob.glob(entry, recursive=True)))
@@ -157,14 +202,14 @@ def _folder(folder: str, shown_as: str, source: int) -> list[DataFile]:
 
 
 def _local_file(path: str, name: str, source: int) -> DataFile:
+    kind = kind_of(path)
+    if kind is None:
+        raise _unknown_suffix(name)
     try:
-        if not os.path.isfile(path):
-            os.stat(path)  # raises if it is a broken link
-            raise TrilloraError("This is not a regular file.", where=name, do="copy the data into a regular file")
-        with open(path, "rb"):
-            return DataFile(name=name, path=path, source=source, size=os.stat(path).st_size)
+        _open_regular(path, name).close()
     except OSError as error:
         raise cannot_read(name, error) from None
+    return DataFile(name=name, path=path, source=source, kind=kind)
 
 
 def _remote(entry: str, source: int) -> list[DataFile]:
@@ -175,15 +220,18 @@ def _remote(entry: str, source: int) -> list[DataFile]:
     is_web = entry.startswith(("http://", "https://"))
     try:
         system, path = _file_system(entry)
+        if _is_local(system):
+            return _local(path, source)
         if not is_web and glob.has_magic(path):
             paths = [found for found in system.glob(path) if system.isfile(found)]
         elif not is_web and system.isdir(path):
             paths = list(system.find(path))
         else:
-            return [_remote_file(entry, system.info(path), source)]
+            system.info(path)  # raises if it does not exist
+            return [_remote_file(entry, source)]
         chosen = sorted(found for found in paths if found_data(_below(found, path)))
         if chosen:
-            return [_remote_file(system.unstrip_protocol(found), system.info(found), source) for found in chosen]
+            return [_remote_file(system.unstrip_protocol(found), source) for found in chosen]
     except FileNotFoundError:
         do = "check the URL and your access rights"
         raise TrilloraError(f"There is no data at {shown}.", where=shown, do=do) from None
@@ -196,11 +244,19 @@ def _remote(entry: str, source: int) -> list[DataFile]:
     raise _nothing_there(shown, len(paths))
 
 
-def _remote_file(url: str, info: dict[str, Any], source: int) -> DataFile:
+def _remote_file(url: str, source: int) -> DataFile:
     shown = _shown(url)
-    if kind_of(shown) is None:
+    kind = kind_of(shown)
+    if kind is None:
         raise _unknown_suffix(shown)
-    return DataFile(name=shown, path=url, source=source, size=int(info.get("size") or 0))
+    return DataFile(name=shown, path=url, source=source, kind=kind)
+
+
+def _is_local(system: Any) -> bool:
+    """Whether an fsspec file system is this machine's: `local://` and `file://`."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    return isinstance(system, LocalFileSystem)
 
 
 def _file_system(url: str) -> tuple[Any, str]:

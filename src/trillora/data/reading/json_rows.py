@@ -27,7 +27,9 @@ _MAX_KEY_BYTES = 1 << 16
 _MAX_SCALAR_BYTES = 1 << 20
 
 _DECODER = json.JSONDecoder()
-_COMMA = re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
+_COMMA = re.compile(r"[ \t\r\n]*+,[ \t\r\n]*+")
+_NOTHING = re.compile(r"[ \t\r\n]*+")
+_NOT_IN_ROWS = frozenset(("data", "compressed"))  # an object with these keys may be a document
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 _SCALAR = re.compile(rb'[^\s,:\[\]{}"]*+')
 _IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
@@ -56,6 +58,7 @@ class Scanner:
         self._buffer = b""
         self._base = 0  # position of the buffer
         self._at = 0  # inside the buffer
+        self._parsed_to = 0  # up to this position, `_whole_values` was tried
         self._pin: int | None = None  # text from this position on is kept, since it may be one row
 
     def peek(self, keep: int | None = None) -> bytes:
@@ -105,34 +108,38 @@ class Scanner:
             yield key
 
     def whole_elements(self) -> Iterator[bytes]:
-        """The next elements of an array that are in the buffer together with the comma after them.
-
-        The json module finds their ends several times faster than `value`, which handles what this leaves over. At most
-        two blocks are parsed, because parsed values may take fifty times the memory of their text.
-        """
+        """The next elements of an array that are in the buffer together with the comma after them."""
         self.peek()
-        text = self._buffer[self._at : self._at + 2 * BLOCK].decode("utf-8", "surrogateescape")
+        return self._whole_values(_COMMA)
+
+    def whole_objects(self) -> Iterator[bytes]:
+        """The next objects that are in the buffer and are rows, as in JSON Lines."""
+        return self._whole_values(_NOTHING, not_with=_NOT_IN_ROWS)
+
+    def _whole_values(self, between: re.Pattern[str], not_with: frozenset[str] = frozenset()) -> Iterator[bytes]:
+        """The json module finds the ends of values several times faster than `value`, which handles what is left over.
+
+        At most two blocks are parsed, because parsed values may take fifty times the memory of their text. No text is
+        parsed twice: the time would grow with its square if many values were left over.
+        """
+        if self.position < self._parsed_to:
+            return
+        data = self._buffer[self._at : self._at + 2 * BLOCK]
+        self._parsed_to = self.position + len(data)
+        text = data.decode("utf-8", "surrogateescape")
         start = 0
         try:
-            while comma := _COMMA.match(text, end := _DECODER.raw_decode(text, start)[1]):
+            while start < len(text):
+                value, end = _DECODER.raw_decode(text, start)
+                separator = between.match(text, end)
+                if separator is None or (not_with and (type(value) is not dict or not not_with.isdisjoint(value))):
+                    return
                 raw = text[start:end].encode("utf-8", "surrogateescape")
-                self._at += len(raw) + comma.end() - end
-                start = comma.end()
+                self._at += len(raw) + separator.end() - end
+                start = separator.end()
                 yield raw
         except (ValueError, RecursionError):
             return
-
-    def whole_line(self) -> bytes:
-        """The rest of this line if it is one object that is a row, else b"". A fast path for JSON Lines."""
-        end = self._buffer.find(b"\n", self._at, self._at + 2 * BLOCK)
-        line = self._buffer[self._at : max(end, 0)].strip()
-        try:
-            if not line.endswith(b"}") or not {"data", "compressed"}.isdisjoint(json.loads(line)):
-                return b""
-        except (ValueError, RecursionError):
-            return b""
-        self._at = end
-        return line
 
     def elements(self, opening: bytes = b"[", closing: bytes = b"]") -> Iterator[None]:
         """Yields at each element between the brackets. The caller must consume it before the next."""
@@ -230,9 +237,12 @@ class Scanner:
 def _documents(scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Meter, *, wrapped: bool) -> RowsOfFile:
     """All documents of the text: .json files often contain JSON Lines."""
     while first := scan.peek():
-        if first == b"{" and path is None and (line := scan.whole_line()):
-            yield at.row(line, len(line))
-        elif first == b"{":
+        position = scan.position
+        for raw in scan.whole_objects() if first == b"{" and path is None else ():
+            yield at.row(raw, len(raw))
+        if scan.position > position:
+            continue
+        if first == b"{":
             yield from _object(scan, at, path, meter, wrapped=wrapped)
         elif first == b"[":
             yield from _walk(scan, at, path or ())
@@ -242,7 +252,7 @@ def _documents(scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: M
 
 def _object(scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Meter, *, wrapped: bool) -> RowsOfFile:
     """A top-level object: a row, {"data": [rows]}, a compressed document, or the start of `path`."""
-    compressed = has_rows = False
+    compressed = has_rows = is_twice = False
     packed: tuple[bytes, int] | None = None
     start = scan.position
     scan.pin()
@@ -254,6 +264,7 @@ def _object(scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Mete
         if key == "compressed" and first == b"t" and not wrapped:
             compressed = scan.value(_MAX_KEY_BYTES)[0] == b"true"
         elif key == "data" and first == b'"' and not wrapped:
+            is_twice = packed is not None
             packed = scan.value(MAX_PACKED_BYTES)
         elif path is None and key == "data" and scan.at_rows():
             has_rows = True
@@ -264,6 +275,8 @@ def _object(scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Mete
         else:
             scan.skip()
     row = scan.unpin()
+    if compressed and is_twice:
+        raise scan.broken("the compressed document before it has the key 'data' twice")
     if compressed and packed:
         yield from _documents(_unwrapped(*packed, meter), at, path, meter, wrapped=True)
     elif path is None and not has_rows:

@@ -13,62 +13,79 @@ longest allowed row, not by the file. Rows are parsed later, in worker processes
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from trillora.data.reading.archives import tar_members, zip_members
 from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, SHORTEN, Cursor, too_long
-from trillora.data.reading.files import DataFile, Kind, cannot_read, kind_of
+from trillora.data.reading.files import Content, DataFile, Kind, cannot_read
 from trillora.data.reading.json_rows import json_rows
+from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, Utf8, decompressed
-from trillora.data.reading.tables import csv_rows, parquet_rows
+from trillora.data.reading.tables import csv_rows
 from trillora.data.rows import Fault, RawRow, RowsOfFile
 
 MAX_TEXT_BYTES = 8 << 20  # a longer text file is split at line ends into rows of about this size
 
 
-def read_rows(file: DataFile, *, rows: str | None = None, consumed: Callable[[int], None]) -> RowsOfFile:
-    """All rows of a file in order. `rows`: the path to them in a .json document. `consumed` is called with byte counts.
+@dataclass(frozen=True)
+class _Reading:
+    """What the rows of one file are read with."""
 
-    A failing disk or network raises a TrilloraError: continuing would train each run on a different data set.
+    row_path: str | None
+    meter: Meter
+    parquet: ParquetDecoder
+
+
+def read_rows(
+    file: DataFile,
+    content: Content,
+    parquet: ParquetDecoder,
+    *,
+    row_path: str | None = None,
+    consumed: Callable[[int], None],
+) -> RowsOfFile:
+    """All rows of a file in order, read from exactly the bytes of `content`. `consumed` is called with byte counts.
+
+    `row_path` is the path to the rows in a .json document. A failing disk or network, or a file that changes, raises a
+    TrilloraError: continuing would train each run on a different data set.
     """
-    kind = kind_of(file.name)
-    assert kind is not None, "expand() returns only files with a known suffix"
-    meter = Meter(file.size, consumed)
+    meter = Meter(content.size, consumed)
     try:
         stream = file.open()
     except Exception as error:  # remote stores have their own exception types
         raise cannot_read(file.name, error) from None
     with stream:
-        raw = RawFile(stream, file.name, meter)
-        if kind.is_archive:
-            yield from _archive_rows(raw, kind, rows, meter)
+        raw, reading = RawFile(stream, file.name, content, meter), _Reading(row_path, meter, parquet)
+        if file.kind.is_archive:
+            yield from _archive_rows(raw, file.kind, reading)
         else:
-            yield from _member_rows(raw, kind, Cursor(), rows, meter)
+            yield from _member_rows(raw, file.kind, Cursor(), reading)
     meter.finish()
 
 
-def _archive_rows(raw: RawFile, kind: Kind, rows: str | None, meter: Meter) -> RowsOfFile:
+def _archive_rows(raw: RawFile, kind: Kind, reading: _Reading) -> RowsOfFile:
     try:
         if kind.format == "zip":
-            members = zip_members(raw, meter)
+            members = zip_members(raw, reading.meter)
         else:
-            members = tar_members(decompressed(raw, kind.compression, meter))
+            members = tar_members(decompressed(raw, kind.compression, reading.meter))
         for member in members:
             if isinstance(member, Fault):
                 yield member
             else:
-                yield from _member_rows(member.stream, member.kind, Cursor(member.name), rows, meter)
+                yield from _member_rows(member.stream, member.kind, Cursor(member.name), reading)
     except Damage as damage:
         yield Fault("", 0, damage.what, damage.do)
 
 
-def _member_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter: Meter) -> RowsOfFile:
+def _member_rows(source: Stream, kind: Kind, at: Cursor, reading: _Reading) -> RowsOfFile:
     """The rows of one file or archive member; if the rest cannot be read, a fault is the last item."""
-    if rows and kind.format != "json":
+    if reading.row_path and kind.format != "json":
         what = f"data.row_path is a path inside a .json document; this file is {kind.format}."
         yield Fault(at.member, 0, what, "remove data.row_path, or put only .json files in data.path")
         return
     try:
-        found = _format_rows(source, kind, at, rows, meter)
+        found = _format_rows(source, kind, at, reading)
         empty = Fault(at.member, 0, "This file is empty: it has no row.", "remove the file, or add rows to it")
         yield next(found, empty)
         yield from found
@@ -77,12 +94,12 @@ def _member_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter
         yield Fault(at.member, at.line + 1, damage.what + rest, damage.do)
 
 
-def _format_rows(source: Stream, kind: Kind, at: Cursor, rows: str | None, meter: Meter) -> RowsOfFile:
+def _format_rows(source: Stream, kind: Kind, at: Cursor, reading: _Reading) -> RowsOfFile:
     if kind.format == "parquet":
-        return parquet_rows(source, kind, at, meter)
-    text = Utf8(decompressed(source, kind.compression, meter))
+        return reading.parquet.rows(source, kind, at, reading.meter)
+    text = Utf8(decompressed(source, kind.compression, reading.meter))
     if kind.format == "json":
-        return json_rows(text, at, rows, meter)
+        return json_rows(text, at, reading.row_path, reading.meter)
     if kind.format == "text":
         return _text_rows(text, at)
     if kind.format == "jsonl":

@@ -1,23 +1,26 @@
 """Byte streams with decompression and decoding; everything that a hostile file could make grow is bounded.
 
-A `Stream` returns blocks until b"". Streams are nested: the file (counted by a `Meter`), decompression, conversion to
-UTF-8. Damaged bytes raise `Damage`, after all bytes before them were returned.
+A `Stream` returns blocks until b"". Streams are nested: the file (`RawFile`, counted by a `Meter`), decompression,
+conversion to UTF-8. Damaged bytes raise `Damage`, after all bytes before them were returned.
 """
 
 from __future__ import annotations
 
 import codecs
+import io
+import os
 import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
-from trillora.data.reading.files import cannot_read
+from trillora.data.reading.files import HASHED_BLOCK, Content, cannot_read, read_block
 from trillora.errors import TrilloraError
 
 BLOCK = 1 << 18  # bytes per read: small enough for the processor's cache
 MAX_RATIO = 200  # decompressed bytes per compressed byte; text has 3 to 20
 FREE_BYTES = 64 << 20  # every stream may produce this much before the ratio is checked
 FREE_BYTES_OF_FILE = 8 * FREE_BYTES  # the same for all members of one archive together
+_KEPT_BLOCKS = 8  # a Parquet reader alternates between columns
 _ZSTD_SLICE = 1 << 10  # 4 bytes of zstd expand to at most 128 KiB, so one slice to at most 32 MiB
 _ZSTD_WINDOW = 1 << 27  # bytes of history in the decoder; 128 MiB is also the limit of the zstd command
 FETCH_AGAIN = "copy or download the file again, completely"
@@ -73,29 +76,60 @@ class Meter:
             raise _bomb(self._produced, self._taken, FREE_BYTES_OF_FILE)
 
 
-class RawFile:
-    """The file itself. A failing disk or network is not a fault of the data: it stops the run."""
+class RawFile(io.RawIOBase):
+    """The file itself, with exactly the bytes that were hashed: each block is compared with `content`.
 
-    def __init__(self, stream: BinaryIO, name: str, meter: Meter) -> None:
+    A failing disk or network, or a file that changes, is not a fault of the data: it stops the run.
+    """
+
+    def __init__(self, stream: BinaryIO, name: str, content: Content, meter: Meter) -> None:
         self._stream = stream
+        self._stream_at = 0
         self._name = name
+        self.content = content
         self._meter = meter
-        self.seek, self.tell, self.seekable = stream.seek, stream.tell, stream.seekable
-        self.closed = False  # pyarrow reads this
+        self._position = 0
+        self._blocks: dict[int, bytes] = {}  # the last few
 
     def read(self, size: int = -1, /) -> bytes:
-        try:
-            data = self._stream.read(size)
-        except Exception as error:  # remote stores have their own exception types
-            raise cannot_read(self._name, error) from None
+        end = self.content.size if size < 0 else min(self.content.size, self._position + size)
+        parts: list[bytes] = []
+        while self._position < end:
+            number, start = divmod(self._position, HASHED_BLOCK)
+            parts.append(self._block(number)[start : start + end - self._position])
+            self._position += len(parts[-1])
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
         self._meter.take(len(data))
         return data
 
-    def readable(self) -> bool:
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.content.size}[whence]
+        if position < 0:
+            raise ValueError("negative position")
+        self._position = position
+        return position
+
+    def seekable(self) -> bool:
         return True
 
-    def close(self) -> None:
-        self.closed = True  # the file is closed by the code that opened it
+    def _block(self, number: int) -> bytes:
+        if number in self._blocks:
+            return self._blocks[number]
+        start = number * HASHED_BLOCK
+        try:
+            if self._stream_at != start:  # a web server may not be able to seek, and need not for most files
+                self._stream.seek(start)
+            block = read_block(self._stream, min(HASHED_BLOCK, self.content.size - start))
+        except Exception as error:  # remote stores have their own exception types
+            raise cannot_read(self._name, error) from None
+        self._stream_at = start + len(block)
+        if not self.content.has_block(number, block):
+            do = "make sure that nothing writes to this file, then start again"
+            raise TrilloraError("The data file changed while it was read.", where=self._name, do=do)
+        if len(self._blocks) >= _KEPT_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
+        self._blocks[number] = block
+        return block
 
 
 class Decompressed:
@@ -210,5 +244,5 @@ def _bomb(produced: int, taken: int, free: int) -> Damage:
     return Damage(
         f"This looks like a compression bomb: {taken:,} compressed bytes became {produced:,}. The limit is "
         f"{free >> 20} MiB plus {MAX_RATIO} times the compressed size.",
-        "remove the file; if you trust it, decompress it and put the result in data.path",
+        "remove the file; if you trust it, put its rows into a plain .jsonl file and that in data.path",
     )

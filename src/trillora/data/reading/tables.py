@@ -1,20 +1,17 @@
-"""Rows of tables: CSV and TSV with a header line, and Parquet. Each record becomes the JSON text of one object."""
+"""Rows of CSV and TSV files with a header line. Each record becomes the JSON text of one object."""
 
 from __future__ import annotations
 
 import csv
-import io
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, Cursor, too_long
-from trillora.data.reading.files import Kind
-from trillora.data.reading.streams import BLOCK, FETCH_AGAIN, Damage, Meter, RawFile, Stream, decompressed, read_up_to
+from trillora.data.reading.streams import BLOCK, Damage, Stream
 from trillora.data.rows import RowsOfFile
-from trillora.errors import TrilloraError
 
-MAX_HELD_PARQUET = 256 << 20  # inside an archive, a Parquet file is read into memory: its index is at its end
-_PARQUET_ROWS = 256  # decoded at a time
+MAX_COLUMNS = 999
 
 
 class _TooLong(NamedTuple):
@@ -101,49 +98,10 @@ def csv_rows(stream: Stream, at: Cursor, delimiter: str) -> RowsOfFile:
 
 
 def _checked_header(names: list[str]) -> list[str]:
-    twice = {name for name in names if names.count(name) > 1} if len(names) < 1000 else set()
-    if twice or len(names) >= 1000:
-        what = f"two columns called {min(twice)!r}" if twice else f"{len(names):,} columns; the limit is 999"
-        raise Damage(f"The header has {what}.", "keep only the columns you need, each with its own name")
+    (name, count) = Counter(names).most_common(1)[0]
+    if count > 1 or len(names) > MAX_COLUMNS:
+        has = f"two columns called {name!r}" if count > 1 else f"{len(names):,} columns; the limit is {MAX_COLUMNS}"
+        raise Damage(f"The header has {has}.", "keep only the columns you need, each with its own name")
     if any(not name.isprintable() for name in names):
         raise Damage("The header is not UTF-8 text.", SAVE_AS_UTF8)
     return names
-
-
-def parquet_rows(source: Stream, kind: Kind, at: Cursor, meter: Meter) -> RowsOfFile:
-    """Rows of a Parquet file, decoded a few at a time. Inside an archive it is first read into memory."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise TrilloraError("Reading .parquet files needs the package pyarrow.", do="pip install pyarrow") from None
-    file: RawFile | io.BytesIO
-    if isinstance(source, RawFile) and not kind.compression:
-        file = source
-    else:
-        data = read_up_to(decompressed(source, kind.compression, meter), MAX_HELD_PARQUET + 1)
-        if len(data) > MAX_HELD_PARQUET:
-            what = f"This Parquet file inside an archive is larger than {MAX_HELD_PARQUET >> 20} MiB."
-            raise Damage(what, "unpack it, and put the .parquet file itself in data.path")
-        file = io.BytesIO(data)
-    try:
-        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
-        for batch in table.iter_batches(batch_size=_PARQUET_ROWS, use_threads=False):
-            for record in _records(batch):
-                if isinstance(record, dict):
-                    yield at.record(record)
-                else:
-                    yield at.fault(f"This record cannot be read: {record}.", "correct or remove it in the source")
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0][:200]
-        what = f"This is not a Parquet file, or it is damaged: {reason.rstrip('.')}."
-        raise Damage(what, FETCH_AGAIN) from None
-
-
-def _records(batch: Any) -> Iterable[dict[str, Any] | Exception]:
-    try:
-        return batch.to_pylist()
-    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date out of range
-        if batch.num_rows == 1:
-            return [error]
-        return [record for number in range(batch.num_rows) for record in _records(batch.slice(number, 1))]

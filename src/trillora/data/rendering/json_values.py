@@ -12,11 +12,12 @@ _KINDS = {list: "a list", str: "text", bool: "true or false", int: "a number", f
 
 
 def parse_json(text: str) -> Any:
-    """A value that a tokenizer can take. Unlike `json.loads`, refuses NaN, infinity and half of a surrogate pair.
+    """A value that a tokenizer can take. Unlike `json.loads`, refuses NaN, infinity, half of a surrogate pair, and an
+    object that has a key twice, of which only the last would be used.
 
     Raises ValueError, or its subclasses JSONDecodeError and UnicodeEncodeError (surrogates), or RecursionError.
     """
-    value = json.loads(text, parse_constant=_refuse_constant)
+    value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
     if _SURROGATE_ESCAPE.search(text):
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
@@ -39,3 +40,12 @@ def shortened(text: str, limit: int) -> str:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {excerpt(twice)} is given twice")
+    return value

@@ -42,6 +42,7 @@ ROW = np.dtype(
         ("cut", "<i1"),  # whether the row was shortened
     ]
 )
+MAKING = ".making-"  # a folder that is being written: this, the name of the store, a random part
 UNUSED_DAYS = 30  # a store that was not opened for this long is removed
 
 
@@ -66,7 +67,7 @@ class StoreWriter:
     def __init__(self, folder: Path) -> None:
         self._target = folder
         with _writing(folder.parent):
-            self._folder = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{MAKING}{folder.name}-", dir=folder.parent))
         self._tokens = open(self._folder / "tokens.bin", "wb")  # noqa: SIM115  (closed by finish or discard)
         self._rows = open(self._folder / "rows.bin", "wb")  # noqa: SIM115
         self._num_tokens = 0

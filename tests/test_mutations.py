@@ -54,7 +54,7 @@ class Place:
         self.good, self.used = folder / "good", folder / "used"
         self.used.mkdir()
         tiny_run.write_both(self.used, tiny_run.llama(num_layers=1, width=32))
-        settings = tiny_run.recipe(self.used, train={"checkpoint_every_steps": 2}, data={"split": {"test": 0.2}})
+        settings = tiny_run.recipe(self.used, train={"checkpoint_every": 2}, data={"split": {"test": 0.2}})
         settings["model"]["name"], settings["data"]["path"] = "./model", "chats.jsonl"
         (self.used / "recipe.yaml").write_text(yaml.safe_dump(settings))
         train(load_recipe(self.used / "recipe.yaml"), self.used / "run")

@@ -53,9 +53,11 @@ class WarmRun(WarmCommand):
 
 def _run(pipe: connection.Connection, arguments: list[str], errors: bool) -> Any:
     write = reduction.recv_handle(pipe)
-    os.dup2(write, sys.stdout.fileno())
+    os.dup2(write, 1)
+    sys.stdout = os.fdopen(1, "w")  # the old object may belong to a file
     if errors:
-        os.dup2(write, sys.stderr.fileno())
+        os.dup2(write, 2)
+        sys.stderr = os.fdopen(2, "w")
     os.close(write)
     sys.argv = ["trillora", *arguments]
     from trillora.cli import main

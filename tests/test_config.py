@@ -93,7 +93,7 @@ def test_unknown_key_names_the_nearest_and_the_place(tmp_path: Path, path: str, 
     assert f"did you mean '{meant}'?" in error.do
 
     error = refusal(SMALLEST, f"{path}=8")
-    assert error.where == f"override {path}=8"
+    assert error.where == f"override {path}"
     assert f"did you mean '{meant}'?" in error.do
 
 
@@ -103,7 +103,7 @@ def test_unknown_key_names_the_nearest_and_the_place(tmp_path: Path, path: str, 
         ("lora.rank=0", "a whole number of at least 1"),
         ("lora.rank=1.5", "a whole number of at least 1"),
         ("lora.rank=yes", "a whole number of at least 1"),
-        ("lora.dropout=1", "below 1"),
+        ("lora.dropout=1", "at most 0.99"),
         ("lora.dropout=-0.1", "at least 0"),
         ("lora.alpha=0", "above 0"),
         ("lora.targets=q_proj", "all-linear or a list"),
@@ -131,7 +131,7 @@ def test_unknown_key_names_the_nearest_and_the_place(tmp_path: Path, path: str, 
 def test_a_wrong_value_is_reported_with_what_was_expected(override: str, expected: str) -> None:
     error = refusal(SMALLEST, override)
     assert override.partition("=")[0].removesuffix(".x") in error.what
-    assert error.where == f"override {override}"
+    assert error.where == f"override {override.partition('=')[0]}"  # the value may be a secret
     assert expected in error.do
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +90,7 @@ def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
         dataset=dataset,
         batches=batches,
         evaluation=evaluation,
-        num_steps=train.steps or math.ceil((train.epochs or 1) * batches.steps_per_epoch),
+        num_steps=train.num_steps(batches.steps_per_epoch),
         template=None if recipe.data.chat_template is None else chat_template(recipe.data, tokenizer),
     )
 

@@ -31,23 +31,30 @@ MAX_DEPTH = 100
 _BLOCK = 1 << 20
 
 
-def read_json(file: Path, expected: type[T], *, do: str, max_bytes: int = MAX_BYTES) -> T:
-    """The content of a JSON file as `expected`: a pydantic model, a TypedDict, `dict[str, Any]`."""
+def read_json(file: Path, expected: type[T], *, do: str, max_bytes: int = MAX_BYTES, allow_infinity: bool = False) -> T:
+    """The content of a JSON file as `expected`: a pydantic model, a TypedDict, `dict[str, Any]`.
+
+    `allow_infinity` accepts Infinity, which is not JSON but which Python writes into some model configs.
+    """
+    data = _read(file, max_bytes, do)
+    return parse_json(data, expected, where=str(file), do=do, allow_infinity=allow_infinity)
+
+
+def read_text(file: Path, *, do: str, max_bytes: int = MAX_BYTES) -> str:
+    """The content of a UTF-8 file as `Path.read_text` returns it; only a regular file of bounded size is read."""
     try:
-        data = _read_bounded(file, max_bytes)
-    except OSError as error:
-        raise TrilloraError(f"This file cannot be read: {error.strerror}.", where=str(file), do=do) from error
-    except ValueError as error:
-        raise TrilloraError(f"This file cannot be used: {error}.", where=str(file), do=do) from error
-    return parse_json(data, expected, where=str(file), do=do)
+        text = _read(file, max_bytes, do).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TrilloraError(f"Byte {error.start + 1} of this file is not UTF-8.", where=str(file), do=do) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def parse_json(data: bytes, expected: type[T], *, where: str, do: str) -> T:
+def parse_json(data: bytes, expected: type[T], *, where: str, do: str, allow_infinity: bool = False) -> T:
     """As `read_json`, for bytes that were read already."""
     try:
         text = data.decode("utf-8-sig")
         _check_depth(text)
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_allow_infinity if allow_infinity else _refuse)
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise TrilloraError(f"This is not valid JSON: {error}.", where=where, do=do) from error
     try:
@@ -57,7 +64,17 @@ def parse_json(data: bytes, expected: type[T], *, where: str, do: str) -> T:
         raise TrilloraError(f"This file is not as expected: {_first_problem(error)}.", where=where, do=do) from error
 
 
-def _read_bounded(file: Path, max_bytes: int) -> bytes:
+def _read(file: Path, max_bytes: int, do: str) -> bytes:
+    try:
+        return read_bounded(file, max_bytes)
+    except OSError as error:
+        raise TrilloraError(f"This file cannot be read: {error.strerror}.", where=str(file), do=do) from error
+    except ValueError as error:
+        raise TrilloraError(f"This file cannot be used: {error}.", where=str(file), do=do) from error
+
+
+def read_bounded(file: Path, max_bytes: int) -> bytes:
+    """The bytes of a regular file. Raises ValueError for a device, a pipe, or a file that is too large."""
     # Without O_NONBLOCK, opening a named pipe waits for a writer.
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as stream:
@@ -93,6 +110,10 @@ def _check_depth(text: str) -> None:
                 raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
         elif letter in "]}":
             depth -= 1
+
+
+def _allow_infinity(name: str) -> float:
+    return _refuse(name) if name == "NaN" else float(name)
 
 
 def _refuse(name: str) -> NoReturn:

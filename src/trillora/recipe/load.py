@@ -5,22 +5,38 @@ mistakes:
 
     load_recipe("recipe.yaml", ["train.steps=10"])
 
-Values may still be `auto`. `recipe.resolve` holds what the run decides for them.
+Values may still be `auto`. `recipe.resolve` holds what the run decides for them. `load_run_recipe` reads the recipe of
+a run.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from trillora.errors import TrilloraError
-from trillora.recipe import yaml
-from trillora.recipe.problems import Option, Origins, problems_as_error, unknown_option, value_problems
+from trillora.files.read_json import read_bounded
+from trillora.files.user_path import check_letters, user_path
+from trillora.recipe import run_file, yaml
+from trillora.recipe.merge import merged
+from trillora.recipe.problems import (
+    MAX_LETTERS,
+    MAX_SHOWN,
+    Option,
+    Origins,
+    inner_problems,
+    problems_as_error,
+    shown,
+    unknown_option,
+    value_problem,
+)
+from trillora.recipe.run_file import RunFile
 from trillora.recipe.schema import (
     DataSection,
     ModelSection,
@@ -29,24 +45,101 @@ from trillora.recipe.schema import (
     SourceSection,
     StageOptions,
     as_mapping,
-    merged,
 )
+from trillora.safe_text import visible_line
+from trillora.secrets import MASK
+
+RECIPE_FILES = (run_file.NAME, "resolved.yaml")  # of a run: for programs; for people and older versions
+RUN_FILES = (*RECIPE_FILES, "run.json", "metrics.jsonl")  # a recipe next to one of them came with a run
+MAX_BYTES = 1 << 20  # of a recipe; PyYAML reads about 200 kB per second
 
 
 def load_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
-    """Reads and checks a recipe: the path of a YAML file or a mapping, with overrides such as `train.steps=10`."""
+    """Reads and checks a recipe: the path of a YAML file or a mapping, with overrides such as `train.steps=10`.
+
+    A recipe in the folder of a run may have come with that run from another person: only an override can allow its
+    model's Python code to run.
+    """
     if isinstance(source, Mapping):
-        name, folder, tree = "the recipe", Path.cwd(), _expanded(source)
+        return _checked(source, "the recipe", Path.cwd(), overrides)
+    file = user_path(source, where="the recipe")
+    flag = "model.trust_remote_code=true" if any(os.path.isfile(file.parent / name) for name in RUN_FILES) else None
+    if file.name == run_file.NAME:
+        saved = run_file.read(file)
+        recipe = _checked(saved.recipe, str(file), file.parent, overrides, flag)
+        saved.require("", recipe, file)
+        return recipe
+    return _checked(_read_mapping(file), str(file), file.parent, overrides, flag)
+
+
+@dataclass(frozen=True)
+class RunRecipe:
+    """The recipe of a run, as a program reads it."""
+
+    recipe: Recipe
+    file: Path
+    saved: RunFile | None  # None for runs of older versions, which have no recipe.json
+
+    def require(self, option: str) -> None:
+        """Refuses to open an address whose credentials were not saved, unless it was given again."""
+        if self.saved is not None:
+            self.saved.require(option, self.recipe, self.file)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is the folder of a run, finished or not."""
+    return any(os.path.isfile(folder / name) for name in RECIPE_FILES)
+
+
+def load_run_recipe(folder: Path, overrides: Sequence[str] = ()) -> RunRecipe:
+    """The recipe that the run in this folder was trained with, and overrides typed by the user."""
+    file, saved = folder / run_file.NAME, None
+    if os.path.lexists(file):
+        saved = run_file.read(file)
+        tree: Mapping[str, Any] = saved.recipe
     else:
-        name, folder = str(source), Path(source).parent
-        tree = _expanded(_read_mapping(Path(source)))
+        file = folder / RECIPE_FILES[1]
+        tree = _read_mapping(file)
+    return RunRecipe(_checked(tree, str(file), folder, overrides, "--trust-remote-code"), file, saved)
+
+
+def load_model_section(name: str, overrides: Sequence[str] = ()) -> ModelSection:
+    """The section `model` of a recipe without data, for commands that only need a model."""
+    return _checked({"model": name, "data": "none"}, "the command line", Path.cwd(), overrides).model
+
+
+def _checked(
+    source: Mapping[str, Any],
+    name: str,
+    folder: Path,
+    overrides: Sequence[str] | Mapping[str, Any],
+    code_flag: str | None = None,
+) -> Recipe:
+    """The recipe in a mapping whose relative paths count from `folder`. With `code_flag` (what the user must give),
+    only an override may allow the code of a model."""
+    tree, typed = _expanded(source), {}
     _locate(tree, folder)
     origins = Origins(name)
     for path, value in _parsed_overrides(overrides, origins):
         given = _expanded(_nested(path, value))
         _locate(given, Path.cwd())  # typed on the command line: relative to the current folder
-        tree = merged(tree, given)
-    return _validated(tree, origins)
+        tree, typed = merged(tree, given), merged(typed, given)
+    recipe = _validated(tree, origins)
+    if masked := sorted(option for option, text in run_file.texts(recipe) if MASK in text):
+        raise TrilloraError(
+            f"{masked[0]} contains {MASK}, the sign of a removed secret: this file is for reading only.",
+            where=origins.of(masked[0]),
+            do=f"write the original value, or give it on the command line: {' '.join(f'{m}=…' for m in masked[:8])}",
+        )
+    chosen = typed.get("model")
+    is_typed = isinstance(chosen, Mapping) and "trust_remote_code" in chosen
+    if code_flag and recipe.model.trust_remote_code and not is_typed:
+        raise TrilloraError(
+            "This recipe belongs to a run, and asks to run the Python code of its model (trust_remote_code).",
+            where=origins.of("model.trust_remote_code"),
+            do=f"read the *.py files of {recipe.model.name}; if you trust them, add {code_flag}",
+        )
+    return recipe
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -86,13 +179,17 @@ def options() -> dict[str, Option]:
 
 def _validated(tree: Mapping[str, Any], origins: Origins) -> Recipe:
     known = options()
-    problems = [unknown_option(path, known, origins) for path in _unknown_paths(tree, known)]
+    unknown = _unknown_paths(tree, known)
+    problems = [unknown_option(path, known, origins) for path in unknown[:MAX_SHOWN]]
+    num_problems = len(unknown)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        problems += value_problems(error, known, origins)
+        wrong = inner_problems(error, known, unknown)
+        num_problems += len(wrong)
+        problems += [value_problem(path, wrong[path], known, origins) for path in list(wrong)[:MAX_SHOWN]]
     if problems:
-        raise problems_as_error(problems)
+        raise problems_as_error(problems[:MAX_SHOWN], num_problems)
     return recipe
 
 
@@ -111,7 +208,7 @@ def _unknown_paths(tree: Mapping[Any, Any], known: Mapping[str, Option], prefix:
 
 def _read_mapping(path: Path) -> Mapping[str, Any]:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_bounded(path, MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError as error:
         others = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         do = (
@@ -122,6 +219,9 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
         raise TrilloraError(f"There is no recipe '{path.name}'.", where=str(path), do=do) from error
     except UnicodeDecodeError as error:
         raise TrilloraError("The recipe is not a text file.", where=str(path), do="save it as UTF-8") from error
+    except ValueError as error:
+        do = "give the path of a YAML file"
+        raise TrilloraError(f"The recipe cannot be used: {error}.", where=str(path), do=do) from error
     except OSError as error:
         raise TrilloraError(
             f"The recipe cannot be read: {error.strerror}.", where=str(path), do="give the path of a readable YAML file"
@@ -145,11 +245,10 @@ def _parsed_overrides(overrides: Sequence[str] | Mapping[str, Any], origins: Ori
         return
     for text in overrides:
         path, equals, value = text.partition("=")
-        path, where = path.strip(), f"override {text}"
+        path, where = path.strip(), f"override {visible_line(path.strip()[:MAX_LETTERS])}"
         if not equals:
-            raise TrilloraError(
-                f"'{text}' is not an override.", where=where, do="write key=value, as in train.steps=10"
-            )
+            do = "write key=value, as in train.steps=10"
+            raise TrilloraError(f"{shown(text)} is not an override.", where="the command line", do=do)
         origins.overridden(path, where)
         yield path, yaml.parse(value, where)
 
@@ -186,56 +285,65 @@ def _locate(tree: dict[str, Any], folder: Path) -> None:
     """Makes the paths of a tree absolute, in place. URLs and hub ids stay as they are."""
     data, stages, model, train = (tree.get(name) for name in ("data", "stages", "model", "train"))
     if isinstance(data, Mapping):
-        tree["data"] = _located_data(data, folder)
-    if isinstance(stages, Mapping):  # an override gives the number of a stage
-        tree["stages"] = {number: _located_stage(stage, folder) for number, stage in stages.items()}
-    elif isinstance(stages, list):
-        tree["stages"] = [_located_stage(stage, folder) for stage in stages]
-    if isinstance(train, Mapping) and isinstance(to := train.get("checkpoint_dir"), str) and "://" not in to:
-        tree["train"] = {**train, "checkpoint_dir": os.path.abspath(folder / Path(to).expanduser())}
-    # A bare word may be a hub id: only a value that starts like a path is a folder.
-    if (
-        isinstance(model, Mapping)
-        and isinstance(name := model.get("name"), str)
-        and name.startswith(("./", "../", "~"))
-    ):
-        tree["model"] = {**model, "name": str((folder / Path(name).expanduser()).resolve())}
+        tree["data"] = _located_data(data, folder, "data")
+    tree.update({"stages": _each(stages, _located_stage, folder, "stages")} if stages is not None else {})
+    if isinstance(train, Mapping) and isinstance(to := train.get("checkpoint_dir"), str):
+        tree["train"] = {**train, "checkpoint_dir": _located(to, folder, "train.checkpoint_dir")}
+    if isinstance(model, Mapping) and isinstance(name := model.get("name"), str) and name:
+        # A bare word may be a hub id: only a value that starts like a path is a folder.
+        is_path = name.startswith(("./", "../", "~"))
+        path = user_path(name, where="model.name", folder=folder if is_path else None)
+        tree["model"] = {**model, "name": os.path.realpath(path) if is_path else name}
 
 
-def _located_stage(stage: Any, folder: Path) -> Any:
-    if isinstance(stage, Mapping) and isinstance(stage.get("data"), str | Mapping):
-        return {**stage, "data": _located_data(as_mapping(DataSection, stage["data"]), folder)}
+def _each(items: Any, change: Callable[[Any, Path, str], Any], folder: Path, where: str) -> Any:
+    """The change made to every item of a list. In an override, a list is a mapping of numbers: `stages.0.data=…`."""
+    if isinstance(items, Mapping):
+        return {key: change(item, folder, f"{where}.{key}") for key, item in items.items()}
+    return [change(item, folder, f"{where}.{n}") for n, item in enumerate(items)] if isinstance(items, list) else items
+
+
+def _located_stage(stage: Any, folder: Path, where: str) -> Any:
+    if isinstance(stage, Mapping) and isinstance(stage.get("data"), str | list | Mapping):
+        data = as_mapping(DataSection, stage["data"])
+        return {**stage, "data": _located_data(data, folder, f"{where}.data")}
     return stage
 
 
-def _located_data(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _located_data(data: Mapping[str, Any], folder: Path, where: str) -> dict[str, Any]:
     located = dict(data)
     if isinstance(path := data.get("path"), str):
-        located["path"] = _data_path(path, folder)
-    elif isinstance(path, Sequence):
-        located["path"] = [_located_source(source, folder) for source in path]
+        located["path"] = _data_path(path, folder, f"{where}.path")
+    elif path is not None:
+        located["path"] = _each(path, _located_source, folder, f"{where}.path")
     if isinstance(validation := data.get("validation"), str):
-        located["validation"] = _data_path(validation, folder)
+        located["validation"] = _data_path(validation, folder, f"{where}.validation")
     if isinstance(schema := data.get("json_schema"), str):
-        located["json_schema"] = str((folder / Path(schema).expanduser()).resolve())
+        located["json_schema"] = os.path.realpath(_located(schema, folder, f"{where}.json_schema"))
     if isinstance(template := data.get("chat_template"), str) and ("/" in template or "." in template):
-        located["chat_template"] = str((folder / Path(template).expanduser()).resolve())
+        located["chat_template"] = os.path.realpath(_located(template, folder, f"{where}.chat_template"))
     return located
 
 
-def _located_source(source: Any, folder: Path) -> Any:
+def _located_source(source: Any, folder: Path, where: str) -> Any:
     expanded = as_mapping(SourceSection, source)
     if isinstance(expanded, Mapping) and isinstance(path := expanded.get("path"), str):
-        return {**expanded, "path": _data_path(path, folder)}
+        return {**expanded, "path": _data_path(path, folder, where)}
     return source
 
 
-def _data_path(path: str, folder: Path) -> str:
-    file = folder / Path(path).expanduser()
-    hub_like = _HUB_ID.fullmatch(path) and not _DATA_SUFFIX.search(path) and not file.exists()
-    if not path or "://" in path or hub_like:
+def _data_path(path: str, folder: Path, where: str) -> str:
+    located = _located(path, folder, where)
+    is_hub_id = _HUB_ID.fullmatch(path) and not _DATA_SUFFIX.search(path) and not os.path.exists(located)
+    return path if is_hub_id else located
+
+
+def _located(path: str, folder: Path, where: str) -> str:
+    """The absolute path. Symbolic links keep their names: the suffix gives the format."""
+    if not path or "://" in path:
+        check_letters(path, where)
         return path
-    return os.path.abspath(file)  # symbolic links keep their names: the suffix gives the format
+    return os.path.abspath(user_path(path, where=where, folder=folder))
 
 
 def _without_titles(node: Any) -> Any:

@@ -10,7 +10,6 @@ pydantic finds the mistakes, but describes them in terms of types and validators
 from __future__ import annotations
 
 import re
-import reprlib
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from trillora.errors import TrilloraError, nearest
+from trillora.secrets import mask_settings, secrets_of_environment
+
+MAX_SHOWN = 20  # problems of one recipe
+MAX_LETTERS = 80  # of a value or a name
 
 # Names of other trainers: used for suggestions, never accepted.
 ELSEWHERE = {
@@ -100,6 +104,7 @@ class Origins:
         self.overrides[path] = where
 
     def of(self, path: str) -> str:
+        """The file and the option. Of an override only the name: its value may be a secret."""
         for given, where in reversed(self.overrides.items()):
             inside, around = path.startswith((f"{given}.", f"{given}[")), given.startswith(f"{path}.")
             if path == given or inside or around:
@@ -110,6 +115,8 @@ class Origins:
 def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> RecipeProblem:
     """Suggests an option: our new name for it, the same name in another section, another trainer's name, or the nearest
     spelling."""
+    if len(path) > MAX_LETTERS:
+        return RecipeProblem(path, f"Unknown option {shown(path)}.", origins.recipe, "remove it")
     parent, _, name = path.rpartition(".")
     leaves = {p: p.rpartition(".")[2] for p in known}
     siblings = [leaf for p, leaf in leaves.items() if p.rpartition(".")[0] == parent]
@@ -125,49 +132,58 @@ def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> 
     elif meant is None and (close := nearest(name, leaves.values())):
         meant = homes[close]
     do = f"did you mean '{meant}'? {listing}" if meant else f"remove it. {listing}"
-    return RecipeProblem(path, f"Unknown option '{path}'.", origins.of(path), do)
+    return RecipeProblem(path, f"Unknown option {shown(path)}.", origins.of(path), do)
 
 
-def value_problems(error: ValidationError, known: Mapping[str, Option], origins: Origins) -> list[RecipeProblem]:
-    """One problem per option with a wrong value, even if pydantic reports several."""
-    problems: dict[str, RecipeProblem] = {}
+def inner_problems(
+    error: ValidationError, known: Mapping[str, Option], unknown: Sequence[str]
+) -> dict[str, ErrorDetails]:
+    """Options with a wrong value, each once, even if pydantic reports several problems. `unknown`: other options that
+    are reported."""
+    found: dict[str, ErrorDetails] = {}
     for detail in error.errors(include_url=False):
         if detail["type"] in ("extra_forbidden", "invalid_key"):
             continue  # reported by unknown_option, with a suggestion
         path = _option_path(detail["loc"], known)
         if detail["type"] == "conflict":
             path = f"{path}.{detail['ctx']['key']}".removeprefix(".")
-            problem = RecipeProblem(path, detail["ctx"]["what"], origins.of(path), detail["ctx"]["do"])
-        elif detail["type"] == "missing":
-            option = known[_without_numbers(path)]
-            problem = RecipeProblem(
-                path, f"The recipe has no '{path}'.", origins.recipe, f"give {option.expected}. {option.effect}"
-            )
-        else:
-            problem = _wrong_value(path, detail["input"], known, origins)
-        problems.setdefault(path, problem)
-    return list(problems.values())
-
-
-def problems_as_error(problems: Sequence[RecipeProblem]) -> TrilloraError:
-    """One error for all problems: the first in full, the others listed below it."""
+        if path:  # else a key of the recipe itself is no text, and so unknown
+            found.setdefault(path, detail)
     # A mistake inside a mapping or list is also reported for the whole; only the inner report helps.
-    inner = [p for p in problems if not any(q.path.startswith((f"{p.path}.", f"{p.path}[")) for q in problems)]
-    first, *others = inner
+    around = {path[: match.start()] for path in (*found, *unknown) for match in re.finditer(r"[.\[]", path)}
+    return {path: detail for path, detail in found.items() if path not in around}
+
+
+def value_problem(
+    path: str, detail: ErrorDetails, known: Mapping[str, Option], origins: Origins
+) -> RecipeProblem:
+    if detail["type"] == "conflict":
+        return RecipeProblem(path, detail["ctx"]["what"], origins.of(path), detail["ctx"]["do"])
+    option = known[_without_numbers(path)]
+    if detail["type"] == "missing":
+        do = f"give {option.expected}. {option.effect}"
+        return RecipeProblem(path, f"The recipe has no '{path}'.", origins.recipe, do)
+    return _wrong_value(path, detail["input"], option, origins)
+
+
+def problems_as_error(problems: Sequence[RecipeProblem], num_problems: int) -> TrilloraError:
+    """One error for all problems: the first in full, the others listed below it, the rest counted."""
+    first, *others = problems
     also = [f"\n  also:  {p.what}\n           where: {p.where}\n           do:    {p.do}" for p in others]
+    if num_problems > len(problems):
+        also.append(f"\n  also:  {num_problems - len(problems):,} more")
     return TrilloraError(first.what, where=first.where, do=first.do + "".join(also))
 
 
-def _wrong_value(path: str, value: Any, known: Mapping[str, Option], origins: Origins) -> RecipeProblem:
-    option = known[_without_numbers(path)]
+def _wrong_value(path: str, value: Any, option: Option, origins: Origins) -> RecipeProblem:
     expected = "text" if path.endswith("]") else option.expected
     do = f"give {expected}. {option.effect}"
     if expected.startswith("text") and isinstance(value, (bool, int, float)):
         reading = "yes or no" if isinstance(value, bool) else "a number"
         do = f"put it in quotes if it is a name: YAML reads it as {reading}"
-    elif isinstance(value, str) and (meant := nearest(value, re.findall(r"[\w-]+", expected))):
+    elif isinstance(value, str) and (meant := nearest(value[:MAX_LETTERS], re.findall(r"[\w-]+", expected))):
         do = f"did you mean '{meant}'? {do[0].upper()}{do[1:]}"
-    return RecipeProblem(path, f"{path} cannot be {_shown(value)}.", origins.of(path), do)
+    return RecipeProblem(path, f"{path} cannot be {shown(value)}.", origins.of(path), do)
 
 
 def _option_path(loc: Iterable[int | str], known: Mapping[str, Option]) -> str:
@@ -187,13 +203,26 @@ def _without_numbers(path: str) -> str:
     return re.sub(r"\[\d+\]", "", path)
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "empty"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    text = reprlib.repr(value)  # bounded, but nested lists can still take thousands of characters
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def shown(value: Any) -> str:
+    """A value in an error message: short, and without secrets."""
+    match value:
+        case None:
+            return "empty"
+        case bool():
+            return "yes" if value else "no"
+        case int() if abs(value) >= 10**MAX_LETTERS:
+            return f"a number of more than {MAX_LETTERS} digits"
+        case int() | float():
+            return repr(value)
+        case str():
+            # Masked before it is cut: half a key has no shape.
+            text = repr(mask_settings(value[:1000], secrets_of_environment()))
+            return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
+        case Mapping():
+            return "a mapping"
+        case list() | tuple():
+            return "a list"
+    return f"a {type(value).__name__}"
 
 
 def _kinds(annotation: Any) -> list[Any]:
@@ -224,18 +253,22 @@ def _phrase(kind: Any, constraints: Iterable[Any]) -> str:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return f"a mapping of {', '.join(kind.model_fields)}"
     words = {int: "a whole number", float: "a number", bool: "yes or no", str: "text"}[kind]
-    bounds = " and ".join(text for c in constraints if (text := _bound(c)))
+    bounds = " and ".join(text for c in constraints if (text := _bound(c))).replace(" and of ", " and ")
     return f"{words} {bounds}".strip()
 
 
 def _bound(constraint: Any) -> str | None:
     match constraint:
         case Ge(ge=low):
-            return f"of at least {low}"
+            return f"of at least {_number(low)}"
         case Gt(gt=low):
-            return f"above {low}"
+            return f"above {_number(low)}"
         case Le(le=high):
-            return f"of at most {high}"
+            return f"of at most {_number(high)}"
         case Lt(lt=high):
-            return f"below {high}"
+            return f"below {_number(high)}"
     return None
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

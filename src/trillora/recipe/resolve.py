@@ -27,6 +27,7 @@ from trillora.recipe.schema import (
     Recipe,
     Remat,
 )
+from trillora.secrets import mask_settings, secrets_of_environment
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,13 @@ class ResolvedRecipe:
         return recipe.model_copy(update=sections)
 
     def dump(self, recipe: Recipe) -> str:
-        """The filled recipe as YAML, with a reason after each decision. `load_recipe` reads it back unchanged."""
-        lines = ["# Every option of this run. A comment explains each value that was chosen automatically."]
-        for name, section in self.fill(recipe).model_dump(mode="json").items():
+        """The filled recipe as YAML for people, with a reason after each decision, and without secrets. If it has none,
+        `load_recipe` reads it back unchanged."""
+        lines = [
+            "# Every option of this run. A comment explains each value that was chosen automatically.",
+            "# For reading: secrets are masked. Programs read recipe.json.",
+        ]
+        for name, section in _masked(self.fill(recipe).model_dump(mode="json")).items():
             if section is None:
                 continue
             lines.append(f"{name}:")
@@ -207,6 +212,18 @@ def _lines(section: Mapping[str, Any], reasons: Mapping[str, str], indent: str) 
     for key, value in section.items():
         reason = reasons.get(key)
         yield f"{indent}{key}: {yaml.write(value)}" + (f"  # {_one_line(reason)}" if reason else "")
+
+
+def _masked(value: Any) -> Any:
+    """Each text is masked by itself, so that the result is valid YAML with the same keys."""
+    match value:
+        case str():
+            return mask_settings(value, secrets_of_environment())
+        case dict():
+            return {key: _masked(inner) for key, inner in value.items()}
+        case list():
+            return [_masked(inner) for inner in value]
+    return value
 
 
 def _one_line(text: str) -> str:

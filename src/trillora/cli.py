@@ -92,7 +92,7 @@ def _errors_as_text(ctx: Any) -> Iterator[None]:
             what = error.format_message()  # type: ignore[attr-defined]
             shown = TrilloraError(what, where=command, do=f"see `{command} --help`")
         elif isinstance(error, OSError) and error.errno == errno.EPIPE:
-            raise  # nobody reads the output any more; typer exits silently
+            raise  # the reader of the output is gone; typer exits silently
         else:
             shown = as_error(error)
         if ctx.meta.get(TRACEBACK) or os.environ.get("TRILLORA_TRACEBACK", "0") not in ("", "0"):

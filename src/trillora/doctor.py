@@ -3,8 +3,8 @@
     Finding("libtpu", "broken", "libtpu 0.0.48 does not match jax, which requires ==0.0.42.*.",
             do='pip install "libtpu==0.0.42.*"')
 
-jax runs in a child process: starting it may hang, crash, or take the chips away from a run. Tokens are never shown,
-only whether there is one and whether the hub accepts it.
+The folders that a run writes to are tried out. jax runs in a child process: starting it may hang, crash, or take the
+chips away from a run. Tokens are never shown, only whether there is one and whether the hub accepts it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,9 @@ import psutil
 
 from trillora.child_process import isolated_python
 from trillora.devices.versions import matches_pin, pinned_version
-from trillora.files.cache_dir import cache_root
+from trillora.errors import TrilloraError
+from trillora.files.cache_dir import cache_root, why_unwritable
+from trillora.files.hub import hub_cache
 
 State = Literal["ok", "warning", "broken"]
 GIB = 2**30
@@ -67,21 +70,19 @@ class Machine:
     chip_files: tuple[str, ...]  # device files of accelerators
     free_memory: int
     free_disk: int
+    folders: tuple[Finding, ...]  # that a run writes to
     ask_hub: Callable[[], str]  # "ok", "no token", "bad token", "offline", or the text of an error
 
 
 def examine(machine: Machine) -> list[Finding]:
     """All findings, in the order in which to fix them."""
-    checks = (_python, _packages, _devices, _memory_and_disk, _hub, _drive)
+    checks = (_python, _packages, _devices, _memory_and_disk, lambda machine: machine.folders, _hub, _drive)
     return [finding for check in checks for finding in check(machine)]
 
 
 def this_machine() -> Machine:
     versions = {d.metadata["Name"].lower().replace("-", "_"): d.version for d in importlib.metadata.distributions()}
     chips = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*"), *Path("/dev").glob("nvidia[0-9]*")]
-    folder = cache_root()
-    while not folder.exists():
-        folder = folder.parent
     return Machine(
         python=(sys.version_info.major, sys.version_info.minor),
         versions=versions,
@@ -90,7 +91,8 @@ def this_machine() -> Machine:
         devices=_list_devices(),
         chip_files=tuple(map(str, sorted(chips))),
         free_memory=psutil.virtual_memory().available,
-        free_disk=shutil.disk_usage(folder).free,
+        free_disk=_free_disk(),
+        folders=tuple(_folders()),
         ask_hub=_ask_hub,
     )
 
@@ -181,6 +183,49 @@ def _memory_and_disk(machine: Machine) -> Iterator[Finding]:
             yield Finding(name, "warning", f"{what}; a run needs {least // GIB} GiB or more.", do)
         else:
             yield Finding(name, "ok", what)
+
+
+def _free_disk() -> int:
+    """Bytes on the disk of the cache, or of the root folder if there is no cache."""
+    try:
+        folder = cache_root().absolute()
+    except TrilloraError:
+        folder = Path("/")
+    while not os.path.exists(folder):
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _folders() -> Iterator[Finding]:
+    """Whether the cache, downloads and temporary files have a folder that can be written."""
+    for name, find, variable in (("cache", cache_root, "TRILLORA_CACHE"), ("downloads", hub_cache, "HF_HOME")):
+        try:
+            folder = find()
+        except TrilloraError as error:
+            yield Finding(name, "broken", error.what, error.do)
+            continue
+        except ImportError:  # reported as a missing package
+            continue
+        reason = why_unwritable(folder)
+        if reason is None:
+            yield Finding(name, "ok", str(folder))
+        else:
+            do = f"free some disk space there, or set {variable} to a folder that you can write to"
+            yield Finding(name, "warning", f"{folder} cannot be written: {reason}.", do)
+    yield _temporary_files()
+
+
+def _temporary_files() -> Finding:
+    do = "set TMPDIR to a folder that you can write to"
+    try:
+        folder = tempfile.gettempdir()
+    except OSError as error:
+        return Finding("temporary files", "broken", f"{error.strerror}.", do)
+    chosen = os.environ.get("TMPDIR")
+    if chosen and os.path.abspath(chosen) != folder:
+        what = f"TMPDIR={chosen} cannot be written; {folder} is used."
+        return Finding("temporary files", "warning", what, do)
+    return Finding("temporary files", "ok", folder)
 
 
 def _hub(machine: Machine) -> Iterator[Finding]:

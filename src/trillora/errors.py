@@ -39,7 +39,7 @@ class TrilloraError(Exception):
 
 
 class Bug(TrilloraError):
-    """An exception that nobody expected. The user cannot fix it, only report it."""
+    """An exception without an explanation. The user cannot fix it, only report it."""
 
     exit_code = 70  # EX_SOFTWARE of sysexits.h: an internal error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,12 @@ from trillora.data.prepare import DataOptions, Dataset, Source, prepare
 from trillora.data.rendering.chat_templates import find_template
 from trillora.data.tokenizing.encode import Tokenizer
 from trillora.errors import TrilloraError
-from trillora.events import Chosen, Listener, Note
-from trillora.files.cache_dir import cache_root
+from trillora.events import Alarm, Chosen, Listener, Note
+from trillora.files.cache_dir import with_cache
+from trillora.files.read_json import read_json
 from trillora.recipe.schema import DataSection, StageRecipe
 
+SCHEMA_DO = "put one JSON object into the file, or change data.json_schema"
 TEMPLATE_DATE_REASON = "the chat template writes the date; a resumed run must write the same one"
 
 
@@ -30,12 +31,10 @@ def with_template_date(recipe: StageRecipe, tokenizer: Tokenizer, listener: List
 
 def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, *, lenient: bool = False) -> Dataset:
     """The recipe's rows, tokenized. With `lenient`, bad rows are only counted, even if the recipe refuses them."""
-    dataset = prepare(
-        data_options(recipe.data, tokenizer, lenient=lenient),
-        tokenizer,
-        cache_root(),
-        sequence_length=recipe.train.sequence_length,
-        listener=listener,
+    options, length = data_options(recipe.data, tokenizer, lenient=lenient), recipe.train.sequence_length
+    dataset = with_cache(
+        lambda cache: prepare(options, tokenizer, cache, sequence_length=length, listener=listener),
+        say=lambda text: listener(Alarm(text)),
     )
     for file in dataset.files:
         listener(Note(f"Data {file['name']}: {file['format']}, {file['num_rows']:,} rows"))
@@ -56,7 +55,7 @@ def data_options(data: DataSection, tokenizer: Tokenizer, *, lenient: bool = Fal
         format=data.format,
         template=None if data.template is None else data.template.model_dump(exclude_none=True),
         row_path=data.row_path,
-        schema=None if data.json_schema is None else _read_schema(data.json_schema),
+        schema=None if data.json_schema is None else read_json(Path(data.json_schema), dict[str, Any], do=SCHEMA_DO),
         chat_template=None if data.chat_template is None else chat_template(data, tokenizer),
         train_on=data.train_on,
         on_too_long=data.on_too_long,
@@ -73,17 +72,3 @@ def chat_template(data: DataSection, tokenizer: Tokenizer) -> str | None:
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         return find_template(data.chat_template, {*tokenizer.all_special_tokens, *added}, tokenizer.eos_token)
     return tokenizer.get_chat_template() if tokenizer.chat_template else None
-
-
-def _read_schema(path: str) -> dict[str, Any]:
-    try:
-        schema = json.loads(Path(path).read_text("utf-8"))
-    except OSError as error:
-        what = f"The JSON Schema cannot be read: {error.strerror}."
-        raise TrilloraError(what, where=path, do="check data.json_schema") from None
-    except ValueError as error:
-        what = f"The JSON Schema is not JSON: {error}."
-        raise TrilloraError(what, where=path, do="fix the syntax of the file") from None
-    if not isinstance(schema, dict):
-        raise TrilloraError("The JSON Schema must be a JSON object.", where=path, do="put one object into the file")
-    return schema

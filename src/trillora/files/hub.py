@@ -31,6 +31,7 @@ def download(
     """
     from huggingface_hub import errors, snapshot_download
 
+    hub_cache()
     try:
         return Path(
             snapshot_download(
@@ -55,10 +56,29 @@ def download(
         what = f"'{name}' is neither a local path nor a valid {kind} id."
         do = "use an existing path or an id of the form owner/name"
     except Exception as error:  # errors of the HTTP library; only their type is shown, their text may contain headers
+        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+            raise _cache_unwritable(error) from error
         status = getattr(getattr(error, "response", None), "status_code", None)
         what = f"Downloading '{name}' failed: {type(error).__name__}" + (f", status {status}" if status else "") + "."
         do = "check the connection and the free disk space, then run again: finished files are kept"
     raise TrilloraError(what, where=f"hub {kind} {name}" + (f", revision {revision}" if revision else ""), do=do)
+
+
+def hub_cache() -> Path:
+    """The folder in which the hub's library keeps its downloads."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    if folder.parts[:1] == ("~",):  # the library could not replace it, and would create a folder with this name
+        do = "set HOME to a folder that you can write to, for example: export HOME=/tmp/home"
+        raise TrilloraError("There is no folder for downloads: the home folder is not known.", where="HOME", do=do)
+    return folder
+
+
+def _cache_unwritable(error: OSError) -> TrilloraError:
+    what = f"A download cannot be kept: {error.strerror}."
+    do = "free some disk space there, or set HF_HOME to a folder that you can write to"
+    return TrilloraError(what, where=str(error.filename), do=do)
 
 
 def list_files(name: str, revision: str) -> set[str] | None:

@@ -178,8 +178,9 @@ def _crashed(code: int, output: str, place: Slice) -> CompilerCrashed:
     """The error for a process that died. Only the reason of a Python exception is repeated on the terminal, in one
     line; everything the process printed is in the file."""
     file = cache_root() / "preflight" / "compiler-output.txt"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(output)
+    with contextlib.suppress(OSError):  # a cache that cannot be written must not hide the error
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(output, encoding="utf-8", errors="backslashreplace")
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     _, is_exception, traceback = output.rpartition("Traceback (most recent call last):")
     lines = [line for line in traceback.splitlines() if line and not line[0].isspace()] if is_exception else []

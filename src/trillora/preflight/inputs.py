@@ -18,7 +18,7 @@ from trillora.data.stage import read_stage
 from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.atomic import write_file
-from trillora.files.cache_dir import cache_root
+from trillora.files.cache_dir import with_cache, writing_cache
 from trillora.files.digests import file_digest, text_digest
 from trillora.model.loading.source import EMBEDDED, find_model, load_config, load_tokenizer
 from trillora.preflight.client import versions
@@ -95,10 +95,16 @@ def describe_model(recipe: Recipe) -> tuple[Path, list[str]]:
         config = json.loads(KNOWN_MODELS.read_text()).get(named.name)
         if config is None or named.revision is not None:
             raise
-        folder = cache_root() / "known-models" / named.name
+        folder = with_cache(lambda cache: _written_config(cache, named.name, config), say=lambda _: None)
+        return folder, [f"{named.name} could not be downloaded: using the configuration that comes with Trillora."]
+
+
+def _written_config(cache: Path, name: str, config: Any) -> Path:
+    folder = cache / "known-models" / name
+    with writing_cache(cache):
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / "config.json", json.dumps(config, indent=1))
-        return folder, [f"{named.name} could not be downloaded: using the configuration that comes with Trillora."]
+    return folder
 
 
 def _tokenizer(folder: Path, name: str) -> tuple[Any, list[str]]:

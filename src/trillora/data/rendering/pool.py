@@ -1,7 +1,8 @@
 """Renders batches of rows in worker processes, in parallel and in order.
 
 The parent keeps all workers busy while it tokenizes their results. If a worker dies, the rows of its batch are tried
-one by one, and a row that kills its worker again is a bad row.
+one by one, and a row that kills its worker again is a bad row. A template that uses up its limits on every row is not
+tried on all of them (`Worker`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from trillora.data.rows import BadRow, RawRow
 from trillora.errors import TrilloraError
 
 MAX_WORKERS = 16
+MAX_PAST_LIMIT = 10  # rows that may use up their time or memory; with more, the template is the problem
+MAX_AT_START = 3  # the same, if these are the first rows
 _PROGRAM = "from trillora.data.rendering.worker import main; main()"
 Outcome = RenderedRow | BadRow
 
@@ -39,27 +42,59 @@ class Batch:
 
 
 class Worker:
-    """One worker process, restarted when it dies."""
+    """One worker process, restarted when it dies.
 
-    def __init__(self, settings: RenderSettings) -> None:
+    A template without end would cost the time limit once for every row. So when rows use up their limits, later ones
+    are not tried: after `max_past_limit` of them, or after the first `MAX_AT_START` rows if no row was rendered yet.
+    """
+
+    def __init__(self, settings: RenderSettings, max_past_limit: int = MAX_PAST_LIMIT) -> None:
         self._settings = json.dumps(dataclasses.asdict(settings)).encode("utf-8", "surrogatepass")
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
         self._is_stopped = False
+        self._max_past_limit = max_past_limit
+        self._past_limit: list[BadRow] = []  # rows that used up their limit
+        self._num_rendered = 0  # all others
 
     def render(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None = None) -> list[Outcome]:
         """The outcome of each row."""
+        outcomes: list[Outcome] = []
+        is_searching = False  # a row killed the process: they are sent one by one until it is found
+        while (done := len(outcomes)) < len(rows):
+            limit = self._max_past_limit if self._num_rendered else min(self._max_past_limit, MAX_AT_START)
+            if len(self._past_limit) >= limit:
+                return outcomes + [self._not_tried()] * (len(rows) - done)
+            end = done + 1 if is_searching or not self._num_rendered else len(rows)
+            some = self._render_until_limit(rows[done:end], format, cuts[done:end] if cuts else None)
+            if not some:
+                is_searching = True
+                continue
+            slow = [outcome for outcome in some if isinstance(outcome, BadRow) and outcome.past_limit]
+            self._past_limit += slow
+            self._num_rendered += len(some) - len(slow)
+            is_searching = is_searching and not slow
+            outcomes += some
+        return outcomes
+
+    def _render_until_limit(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None) -> list[Outcome]:
+        """The outcomes up to the first row that uses up its limit; none if one of several rows kills the process."""
         self.start()
         order = [format, [dataclasses.astuple(cut) for cut in cuts] if cuts else None]
         answers = self._exchange([json.dumps(order).encode(), *rows])
         if answers is not None:
             return [_outcome(answer) for answer in answers]
         self.close()
-        if len(rows) == 1:
-            limits = f"more than {SECONDS_PER_ROW:g} seconds or too much memory"
-            do = "remove the row, or fix a loop in the template that does not end"
-            return [BadRow(f"Rendering this row killed the worker: it took {limits}.", do, past_limit=True)]
-        return [self.render([row], format, [cuts[i]] if cuts else None)[0] for i, row in enumerate(rows)]
+        if len(rows) > 1:
+            return []
+        limits = f"more than {SECONDS_PER_ROW:g} seconds or too much memory"
+        do = "remove the row, or fix a loop in the template that does not end"
+        return [BadRow(f"Rendering this row killed the worker: it took {limits}.", do, past_limit=True)]
+
+    def _not_tried(self) -> BadRow:
+        last = self._past_limit[-1]
+        what = f"This row was not tried, because {len(self._past_limit)} rows before it reached a limit. {last.what}"
+        return BadRow(what, last.do, past_limit=True)
 
     def start(self) -> None:
         """Start the process unless it runs. Raises if a template does not compile."""
@@ -117,9 +152,11 @@ class Worker:
 class Pool:
     """Workers for one set of templates and one tokenizer."""
 
-    def __init__(self, settings: RenderSettings, num_workers: int | None = None) -> None:
+    def __init__(
+        self, settings: RenderSettings, num_workers: int | None = None, *, max_past_limit: int = MAX_PAST_LIMIT
+    ) -> None:
         count = num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
-        self._workers = [Worker(settings) for _ in range(count)]
+        self._workers = [Worker(settings, max_past_limit) for _ in range(count)]
         self._idle = collections.deque(self._workers)
         self._threads = ThreadPoolExecutor(count)
 

@@ -15,13 +15,14 @@ from types import FrameType
 from typing import Any
 
 from trillora.data.frames import read_frame, write_frame
-from trillora.data.rendering.render import Cut, Renderer, RenderSettings
+from trillora.data.rendering.render import MAX_CHARACTERS, Cut, RenderedRow, Renderer, RenderSettings, parse
 from trillora.data.rows import BadRow
 from trillora.errors import TrilloraError
 
 SECONDS_PER_ROW = 2.0  # of processor time
 HARD_SECONDS_PER_ROW = 3.0  # after which the kernel ends the process
 BYTES_ABOVE_START = 512 * 2**20
+PROMPT = "prompt"  # instead of a format: {"messages": [...]} is rendered with a generation prompt at its end
 
 
 class TooSlow(BaseException):
@@ -47,17 +48,32 @@ def main() -> None:
     while (frame := read_frame(incoming)) is not None:
         order, *rows = frame
         format, cuts = json.loads(order)
-        paired = zip(rows, cuts or [None] * len(rows), strict=True)
-        write_frame(outgoing, [_answer([_rendered(renderer, row, format, cut) for row, cut in paired])])
+        write_frame(outgoing, [_answer(_answers(renderer, rows, format, cuts or [None] * len(rows)))])
 
 
-def _rendered(renderer: Renderer, raw: bytes, format: str, cut: list[Any] | None) -> list[Any]:
-    """The six fields of a `RenderedRow`, or the three of a `BadRow`."""
-    try:
-        row = _limited(lambda: renderer.render(raw, format, Cut(*cut) if cut else None))
-    except BadRow as error:
-        return [error.what, error.do, error.past_limit]
-    return [row.text, row.supervised, row.planted, row.cuts, row.kind, row.digest]
+def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: list[Any]) -> list[list[Any]]:
+    """For each row the six fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses up
+    its limit: the parent decides whether to try the others."""
+    answers: list[list[Any]] = []
+    for raw, cut in zip(rows, cuts, strict=True):
+        try:
+            row = _limited(lambda raw=raw, cut=cut: _rendered(renderer, raw, format, cut))
+            answers.append([row.text, row.supervised, row.planted, row.cuts, row.kind, row.digest])
+        except BadRow as error:
+            answers.append([error.what, error.do, error.past_limit])
+            if error.past_limit:
+                break
+    return answers
+
+
+def _rendered(renderer: Renderer, raw: bytes, format: str, cut: list[Any] | None) -> RenderedRow:
+    if format != PROMPT:
+        return renderer.render(raw, format, Cut(*cut) if cut else None)
+    row = renderer.prompt(parse(raw)["messages"])
+    if len(row.text) > MAX_CHARACTERS:
+        what = f"This conversation renders to {len(row.text):,} characters; the limit is {MAX_CHARACTERS:,}."
+        raise BadRow(what, "shorten it")
+    return row
 
 
 def _limited(work: Any) -> Any:
@@ -96,7 +112,11 @@ def _limit_memory() -> None:
 
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + BYTES_ABOVE_START, resource.RLIM_INFINITY))
+    limit = now + BYTES_ABOVE_START
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)  # batch systems set one, which only root may raise
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _answer(value: Any) -> bytes:

@@ -1,0 +1,272 @@
+"""Chat templates of strangers: limited wherever they run, found out after a few rows, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizers import FAMILIES, chat_tokenizer, some_conversation
+from dose import dose, log_progress, slow_case
+
+import trillora
+from trillora.data.open import data_options
+from trillora.data.prepare import DataOptions, Source, prepare
+from trillora.data.rendering.pool import MAX_AT_START, MAX_PAST_LIMIT, Worker
+from trillora.data.rendering.render import RenderedRow, RenderSettings
+from trillora.data.rendering.worker import HARD_SECONDS_PER_ROW, PROMPT, SECONDS_PER_ROW
+from trillora.data.rows import BadRow
+from trillora.errors import TrilloraError
+from trillora.generation.prompts import Prompts
+from trillora.recipe.load import load_recipe
+
+TOKENIZER = chat_tokenizer("chatml")
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+KILLS = "{{ ([[messages]] * 400000) | sum(start=[]) | length }}"  # one operation, which Python cannot interrupt
+RECURSIVE = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}
+# Processor time, since wall time depends on other processes: three rows at the hard limit, and starts of processes.
+BOUND = MAX_AT_START * HARD_SECONDS_PER_ROW + 3.0
+
+
+def cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def settings(template: str, **options: Any) -> RenderSettings:
+    return RenderSettings(special_words=["<|im_end|>"], added_words=[], chat_template=template, **options)
+
+
+# ---- prompts: generate, chat, eval, and samples during training
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (ENDLESS, "more than 2 seconds"),
+        ("{{ 'x' * 10 ** 10 }}", "more than 512 MB"),
+        slow_case(KILLS, "killed the worker"),
+    ],
+    ids=["slow", "large", "kills"],
+)
+def test_a_template_past_its_limit_is_an_error_of_prompts(template: str, message: str) -> None:
+    before = cpu_of_children()
+    with pytest.raises(TrilloraError, match=message) as caught:
+        Prompts(TOKENIZER, template=template)
+    assert caught.value.where == "the chat template" and caught.value.do
+    assert cpu_of_children() - before < HARD_SECONDS_PER_ROW + 2
+
+
+def test_a_template_that_calls_itself_is_an_error_of_prompts() -> None:
+    with pytest.raises(TrilloraError, match="calls itself endlessly"):
+        Prompts(TOKENIZER, template=RECURSIVE).encode("hi")
+
+
+def test_a_template_that_does_not_compile_is_an_error_of_prompts() -> None:
+    with pytest.raises(TrilloraError, match="not a valid Jinja template"):
+        Prompts(TOKENIZER, template="{% for %}")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["half a pair \ud800", [{"role": "user", "content": b"bytes"}], [{}], ["text"], [{"role": "user"}], [None], []],
+    ids=repr,
+)
+def test_a_prompt_that_is_no_conversation_is_an_error(prompt: Any) -> None:
+    with pytest.raises(TrilloraError):
+        Prompts(TOKENIZER, template=TOKENIZER.chat_template).encode(prompt)
+
+
+def test_a_long_prompt_is_refused_before_it_is_sent_back() -> None:
+    with pytest.raises(TrilloraError, match="characters; the limit is"):
+        Prompts(TOKENIZER, template="{% if add_generation_prompt %}{{ 'x' * 70000000 }}{% endif %}").encode("hi")
+
+
+def test_prompts_leave_no_process() -> None:
+    prompts = Prompts(TOKENIZER, template=TOKENIZER.chat_template)
+    process = prompts._worker._process
+    assert process is not None and process.poll() is None
+    del prompts
+    assert process.poll() is not None and not os.path.exists(f"/proc/{process.pid}")
+
+
+def test_templates_run_only_in_the_worker() -> None:
+    """Only modules of the worker process use what runs a template."""
+    source = Path(trillora.__file__).parent
+    runs_one = re.compile(r"[ =](ChatTemplate|Renderer)\(|apply_chat_template|jinja2")
+    found = {f.relative_to(source).as_posix() for f in source.rglob("*.py") if runs_one.search(f.read_text("utf-8"))}
+    assert found == {f"data/rendering/{name}.py" for name in ("render", "sandbox", "worker")}
+
+
+# ---- data: a bad template is found once, not once per row
+
+
+def prepared(folder: Path, template: str, num_rows: int, **options: Any) -> Any:
+    (folder / "a.jsonl").write_text((json.dumps(HELLO) + "\n") * num_rows)
+    chosen = DataOptions(sources=(Source(str(folder / "a.jsonl")),), chat_template=template, **options)
+    return prepare(chosen, TOKENIZER, folder / "cache", sequence_length=64, num_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("template", "on_bad_row"),
+    [(ENDLESS, "skip"), (KILLS, "refuse"), slow_case(ENDLESS, "refuse"), slow_case(KILLS, "skip")],
+    ids=["slow, skip", "kills, refuse", "slow, refuse", "kills, skip"],
+)
+def test_an_endless_template_is_found_after_a_few_rows(tmp_path: Path, template: str, on_bad_row: str) -> None:
+    before = cpu_of_children()
+    with pytest.raises(TrilloraError, match="2 seconds") as caught:
+        prepared(tmp_path, template, 256, on_bad_row=on_bad_row)
+    used = cpu_of_children() - before
+    if on_bad_row == "refuse":
+        assert str(caught.value.where).endswith("a.jsonl:1")
+        assert used < HARD_SECONDS_PER_ROW + 2
+    else:
+        assert "not tried" in caught.value.what and f"because {MAX_AT_START} rows" in caught.value.what
+        assert used < BOUND
+
+
+def test_rows_past_their_limit_after_good_ones_are_bounded_too() -> None:
+    """A template that is slow for some rows: they are skipped, up to a number."""
+    slow = "{% if messages[0]['content'] == 'slow' %}{{ 'x' * 10 ** 10 }}{% endif %}" + TOKENIZER.chat_template
+    worker = Worker(settings(slow))
+    rows = [
+        json.dumps({"messages": [{"role": "user", "content": text}, HELLO["messages"][1]]}).encode()
+        for text in ["good", *["slow", "good"] * (MAX_PAST_LIMIT + 5)]
+    ]
+    outcomes = worker.render(rows, "messages")
+    worker.close()
+    assert len(outcomes) == len(rows)
+    tried = 2 * MAX_PAST_LIMIT
+    kinds = [isinstance(outcome, RenderedRow) for outcome in outcomes]
+    assert kinds == [True, *[False, True] * (MAX_PAST_LIMIT - 1), False, *[False] * (len(rows) - tried)]
+    assert all("not tried" in outcome.what for outcome in outcomes[tried:] if isinstance(outcome, BadRow))
+
+
+# ---- limits of the machine, files of the recipe
+
+
+def test_the_worker_stays_below_a_hard_limit_of_memory() -> None:
+    """As under `ulimit -v` of a batch system."""
+    hard = 300 << 20
+    program = f"""
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({hard}, {hard}))
+from trillora.data.rendering.pool import Worker
+from trillora.data.rendering.render import RenderSettings
+worker = Worker(RenderSettings(special_words=[], added_words=[], template={{"text": "{{{{ 'x' * n }}}}"}}))
+for n in (3, 10**9):
+    print(getattr(worker.render([json.dumps({{"n": n}}).encode()], "template")[0], "what", "rendered"))
+worker.close()
+"""
+    path = os.pathsep.join([str(Path(trillora.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    small, large = done.stdout.splitlines() or [done.stderr, ""]
+    assert small == "rendered" and "more than 512 MB" in large
+
+
+@pytest.mark.parametrize("option", ["chat_template", "json_schema"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "null byte", "too large", "not UTF-8"])
+def test_a_file_of_the_recipe_that_cannot_be_read_is_refused_at_once(tmp_path: Path, option: str, kind: str) -> None:
+    path = tmp_path / "a.jinja"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "folder":
+            path.mkdir()
+        case "null byte":
+            path = tmp_path / "a\0.jinja"
+        case "too large":
+            with path.open("wb") as file:
+                file.truncate(1 << 30)
+        case "not UTF-8":
+            path.write_bytes(b"\xff")
+    recipe = load_recipe(
+        {"model": "m", "data": {"path": "a.jsonl", option: str(tmp_path / "x")}, "train": {"steps": 1}}
+    )
+    data = recipe.data.model_copy(update={option: str(path)})
+    start = time.monotonic()
+    with pytest.raises(TrilloraError) as caught:
+        data_options(data, TOKENIZER)
+    assert f"data.{option}" in str(caught.value)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("date", ["2024-13-45", "2024-02-30", "0000-01-01", "2024-1-1", "today"])
+def test_a_date_that_does_not_exist_is_a_mistake_in_the_recipe(date: str) -> None:
+    with pytest.raises(TrilloraError) as caught:
+        load_recipe({"model": "m", "data": {"path": "a.jsonl", "template_date": date}, "train": {"steps": 1}})
+    assert "data.template_date" in str(caught.value)
+
+
+# ---- fuzzing
+
+SNIPPETS = (
+    ENDLESS, KILLS, RECURSIVE, "{{ 'x' * 10 ** 10 }}", "{{ [1] * 10 ** 9 }}", "{{ 9 ** 9 ** 9 }}", "{{ '%s' * 10**8 }}",
+    "{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+    "{{ messages | map(attribute='x') | list | sum }}", "{{ messages[99]['content'] }}", "{{ 1 / 0 }}", "{{ none.x }}",
+    "{{ raise_exception('\x1b]0;owned\x07') }}", "{{ raise_exception('\\ud800') }}", "\ud800", "\0", "\ufdd0\ufdd3",
+    "{{ '\\ufdd2' ~ messages[0]['content'] ~ '\\ufdd3' }}", "{{ strftime_now('%' * 99999) }}", "{{ strftime_now(5) }}",
+    "{{ messages.__class__.__mro__ }}", "{{ self }}", "{{ self._TemplateReference__context }}", "{{ caller() }}",
+    "{% generation %}", "{% endgeneration %}", "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+    "{% include 'x' %}", "{% import 'x' as y %}", "{% extends messages %}", "{% block a %}{{ self.a() }}{% endblock %}",
+    "{% set messages = [] %}", "{% break %}", "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "{{ '(' * 5000 }}", "{{ " + "(" * 500 + "1" + ")" * 500 + " }}", "{{ " + "-" * 5000 + "1 }}", "{{ '" + "{{" * 500,
+    "{{ messages | tojson(indent=10**9) }}", "{{ 'x' | center(10**10) }}", "{{ range(10**10) | list }}",
+    "{{ 'a' | replace('', 'b' * 10**7) }}", "{{ '{:>1000000000}'.format(1) }}", "{{ lipsum(n=10**6) }}",
+    "{{ ('a' * 30) | wordwrap(1) | urlize }}", "{{ cycler }}{{ joiner }}{{ dict(a=1) }}", "{% raw %}", "{# ", "{%- -%}",
+)  # fmt: skip
+
+
+def mutated(rng: random.Random, template: str) -> str:
+    """The template with a few changes: pieces removed, doubled, moved, or replaced by a hostile one."""
+    for _ in range(rng.randint(1, 3)):
+        start = rng.randrange(len(template) + 1)
+        end = min(len(template), start + rng.choice((0, 1, 3, 20, 200)))
+        piece = rng.choice(("", template[start:end] * 2, rng.choice(SNIPPETS), rng.choice("{}%#-'\"()[]| \n")))
+        template = template[:start] + piece + template[end:]
+    return template
+
+
+def test_fuzzed_templates_end_in_text_or_an_error_within_their_limits() -> None:
+    rng = random.Random(20261116)
+    num_rendered = num_refused = 0
+    for number in range(dose(18, 4000)):
+        name = rng.choice(list(FAMILIES))
+        family = FAMILIES[name]
+        template = rng.choice(SNIPPETS) if rng.random() < 0.1 else mutated(rng, family.template)
+        options = RenderSettings(
+            special_words=list(family.specials), added_words=["<think>"], chat_template=template,
+            chat_words={"bos_token": family.bos or "", "eos_token": family.stop},
+        )  # fmt: skip
+        rows = [json.dumps(some_conversation(rng, family)).encode() for _ in range(4)]
+        worker = Worker(options)
+        before = cpu_of_children()
+        try:
+            outcomes = [*worker.render(rows, "messages"), *worker.render(rows, PROMPT)]
+            assert len(outcomes) == 8
+            num_rendered += sum(isinstance(outcome, RenderedRow) for outcome in outcomes)
+            for bad in (outcome for outcome in outcomes if isinstance(outcome, BadRow)):
+                assert bad.what and bad.do and "Traceback" not in bad.what, (template, bad.what)
+                num_refused += 1
+        except TrilloraError as error:
+            num_refused += 1
+            assert error.do and "Traceback" not in error.what, (template, error.what)
+        finally:
+            worker.close()
+        used = cpu_of_children() - before
+        assert used < BOUND + 8 * SECONDS_PER_ROW, (number, template, used)
+        if number % 100 == 99:
+            log_progress(f"templates: {number + 1}, {num_rendered} rows rendered, {num_refused} refused")
+    assert num_rendered and num_refused

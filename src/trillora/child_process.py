@@ -43,6 +43,6 @@ def bare_environment() -> dict[str, str]:
 
 
 def _import_path() -> list[str]:
-    """This process's own path. An empty or relative entry stands for the working folder or a folder in it."""
+    """This process's own path. An empty or relative entry means the working folder or a folder in it."""
     path = [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry)]
     return path if _PACKAGE_HOME in path else [_PACKAGE_HOME, *path]

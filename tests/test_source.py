@@ -56,7 +56,8 @@ def write_model(folder: Path, **config: Any) -> Path:
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     (folder / "tokenizer.json").write_text(tokenizer_json())
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    save_file({"model.norm.weight": torch.ones(16)}, folder / "model.safetensors")
+    tensors = {"model.norm.weight": torch.ones(16), "model.embed_tokens.weight": torch.ones(8, 16)}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -127,7 +128,7 @@ def test_folder_without_config_is_refused(tmp_path: Path) -> None:
 def test_broken_config_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     error = refused(lambda: find_model(str(tmp_path)))
-    assert "JSON" in error.what
+    assert "JSON" in error.what or "must be an object" in error.what
     assert error.where == str(tmp_path / "config.json")
     assert error.do == "download the file again"
 
@@ -169,7 +170,7 @@ def test_index_must_name_files_that_are_there(tmp_path: Path) -> None:
     assert "missing: ../outside.safetensors" in refused(lambda: find_model(str(folder))).what
     (folder.parent / "outside.safetensors").unlink()
     index.write_text("{}")
-    assert "lists no tensors" in refused(lambda: find_model(str(folder))).what
+    assert "weight_map: field required" in refused(lambda: find_model(str(folder))).what
 
 
 # ---- code that comes with a model

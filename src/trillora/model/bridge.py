@@ -223,10 +223,17 @@ def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
     config.use_cache = False
     attention_functions.register()
     experts.register()
-    with _parameters_on_meta():
-        module = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=trust_remote_code
-        )
+    try:
+        with _parameters_on_meta():
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # whatever the model's code raises for values that do not fit each other
+        raise TrilloraError(
+            f"transformers cannot build a {config.model_type} model from this config: {_reason(error)}",
+            where=f"{config.name_or_path}/config.json" if config.name_or_path else None,
+            do="use the config.json of the model's repository, and the transformers version that it names",
+        ) from error
     with contextlib.suppress(Exception):  # raises for a model without experts
         module.set_experts_implementation(experts.NAME)
     _make_rope_static(module)
@@ -321,9 +328,14 @@ def _cannot_trace(name: str, error: Exception) -> TrilloraError:
     if in_model:
         frame = in_model[-1]
         where = f"{frame.filename.split('site-packages/')[-1]}:{frame.lineno}  {frame.line}"
-    reason = str(error).strip().splitlines()
     return TrilloraError(
-        f"{name} cannot be traced: {type(error).__name__}: {reason[0] if reason else ''}",
+        f"{name} cannot be traced: {_reason(error)}",
         where=where,
         do="choose an architecture from docs/ARCHITECTURES.md, or report this operation and the model's name",
     )
+
+
+def _reason(error: Exception) -> str:
+    """The type and the first line of an exception from a library."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -12,6 +12,7 @@ full commit as revision. They are ignored if transformers supports the model its
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,21 @@ from typing import Any
 
 from trillora.errors import TrilloraError, nearest
 from trillora.files.hub import download, list_files
+from trillora.model.loading.description import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    check_tokenizer_config,
+    check_weights,
+    read_config,
+    read_index,
+)
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID, smollm2_folder
+from trillora.model.loading.tensor_files import stored_shapes
+
+logger = logging.getLogger(__name__)
 
 EMBEDDED = "smollm2"
 SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "*.txt")  # sentencepiece, tiktoken, merges and vocabularies
 DESCRIPTION_FILES = ("*.json", "*.jinja", *TOKENIZER_FILES)
@@ -44,6 +55,7 @@ class OpenModel:
     def open(cls, name: str, *, revision: str | None, trust_remote_code: bool) -> OpenModel:
         folder = find_model(name, revision=revision, trust_remote_code=trust_remote_code)
         config = load_config(folder, trust_remote_code=trust_remote_code)
+        check_weights(config, stored_shapes(weight_files(folder)), str(folder / CONFIG_FILE))
         return cls(folder, config, load_tokenizer(folder), base_name(name))
 
 
@@ -80,9 +92,9 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config_json = _read_config(folder)
+    config_json = read_config(folder)
     _check_remote_code(folder, trusted=trust_remote_code, pinned=True)
-    where = str(folder / "config.json")
+    where = str(folder / CONFIG_FILE)
     model_type = config_json.get("model_type")
     own_code = _needs_own_code(config_json)
     causal_classes = {name.lower() for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
@@ -130,30 +142,48 @@ def load_tokenizer(folder: Path) -> Any:
             where=str(folder),
             do="copy tokenizer.json and tokenizer_config.json from the model's repository to this folder",
         )
+    check_tokenizer_config(folder)
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer.decode(tokenizer("A probe.")["input_ids"])  # some strange values raise only when they are used
     except Exception as error:  # the tokenizers library raises plain Exception on a broken file
         raise TrilloraError(
             f"The tokenizer cannot be loaded: {error}",
             where=str(folder),
             do="download tokenizer.json and tokenizer_config.json again; tokenizers in Python code are not run",
         ) from error
+    # The encoder of rows and prompts refuses tokens that the model does not have.
+    tokenizer.model_vocab_size = _vocab_size(folder)
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict) and "default" not in templates:
+        # transformers cannot choose one. Without a template, rows of chats ask the user for data.chat_template.
+        only = next(iter(templates.values())) if len(templates) == 1 else None
+        if only is None:
+            logger.warning("The tokenizer's chat templates have no default, so none is used: %s", ", ".join(templates))
+        tokenizer.chat_template = only
+    return tokenizer
+
+
+def _vocab_size(folder: Path) -> int | None:
+    """The number of tokens that the model has embeddings for, if its config gives it."""
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    config = read_config(folder)
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Returns the model's safetensors files, or raises an error that says which files are there instead."""
-    index = folder / INDEX_FILE
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise TrilloraError("The weight index lists no tensors.", where=str(index), do="download this file again")
-        shards = sorted(set(weight_map.values()))
+    shards = read_index(folder)
+    if shards is not None:
         missing = [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]
         if missing:
             raise TrilloraError(
                 f"{len(missing)} of the model's {len(shards)} weight files are missing: {', '.join(missing[:3])}"
                 + (" …" if len(missing) > 3 else ""),
-                where=str(index),
+                where=str(folder / INDEX_FILE),
                 do="download the missing files: the download or copy was probably interrupted",
             )
         return [folder / shard for shard in shards]
@@ -193,28 +223,6 @@ def _no_weights(files: set[str], where: str) -> TrilloraError:
     )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / "config.json").is_file():
-        raise TrilloraError(
-            "There is no config.json, so this is not a transformers model.",
-            where=str(folder),
-            do="use the folder or hub id of a complete model, not of an adapter",
-        )
-    return _read_json(folder / "config.json")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TrilloraError(
-            f"This is not valid JSON: {error}", where=str(file), do="download the file again"
-        ) from error
-    if not isinstance(content, dict):
-        raise TrilloraError("This JSON file does not contain an object.", where=str(file), do="download the file again")
-    return content
-
-
 def _is_native(config_json: dict[str, Any]) -> bool:
     """Whether transformers includes a causal language model of this type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -228,17 +236,29 @@ def _needs_own_code(config_json: dict[str, Any]) -> bool:
     return "auto_map" in config_json and not _is_native(config_json)
 
 
+def code_files(folder: Path) -> list[Path]:
+    """The Python files of a model that needs its own code; none if transformers supports it."""
+    return sorted(folder.rglob("*.py")) if _needs_own_code(read_config(folder)) else []
+
+
 def _check_remote_code(folder: Path, *, trusted: bool, pinned: bool) -> None:
     """Refuses a model that needs its own Python code, unless the user trusts the code and it cannot change."""
-    if not _needs_own_code(_read_config(folder)):
+    if not _needs_own_code(read_config(folder)):
         return
-    where = str(folder / "config.json")
+    where = str(folder / CONFIG_FILE)
     if not trusted:
         raise TrilloraError(
             "The model needs its own Python code (auto_map), which would run on this machine.",
             where=where,
-            do="read that code, then set trust_remote_code: true with a full commit as revision; "
-            "or install a newer transformers, if it supports this model_type",
+            do="read its *.py files; if you trust them, add model.trust_remote_code=true (generate, chat, eval: "
+            "--trust-remote-code), and for a model of the hub model.revision=COMMIT with the full commit; or install a "
+            "newer transformers, if it supports this model_type",
+        )
+    if "--" in json.dumps(read_config(folder)["auto_map"]):  # other/repository--module.Class
+        raise TrilloraError(
+            "The model's code is in another repository, which may change at any time.",
+            where=where,
+            do="copy the *.py files into the model's folder, and remove the repository's name from auto_map",
         )
     if not pinned:
         raise TrilloraError(
@@ -268,7 +288,7 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool, with_wei
     # First only the description: for a model that will be refused, that is kilobytes instead of gigabytes.
     folder = fetch(revision, DESCRIPTION_FILES)
     _check_remote_code(folder, trusted=trust_remote_code, pinned=bool(revision and COMMIT.fullmatch(revision)))
-    code = ("*.py",) if _needs_own_code(_read_config(folder)) else ()
+    code = ("*.py",) if _needs_own_code(read_config(folder)) else ()
     weights = ("*.safetensors",) if with_weights else ()
     if code or weights:
         # The snapshot folder is named by its commit, so both downloads are of the same commit.

@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from safetensors import SafetensorError, safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -37,6 +36,7 @@ from trillora.errors import TrilloraError, nearest
 from trillora.events import Listener, Progress, ignore_events
 from trillora.model.layout import Layout, Leaf
 from trillora.model.loading.source import weight_files
+from trillora.model.loading.tensor_files import opened
 
 logger = logging.getLogger(__name__)
 
@@ -160,24 +160,11 @@ def _read_headers(folder: Path) -> dict[str, Stored]:
     """Name, file, shape and type of every tensor. Opens each file, so a damaged file is found now."""
     stored: dict[str, Stored] = {}
     for file in weight_files(folder):
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
                 head = tensors.get_slice(name)
                 stored[name] = Stored(name, file, tuple(head.get_shape()), head.get_dtype())
     return stored
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(str(file), framework="pt") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise TrilloraError(
-            f"This weight file is damaged or incomplete: {error}",
-            where=f"{file} ({file.stat().st_size} bytes)" if file.exists() else str(file),
-            do="download it again; compare its size with the size on the model's page",
-        ) from error
 
 
 def _match_names(stored: dict[str, Stored], module: Any) -> tuple[dict[str, Source], list[str]]:
@@ -262,7 +249,7 @@ def _check_equal(name: str, source: Source, alias: str, other: Source) -> None:
     """Checks that two stored copies of tied weights are equal, since only one of them is used."""
     if not (isinstance(source, Stored) and isinstance(other, Stored)) or source == other:
         return
-    with _opened(source.file) as tensors, _opened(other.file) as other_tensors:
+    with opened(source.file) as tensors, opened(other.file) as other_tensors:
         ours, theirs = tensors.get_slice(source.name), other_tensors.get_slice(other.name)
         same = source.shape == other.shape and all(
             torch.equal(ours[row : row + ROWS_PER_READ], theirs[row : row + ROWS_PER_READ])
@@ -302,7 +289,7 @@ def _report_unused(unused: list[str], module: Any) -> None:
 def _open_source(source: Source, module: Any, dtype: np.dtype[Any]) -> Iterator[ReadSlice]:
     """Yields a function that reads any slice of the parameter. The file is mapped only meanwhile, to free its pages."""
     if isinstance(source, Stored):
-        with _opened(source.file) as tensors:
+        with opened(source.file) as tensors:
             if source.shape:
                 head = tensors.get_slice(source.name)
                 yield lambda index: head[index]
@@ -311,7 +298,7 @@ def _open_source(source: Source, module: Any, dtype: np.dtype[Any]) -> Iterator[
     elif isinstance(source, Converted):
         # A conversion needs whole tensors, so this one parameter is built in host memory and then sliced.
         def read(part: Stored) -> torch.Tensor:
-            with _opened(part.file) as tensors:
+            with opened(part.file) as tensors:
                 return tensors.get_tensor(part.name).to(_torch_dtype(dtype), copy=True)
 
         yield functools.partial(_cut, _convert(source, module, read)[source.target])

@@ -261,6 +261,23 @@ def test_a_gradient_that_is_not_finite_changes_nothing_if_the_loss_is(optimizer:
     assert_same_bits((after.adapter, after.optimizer), (state.adapter, state.optimizer))
 
 
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+@pytest.mark.parametrize(("learning_rate", "weight_decay"), [(3e38, 10.0), (100.0, 3e38)])
+def test_an_update_that_is_not_finite_changes_nothing(
+    optimizer: OptimizerName, learning_rate: float, weight_decay: float
+) -> None:
+    """R8: the loss and its gradient are finite, but the new weights are not."""
+    chosen = make_optimizer(optimizer, weight_decay)
+    schedule = make_schedule("constant", learning_rate, 0, 10)
+    step = jax.jit(make_train_step(loss, chosen, schedule, max_grad_norm=1.0))
+    state = initial_state(adapter(), chosen, seed=0)
+    after, metrics = step(state, BASE, batch(0))
+    assert np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm)
+    assert int(metrics.skipped) == 3
+    assert int(after.step) == int(state.step) + 1
+    assert_same_bits((after.adapter, after.optimizer), (state.adapter, state.optimizer))
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_step_is_a_pure_function(parts: int) -> None:
     step, state = step_function(clip=1.0, parts=parts, loss=noisy_loss)

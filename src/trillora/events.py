@@ -61,7 +61,7 @@ class Step:
     loss: float  # mean over the supervised tokens of the whole batch
     learning_rate: float
     grad_norm: float  # before clipping
-    skipped: bool  # the loss or gradient was not finite, or the gradient was an outlier: no weight was changed
+    skipped: bool  # a value was not finite, or the gradient was an outlier: no weight was changed
     tokens_per_second: float  # all token positions of the batch, padding included
     seconds: float  # since this process started training
     seconds_left: float

@@ -26,6 +26,11 @@ Evaluation = Callable[[Tree, Tree, Batch], Totals]
 SPIKE = 20.0
 SETTLED = 20  # steps before any gradient is called a spike
 MEMORY = 0.05  # weight of the newest step in the running mean
+WHY_SKIPPED = {
+    1: "the loss or its gradient was not finite",
+    2: "the gradient norm was far above its usual range",
+    3: "the new weights were not finite",
+}
 
 
 class GradNormStats(NamedTuple):
@@ -52,7 +57,7 @@ class StepMetrics(NamedTuple):
     num_tokens: jax.Array
     grad_norm: jax.Array
     learning_rate: jax.Array
-    skipped: jax.Array  # 0: updated; no update because 1: the loss or gradient was not finite, 2: gradient spike
+    skipped: jax.Array  # 0: updated; otherwise why not, see `WHY_SKIPPED`
 
 
 def initial_state(adapter: Tree, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
@@ -90,19 +95,29 @@ def make_train_step(
         finite = jnp.isfinite(loss_mean) & jnp.isfinite(grad_norm)
         spike = finite & is_spike(grad_norm, state.typical, max_grad_norm)
         good = finite & ~spike
-        adapter, optimizer_state = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old), (adapter, optimizer_state), (state.adapter, state.optimizer)
-        )
+        before = (state.adapter, state.optimizer)
+        # The barrier leaves the compiled update as it was without the check: equal numbers, bit for bit.
+        updated = jax.lax.optimization_barrier(choose(good, (adapter, optimizer_state), before))
+        finite_update = all_finite(updated[0])
+        adapter, optimizer_state = choose(finite_update, updated, before)
         typical = jax.tree.map(
             lambda new, old: jnp.where(finite & (num_tokens > 0), new, old),
             with_norm(state.typical, grad_norm, spike),
             state.typical,
         )
-        skipped = jnp.where(finite, 2 * spike, 1).astype(jnp.int32)
+        skipped = jnp.select([~finite, spike, ~finite_update], [1, 2, 3], 0).astype(jnp.int32)
         metrics = StepMetrics(loss_mean, num_tokens, grad_norm, learning_rate, skipped)
         return TrainState(state.step + 1, adapter, optimizer_state, state.key, typical), metrics
 
     return train_step
+
+
+def choose(condition: jax.Array, one: Tree, other: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+
+def all_finite(tree: Tree) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 def is_spike(grad_norm: jax.Array, typical: GradNormStats, max_grad_norm: float | None) -> jax.Array:

@@ -21,12 +21,12 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 _NOT_REGULAR = {errno.ELOOP, errno.ENXIO}  # a link; a named pipe without a reader
 
 
-def write_file(path: Path, data: bytes | str) -> None:
-    """Writes or replaces a file. If this fails, the old file is unchanged."""
+def write_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
+    """Writes or replaces a file. If this fails, the old file is unchanged. `mode`: who may read and write it."""
     # With process and thread in the name, two writers of one file cannot mix their bytes.
     making = path.parent / f".{path.name}{_MAKING}{os.getpid()}-{threading.get_ident()}"
     try:
-        write_synced(making, data.encode() if isinstance(data, str) else data)
+        write_synced(making, data.encode() if isinstance(data, str) else data, mode)
         os.replace(making, path)
     except BaseException:
         with suppress(OSError):
@@ -35,9 +35,9 @@ def write_file(path: Path, data: bytes | str) -> None:
     sync_folder(path.parent)
 
 
-def write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Writes a file and flushes it to the disk. Its name is durable only after `sync_folder`."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), mode)
     try:
         _write_all(descriptor, data)
         os.fsync(descriptor)
@@ -46,8 +46,8 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def append_file(path: Path, data: bytes) -> None:
-    """Adds bytes at the end of a regular file, which is created if it is missing. Links are not followed: a run must not
-    write to a file outside its folder. If this fails, the file is as before."""
+    """Adds bytes at the end of a regular file, which is created if it is missing. If this fails, the file is as before.
+    Links are not followed: a run must not write to a file outside its folder."""
     # Without O_NONBLOCK, opening a named pipe waits for a reader.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:

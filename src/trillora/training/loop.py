@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 from trillora.data.batches import Batches
 from trillora.data.stage import StageData
 from trillora.devices.mesh import any_process, local_rows, put_batch
-from trillora.engine.step import StepMetrics, TrainState
+from trillora.engine.step import WHY_SKIPPED, StepMetrics, TrainState
 from trillora.errors import TrilloraError
 from trillora.evaluation.token_metrics import TokenMetrics
 from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, Skipped, Step
@@ -40,7 +41,6 @@ from trillora.training.validation import Measures, Sampler, peak_memory_gib
 NUM_AHEAD = 2  # batches built before they are needed
 SAVE_SHARE = 0.02  # fraction of the time that may be spent on saving checkpoints
 SAVE_SECONDS = (30.0, 600.0)  # minimum and maximum time between two checkpoints
-WHY_SKIPPED = {1: "the loss or its gradient was not finite", 2: "the gradient norm was far above its usual range"}
 
 
 class Diverged(TrilloraError):
@@ -62,20 +62,25 @@ class Position:
     step: int = 0  # completed steps of the stage
     global_step: int = 0  # completed steps of the run
     measured_at: int | None = None  # step of the stage that was last evaluated
-    best_loss: float | None = None  # lowest evaluation loss of the stage
+    best_loss: float | None = None  # lowest evaluation loss of the stage whose checkpoint was saved
     best_step: int | None = None  # its global step
-    num_worse: int = 0  # evaluations since then
+    num_worse: int = 0  # evaluations since the last better one
     stage_is_over: bool = False  # ended early by `evaluate.patience`
+    unsaved_best: tuple[int, float] | None = None  # step and loss of a better evaluation, until its checkpoint is saved
 
     def next_stage(self, *, is_end: bool) -> None:
         self.stage += 1
         if not is_end:  # a finished run keeps its best step
             self.step, self.measured_at, self.stage_is_over = 0, None, False
-            self.best_loss, self.best_step, self.num_worse = None, None, 0
+            self.best_loss, self.best_step, self.num_worse, self.unsaved_best = None, None, 0, None
             self.health.new_stage()
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "health": self.health.to_dict()}
+        """For the checkpoint of this step. If this step is a new best, it is the best as soon as this can be read."""
+        values = {**asdict(self), "health": self.health.to_dict()}
+        if (best := values.pop("unsaved_best")) is not None:
+            values |= {"best_step": best[0], "best_loss": best[1]}
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
@@ -103,16 +108,35 @@ class Run:
 
     def save(self, state: TrainState, position: Position) -> None:
         """Copy the state, and write the copy in the background."""
-        step, facts = position.global_step, {**self.facts, "position": position.to_dict()}
+        if position.unsaved_best is not None and position.unsaved_best[0] != position.global_step:
+            self.confirm_best(position)
+        step, place = position.global_step, position.to_dict()
+        facts = {**self.facts, "position": place}
         copied, keep = self.copy(state), self.keep_checkpoints
-        protect = () if position.best_step is None else (position.best_step,)
+        protect = () if place["best_step"] is None else (place["best_step"],)
         if jax.process_index() == 0:
             metrics = self.folder.metrics_so_far()
             self.saver.submit(
                 step,
                 lambda: {**to_files(copied, self.assembly, self.base_name, facts), METRICS_FILE: metrics()},
+                # After a bad step no good checkpoint is removed: this one may be bad.
                 None if position.health.num_bad else lambda: self.checkpoints.prune(keep, protect),
             )
+
+    def confirm_best(self, position: Position) -> None:
+        """Wait for the checkpoint of a better evaluation: it is the best one only if it could be saved."""
+        if position.unsaved_best is None:
+            return
+        step, loss = position.unsaved_best
+        self.saver.wait()
+        is_saved, _ = any_process(self.saver.last_saved == step, False)  # only one process saves
+        position.unsaved_best = None
+        if is_saved:
+            position.best_step, position.best_loss = step, loss
+            return
+        kept = f"step {position.best_step} is still the best" if position.best_step else "none is saved yet"
+        better = f"The evaluation of step {step} is better than that of every saved step"
+        self.listener(Alarm(f"{better}, but its checkpoint was not saved; {kept}."))
 
     def update_report(self) -> None:
         if jax.process_index() == 0:
@@ -171,8 +195,8 @@ class StageLoop:
                 stopped = True  # abandoned because of a signal; the resumed run starts with this evaluation
             elif position.stage_is_over or position.step == stage.num_steps:
                 break  # the trainer saves it as the first state of the next stage
-            if stopped or ((save or improved) and not position.health.num_bad):
-                self._save(state)  # after a bad step a save must not replace a good checkpoint
+            if stopped or save or improved:
+                self._save(state)
             if stopped:
                 return state, self._run.stop.reason(self._next_seconds()) or "another process of the run"
         self._report()
@@ -221,13 +245,15 @@ class StageLoop:
         health, run = self._position.health, self._run
         assert health.first_bad is not None
         run.saver.wait()
-        if jax.process_index() == 0:
-            run.checkpoints.remove_after(health.first_bad - 2)
-        good = run.checkpoints.steps()
+        with run.checkpoints.reported("removed"):
+            if jax.process_index() == 0:
+                run.checkpoints.remove_after(health.first_bad - 2)
+            good = run.checkpoints.steps()
         kept = f"the last good state is {run.checkpoints.where(good[-1])}" if good else "there is no good checkpoint"
+        reasons = ", ".join(f"{number} {reason}" for reason, number in health.bad.items())
         return Diverged(
-            f"Training diverged: starting with step {health.first_bad}, {health.num_bad} steps in a row were skipped, "
-            f"had no gradient, or had a loss worse than guessing; {kept}.",
+            f"Training diverged: from step {health.first_bad} on, {health.num_bad} steps in a row were bad "
+            f"({reasons}); {kept}.",
             where=f"{run.folder.path}, stage {self._stage.name}",
             do=f"lower train.learning_rate (now {self._options.learning_rate:g}) and start a new run, or resume from "
             "the last good state with --accept-changes; metrics.jsonl lists the rows of skipped steps",
@@ -266,9 +292,11 @@ class StageLoop:
     def _judge(self, metrics: TokenMetrics) -> bool:
         """Report the metrics, return True for the best loss so far, and end a stage that no longer improves."""
         position, run = self._position, self._run
-        improved = position.step > 0 and (position.best_loss is None or metrics.loss < position.best_loss)
+        run.confirm_best(position)
+        best = math.inf if position.best_loss is None else position.best_loss
+        improved = position.step > 0 and metrics.loss < best  # never if the loss is not finite
         if improved:
-            position.best_loss, position.best_step, position.num_worse = metrics.loss, position.global_step, 0
+            position.unsaved_best, position.num_worse = (position.global_step, metrics.loss), 0
         elif position.step > 0:
             position.num_worse += 1
         run.listener(Evaluated(position.global_step, self._stage.name, **asdict(metrics), is_best=improved))

@@ -6,12 +6,16 @@ and memory. `history.jsonl` records starts and stops of the run, `run.json` what
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import math
+import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, HistoryEntry, Listener, ignore_events, to_metrics_line
@@ -43,18 +47,24 @@ class RunFolder:
     def is_finished(self) -> bool:
         return (self.path / "adapter").exists()
 
-    def write(self, name: str, text: str) -> None:
-        self._replace(self.path / name, text.encode())
+    def write(self, name: str, text: str, *, mode: int = 0o666) -> None:
+        self._replace(self.path / name, text.encode(), mode)
 
     def start_metrics(self, content: bytes = b"") -> None:
         """Reset the metrics to those of a checkpoint. Later lines are removed: their steps are trained again."""
         self._replace(self.metrics_file, content)
 
-    def _replace(self, file: Path, content: bytes) -> None:
+    def _replace(self, file: Path, content: bytes, mode: int = 0o666) -> None:
         if not self._writes:
             return
+        with self.reported(file):
+            write_file(file, content, mode=mode)
+
+    @contextlib.contextmanager
+    def reported(self, file: Path) -> Iterator[None]:
+        """Turns an OSError of the block, which writes `file`, into an error with what to do."""
         try:
-            write_file(file, content)
+            yield
         except OSError as error:
             raise TrilloraError(
                 f"The run's folder cannot be written to: {error.strerror}.",
@@ -86,7 +96,8 @@ class RunFolder:
     def add_history(self, event: str, step: int, reason: str = "") -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         entry = HistoryEntry(now, event, step, reason, platform.node())
-        self._append(self.path / "history.jsonl", json.dumps(asdict(entry)))
+        file = self.path / "history.jsonl"
+        self._append(file, ("\n" if _is_unfinished(file) else "") + json.dumps(asdict(entry)))
 
     def _append(self, file: Path, line: str) -> None:
         """Add a line. It is kept in memory while the disk is full: logging never stops training."""
@@ -104,7 +115,41 @@ class RunFolder:
 
 def losses(metrics: Path) -> list[float]:
     """The training loss of every step so far."""
-    if not metrics.exists():
-        return []
-    lines = (json.loads(line) for line in metrics.read_text("utf-8").splitlines())
-    return [float(line["loss"]) for line in lines if line["kind"] == "step"]
+    return [_number(line.get("loss")) for line in read_lines(metrics) if line.get("kind") == "step"]
+
+
+def evaluation_losses(metrics: Path, stage: str) -> dict[int, float]:
+    """The loss of every evaluation of a stage, by step."""
+    found = (line for line in read_lines(metrics) if line.get("kind") == "evaluation" and line.get("stage") == stage)
+    return {line["step"]: _number(line.get("loss")) for line in found if isinstance(line.get("step"), int)}
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl or history.jsonl, without those that a killed process left unfinished."""
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in content.splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _is_unfinished(file: Path) -> bool:
+    """Whether the last line of a file has no end: a process was killed while it wrote it."""
+    if not file.is_file() or file.is_symlink() or file.stat().st_size == 0:
+        return False
+    with open(file, "rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) != b"\n"

@@ -32,6 +32,7 @@ from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
 from trillora.files.checksums import with_checksums
 from trillora.files.digests import text_digest
+from trillora.files.owner import lock_run, own_checkpoints
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
@@ -39,22 +40,32 @@ from trillora.model.limits import check_rows
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import initial_adapter
+from trillora.recipe import run_file
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage, keep_dates, keep_fixed
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
-from trillora.secrets import mask_settings, mask_values
+from trillora.secrets import mask_values
 from trillora.step.autotune import Plan, choose
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, describe, shape_text
 from trillora.tracking import tracking_listener
 from trillora.training import manifest
+from trillora.training.best_checkpoint import choose_checkpoint
 from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Diverged, Position, Run, StageLoop
-from trillora.training.run_folder import RunFolder, losses
+from trillora.training.run_folder import RunFolder, evaluation_losses, losses
 from trillora.training.run_identity import differences, fixed_options, refuse, weights_digest
-from trillora.training.run_lock import lock_run
+from trillora.training.saved_record import RunRecord
 from trillora.training.signals import Interrupted, Stop
-from trillora.training.state_files import ADAPTER_FILES, METRICS_FILE, WEIGHTS_FILE, from_files, make_copier, read_facts
+from trillora.training.state_files import (
+    ADAPTER_FILES,
+    METRICS_FILE,
+    WEIGHTS_FILE,
+    find_fault,
+    from_files,
+    make_copier,
+    read_facts,
+)
 from trillora.training.validation import EvalPlan, Measures, make_measures, plan_evaluation
 
 
@@ -82,12 +93,26 @@ def train(
         raise TrilloraError(
             "This folder already contains a finished run.", where=str(out), do="use another --out, or remove the folder"
         )
-    with stop.listening(), lock_run(out) if is_writer else contextlib.nullcontext():
+    with stop.listening():
         try:
-            return _Training(recipe, folder, stop, listener, accept_changes).run()
+            with _owned_checkpoints(recipe, folder, is_writer, listener) as checkpoints:
+                return _Training(recipe, folder, checkpoints, stop, listener, accept_changes).run()
         except Interrupted as signal:
             listener(Note(f"Stopped by {signal} before the first step of this start; nothing was lost"))
             return TrainResult(out, None, tuple(losses(folder.metrics_file)), 0, stopped=str(signal))
+
+
+@contextlib.contextmanager
+def _owned_checkpoints(recipe: Recipe, folder: RunFolder, is_writer: bool, listener: Listener) -> Iterator[Checkpoints]:
+    """The checkpoints of the run. While the block runs, no other process can use the run or write to them."""
+    storage = open_storage(recipe.train.checkpoint_dir or folder.path / "checkpoints")
+    if not is_writer:
+        yield Checkpoints(storage)
+        return
+    with lock_run(folder.path, listener):
+        RunRecord(folder).check_place(storage)
+        with own_checkpoints(storage, folder.path, listener) as owned:
+            yield Checkpoints(storage, owned.check if owned else None)
 
 
 @dataclass(frozen=True)
@@ -105,12 +130,21 @@ class StageWork:
 class _Training:
     """One process of a run."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, stop: Stop, listener: Listener, accept_changes: bool) -> None:
-        self._recipe, self._folder, self._stop = recipe, folder, stop
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        stop: Stop,
+        listener: Listener,
+        accept_changes: bool,
+    ) -> None:
+        self._recipe, self._folder, self._checkpoints, self._stop = recipe, folder, checkpoints, stop
         self._watch = CompileWatch()
         self._listener = self._watch.allow_compiling(listener)
         self._accept_changes = accept_changes
-        self._checkpoints = Checkpoints(open_storage(recipe.train.checkpoint_dir or folder.path / "checkpoints"))
+        self._record = RunRecord(folder)
+        self._of_run: dict[str, Any] = {}  # the content of run.json
 
     def run(self) -> TrainResult:
         recipe, listener = self._recipe, self._listener
@@ -125,16 +159,17 @@ class _Training:
         stages, identity = self._read_stages(opened, before)
         position = Position(DivergenceMonitor(math.log(opened.config.get_text_config().vocab_size)))
         if facts and before:
-            position = Position.from_dict(facts["position"])
+            position = self._position_of(facts)
             self._check_unchanged(facts, before, identity, position.global_step)
 
         is_same_hardware = facts is not None and facts["devices"] == manifest.describe_devices(devices)
         plans = self._plan(stages, opened.config, devices, before, is_same_hardware, first=position.stage)
         resolved = resolve_recipe(recipe, stages, plans, before, first=position.stage)
         filled, assembly = resolved.fill(recipe), plans[min(position.stage, len(plans) - 1)].assembly
-        self._folder.write("resolved.yaml", mask_settings(resolved.dump(recipe)))
-        of_run = manifest.of_run(filled, stages, assembly, identity, opened.tokenizer, opened.base_name)
-        self._folder.write("run.json", json.dumps(of_run, indent=1) + "\n")
+        self._folder.write("resolved.yaml", resolved.dump(recipe))
+        self._folder.write(run_file.NAME, run_file.dump(filled), mode=run_file.MODE)
+        self._of_run = manifest.of_run(filled, stages, assembly, identity, opened.tokenizer, opened.base_name)
+        self._folder.write("run.json", json.dumps(self._of_run, indent=1) + "\n")
         left = range(position.stage, len(stages))
         sizes = [plan.settings.micro_batch_size for plan in plans]
         eval_plans = [plan_evaluation(stages[number], sizes[number], opened, listener) for number in left]
@@ -145,10 +180,9 @@ class _Training:
         base = read_base(opened.folder, assembly, listener)
         where = self._checkpoints.where(position.global_step)
         state = from_files(saved[1], assembly, where) if saved else place_state(assembly, recipe.train.seed)
-        self._folder.start_metrics(saved[1][METRICS_FILE] if saved else b"")
-        self._folder.add_history("resumed" if saved else "started", position.global_step)
+        self._start_folder(saved)
         del saved  # as large as the state
-        with self._tracking(position.global_step + 1, filled) as events, Saver(self._checkpoints, events) as saver:
+        with self._tracking(position.global_step + 1, filled) as events, self._saver(events) as saver:
             run = Run(
                 folder=self._folder,
                 listener=events,
@@ -158,7 +192,7 @@ class _Training:
                 keep_checkpoints=recipe.train.keep_checkpoints,
                 assembly=assembly,
                 copy=make_copier(assembly),
-                facts=manifest.of_checkpoint(filled, resolved, identity, devices),
+                facts={**manifest.of_checkpoint(filled, resolved, identity, devices), "run": self._record.run_id},
                 base_name=opened.base_name,
                 num_steps=sum(stage.num_steps for stage in stages),
                 evaluate_every=resolved.evaluate_every,
@@ -206,13 +240,14 @@ class _Training:
                 stopped = self._run_stages(run, works, base, state, position)
             run.saver.wait()
             self._check_saved(run.saver)
-            adapter = None if stopped else self._write_adapter(run, position, last)
+            adapter, reason = (None, stopped) if stopped else self._write_adapter(run, position, last)
         except Diverged as error:
+            self._record_last()
             self._end(run, "diverged", position, error.what)
             raise
         if stopped:
             run.listener(Note(f"Stopped at step {position.global_step} of {run.num_steps} by {stopped}; saved"))
-        self._end(run, "stopped" if stopped else "finished", position, stopped or "")
+        self._end(run, "stopped" if stopped else "finished", position, reason)
         done = tuple(losses(self._folder.metrics_file))
         return TrainResult(self._folder.path, adapter, done, sum(work.num_compiles for work in works), stopped)
 
@@ -238,18 +273,39 @@ class _Training:
         self._folder.add_history(event, position.global_step, reason)
         run.update_report()
 
+    def _start_folder(self, saved: tuple[int, dict[str, bytes]] | None) -> None:
+        """Sets the files of the run's folder to the state of the checkpoint."""
+        step = saved[0] if saved else None
+        self._folder.start_metrics(saved[1][METRICS_FILE] if saved else b"")
+        self._folder.add_history("resumed" if saved else "started", step or 0)
+        self._record.write(step, "" if step is None else self._checkpoints.where(step))
+
+    def _saver(self, listener: Listener) -> Saver:
+        return Saver(self._checkpoints, self._record.listening(listener))
+
+    def _record_last(self) -> None:
+        """After checkpoints were removed."""
+        with self._checkpoints.reported("read"):
+            steps = self._checkpoints.steps()
+        self._record.write(steps[-1] if steps else None, self._checkpoints.where(steps[-1]) if steps else "")
+
     def _newest(self) -> tuple[int, dict[str, bytes]] | None:
         """The newest valid checkpoint. Unfinished files are removed first."""
-        if jax.process_index() == 0:
-            self._checkpoints.clean()
-            remove_unfinished(self._folder.path)
-        found = self._checkpoints.newest_valid(self._listener)
-        if found is None and (steps := self._checkpoints.steps()):
+        with self._checkpoints.reported("read"):
+            if jax.process_index() == 0:
+                self._checkpoints.clean()
+                LocalStorage(self._folder.path).clean()  # an adapter that was not written completely
+                remove_unfinished(self._folder.path)
+            steps = self._checkpoints.steps()
+        found = self._checkpoints.newest_valid(self._listener, find_fault)
+        if found is None and steps:
             raise TrilloraError(
                 f"All {len(steps)} checkpoints of this run are damaged. The run does not restart by itself.",
                 where=self._checkpoints.where(steps[-1]),
                 do="restore one from a backup; or, to start from scratch, remove the folder or use another --out",
             )
+        run_id = read_facts(found[1]).get("run") if found else None
+        self._record.compare(found[0] if found else None, run_id, self._checkpoints.place, self._listener)
         if not same_everywhere(found[0] if found else -1):
             raise TrilloraError(
                 "The processes of this run do not see the same checkpoints.",
@@ -283,6 +339,17 @@ class _Training:
             self._listener(Alarm(f"Resuming although {change}"))
         for change in differences(facts["libraries"], manifest.libraries()):
             self._listener(Note(f"Since the checkpoint {change}: results may differ in the last digits"))
+
+    def _position_of(self, facts: dict[str, Any]) -> Position:
+        """The position of a checkpoint. A best evaluation whose checkpoint is gone is not the best any more."""
+        position = Position.from_dict(facts["position"])
+        with self._checkpoints.reported("read"):
+            steps = self._checkpoints.steps()
+        if position.best_step is not None and position.best_step not in steps:
+            gone = f"Step {position.best_step} had the best evaluation, but its checkpoint is missing"
+            self._listener(Alarm(f"{gone}: the best of the others is used."))
+            position.best_step = position.best_loss = None
+        return position
 
     def _plan(
         self,
@@ -318,26 +385,38 @@ class _Training:
         with tracking_listener(folder, first_step, track.services, track.project, config, self._listener) as listener:
             yield self._folder.recording(listener)
 
-    def _write_adapter(self, run: Run, position: Position, stage: StageData) -> Path | None:
-        """Writes the adapter of the best evaluation, or of the last step, in PEFT's format, and reads it back."""
+    def _write_adapter(self, run: Run, position: Position, stage: StageData) -> tuple[Path, str]:
+        """Writes the adapter of the best evaluation, or of the last step, in PEFT's format, and reads it back. Returns
+        its folder, and why it is not that of the best evaluation."""
         folder = self._folder.path / "adapter"
+        run.confirm_best(position)
         if jax.process_index() != 0:
-            return folder
-        self._check_saved(run.saver)
-        step = position.global_step
-        if stage.recipe.evaluate.keep_best and stage.evaluation is not None and position.best_step is not None:
-            step = position.best_step
-        files = self._checkpoints.read(step)
-        kept = {name: files[name] for name in ADAPTER_FILES}
+            return folder, ""
+        evaluated = self._evaluated(position, stage)
+        chosen = choose_checkpoint(self._checkpoints, evaluated, position.global_step, run.listener)
+        kept = {name: chosen.files[name] for name in ADAPTER_FILES}
         check_changes_something(read_adapter(kept[WEIGHTS_FILE]), str(folder))
         if stage.template is not None:
             # The adapter was trained with this template, not with the one of the base's tokenizer.
             kept["chat_template.jinja"] = stage.template.encode()
-        LocalStorage(self._folder.path).write("adapter", with_checksums(step, kept))
+        source = {"step": chosen.step, "evaluation_loss": evaluated.get(chosen.step), "why": chosen.why}
+        self._folder.write("run.json", json.dumps({**self._of_run, "adapter": source}, indent=1) + "\n")
+        with self._folder.reported(folder):
+            LocalStorage(self._folder.path).write("adapter", with_checksums(chosen.step, kept))
         check_written(folder, kept)
-        best = "" if step == position.global_step else f": step {step}, which had the best evaluation"
-        run.listener(Note(f"Adapter written to {folder}{best}"))
-        return folder
+        best = "" if chosen.step == position.global_step else f": step {chosen.step}, which had the best evaluation"
+        run.listener(Note(f"Adapter written to {folder}{f': {chosen.why}' if chosen.why else best}"))
+        return folder, chosen.why
+
+    def _evaluated(self, position: Position, stage: StageData) -> dict[int, float]:
+        """The losses by step from which the best is chosen; empty if the last weights are the result."""
+        if not stage.recipe.evaluate.keep_best or stage.evaluation is None:
+            return {}
+        first = position.global_step - position.step  # evaluated before the first step of the stage
+        losses = evaluation_losses(self._folder.metrics_file, stage.name)
+        if position.best_step is not None and position.best_loss is not None:
+            losses[position.best_step] = position.best_loss  # also if metrics.jsonl was damaged
+        return {step: loss for step, loss in losses.items() if first < step <= position.global_step}
 
     def _check_saved(self, saver: Saver) -> None:
         """Training may continue after a failed save, but a run may not end with one."""

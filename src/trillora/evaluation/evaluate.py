@@ -34,11 +34,12 @@ from trillora.evaluation.scores import Scores, majority, score, summarise
 from trillora.evaluation.token_metrics import TokenMetrics, TokenSums
 from trillora.events import Alarm, Listener, Progress, ignore_events
 from trillora.files.atomic import write_file
+from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
-from trillora.recipe.load import load_recipe
-from trillora.recipe.schema import Recipe, StageRecipe, stages_of
+from trillora.recipe.load import RECIPE_FILES, RunRecipe, is_run, load_run_recipe
+from trillora.recipe.schema import StageRecipe, stages_of
 from trillora.step.build import evaluation_function, loss_chunk_positions
 
 FILE = "eval.json"
@@ -78,6 +79,7 @@ def evaluate(
     run: str | Path,
     data: str | Path | None = None,
     *,
+    overrides: Sequence[str] = (),
     max_rows: int | None = None,
     max_tokens: int | None = None,
     backend: str = "auto",
@@ -88,16 +90,18 @@ def evaluate(
     """Tests a run on a data file, or on the test rows of its own split.
 
     `max_rows` limits the test to that many evenly spaced rows. `max_tokens` limits each answer (default: slightly more
-    than the longest expected answer).
+    than the longest expected answer). `overrides` replace options of the run's recipe, such as the address of its data.
     """
-    folder = check_run(Path(run).expanduser())
-    recipe = recipe_with_data(load_recipe(folder / "resolved.yaml"), folder, data)
+    folder = check_run(user_path(run, where="the run"))
+    recipe = recipe_with_data(load_run_recipe(folder, overrides), folder, data)
     source = recipe.model
     opened = OpenModel.open(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
     name, documents = read_rows(recipe, opened.tokenizer, data is None, max_rows, listener)
     num_rows = len(np.unique(documents.rows_N))
 
-    generator = Generator.open(str(folder), opened=opened, backend=backend, batch_size=batch_size, listener=listener)
+    generator = Generator.open(
+        str(folder), overrides=overrides, opened=opened, backend=backend, batch_size=batch_size, listener=listener
+    )
     adapters = {"adapter": generator.adapter}
     if with_base:
         adapters["base"] = jax.tree.map(jnp.zeros_like, generator.adapter)
@@ -130,11 +134,11 @@ def evaluate(
 
 def check_run(folder: Path) -> Path:
     """Checks that the folder holds a finished run."""
-    if not (folder / "resolved.yaml").is_file():
-        others = sorted(file.parent.name for file in folder.parent.glob("*/resolved.yaml"))
+    if not is_run(folder):
+        others = sorted({file.parent.name for name in RECIPE_FILES for file in folder.parent.glob(f"*/{name}")})
         do = "give the folder that `trillora train --out` wrote"
         raise TrilloraError(
-            "This folder is not a run: it has no resolved.yaml." if folder.is_dir() else "There is no such run.",
+            "This folder is not a run: it has no recipe.json." if folder.is_dir() else "There is no such run.",
             where=str(folder),
             do=f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do,
         )
@@ -147,9 +151,10 @@ def check_run(folder: Path) -> Path:
     return folder
 
 
-def recipe_with_data(recipe: Recipe, run: Path, data: str | Path | None) -> StageRecipe:
+def recipe_with_data(run_recipe: RunRecipe, run: Path, data: str | Path | None) -> StageRecipe:
     """The recipe of the run's last stage, with the test rows as its data."""
-    stage = stages_of(recipe)[-1].recipe
+    stages = stages_of(run_recipe.recipe)
+    stage = stages[-1].recipe
     section = stage.data
     changes: dict[str, Any] = {}
     template = run / "adapter" / "chat_template.jinja"
@@ -160,9 +165,12 @@ def recipe_with_data(recipe: Recipe, run: Path, data: str | Path | None) -> Stag
     elif section.split is None or not section.split.test:
         raise TrilloraError(
             "This run has no test rows of its own.",
-            where=f"{run / 'resolved.yaml'}, data.split.test",
+            where=f"{run_recipe.file}, data.split.test",
             do="give a file of rows it was not trained on with --data FILE; or train with data.split: {test: 0.1}",
         )
+    else:
+        prefix = f"stages.{len(stages) - 1}." if run_recipe.recipe.stages else ""
+        run_recipe.require(f"{prefix}data.path")
     return stage.model_copy(update={"data": section.model_copy(update=changes)})
 
 

@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from trillora.data.rendering.chat_templates import find_template
 from trillora.devices.mesh import BATCH_AXES, MeshShape, batch_sharding, find_devices, make_mesh, replicated
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
+from trillora.files.user_path import user_path
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
 from trillora.model.adapters import fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
@@ -31,7 +33,7 @@ from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
-from trillora.recipe.load import load_recipe
+from trillora.recipe.load import is_run, load_model_section, load_run_recipe
 from trillora.recipe.schema import Dtype, Recipe, stages_of
 from trillora.step.autotune import fastest_attention, fastest_dtype, memory_limit
 from trillora.step.build import shard_adapter, weight_shardings
@@ -88,6 +90,7 @@ class Generator:
         cls,
         name: str,
         *,
+        overrides: Sequence[str] = (),
         opened: OpenModel | None = None,
         with_adapter: bool = True,
         backend: str = "auto",
@@ -95,20 +98,19 @@ class Generator:
         batch_size: int = 8,
         listener: Listener = ignore_events,
     ) -> Generator:
-        """Opens a run's folder, a model's folder, a hub id or `smollm2`. `opened`: the model, if it is already open."""
-        run = Path(name).expanduser()
-        recipe = load_recipe(run / "resolved.yaml") if (run / "resolved.yaml").is_file() else None
+        """Opens a run's folder, a model's folder, a hub id or `smollm2`. `overrides` replace options of the run's
+        recipe; only they can allow a model's Python code to run. `opened`: the model, if it is already open."""
+        run = user_path(name, where="the run or model")
+        recipe = load_run_recipe(run, overrides).recipe if is_run(run) else None
         adapter_folder = _adapter_folder(run) if recipe is not None and with_adapter else None
-        model_name, revision, trusted = name, None, False
-        if recipe is not None:
-            source = recipe.model
-            model_name, revision, trusted = source.name, source.revision, source.trust_remote_code
-        listener(Note(f"Model {model_name}" + (f" with {adapter_folder}" if adapter_folder else "")))
-        opened = opened or OpenModel.open(model_name, revision=revision, trust_remote_code=trusted)
+        source = load_model_section(name, overrides) if recipe is None else recipe.model
+        trusted = source.trust_remote_code
+        listener(Note(f"Model {source.name}" + (f" with {adapter_folder}" if adapter_folder else "")))
+        opened = opened or OpenModel.open(source.name, revision=source.revision, trust_remote_code=trusted)
         spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})
         devices = find_devices(backend, None)
         dtype = fastest_dtype(devices[0].platform)
-        if recipe is not None and recipe.model.dtype == "float32":
+        if source.dtype == "float32":
             dtype = "float32"
         model, mesh = _place(opened.config, devices, spec, dtype, trust_remote_code=trusted)
         prompts = _prompts(opened, recipe, run)
@@ -338,7 +340,7 @@ def _prompts(opened: OpenModel, recipe: Recipe | None, run: Path) -> Prompts:
     template = tokenizer.get_chat_template() if tokenizer.chat_template else None
     own = run / "adapter" / "chat_template.jinja"
     if recipe is not None and own.is_file():
-        template = own.read_text("utf-8")
+        template = find_template(str(own), (), None)
     date = stages_of(recipe)[-1].recipe.data.template_date if recipe is not None else None
     return Prompts(
         tokenizer, template=template, template_date=date, stops=configured_stops(opened.folder, opened.config)

@@ -72,7 +72,7 @@ def of_checkpoint(
     """What a resumed run is compared with, and the decisions it keeps. `recipe` has no `auto` left."""
     return {
         "identity": identity,
-        "options": mask_values(fixed_options(recipe)),
+        "options": fixed_options(recipe),
         "resolved": resolved.to_dict(),
         "devices": describe_devices(devices),
         "libraries": libraries(),

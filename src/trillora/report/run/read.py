@@ -15,10 +15,12 @@ from typing import Any
 from trillora.data.excerpt import Piece
 from trillora.errors import TrilloraError
 from trillora.events import METRICS, Evaluated, HistoryEntry, Metric, Sampled, Skipped, Step
+from trillora.recipe import run_file
 from trillora.report.run.parse import count, mapping, parse, words
 from trillora.secrets import mask_secrets, mask_settings, mask_values, secrets_of_environment
 
-FILES = ("run.json", "metrics.jsonl", "history.jsonl", "resolved.yaml")  # a folder with one of them is a run
+# A folder with one of them is a run.
+FILES = ("run.json", "metrics.jsonl", "history.jsonl", "resolved.yaml", "recipe.json")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class RunRecord:
     folder: Path
     manifest: Manifest
     recipe: str  # resolved.yaml
+    again: tuple[str, ...]  # the file that `trillora train` reads to resume, and the addresses it needs again
     evaluated: dict[str, Any]  # eval.json
     steps: list[Step] = field(default_factory=list)  # in order, each once
     evaluations: list[Evaluated] = field(default_factory=list)
@@ -91,6 +94,7 @@ def read_run(folder: Path) -> RunRecord:
         folder,
         parse(Manifest, mapping(_json_of(folder / "run.json", known))),
         recipe=mask_settings(_text_of(folder / "resolved.yaml"), known),
+        again=_again(folder),
         evaluated=mapping(_json_of(folder / "eval.json", known)),
     )
     _read_metrics(run, known)
@@ -98,6 +102,13 @@ def read_run(folder: Path) -> RunRecord:
         run.history.append(parse(HistoryEntry, mask_values(line, known)))
     _find_adapter(run, known)
     return run
+
+
+def _again(folder: Path) -> tuple[str, ...]:
+    try:
+        return run_file.NAME, *(f"{name}=ADDRESS" for name in run_file.read(folder / run_file.NAME).withheld)
+    except TrilloraError:  # of an older version, or damaged
+        return ("resolved.yaml",)
 
 
 def _read_metrics(run: RunRecord, known: tuple[str, ...]) -> None:

@@ -31,14 +31,17 @@ def run_status(run: RunRecord) -> RunStatus:
     num_steps = run.manifest.num_steps
     total = f" of {num_steps:,}" if num_steps else ""
     reason = f": {last.reason.rstrip('.')}." if last and last.reason else "."
-    again = f"trillora train {quoted(run.folder / 'resolved.yaml')} --out {quoted(run.folder)}"
+    recipe, *addresses = run.again
+    again = " ".join(["trillora train", quoted(run.folder / recipe), *addresses, "--out", quoted(run.folder)])
     saved = f"The newest checkpoint is from step {run.checkpoints[-1]:,}." if run.checkpoints else "No checkpoint yet."
     if event == "finished":
+        note = (f"{last.reason[:1].upper()}{last.reason[1:].rstrip('.')}.",) if last and last.reason else ()
         if num_steps is not None and at < num_steps:
-            return RunStatus("finished", f"Finished early at step {at:,}{total}{reason}", _gains(run))
+            return RunStatus("finished", f"Finished early at step {at:,}{total}.", (*_gains(run), *note))
         seconds = total_seconds(run.steps)
         time = f" in {format_duration(seconds)}" if seconds else ""
-        return RunStatus("finished", f"Finished: {format_count(at, 'step', 'steps')}{time}.", _gains(run))
+        done = f"Finished: {format_count(at, 'step', 'steps')}{time}."
+        return RunStatus("finished", done, (*_gains(run), *note))
     if event == "diverged":
         listed = " The skipped rows are listed below." if run.skips else ""
         advice = f"A lower learning rate or more warm-up steps usually help.{listed}"

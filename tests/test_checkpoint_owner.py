@@ -283,7 +283,7 @@ def started(run: Path, place: Storage) -> RunRecord:
     """A run with a checkpoint of step 3."""
     folder = RunFolder(run)
     record = RunRecord(folder)
-    record.compare(None, None, place.where, ignore_events)
+    record.compare([], None, place.where, ignore_events)
     record.write(None)
     checkpoints = Checkpoints(place)
     with Saver(checkpoints, record.listening(ignore_events)) as saver:
@@ -297,17 +297,17 @@ def test_missing_checkpoints_of_a_started_run_are_an_error(place: Storage, tmp_p
     run_id = started(run, place).run_id
     again = RunRecord(RunFolder(run))
     again.check_place(place)
-    again.compare(3, run_id, place.where, ignore_events)
+    again.compare([2, 3], run_id, place.where, ignore_events)
     assert again.run_id == run_id
     with pytest.raises(TrilloraError, match=r"missing: step 3 was saved") as caught:
-        again.compare(None, None, place.where, ignore_events)
+        again.compare([], None, place.where, ignore_events)
     assert place.where == caught.value.where and "mount or restore" in caught.value.do
     (tmp_path / "ck").rename(tmp_path / "elsewhere")
     with pytest.raises(TrilloraError, match="missing") as caught:
         again.check_place(place)
     assert not (tmp_path / "ck").exists()  # nothing is created in place of an unmounted drive
     with pytest.raises(TrilloraError) as caught:
-        again.compare(None, None, "gs://new/place", ignore_events)
+        again.compare([], None, "gs://new/place", ignore_events)
     assert f"copy {place.where}/step-00000003 there" in caught.value.do
     assert "remove the run's folder" in caught.value.do
 
@@ -315,17 +315,17 @@ def test_missing_checkpoints_of_a_started_run_are_an_error(place: Storage, tmp_p
 def test_older_checkpoints_than_recorded_are_reported(place: Storage, tmp_path: Path) -> None:
     started(tmp_path / "run", place)
     events: list[Event] = []
-    RunRecord(RunFolder(tmp_path / "run")).compare(2, None, place.where, events.append)
+    RunRecord(RunFolder(tmp_path / "run")).compare([1, 2], None, place.where, events.append)
     (alarm,) = events
-    assert isinstance(alarm, Alarm) and "step-00000003" in alarm.text and "from step 2" in alarm.text
+    assert isinstance(alarm, Alarm) and "step-00000003, is missing" in alarm.text
 
 
 def test_checkpoints_of_another_run_are_refused_and_a_new_folder_adopts_them(place: Storage, tmp_path: Path) -> None:
     run_id = started(tmp_path / "run", place).run_id
     with pytest.raises(TrilloraError, match="belong to another run"):
-        RunRecord(RunFolder(tmp_path / "run")).compare(3, "another id", place.where, ignore_events)
+        RunRecord(RunFolder(tmp_path / "run")).compare([3], "another id", place.where, ignore_events)
     fresh = RunRecord(RunFolder(tmp_path / "new machine"))
-    fresh.compare(3, run_id, place.where, ignore_events)
+    fresh.compare([3], run_id, place.where, ignore_events)
     assert fresh.run_id == run_id
     assert RunRecord(RunFolder(tmp_path / "third")).run_id != run_id
 

@@ -54,6 +54,7 @@ def interrupted_at(whole: Path, step: int, run: Path) -> Path:
     shutil.copytree(whole, run)
     shutil.rmtree(run / "adapter")
     checkpoints_of(run).remove_after(step)
+    (run / "saved.json").unlink()  # it names the last checkpoint
     return run
 
 

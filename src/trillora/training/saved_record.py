@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from trillora.errors import TrilloraError
@@ -49,21 +50,22 @@ class RunRecord:
         except OSError:
             return  # reported by the first use
         if not is_there:
-            self._check_found(None, storage.where)
+            self._refuse_if_started(storage.where)
 
-    def compare(self, step: int | None, run_id: str | None, place: str, listener: Listener) -> None:
-        """Compare the record with the newest checkpoint: its step and the id of its run. They are None if there is no
-        checkpoint; an older version wrote no id."""
-        self._check_found(step, place)
+    def compare(self, steps: Sequence[int], run_id: str | None, place: str, listener: Listener) -> None:
+        """Compare the record with the steps of the existing checkpoints, ascending, and the id in the newest valid one,
+        which is None if there is none, or if an older version wrote it."""
         found = self._found
+        if not steps:
+            self._refuse_if_started(place)
+        elif found is not None and found.step is not None and steps[-1] < found.step:
+            listener(Alarm(f"The newest checkpoint, {found.where}, is missing. Resuming from an older one."))
         if found is not None and run_id is not None and run_id != found.run:
             raise TrilloraError(
                 "These checkpoints belong to another run.",
                 where=place,
                 do=f"use the train.checkpoint_dir of the run in {self._folder.path}, or another --out",
             )
-        if found is not None and found.step is not None and step is not None and step < found.step:
-            listener(Alarm(f"The newest checkpoint was {found.where}. Resuming from step {step}, the newest one left."))
         self.run_id = run_id or self.run_id
 
     def write(self, step: int | None, where: str = "") -> None:
@@ -82,9 +84,9 @@ class RunRecord:
 
         return listen
 
-    def _check_found(self, step: int | None, place: str) -> None:
+    def _refuse_if_started(self, place: str) -> None:
         found = self._found
-        if found is None or found.step is None or step is not None:
+        if found is None or found.step is None:
             return
         moved = f"mount or restore {found.where}" if found.where.startswith(place) else f"copy {found.where} there"
         raise TrilloraError(

@@ -305,7 +305,7 @@ class _Training:
                 do="restore one from a backup; or, to start from scratch, remove the folder or use another --out",
             )
         run_id = read_facts(found[1]).get("run") if found else None
-        self._record.compare(found[0] if found else None, run_id, self._checkpoints.place, self._listener)
+        self._record.compare(steps, run_id, self._checkpoints.place, self._listener)
         if not same_everywhere(found[0] if found else -1):
             raise TrilloraError(
                 "The processes of this run do not see the same checkpoints.",

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
 MAX_BAD_STEPS = 10  # the default of train.max_bad_steps
 GUESSING = math.log(50_000)
 NUM_STEPS = dose(1500, 6000)
-NUM_SEEDS = dose(2, 200)
+NUM_SEEDS = dose(8, 200)
 Losses = Callable[[random.Random], Iterator[float]]
 
 

@@ -20,6 +20,8 @@ from trillora.files.storage import LocalStorage, open_storage
 from trillora.recipe.load import load_recipe
 from trillora.training.checkpoint import Checkpoints
 from trillora.training.loop import Diverged
+from trillora.training.run_folder import RunFolder, read_lines
+from trillora.training.signals import Interrupted
 from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
@@ -182,3 +184,42 @@ def test_best_evaluation_is_kept_and_patience_ends_a_stage(folder: Path, tmp_pat
     assert max(e.step for e in events if isinstance(e, Step)) == evaluated[-1].step
     kept = (tmp_path / "run/adapter/adapter_model.safetensors").read_bytes()
     assert kept == checkpoints_of(tmp_path / "run").read(best.step)["adapter_model.safetensors"]
+
+
+def test_half_a_line_of_metrics_does_not_hide_the_exit_code(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process may leave half a line. A signal before the first step still stops the run as documented."""
+
+    def interrupted(self: Any) -> None:
+        raise Interrupted("SIGTERM")
+
+    monkeypatch.setattr("trillora.training.trainer._Training.run", interrupted)
+    step = b'{"kind": "step", "loss": 1.5}\n'
+    for rest in (b'{"kind": "st', b'{"kind": "step", "loss', b'{"kind": "step"}', b"\xff\x00\n", b"[" * 9999, b"[]\n"):
+        (tmp_path / "metrics.jsonl").write_bytes(step + step + rest)
+        result = train(load_recipe(tiny_run.recipe(folder)), tmp_path)
+        assert result.stopped == "SIGTERM" and result.losses[:2] == (1.5, 1.5)
+
+
+def test_history_continues_after_half_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "history.jsonl"
+    file.write_text('{"event": "started"}\n{"event": "res')
+    RunFolder(tmp_path).add_history("resumed", 3)
+    assert [line["event"] for line in read_lines(file)] == ["started", "resumed"]
+
+
+@pytest.mark.parametrize("place", ["a-file", "a-file/inside"])
+def test_checkpoint_dir_that_is_a_file_is_an_error_that_names_it(folder: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "a-file").write_text("")
+    settings = tiny_run.recipe(folder, train={"checkpoint_dir": str(tmp_path / place)})
+    with pytest.raises(TrilloraError) as caught:
+        train(load_recipe(settings), tmp_path / "run")
+    assert "a-file" in f"{caught.value.what} {caught.value.where}" and caught.value.do
+
+
+def test_store_that_does_not_answer_is_an_error_that_names_it(folder: Path, tmp_path: Path) -> None:
+    settings = tiny_run.recipe(folder, train={"checkpoint_dir": "webhdfs://127.0.0.1:9/x"})
+    with pytest.raises(TrilloraError) as caught:
+        train(load_recipe(settings), tmp_path / "run")
+    assert caught.value.where == "webhdfs://127.0.0.1:9/x" and caught.value.do

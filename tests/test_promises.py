@@ -121,6 +121,32 @@ def test_clean_runs_raise_no_alarm(folder: Path, tmp_path: Path, seed: int, reco
     record_property("clean seeds", 1)
 
 
+@pytest.mark.parametrize("seed", range(dose(1, 9)))
+def test_rows_that_cannot_be_learned_are_no_divergence(
+    folder: Path, tmp_path: Path, seed: int, record_property: Record
+) -> None:
+    """Half of the answers are soon known by heart, the other half are random keys. With one row in a batch, many hard
+    ones follow each other."""
+    generator, rows = random.Random(3), []
+    for number in range(600):
+        key = "".join(generator.choice("abcdefghijklmnopqrstuvwxyz0123456789") for _ in range(20))
+        question, answer = ("Key?", key) if number % 2 else ("Say it.", "yes yes yes yes yes")
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append(json.dumps({"messages": turns}))
+    (tmp_path / "two.jsonl").write_text("\n".join(rows) + "\n")
+    rate = [0.01, 0.003, 0.001][seed % 3]
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    settings = tiny_run.recipe(
+        folder,
+        data={"path": str(tmp_path / "two.jsonl"), "pack": False},
+        lora={"rank": 16, "alpha": 64, "targets": targets},
+        train={"steps": dose(300, 6000), "batch_size": 1, "seed": seed, "learning_rate": rate},
+    )
+    losses = train(load_recipe(settings), tmp_path / "run").losses
+    assert min(losses) < 0.1 and max(losses[-50:]) > 3.0, "both kinds of rows are met"
+    record_property("runs with random keys", 1)
+
+
 # R17: long runs
 
 NUM_STEPS = dose(300, 10_000)

@@ -290,7 +290,7 @@ class TrainSection(StageOptions):
     max_bad_steps: Count = Field(
         default=10,
         description="Stop at the last good state after this many consecutive steps that were skipped, had no gradient, "
-        "or were worse than random guessing.",
+        "or had a loss far above the usual ones.",
     )
     checkpoint_every: Auto | Count = Field(
         default="auto", description="Steps between checkpoints. auto: at most 2 % of the time is spent on saving."

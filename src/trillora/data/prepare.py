@@ -194,7 +194,7 @@ def prepare(
             store = open_store(folder, names)
     if store is None:
         raise TrilloraError("The new tokenized rows cannot be read back.", where=str(folder), do="check the disk")
-    dataset = Dataset(store, options, tokenizer.pad_token_id or 0, is_new)
+    dataset = Dataset(store, options, encoder.pad_id, is_new)
     if dataset.num_problems and options.on_bad_row == "refuse":
         first = dataset.problems[0]
         raise refused(first.what, first.where, first.do)
@@ -361,15 +361,15 @@ def store_inputs(
         rendering=render_settings(options, tokenizer, encoder),
         truncate_from=options.on_too_long.removeprefix("truncate-") if truncates else None,
         truncate_to=sequence_length if truncates else None,
-        tokenizer=_tokenizer_digest(tokenizer),
+        tokenizer=_tokenizer_digest(tokenizer, encoder.vocab_size),
     )
 
 
-def _tokenizer_digest(tokenizer: Tokenizer) -> str:
+def _tokenizer_digest(tokenizer: Tokenizer, vocab_size: int | None) -> str:
     """Of everything that `Encoder` reads. The special tokens may differ from those of the vocabulary's own file."""
     special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     ends = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, list(tokenizer("")["input_ids"])]
-    return json_digest([text_digest(tokenizer.backend_tokenizer.to_str()), special, ends])
+    return json_digest([text_digest(tokenizer.backend_tokenizer.to_str()), special, ends, vocab_size])
 
 
 def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder) -> RenderSettings:

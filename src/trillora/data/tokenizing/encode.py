@@ -54,6 +54,18 @@ class TokenizedDocument:
 EncodedRow = TokenizedDocument | BadRow
 
 
+class _Piece:
+    """The encoding of a text between two cuts."""
+
+    def __init__(self, encoding: Any) -> None:
+        self.encoding = encoding
+
+    @cached_property
+    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The ids, and the characters [start, end) of each."""
+        return np.array(self.encoding.ids, np.int32), np.array(self.encoding.offsets, np.int64).reshape(-1, 2)
+
+
 class Encoder:
     """A tokenizer that never turns content into a control token."""
 
@@ -69,11 +81,19 @@ class Encoder:
             chat_template = tokenizer.get_chat_template()
         words = ControlWords.of(self.special_words, self.added_words, chat_template)
         self.control_words, self._control = words.words, words.control
+        self._first_characters = {word[0] for word in words.words}
         self._spelling = special | {id_: token.content for id_, token in added.items() if token.content in words.marks}
         # Not the unknown token: any text may become it.
         watched = [id_ for id_ in self._spelling if id_ != tokenizer.unk_token_id]
-        self._is_control = np.zeros(max([*watched, len(tokenizer)]) + 1, np.bool_)
+        highest = max([*watched, *tokenizer.get_vocab().values()])
+        self._is_control = np.zeros(highest + 1, np.bool_)
         self._is_control[watched] = True
+        # Set by `load_tokenizer`. Only of interest if the tokenizer has more tokens than the model.
+        vocab_size: int | None = getattr(tokenizer, "model_vocab_size", None)
+        self.vocab_size = vocab_size if vocab_size is not None and vocab_size <= highest else None
+        # Any token of the model will do for padding. A pad token that was added to the tokenizer only has no weights.
+        pad_id = tokenizer.pad_token_id or 0
+        self.pad_id: int = pad_id if self.vocab_size is None or pad_id < self.vocab_size else 0
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -103,7 +123,16 @@ class Encoder:
                     script = scripts.pop(i)
                     documents[i] = self._finished(script, encoded.ids, _trained_bytes(script, encoded.lengths))
         documents |= zip(scripts, self._encode_by_tokenizer(list(scripts.values())), strict=True)
-        return [documents[i] for i in range(len(rows))]
+        return [self._checked(documents[i]) for i in range(len(rows))]
+
+    def _checked(self, document: EncodedRow) -> EncodedRow:
+        """A bad row if a token is outside the model's vocabulary: it has no embedding, and the loss would be NaN."""
+        if self.vocab_size is None or isinstance(document, BadRow) or document.tokens.max(initial=0) < self.vocab_size:
+            return document
+        outside = sorted({int(id_) for id_ in document.tokens if id_ >= self.vocab_size})
+        named = ", ".join(f"{self._backend.id_to_token(id_)!r} (id {id_})" for id_ in outside[:3])
+        what = f"The tokenizer gives {named}, but the model has only {self.vocab_size} tokens (vocab_size)."
+        return BadRow(what, "use the model's own tokenizer, or a model with embeddings for these tokens")
 
     def _encode_by_tokenizer(self, scripts: Sequence[RenderedRow]) -> list[EncodedRow]:
         bounds = [[0, *self._cuts(script), len(script.text)] for script in scripts]
@@ -121,15 +150,18 @@ class Encoder:
                 documents.append(error)
         return documents
 
-    def _encodings(self, pieces: Iterator[str]) -> Iterator[Any]:
-        """A row of a few megabytes may have a hundred thousand pieces; their encodings do not all fit into memory."""
+    def _encodings(self, pieces: Iterator[str]) -> Iterator[_Piece]:
+        """In portions: a hostile row of a few megabytes has a hundred thousand pieces, most of them equal."""
         while some := list(islice(pieces, PIECES_AT_ONCE)):
-            yield from self._backend.encode_batch(some, add_special_tokens=False)
+            distinct = list(dict.fromkeys(some))
+            encoded = self._backend.encode_batch(distinct, add_special_tokens=False)
+            found = dict(zip(distinct, map(_Piece, encoded), strict=True))
+            yield from map(found.__getitem__, some)
 
-    def _document(self, script: RenderedRow, parts: Iterator[Any], starts: Sequence[int]) -> TokenizedDocument:
+    def _document(self, script: RenderedRow, parts: Iterator[_Piece], starts: Sequence[int]) -> TokenizedDocument:
         """Reads all `parts`, also if the row is refused: those of the next row follow."""
         if len(starts) == 1:
-            whole = next(parts)
+            whole = next(parts).encoding
             ids = np.array(whole.ids, np.int32)
             supervised = np.zeros(len(ids), np.bool_)
             num_written = len(self._control.findall(script.text))
@@ -154,16 +186,15 @@ class Encoder:
         tokens = np.concatenate([self._head, ids, np.array([self._eos], np.int32)])
         return TokenizedDocument(tokens, np.pad(supervised, (len(self._head), 1), constant_values=True))
 
-    def _joined(self, parts: Iterator[Any], starts: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        all_ids, all_offsets = [], []
-        for part, start in zip(parts, starts, strict=True):
-            ids = np.array(part.ids, np.int32)
-            offsets = np.array(part.offsets, np.int64).reshape(-1, 2)
-            if start and self._anchor:
-                ids, offsets = ids[1:], offsets[1:] - len(self._anchor)
-            all_ids.append(ids)
-            all_offsets.append(offsets + start)
-        return np.concatenate(all_ids), np.concatenate(all_offsets)
+    def _joined(self, parts: Iterator[_Piece], starts: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The ids and the offsets in the whole text, without the anchors in front of all pieces but the first."""
+        first, *others = (part.arrays for part in parts)
+        skipped = 1 if self._anchor else 0
+        arrays = [first, *((ids[skipped:], offsets[skipped:]) for ids, offsets in others)]
+        shifts = np.array([0, *starts[1:]]) - np.array([0, *[len(self._anchor)] * len(others)])
+        offsets = np.concatenate([offsets for _, offsets in arrays])
+        counts = [len(ids) for ids, _ in arrays]
+        return np.concatenate([ids for ids, _ in arrays]), offsets + np.repeat(shifts, counts)[:, None]
 
     def _refuse_made_control(self, script: RenderedRow, ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
         """Raises BadRow if a control token comes from content, or from text that does not spell it."""
@@ -180,8 +211,9 @@ class Encoder:
     def _cuts(self, script: RenderedRow) -> list[int]:
         """After the first character of every control word that starts in planted text, also of overlapping ones; and
         at the script's own cuts, unless a cut would change the text."""
-        planted = (i for start, end in script.planted for i in range(start, end))
-        cuts = {i + 1 for i in planted if self._control.match(script.text, i)}
+        text, firsts = script.text, self._first_characters
+        planted = (i for start, end in script.planted for i in range(start, end) if text[i] in firsts)
+        cuts = {i + 1 for i in planted if self._control.match(text, i)}
         cuts.update(() if self._cuts_show else script.cuts)
         return sorted(i for i in cuts if 0 < i < len(script.text))
 

@@ -296,6 +296,7 @@ def test_the_template_a_run_was_trained_with_is_used(run: Path, tmp_path: Path) 
     (tmp_path / "adapter").mkdir()
     for file in (run / "adapter").iterdir():
         (tmp_path / "adapter" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "adapter" / "checksums.json").unlink()  # the adapter is changed on purpose
     (tmp_path / "adapter" / "chat_template.jinja").write_text("Q: {{ messages[0].content }} A:")
     generator = Generator.open(str(tmp_path))
     assert generator.prompts.decode(generator.prompts.encode("what?")) == "Q: what? A:"

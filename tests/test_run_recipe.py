@@ -147,6 +147,13 @@ def test_a_changed_recipe_json_is_noticed(run: Path, tmp_path: Path) -> None:
     log_progress(f"recipe.json: {total} damaged, {num_harmless} with the same content")
 
 
+def test_a_run_folder_with_a_name_that_is_too_long_is_refused(run: Path) -> None:
+    name = "r" * 5000
+    for arguments in (["train", str(run / "recipe.json"), "--out", name], ["report", name], ["eval", name]):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2 and "too long" in result.output, result.output
+
+
 # Credentials of addresses
 
 

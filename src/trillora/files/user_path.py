@@ -18,7 +18,7 @@ def user_path(text: str | os.PathLike[str], *, where: str, folder: Path | None =
     """The path, counted from `folder` if it is relative. `where` names the option or argument in errors."""
     path = os.fspath(text)
     check_letters(path, where)
-    path = os.path.expanduser(path)  # unlike Path.expanduser it leaves `~backup.jsonl` alone, if nobody has that name
+    path = os.path.expanduser(path)  # unlike Path.expanduser it leaves `~backup.jsonl` alone if there is no such user
     path = path if folder is None else os.path.join(folder, path)
     longest = max(map(len, os.fsencode(path).split(os.fsencode(os.sep))))
     if longest > MAX_NAME or len(os.fsencode(path)) > MAX_PATH:

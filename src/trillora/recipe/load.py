@@ -117,7 +117,8 @@ def _checked(
 ) -> Recipe:
     """The recipe in a mapping whose relative paths count from `folder`. With `code_flag` (what the user must give),
     only an override may allow the code of a model."""
-    tree, typed = _expanded(source), {}
+    tree = _expanded(source)
+    typed: dict[str, Any] = {}
     _locate(tree, folder)
     origins = Origins(name)
     for path, value in _parsed_overrides(overrides, origins):
@@ -126,10 +127,12 @@ def _checked(
         tree, typed = merged(tree, given), merged(typed, given)
     recipe = _validated(tree, origins)
     if masked := sorted(option for option, text in run_file.texts(recipe) if MASK in text):
+        exact = folder / run_file.NAME
+        instead = f"use {exact}, which is exact; or give" if os.path.isfile(exact) else "give"
         raise TrilloraError(
-            f"{masked[0]} contains {MASK}, the sign of a removed secret: this file is for reading only.",
+            f"{masked[0]} contains {MASK}, which replaces a secret in files for people.",
             where=origins.of(masked[0]),
-            do=f"write the original value, or give it on the command line: {' '.join(f'{m}=…' for m in masked[:8])}",
+            do=f"{instead} the original values: {' '.join(f'{option}=…' for option in masked[:8])}",
         )
     chosen = typed.get("model")
     is_typed = isinstance(chosen, Mapping) and "trust_remote_code" in chosen

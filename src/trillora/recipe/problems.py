@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from trillora.errors import TrilloraError, nearest
-from trillora.secrets import mask_settings, secrets_of_environment
+from trillora.secrets import mask_message
 
 MAX_SHOWN = 20  # problems of one recipe
 MAX_LETTERS = 80  # of a value or a name
@@ -216,7 +216,7 @@ def shown(value: Any) -> str:
             return repr(value)
         case str():
             # Masked before it is cut: half a key has no shape.
-            text = repr(mask_settings(value[:1000], secrets_of_environment()))
+            text = repr(mask_message(value[:1000]))
             return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
         case Mapping():
             return "a mapping"

@@ -27,7 +27,7 @@ from trillora.recipe.schema import (
     Recipe,
     Remat,
 )
-from trillora.secrets import mask_settings, secrets_of_environment
+from trillora.secrets import mask_message
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _masked(value: Any) -> Any:
     """Each text is masked by itself, so that the result is valid YAML with the same keys."""
     match value:
         case str():
-            return mask_settings(value, secrets_of_environment())
+            return mask_message(value)
         case dict():
             return {key: _masked(inner) for key, inner in value.items()}
         case list():

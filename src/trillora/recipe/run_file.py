@@ -107,7 +107,7 @@ def _without_credentials(value: Any, name: str, withheld: frozenset[str]) -> Any
 def _has_credentials(address: str) -> bool:
     """Whether a URL has a user, a password, or a query or fragment that may be a key."""
     scheme = address.partition("://")[0]
-    if scheme not in ("http", "https"):  # `#` is a letter of a name there, and `?` stands for any letter
+    if scheme not in ("http", "https"):  # `#` is a letter of a name there, and `?` a wildcard
         address = address.replace("#", "_")
         address = address if "=" in address else address.replace("?", "_")
     query = address.partition("?")[2]

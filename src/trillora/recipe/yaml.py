@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return node
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
@@ -74,7 +74,7 @@ def _size(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _add_constructor(tag: str, pattern: re.Pattern[str], convert: Callable[[str], Any]) -> None:
-    def construct(loader: _Loader, node: yaml.Node) -> Any:
+    def construct(loader: _Loader, node: yaml.ScalarNode) -> Any:
         text = loader.construct_scalar(node)
         if not pattern.fullmatch(text):
             problem = f"this is not a value of the type '{tag}'"

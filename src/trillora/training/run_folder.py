@@ -20,6 +20,7 @@ from typing import Any
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, HistoryEntry, Listener, ignore_events, to_metrics_line
 from trillora.files.atomic import append_file, write_file
+from trillora.files.user_path import user_path
 
 
 class RunFolder:
@@ -29,6 +30,7 @@ class RunFolder:
         self.path, self._writes, self._listener = path, writes, listener
         self._waiting: dict[Path, bytes] = {}  # lines that a full disk refused
         self._has_alarmed = False
+        user_path(path, where="--out")
         if path.exists() and not path.is_dir():
             raise TrilloraError("--out must be a folder, not a file.", where=str(path), do="choose another --out")
         if writes:

@@ -15,6 +15,7 @@ from typing import Any
 from trillora.data.excerpt import Piece
 from trillora.errors import TrilloraError
 from trillora.events import METRICS, Evaluated, HistoryEntry, Metric, Sampled, Skipped, Step
+from trillora.files.user_path import user_path
 from trillora.recipe import run_file
 from trillora.report.run.parse import count, mapping, parse, words
 from trillora.secrets import mask_secrets, mask_settings, mask_values, secrets_of_environment
@@ -81,6 +82,7 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
+    user_path(folder, where="the run")
     if not any((folder / name).is_file() for name in FILES):
         raise TrilloraError(
             f"This is not a run folder: it has none of {', '.join(FILES)}."

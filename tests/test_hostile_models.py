@@ -23,6 +23,8 @@ from tiny_run import write_model
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from trillora.data.rendering.render import RenderedRow
+from trillora.data.tokenizing.encode import Encoder
 from trillora.errors import TrilloraError
 from trillora.model.bridge import build_module
 from trillora.model.layout import Layout, Leaf
@@ -229,6 +231,22 @@ def test_one_of_several_chat_templates_is_used(templates: Any, used: str | None,
     change(folder / "tokenizer_config.json", chat_template=templates)
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.get_chat_template() if tokenizer.chat_template else None) == used
+
+
+@pytest.mark.parametrize("text", ["plain text", "a" * 60 + "c"])
+def test_a_pattern_that_makes_tokenizers_panic_is_an_error(text: str, folder: Path) -> None:
+    """The pattern needs exponential time for some texts. tokenizers then panics, with a BaseException."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"type": "Split", "pattern": {"Regex": "(?i)(?:(a|a)*)*$"}, "behavior": "Isolated", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "pre_tokenizer": pattern}))
+    encoder = Encoder(load_tokenizer(folder))
+    row = RenderedRow(text, ((0, len(text)),))
+    if text == "plain text":
+        encoder.encode([row])
+        return
+    with pytest.raises(TrilloraError, match="retry-limit") as caught:
+        encoder.encode([row])
+    assert caught.value.where == "tokenizer.json"
 
 
 # ---- weight files

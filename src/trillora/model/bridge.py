@@ -219,11 +219,12 @@ def find_decoder(module: Any, layers: list[torch.nn.Module]) -> torch.nn.Module 
 def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) -> Any:
     """transformers' module with parameters on the meta device and real buffers. It is in evaluation mode: the base is
     frozen, so its own dropout is off."""
-    config = type(config).from_dict(config.to_dict())
-    config.use_cache = False
     attention_functions.register()
     experts.register()
+    name_or_path = config.name_or_path
     try:
+        config = type(config).from_dict(config.to_dict())
+        config.use_cache = False
         with _parameters_on_meta():
             module = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=trust_remote_code
@@ -231,7 +232,7 @@ def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
     except Exception as error:  # whatever the model's code raises for values that do not fit each other
         raise TrilloraError(
             f"transformers cannot build a {config.model_type} model from this config: {_reason(error)}",
-            where=f"{config.name_or_path}/config.json" if config.name_or_path else None,
+            where=f"{name_or_path}/config.json" if name_or_path else None,
             do="use the config.json of the model's repository, and the transformers version that it names",
         ) from error
     with contextlib.suppress(Exception):  # raises for a model without experts

@@ -29,6 +29,7 @@ from trillora.data.rendering.render import RenderedRow
 from trillora.data.rows import BadRow
 from trillora.data.tokenizing.words import WordTokenizer
 from trillora.errors import TrilloraError
+from trillora.model.loading.source import tokenizer_errors
 
 Tokenizer = Any  # a transformers PreTrainedTokenizerFast; this layer does not import transformers
 WORDS_AFTER = 1_000_000  # characters: less text is tokenized before `WordTokenizer.of` has checked itself (0.7 s)
@@ -111,6 +112,7 @@ class Encoder:
         """Created when first needed, since it takes 0.7 s; None if it does not support this tokenizer."""
         return WordTokenizer.of(self._backend)
 
+    @tokenizer_errors()
     def encode(self, rows: Sequence[RenderedRow | BadRow]) -> list[EncodedRow]:
         """The documents of all rows; bad rows stay. A chat template writes BOS and EOS itself, others get them here."""
         scripts = {i: row for i, row in enumerate(rows) if isinstance(row, RenderedRow)}

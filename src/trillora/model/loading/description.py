@@ -54,6 +54,7 @@ class _Config(BaseModel):
     auto_map: dict[str, Any] | None = None
 
 
+FileName = Annotated[str, Field(pattern="^[ -~]+$", max_length=255)]
 TokenId = Annotated[int, Field(strict=True, ge=-1, lt=1 << 31)]
 
 
@@ -64,7 +65,7 @@ class _GenerationConfig(BaseModel):
 class _Index(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    weight_map: dict[str, str] = Field(min_length=1)
+    weight_map: dict[str, FileName] = Field(min_length=1)
 
 
 class _NamedTemplate(BaseModel):

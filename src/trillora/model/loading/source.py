@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,22 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     return config
 
 
+@contextmanager
+def tokenizer_errors() -> Iterator[None]:
+    """Also usable as a decorator: turns a panic of the tokenizers library, which is not an Exception, into an error."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3 defines this class in every library of its own
+            raise
+        raise TrilloraError(
+            f"The tokenizers library failed: {error}",
+            where="tokenizer.json",
+            do="use the tokenizer.json of the model's repository: this one has a pattern that cannot split the text",
+        ) from None
+
+
+@tokenizer_errors()
 def load_tokenizer(folder: Path) -> Any:
     """Loads the tokenizer. Missing files are an error: transformers would create an empty tokenizer."""
     from transformers import AutoTokenizer

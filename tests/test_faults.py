@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from trillora.events import Alarm, Evaluated, Skipped, Step
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.recipe.load import load_recipe
 from trillora.training.checkpoint import Checkpoints
+from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Diverged
 from trillora.training.run_folder import RunFolder, read_lines
 from trillora.training.signals import Interrupted
@@ -107,6 +109,22 @@ def test_absurd_learning_rate_from_the_start_leaves_no_checkpoint(folder: Path, 
     with pytest.raises(Diverged) as caught:
         train(load_recipe(settings), tmp_path / "run")
     assert "no good checkpoint" in caught.value.what and checkpoints_of(tmp_path / "run").steps() == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_divergence_monitor_accepts_noisy_losses_and_detects_divergence(seed: int) -> None:
+    """R9 for the rule itself: noisy falling losses with single outliers are accepted."""
+    generator = np.random.default_rng(seed)
+    monitor = DivergenceMonitor(math.log(50_000))
+    for step in range(1, 2001):
+        loss = 1.5 + 2.5 * math.exp(-step / 300) + generator.normal(0, 0.4) + (4 if generator.random() < 0.01 else 0)
+        monitor.observe(step, loss, 0.5, skipped=bool(generator.random() < 0.005))
+        assert monitor.num_bad < 4
+    restored = DivergenceMonitor.from_dict(json.loads(json.dumps(monitor.to_dict())))
+    assert restored == monitor
+    for step in range(2001, 2011):
+        monitor.observe(step, 9.0 + generator.normal(0, 0.5), 0.5, skipped=False)
+    assert monitor.num_bad >= 10 and monitor.first_bad is not None and monitor.first_bad >= 1999
 
 
 def test_full_disk_does_not_stop_the_training(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_an_endless_template_is_found_after_a_few_rows(tmp_path: Path, template:
         assert str(caught.value.where).endswith("a.jsonl:1")
         assert used < HARD_SECONDS_PER_ROW + 2
     else:
-        assert "not tried" in caught.value.what and f"because {MAX_AT_START} rows" in caught.value.what
+        assert "not tried" in caught.value.what and f"on {MAX_AT_START} rows" in caught.value.what
         assert used < BOUND
 
 

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
-from trillora.child_process import bare_environment, isolated_python
-from trillora.data.frames import read_frame, write_frame
+from trillora.child_process import bare_environment, isolated_python, read_frame, write_frame
 from trillora.data.rendering.render import Cut, RenderedRow, RenderSettings
 from trillora.data.rendering.worker import SECONDS_PER_ROW
 from trillora.data.rows import BadRow, RawRow
@@ -89,12 +88,12 @@ class Worker:
             return []
         limits = f"more than {SECONDS_PER_ROW:g} seconds or too much memory"
         do = "remove the row, or fix a loop in the template that does not end"
-        return [BadRow(f"Rendering this row killed the worker: it took {limits}.", do, past_limit=True)]
+        return [BadRow(f"Rendering one row killed the worker: it took {limits}.", do, past_limit=True)]
 
     def _not_tried(self) -> BadRow:
         last = self._past_limit[-1]
-        what = f"This row was not tried, because {len(self._past_limit)} rows before it reached a limit. {last.what}"
-        return BadRow(what, last.do, past_limit=True)
+        why = f"This happened on {len(self._past_limit)} rows, so the template was not tried on this one."
+        return BadRow(f"{last.what} {why}", last.do, past_limit=True)
 
     def start(self) -> None:
         """Start the process unless it runs. Raises if a template does not compile."""

@@ -14,7 +14,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from trillora.data.frames import read_frame, write_frame
+from trillora.child_process import read_frame, write_frame
 from trillora.data.rendering.render import MAX_CHARACTERS, Cut, RenderedRow, Renderer, RenderSettings, parse
 from trillora.data.rows import BadRow
 from trillora.errors import TrilloraError
@@ -82,10 +82,10 @@ def _limited(work: Any) -> Any:
         signal.setitimer(signal.ITIMER_PROF, HARD_SECONDS_PER_ROW)  # SIGPROF has no handler: it ends the process
         return work()
     except TooSlow:
-        what = f"The template ran for more than {SECONDS_PER_ROW:g} seconds on this row."
+        what = f"The template ran for more than {SECONDS_PER_ROW:g} seconds on one row."
         raise BadRow(what, "fix the loop in the template that does not end", past_limit=True) from None
     except MemoryError:
-        what = f"The template needed more than {BYTES_ABOVE_START >> 20} MB for this row."
+        what = f"The template needed more than {BYTES_ABOVE_START >> 20} MB for one row."
         raise BadRow(what, "fix the part of the template that repeats or multiplies text", past_limit=True) from None
     except RecursionError:
         raise BadRow("The template calls itself endlessly.", "fix the macro that calls itself") from None

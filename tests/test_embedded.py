@@ -15,8 +15,8 @@ import pytest
 from safetensors import safe_open
 
 from trillora.errors import TrilloraError
-from trillora.model.loading import embedded
 from trillora.files.cache_dir import cache_root
+from trillora.model.loading import embedded
 from trillora.model.loading.embedded import smollm2_folder
 
 needs_wheel = pytest.mark.skipif(

@@ -26,6 +26,7 @@ from trillora.data.tokenizing import store as store_module
 from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.data.tokenizing.store import ROW, StoreWriter, locked_store, open_store
 from trillora.errors import TrilloraError
+from trillora.events import Alarm, Event, Note, Progress
 from trillora.files import hub
 from trillora.files.cache_dir import CacheUnwritable, cache_root, with_cache, writing_cache
 from trillora.model.loading import embedded
@@ -102,6 +103,14 @@ def test_the_lock_of_a_store_is_released(tmp_path: Path) -> None:
             lock = store_module.filelock.FileLock(tmp_path / "data" / "abc.lock", timeout=0)
             with pytest.raises(store_module.filelock.Timeout):
                 lock.acquire()
+
+
+def test_every_command_shows_that_the_cache_is_not_used() -> None:
+    shown: list[Event] = []
+    listen = cli._only_progress(shown.append)  # of `trillora inspect`
+    for event in (Note("a"), Alarm("b"), Progress("c", 1, 2, "rows")):
+        listen(event)
+    assert shown == [Alarm("b"), Progress("c", 1, 2, "rows")]
 
 
 def test_errors_of_libraries_are_not_called_a_full_cache(tmp_path: Path) -> None:

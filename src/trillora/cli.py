@@ -72,6 +72,7 @@ class Verbs(TyperGroup):
         if verb not in ANYWHERE:
             _check_folder()
         name, command, rest = super().resolve_command(ctx, args)
+        assert command is not None
         shared = [option for option in self.params if option.name == TRACEBACK]  # may stand before or after the verb
         command.params += [option for option in shared if option not in command.params]
         return name, command, rest
@@ -558,11 +559,11 @@ def _progress_on_stderr() -> Iterator[Listener]:
 
 
 def _only_progress(listener: Listener) -> Listener:
-    """Drops all other events: the report has their content."""
-    from trillora.events import Progress
+    """Drops all events but progress and alarms: the report has their content."""
+    from trillora.events import Alarm, Progress
 
     def listen(event: Event) -> None:
-        if isinstance(event, Progress):
+        if isinstance(event, Progress | Alarm):
             listener(event)
 
     return listen

@@ -45,7 +45,8 @@ def guarded_output() -> Iterator[None]:
         yield
     finally:
         with suppress(OSError, ValueError):  # a closed pipe; `flush_output` deals with it
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         sys.stdout, sys.stderr = before
 
 

@@ -167,17 +167,18 @@ class Renderer:
         return text, planted
 
     @cached_property
-    def _own_marks(self) -> set[str]:
+    def _own_marks(self) -> frozenset[str]:
         """The model's own marks. Few data sets have them in their texts, so they are found when first needed."""
         if self._answers is None:
-            return set()
-        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
-        calls = [{**answer, "content": content, "tool_calls": [_CALL]} for content in (None, "", "!")]
-        plain, *called = (
-            set(self._words.control.findall(_render_or_empty(Chat(messages), self._answers.template, False)))
-            for messages in ([question, answer, question, answer], *([question, call] for call in calls))
-        )
-        return (_THINKING | (set().union(*called) - plain if plain else set())) & self._words.marks
+            return frozenset()
+        question: Message = {"role": "user", "content": "?"}
+        answer: Message = {"role": "assistant", "content": "!"}
+        chats = [[question, answer, question, answer]]
+        chats += [[question, {**answer, "content": content, "tool_calls": [_CALL]}] for content in (None, "", "!")]
+        texts = [_render_or_empty(Chat(messages), self._answers.template, prompt=False) for messages in chats]
+        plain, *called = (set(self._words.control.findall(text)) for text in texts)
+        own = set().union(*called) - plain if plain else set()  # no plain words: the template refused the chat
+        return self._words.marks & (own | _THINKING)
 
     def _may_write(self, word: str) -> bool:
         return word in self._words.marks and word in self._own_marks

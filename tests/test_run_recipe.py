@@ -259,7 +259,7 @@ def test_a_run_of_a_stranger_runs_no_code(file: str, own_code: tuple[Path, Path]
         if file == "recipe.json":
             recipe = load_recipe(run / "resolved.yaml", [f"model.trust_remote_code={trusting}"])
             (run / file).write_text(run_file.dump(recipe).replace(str(run / "m"), "./m"))
-            content = json.loads((run / file).read_text())  # whoever writes the file can also write its digest
+            content = json.loads((run / file).read_text())  # a stranger can also write the digest
             content["sha256"] = run_file.json_digest({name: content[name] for name in ("withheld", "recipe")})
             (run / file).write_text(json.dumps(content))
         for arguments in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
 import gzip
 import io
@@ -65,7 +66,8 @@ def write(folder: Path, name: str, data: bytes) -> str:
     return str(path)
 
 
-PARQUET = ParquetDecoder()  # one process for all tests; it ends with this one
+PARQUET = ParquetDecoder()  # one process for all tests
+atexit.register(PARQUET.close)
 
 
 def rows_of(

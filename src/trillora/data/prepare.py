@@ -35,7 +35,7 @@ from trillora.data.reading.files import Content, DataFile, Kind, expand
 from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.readers import read_rows
 from trillora.data.rendering import formats
-from trillora.data.rendering.pool import Batch, Outcome, Pool
+from trillora.data.rendering.pool import MAX_PAST_LIMIT, Batch, Outcome, Pool
 from trillora.data.rendering.render import NO_CHAT_TEMPLATE, Cut, RenderedRow, RenderSettings, parse
 from trillora.data.rows import BadRow, Fault, RawRow, place, refused
 from trillora.data.tokenizing.encode import EncodedRow, Encoder, TokenizedDocument, Tokenizer
@@ -49,7 +49,6 @@ ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
 KEPT_PROBLEMS = 200  # bad rows stored with their place; all are counted
-MAX_PAST_LIMIT = 10  # rows that may exceed the time or memory limit; with more, the template is the problem
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,8 @@ def prepare(
         is_new = store is None
         if store is None:
             _remove_leftovers(folder.parent)
-            with Pool(inputs.rendering, num_workers) as pool, ParquetDecoder() as parquet:
+            allowed = 1 if options.on_bad_row == "refuse" else MAX_PAST_LIMIT
+            with Pool(inputs.rendering, num_workers, max_past_limit=allowed) as pool, ParquetDecoder() as parquet:
                 read_with = _Resources(files, contents, encoder, pool, parquet)
                 _StoreBuilder(inputs, read_with, options.on_bad_row, listener).run(folder)
             store = open_store(folder, names)

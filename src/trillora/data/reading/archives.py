@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, BinaryIO, cast
 
+from trillora.data.reading.cursor import FETCH_AGAIN
 from trillora.data.reading.files import KNOWN, Kind, found_data
-from trillora.data.reading.streams import BLOCK, FETCH_AGAIN, Damage, Meter, RawFile, Stream, read_up_to
+from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, read_up_to
 from trillora.data.rows import Fault
 from trillora.errors import TrilloraError
 from trillora.safe_text import visible_line

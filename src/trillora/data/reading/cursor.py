@@ -1,4 +1,4 @@
-"""Numbers the records of a file, and turns each into a `RawRow` or a `Fault`."""
+"""Numbers the records of a file, and turns each into a `RawRow` or a `Fault`. The limits of rows, and common advice."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 from trillora.data.rows import Fault, RawRow
 
 MAX_ROW_BYTES = 32 << 20
+MAX_COLUMNS = 999  # of a table
+FETCH_AGAIN = "copy or download the file again, completely"
 SAVE_AS_UTF8 = "save the file as UTF-8"
 SHORTEN = "shorten this row, or split it into several rows"
 

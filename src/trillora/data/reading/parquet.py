@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 
-from trillora.child_process import bare_environment, isolated_python
-from trillora.data.frames import read_frame, write_frame
-from trillora.data.reading.cursor import Cursor
+from trillora.child_process import bare_environment, isolated_python, read_frame, write_frame
+from trillora.data.reading.cursor import FETCH_AGAIN, Cursor
 from trillora.data.reading.files import Kind
-from trillora.data.reading.streams import FETCH_AGAIN, Damage, Meter, RawFile, Stream, decompressed, read_up_to
+from trillora.data.reading.parquet_worker import SECONDS_PER_FRAME, WRITE_AGAIN
+from trillora.data.reading.streams import Damage, Meter, RawFile, Stream, decompressed, read_up_to
 from trillora.data.rows import RowsOfFile
 from trillora.errors import TrilloraError
 
@@ -79,8 +80,10 @@ class ParquetDecoder:
                 write_frame(process.stdin, message)  # type: ignore[arg-type]
             reply = read_frame(process.stdout)  # type: ignore[arg-type]
         if reply is None:
-            what = "This Parquet file crashed its decoder, or took too long to decode: it is probably damaged."
-            raise Damage(what, FETCH_AGAIN)
+            if process.wait() == -signal.SIGPROF:
+                what = f"Decoding a few rows of this Parquet file takes more than {SECONDS_PER_FRAME:g} seconds."
+                raise Damage(what, WRITE_AGAIN)
+            raise Damage("This Parquet file crashed its decoder, so it is probably damaged.", FETCH_AGAIN)
         return reply
 
     def _start(self) -> subprocess.Popen[bytes]:

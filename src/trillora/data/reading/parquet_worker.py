@@ -21,15 +21,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
-from trillora.data.frames import read_frame, write_frame
-from trillora.data.reading.cursor import Cursor
+from trillora.child_process import read_frame, write_frame
+from trillora.data.reading.cursor import FETCH_AGAIN, MAX_COLUMNS, Cursor
 from trillora.data.rows import RawRow
 
 BYTES_ABOVE_START = 1 << 30
-SECONDS_PER_FRAME = 60.0  # of processor time
-MAX_COLUMNS = 999
-FETCH_AGAIN = "copy or download the file again, completely"
-_BATCH_BYTES = 64 << 20  # decoded at a time, by the sizes that the file states
+WRITE_AGAIN = "remove the file; if you trust it, write it again with smaller row groups, or as .jsonl"
+SECONDS_PER_FRAME = 30.0  # of processor time
+_BATCH_BYTES = 16 << 20  # decoded at a time, by the sizes that the file states
 _BATCH_ROWS = 256
 _BUFFER = 1 << 20  # bytes of a column that are read at a time
 _FRAME_BYTES = 1 << 20
@@ -128,7 +127,10 @@ def _rows(file: RemoteFile) -> Iterator[bytes]:
     at = Cursor()
     try:
         table = pyarrow.parquet.ParquetFile(
-            file, pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True  # if the file has checksums
+            file,
+            pre_buffer=False,
+            buffer_size=_BUFFER,
+            page_checksum_verification=True,  # if the file has checksums
         )
         _check_columns(table)
         for group in range(table.num_row_groups):
@@ -144,8 +146,7 @@ def _rows(file: RemoteFile) -> Iterator[bytes]:
                     yield b"+" + row.raw if isinstance(row, RawRow) else b"-" + json.dumps([row.what, row.do]).encode()
     except MemoryError:
         what = f"Decoding this Parquet file needs more than {BYTES_ABOVE_START >> 30} GiB of memory."
-        do = "remove the file; if you trust it, write it again with smaller row groups, or as .jsonl"
-        raise Refused(what, do) from None
+        raise Refused(what, WRITE_AGAIN) from None
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         reason = str(error).partition("\n")[0][:200]
         what = f"This is not a Parquet file, or it is damaged: {reason.rstrip('.')}."

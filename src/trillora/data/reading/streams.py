@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
+from trillora.data.reading.cursor import FETCH_AGAIN
 from trillora.data.reading.files import HASHED_BLOCK, Content, cannot_read, read_block
 from trillora.errors import TrilloraError
 
@@ -23,7 +24,6 @@ FREE_BYTES_OF_FILE = 8 * FREE_BYTES  # the same for all members of one archive t
 _KEPT_BLOCKS = 8  # a Parquet reader alternates between columns
 _ZSTD_SLICE = 1 << 10  # 4 bytes of zstd expand to at most 128 KiB, so one slice to at most 32 MiB
 _ZSTD_WINDOW = 1 << 27  # bytes of history in the decoder; 128 MiB is also the limit of the zstd command
-FETCH_AGAIN = "copy or download the file again, completely"
 _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),

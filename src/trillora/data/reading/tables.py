@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, Cursor, too_long
+from trillora.data.reading.cursor import MAX_COLUMNS, MAX_ROW_BYTES, SAVE_AS_UTF8, Cursor, too_long
 from trillora.data.reading.streams import BLOCK, Damage, Stream
 from trillora.data.rows import RowsOfFile
-
-MAX_COLUMNS = 999
 
 
 class _TooLong(NamedTuple):

@@ -29,7 +29,7 @@ from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
 from trillora.report.data.page import page
 from trillora.report.data.screen import show
-from trillora.safe_text import visible
+from trillora.safe_text import visible, visible_line
 
 ESCAPE = "\x1b[2Jgone"
 SCRIPT = "<script>alert('x')</script>"
@@ -236,7 +236,8 @@ def test_bins_hold_every_length_and_end_at_the_sequence(longest: int, sequence_l
 
 
 def test_control_characters_are_spelled_out() -> None:
-    assert visible("a\x1b[2J\x9b\r\t\x00\u202e\u2028\ud800b") == r"a\x1b[2J\x9b\r\t\x00\u202e\u2028\ud800b"
+    assert visible("a\x1b[2J\x9b\r\x00\u202e\u2028\ud800b") == r"a\x1b[2J\x9b\r\x00\u202e\u2028\ud800b"
+    assert visible("a\tb") == "a\tb" and visible_line("a\tb\n") == r"a\tb\n"
     assert visible("Zeile\nnächste 漢字 👩‍🚀 می‌خواهم") == "Zeile\nnächste 漢字 👩‍🚀 می‌خواهم"
 
 

@@ -86,6 +86,7 @@ GUARANTEES = (
             "test_storage.py::test_an_interrupted_remote_write_or_removal",
             "test_checkpoint.py::test_a_failed_save",
             "test_faults.py::test_full_disk",
+            "test_best_checkpoint.py::test_full_disk",
             "test_faults.py::test_run_without_its_last",
         ),
     ),
@@ -104,24 +105,84 @@ GUARANTEES = (
     Guarantee(
         "R8 NaN and Inf",
         "numbers",
-        "in loss and gradient, for each optimizer; a whole run with an infinite weight",
+        "in loss, gradient and update, for each optimizer; a whole run with an infinite weight",
         (
             "test_step.py::test_a_loss_that_is_not_finite",
             "test_step.py::test_a_gradient_that_is_not_finite",
+            "test_step.py::test_an_update_that_is_not_finite",
             "test_faults.py::test_batch_with_a_non_finite_loss",
         ),
     ),
     Guarantee(
         "R9 one bad batch",
         "numbers",
-        "a batch of garbage among clean ones; 10 clean seeds, 10 simulated runs of 2,000 steps",
+        "a batch of garbage among clean ones; 10 clean seeds, 1,400 simulated runs of 6,000 steps",
         (
             "test_promises.py::test_a_poisonous_batch",
             "test_promises.py::test_clean_runs",
-            "test_faults.py::test_divergence_monitor",
+            "test_divergence.py::test_a_healthy_run",
+            "test_divergence.py::test_a_diverged_run",
+        ),
+    ),
+    Guarantee(
+        "R10 every row once per epoch",
+        "data",
+        "1, 3 and 8 processes, shuffled, packed or not, resumed; text split into documents",
+        (
+            "test_data.py::test_every_epoch_has",
+            "test_data.py::test_processes_together",
+            "test_data.py::test_packing_has_each_document",
+            "test_data.py::test_unpacked_documents",
+            "test_data.py::test_split_text",
         ),
     ),
     Guarantee("R11 device counts change", "devices", "1, 8, 1 devices", ("test_resume.py::test_devices_may_change",)),
+    Guarantee(
+        "R12 bad rows",
+        "data",
+        "10,000 fuzzed rows, 10,000 mutated rows of every format, mutated files of every kind",
+        (
+            "test_data_prepare.py::test_ten_thousand_fuzzed_rows",
+            "test_data_prepare.py::test_bad_row_stops",
+            "test_data_formats.py::test_ten_thousand_mutated_rows",
+            "test_data_sources.py::test_mutated_files",
+            "test_data_sources.py::test_corrupt_parquet",
+            "test_hostile_data.py::",
+        ),
+    ),
+    Guarantee(
+        "R13 real data",
+        "real data",
+        "public data sets, downloaded; every count of the summary adds up",
+        ("test_real_data.py::",),
+    ),
+    Guarantee(
+        "R14 every trained document has supervised tokens",
+        "data",
+        "rows without an answer within the sequence length, rows too long, rows shortened: refused or counted",
+        (
+            "test_data.py::test_documents_without_trained_tokens",
+            "test_data_prepare.py::test_rows_whose_answer",
+            "test_data_prepare.py::test_rows_too_long",
+            "test_data_prepare.py::test_truncation_shortens",
+            "test_data_report.py::test_rows_too_long_are_counted",
+            "test_data_report.py::test_nothing_left_to_train",
+            "test_data_report.py::test_shortened_rows",
+        ),
+    ),
+    Guarantee(
+        "R15 the mask is correct",
+        "masks",
+        "10,000 random conversations over all template families and real tokenizers, against the tokenizer's own "
+        "rendering",
+        (
+            "test_data_render.py::test_rendering_equals",
+            "test_data_render.py::test_stop_token_is_trained",
+            "test_data_render.py::test_marked_template",
+            "test_data_render.py::test_questions_and_tool_results",
+            "test_data_real_tokenizers.py::test_rendering_equals",
+        ),
+    ),
     Guarantee(
         "R16 the saved adapter is correct",
         "adapter",
@@ -140,10 +201,17 @@ GUARANTEES = (
         alone=True,
     ),
     Guarantee(
+        "R18 polite install",
+        "install",
+        "pip on the complete package lists of Colab's TPU and GPU images: nothing they have is changed",
+        ("test_install.py::",),
+    ),
+    Guarantee(
         "R20 one owner",
         "owner",
-        "a second process is refused, the lock of a dead process is taken over, many processes at once",
-        ("test_run_lock.py::", "test_interruptions.py::test_second_process"),
+        "a second process is refused, the lock of a dead process is taken over, many processes at once; two runs with the "
+        "same checkpoint folder or URL",
+        ("test_run_lock.py::", "test_checkpoint_owner.py::", "test_interruptions.py::test_second_process"),
     ),
     Guarantee(
         "S1 no pickle",
@@ -161,6 +229,38 @@ GUARANTEES = (
         "safety",
         "malicious model and tokenizer folders with auto_map",
         ("test_source.py::test_code_in_a", "test_source.py::test_model_that_transformers_supports"),
+    ),
+    Guarantee(
+        "S3 archives",
+        "safety",
+        "parent paths, absolute paths, links, devices, bombs, too many members, false headers",
+        (
+            "test_data_sources.py::test_hostile_tar",
+            "test_data_sources.py::test_hostile_zip",
+            "test_data_sources.py::test_an_archive_with_too_many",
+            "test_data_sources.py::test_a_tar_header",
+            "test_data_sources.py::test_compression_bombs",
+            "test_data_sources.py::test_members_after_a_bomb",
+            "test_data_sources.py::test_many_small_bombs",
+        ),
+    ),
+    Guarantee(
+        "S4 control tokens",
+        "masks",
+        "every control token in every text field of 10,000 hostile conversations, over all template families and real "
+        "tokenizers with their own flags",
+        (
+            "test_control_tokens.py::",
+            "test_data_render.py::test_control_tokens_planted",
+            "test_data_real_tokenizers.py::test_control_tokens_planted",
+            "test_prompts.py::test_control_tokens",
+        ),
+    ),
+    Guarantee(
+        "S5 hostile templates",
+        "safety",
+        "endless loops, gigabytes, recursion, escapes from the sandbox, mutated templates",
+        ("test_hostile_templates.py::", "test_data_worker.py::test_hostile_template", "test_data_worker.py::test_row"),
     ),
     Guarantee(
         "S6 secrets",
@@ -199,7 +299,30 @@ GUARANTEES = (
         "S9 changed inputs are refused",
         "resume",
         "recipe, data, model or tokenizer changed between two starts",
-        ("test_resume.py::test_changed_inputs", "test_resume.py::test_changes_are_accepted"),
+        ("test_resume.py::test_changed_inputs", "test_resume.py::test_changes_are_accepted", "test_token_cache.py::"),
+    ),
+    Guarantee(
+        "S10 dependencies",
+        "install",
+        "the lock files have every requirement with its hashes, and are what the tests run with; the linter's security "
+        "rules are part of `make lint`",
+        ("test_locks.py::",),
+    ),
+    Guarantee(
+        "S11 hostile files and commands",
+        "fuzz",
+        "10,000 recipes, 10,000 changes of a model's description, 2,000 of checkpoints, adapters, command lines; 500 "
+        "changes of run folders, model folders and recipes, each followed by a real command",
+        (
+            "test_hostile_recipes.py::",
+            "test_hostile_models.py::",
+            "test_hostile_adapters.py::",
+            "test_hostile_checkpoints.py::",
+            "test_hostile_terminal.py::",
+            "test_hostile_environment.py::",
+            "test_isolation.py::",
+            "test_mutations.py::",
+        ),
     ),
 )
 GOODPUT = "R19 goodput"

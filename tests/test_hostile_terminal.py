@@ -285,6 +285,12 @@ def test_a_short_user_name_is_not_replaced_inside_words() -> None:
     assert mask_urls("port of r", secrets_of_url("s3://r@host/x")) == "port of •••"
 
 
+def test_a_url_in_the_place_of_a_path_is_masked_too() -> None:
+    for arguments in (["report", "s3://k:hunter2x@b"], ["train", "s3://k:hunter2x@b/hunter2x", "--out", "x"]):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2 and "hunter2x" not in result.output and "•••" in result.output
+
+
 def test_messages_of_a_run_never_repeat_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
     with console_listener() as listen:
         listen(Note("reading s3://k:hunter2x@b"))

@@ -29,7 +29,7 @@ import trillora
 from trillora.errors import Bug, TrilloraError, as_error, nearest
 from trillora.report.output import closed_pipe_safe, flush_output, guarded_output, masked
 from trillora.safe_text import visible
-from trillora.secrets import mask_message
+from trillora.secrets import mask_message, secrets_of_url
 
 if TYPE_CHECKING:
     from trillora.evaluation.evaluate import Evaluation
@@ -40,6 +40,7 @@ EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 OWN_PROCESS = "own process"  # the context's obj under `main`: nothing else runs in this process afterwards
 TRACEBACK = "show_traceback"  # the option, and its value in the context
+TRACEBACK_HELP = "Show the traceback of an error, as TRILLORA_TRACEBACK=1 does."
 ANYWHERE = {"doctor", "schema"}  # verbs that work in a folder with any name
 OLD_VERBS = {"data": "inspect", "version": "--version"}
 USAGE_ERROR = typer.BadParameter.__mro__[1]  # typer has no public name for it
@@ -83,7 +84,7 @@ def _errors_as_text(ctx: Any) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _print_error("interrupted")
+        _print_error("interrupted", ctx)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except typer.Exit:
         raise
@@ -97,8 +98,8 @@ def _errors_as_text(ctx: Any) -> Iterator[None]:
         else:
             shown = as_error(error)
         if ctx.meta.get(TRACEBACK) or os.environ.get("TRILLORA_TRACEBACK", "0") not in ("", "0"):
-            _print_error("".join(traceback.format_exception(error)).rstrip())
-        _print_error(f"{shown}{_for_the_report(ctx)}" if isinstance(shown, Bug) else str(shown))
+            _print_error("".join(traceback.format_exception(error)).rstrip(), ctx)
+        _print_error(f"{shown}{_for_the_report(ctx)}" if isinstance(shown, Bug) else str(shown), ctx)
         raise typer.Exit(shown.exit_code) from None
 
 
@@ -209,12 +210,7 @@ def _options(
     ] = False,
     show_traceback: Annotated[
         bool,
-        typer.Option(
-            "--traceback",
-            callback=_note_traceback,
-            expose_value=False,
-            help="Show the traceback of an error, as TRILLORA_TRACEBACK=1 does.",
-        ),
+        typer.Option("--traceback", callback=_note_traceback, expose_value=False, help=TRACEBACK_HELP),
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -589,8 +585,10 @@ def _print_event(event: Event) -> None:
     print(to_json(masked(event)), file=closed_pipe_safe(sys.stdout), flush=True)
 
 
-def _print_error(text: str) -> None:
-    print(visible(mask_message(text)), file=closed_pipe_safe(sys.stderr))
+def _print_error(text: str, ctx: Any) -> None:
+    # A URL may reach the message in pieces: as a path, "s3://k:pw@b/x" has the name "x" in the folder "s3:/k:pw@b".
+    known = [part for word in ctx.find_root().meta["command"] for part in secrets_of_url(word) if len(part) > 3]
+    print(visible(mask_message(text, known)), file=closed_pipe_safe(sys.stderr))
 
 
 def main() -> None:

@@ -129,10 +129,10 @@ def mask_secrets(text: str, known: Iterable[str] = ()) -> str:
     return _HEX40.sub(_mask_unless_commit, text)
 
 
-def mask_message(text: str) -> str:
+def mask_message(text: str, known: Iterable[str] = ()) -> str:
     """A message without secrets: keys by their shape, values by their name, passwords of URLs, and the secrets of the
     environment."""
-    return mask_settings(text, secrets_of_environment())
+    return mask_settings(text, (*known, *secrets_of_environment()))
 
 
 def mask_settings(text: str, known: Iterable[str] = ()) -> str:

@@ -209,8 +209,8 @@ GUARANTEES = (
     Guarantee(
         "R20 one owner",
         "owner",
-        "a second process is refused, the lock of a dead process is taken over, many processes at once; two runs with the "
-        "same checkpoint folder or URL",
+        "a second process is refused, the lock of a dead process is taken over, many processes at once; two runs with "
+        "the same checkpoint folder or URL",
         ("test_run_lock.py::", "test_checkpoint_owner.py::", "test_interruptions.py::test_second_process"),
     ),
     Guarantee(

@@ -343,7 +343,7 @@ def test_no_command_line_finds_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyP
         bad = [c for c in result.output if c not in "\n\t\u200c\u200d" and not c.isprintable()]
         assert bad == [], (words, bad)
         assert "hunter2x" not in result.output
-        assert "Traceback" not in result.output or any("--traceback".startswith(word[:5]) for word in words)
+        assert "Traceback" not in result.output or any(word.startswith("--traceback") for word in words)
         seen[result.exit_code] = seen.get(result.exit_code, 0) + 1
     assert seen[0] > 5 and seen[2] > 100
     assert {path.name for path in tmp_path.iterdir()} == set(recipes)  # nothing was written

@@ -115,7 +115,7 @@ REAL_VERBS = [
     ("generate", "run", "--prompt", "hi", "--max-tokens", "2"),
     ("chat", "run"),
     ("report", "run"),
-    ("quickstart", "--out", "chats.jsonl"),
+    ("quickstart", "--out", "chats.jsonl/below-a-file"),
 ]
 
 

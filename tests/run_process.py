@@ -63,7 +63,8 @@ def interrupt_often(
 def leftovers(run: Path) -> list[str]:
     """What interrupted writes have left in the checkpoint folder."""
     checkpoints = run / "checkpoints"
-    return sorted(path.name for path in checkpoints.glob(".*")) if checkpoints.exists() else []
+    locks = (".lock", ".lock-owner")  # the next owner takes these over
+    return sorted({path.name for path in checkpoints.glob(".*")} - set(locks)) if checkpoints.exists() else []
 
 
 def check_all_readable(run: Path) -> None:

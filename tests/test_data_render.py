@@ -175,7 +175,8 @@ def prove_planted_is_text(
             ):
                 assert isinstance(plain, TokenizedDocument), (field, plain)
                 is_own = word in family.own and is_written(field, planted)
-                if isinstance(rendered, BadRow) and not (is_own and place.endswith("{}")):  # nothing after the thinking
+                is_last = place.endswith(("{}", "{0}"))  # nothing after the thinking
+                if isinstance(rendered, BadRow) and not (is_own and is_last):
                     assert word in rendered.what and not field.endswith("content"), (field, rendered)
                     continue
                 num_text += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -351,3 +352,20 @@ def test_smollm2_answers_like_transformers() -> None:
     expected = generated_by_transformers(reference, [tokens])[0].tolist()
     assert list(answer.tokens) == expected[: len(answer.tokens)]
     assert len(answer.tokens) == NUM_NEW or expected[len(answer.tokens)] in generator.prompts.stops
+
+
+def test_a_base_that_has_changed_is_refused_unless_it_is_named(run: Path, tmp_path: Path) -> None:
+    """One flipped bit of the weights; every other file is as it was."""
+    model, other = run.parent / "model", tmp_path / "model"
+    shutil.copytree(model, other)
+    weights = model / "model.safetensors"
+    original = weights.read_bytes()
+    try:
+        weights.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+        for with_adapter in (True, False):
+            with pytest.raises(TrilloraError, match="not the one that this run was trained on"):
+                Generator.open(str(run), with_adapter=with_adapter)
+        Generator.open(str(run), overrides=[f"model.name={model}"])
+    finally:
+        weights.write_bytes(original)
+    Generator.open(str(run), overrides=[f"model.name={other}"])

@@ -29,11 +29,11 @@ from trillora.errors import TrilloraError
 from trillora.model.bridge import build_module
 from trillora.model.layout import Layout, Leaf
 from trillora.model.loading.description import check_weights, read_config, stop_tokens
+from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.source import OpenModel, load_config, load_tokenizer
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.loading.weights import resolve_sources
 from trillora.preflight.inputs import KNOWN_MODELS
-from trillora.training.run_identity import weights_digest
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -20,13 +20,14 @@ from trillora.errors import TrilloraError
 from trillora.evaluation.evaluate import evaluate, read_rows, recipe_with_data
 from trillora.events import ignore_events
 from trillora.generation.generator import Generator
+from trillora.model.loading.digest import weights_digest
 from trillora.recipe import run_file
 from trillora.recipe.load import load_recipe, load_run_recipe
 from trillora.recipe.schema import Recipe, stages_of
 from trillora.report.run.read import read_run
 from trillora.report.run.status import run_status
 from trillora.secrets import MASK
-from trillora.training.run_identity import fixed_options, weights_digest
+from trillora.training.run_identity import fixed_options
 from trillora.training.trainer import train
 
 SECRET = "canary-5150-horse"

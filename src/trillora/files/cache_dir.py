@@ -66,9 +66,11 @@ def writing_cache(folder: Path) -> Iterator[None]:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """The system's reason why no file can be created in a folder, or None. Creates the folder."""
+    """The system's reason why no file can be created in a folder, or None. If it does not exist yet, its nearest parent
+    decides."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_BLOCK))
     except OSError as error:

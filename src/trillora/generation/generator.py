@@ -24,13 +24,15 @@ from trillora.devices.mesh import BATCH_AXES, MeshShape, batch_sharding, find_de
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
+from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
 from trillora.model.adapters import fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
-from trillora.model.loading.source import OpenModel
+from trillora.model.loading.digest import weights_digest
+from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
 from trillora.recipe.load import is_run, load_model_section, load_run_recipe
@@ -41,6 +43,7 @@ from trillora.step.build import shard_adapter, weight_shardings
 SHORTEST_BUCKET = 32  # prompt slots
 ANSWER_STEP = 64  # cache slots for answers are a multiple of this, so that few lengths need a program of their own
 TOKENS_PER_CALL = 32  # generated before the host checks whether all sequences have stopped
+OTHER_MODEL = {"model", "model.name", "model.revision"}  # overrides that ask for another base than the run's
 FULL_DEVICE = 0.6  # fraction of a device's memory that weights may use before they are split over all devices
 
 
@@ -107,6 +110,8 @@ class Generator:
         trusted = source.trust_remote_code
         listener(Note(f"Model {source.name}" + (f" with {adapter_folder}" if adapter_folder else "")))
         opened = opened or OpenModel.open(source.name, revision=source.revision, trust_remote_code=trusted)
+        if recipe is not None and not OTHER_MODEL.intersection(given.partition("=")[0] for given in overrides):
+            _check_base(opened, run)
         spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})
         devices = find_devices(backend, None)
         dtype = fastest_dtype(devices[0].platform)
@@ -332,6 +337,21 @@ def _adapter_folder(run: Path) -> Path:
             "This run has no adapter yet.", where=str(run), do="finish the run, or use its base model with --base"
         )
     return folder
+
+
+def _check_base(opened: OpenModel, run: Path) -> None:
+    """An adapter is right only for the weights that it was trained on."""
+    file = run / "run.json"
+    if not file.exists():  # a run that was stopped before its first step
+        return
+    facts = read_json(file, dict[str, Any], do="restore it from a copy, or run the training command again")
+    identity, now = facts.get("identity"), weights_digest(opened.folder, weight_files(opened.folder))
+    if not isinstance(identity, dict) or identity.get("model") != now:
+        raise TrilloraError(
+            "The base model is not the one that this run was trained on: its weights, config or code have changed.",
+            where=str(opened.folder),
+            do="restore the original model; or use this one with the override model.name=MODEL",
+        )
 
 
 def _prompts(opened: OpenModel, recipe: Recipe | None, run: Path) -> Prompts:

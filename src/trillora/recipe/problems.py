@@ -154,9 +154,7 @@ def inner_problems(
     return {path: detail for path, detail in found.items() if path not in around}
 
 
-def value_problem(
-    path: str, detail: ErrorDetails, known: Mapping[str, Option], origins: Origins
-) -> RecipeProblem:
+def value_problem(path: str, detail: ErrorDetails, known: Mapping[str, Option], origins: Origins) -> RecipeProblem:
     if detail["type"] == "conflict":
         return RecipeProblem(path, detail["ctx"]["what"], origins.of(path), detail["ctx"]["do"])
     option = known[_without_numbers(path)]

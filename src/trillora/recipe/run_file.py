@@ -114,4 +114,3 @@ def _has_credentials(address: str) -> bool:
     if query and all(map(_FLAG.fullmatch, query.split("&"))):
         address = address.removesuffix(f"?{query}")
     return bool(secrets_of_url(address))
-

@@ -37,6 +37,7 @@ from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
 from trillora.model.limits import check_rows
+from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import initial_adapter
@@ -54,7 +55,7 @@ from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Diverged, Position, Run, StageLoop
 from trillora.training.run_folder import RunFolder, evaluation_losses, losses
-from trillora.training.run_identity import differences, fixed_options, refuse, weights_digest
+from trillora.training.run_identity import differences, fixed_options, refuse
 from trillora.training.saved_record import RunRecord
 from trillora.training.signals import Interrupted, Stop
 from trillora.training.state_files import (

@@ -32,9 +32,11 @@ from typing import Any, Protocol
 
 from trillora.errors import TrilloraError, nearest
 from trillora.files import atomic
+from trillora.files.read_json import read_bounded
 from trillora.secrets import mask_urls, secrets_of_url, without_secrets
 
 MARK = "checksums.json"  # written last; its presence shows that a set is complete
+MAX_NOTE = 1 << 20  # bytes
 CALL_SECONDS = 60.0  # for a store to answer; data gets more time, at the rate below
 _SLOWEST_BYTES_PER_SECOND = 1 << 18
 
@@ -188,9 +190,11 @@ class LocalStorage:
 
     def read_note(self, name: str) -> bytes | None:
         try:
-            return (self._root / name).read_bytes()
+            return read_bounded(self._root / name, MAX_NOTE)
         except FileNotFoundError:
             return None
+        except ValueError as error:  # a pipe, or a file that is not ours
+            raise OSError(errno.EINVAL, str(error), str(self._root / name)) from error
 
     def write_note(self, name: str, data: bytes, *, new: bool) -> None:
         """Replaces a note in place: that works on a full disk, and notes are too short to be seen half written."""

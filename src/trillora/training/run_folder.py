@@ -20,7 +20,10 @@ from typing import Any
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, HistoryEntry, Listener, ignore_events, to_metrics_line
 from trillora.files.atomic import append_file, write_file
+from trillora.files.read_json import read_bounded
 from trillora.files.user_path import user_path
+
+MAX_LOG = 1 << 30  # bytes; a million steps have about 300 MB
 
 
 class RunFolder:
@@ -134,10 +137,11 @@ def _number(value: Any) -> float:
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl or history.jsonl, without those that a killed process left unfinished."""
+    """The lines of metrics.jsonl or history.jsonl, without those that a killed process left unfinished. Something that
+    is not a regular file has no lines."""
     try:
-        content = file.read_bytes()
-    except FileNotFoundError:
+        content = read_bounded(file, MAX_LOG)
+    except (FileNotFoundError, ValueError):
         return
     for line in content.splitlines():
         try:

@@ -15,12 +15,14 @@ from typing import Any
 from trillora.data.excerpt import Piece
 from trillora.errors import TrilloraError
 from trillora.events import METRICS, Evaluated, HistoryEntry, Metric, Sampled, Skipped, Step
+from trillora.files.read_json import read_bounded
 from trillora.files.user_path import user_path
 from trillora.recipe import run_file
 from trillora.report.run.parse import count, mapping, parse, words
 from trillora.secrets import mask_secrets, mask_settings, mask_values, secrets_of_environment
 
 # A folder with one of them is a run.
+MAX_FILE = 1 << 30  # bytes; metrics of a million steps have about 300 MB
 FILES = ("run.json", "metrics.jsonl", "history.jsonl", "resolved.yaml", "recipe.json")
 
 
@@ -182,6 +184,6 @@ def _text_of(file: Path) -> str:
 
 def _bytes_of(file: Path) -> bytes:
     try:
-        return file.read_bytes()
-    except OSError:  # missing or unreadable: the report shows the rest
+        return read_bounded(file, MAX_FILE)
+    except (OSError, ValueError):  # missing, unreadable, a pipe or too large: the report shows the rest
         return b""

@@ -373,16 +373,21 @@ FIND = """
 import json, sys
 from trillora.errors import TrilloraError
 from trillora.model.loading.source import find_model
-try:
-    answer = {"folder": str(find_model(sys.argv[1], **json.loads(sys.argv[2])))}
-except TrilloraError as error:
-    answer = {"what": error.what, "where": error.where, "do": error.do}
-print("ANSWER " + json.dumps(answer))
+for name, how in json.loads(sys.argv[1]):
+    try:
+        answer = {"folder": str(find_model(name, **how))}
+    except TrilloraError as error:
+        answer = {"what": error.what, "where": error.where, "do": error.do}
+    print("ANSWER " + json.dumps(answer))
 """
 
 
 def find_in_process(address: str, cache: Path, name: str, **how: Any) -> dict[str, str]:
-    """Runs find_model in a new process: the hub's client reads its address and token once, when it is imported."""
+    return find_all_in_process(address, cache, (name, how))[0]
+
+
+def find_all_in_process(address: str, cache: Path, *calls: tuple[str, dict[str, Any]]) -> list[dict[str, str]]:
+    """Calls find_model in a new process: the hub's client reads its address and token once, when it is imported."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
         "HF_ENDPOINT": address,
@@ -393,13 +398,12 @@ def find_in_process(address: str, cache: Path, name: str, **how: Any) -> dict[st
             [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(source.__file__).parents[3])]
         ),
     }
-    command = [sys.executable, "-c", FIND, name, json.dumps(how)]
+    command = [sys.executable, "-c", FIND, json.dumps(calls)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert SECRET not in result.stdout + result.stderr
     answers = [line.removeprefix("ANSWER ") for line in result.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert len(answers) == 1, result.stderr
-    answer: dict[str, str] = json.loads(answers[0])
-    return answer
+    assert len(answers) == len(calls), result.stderr
+    return list(map(json.loads, answers))
 
 
 def test_hub_model_is_downloaded_without_executable_files(hub: Hub, tmp_path: Path) -> None:
@@ -457,14 +461,15 @@ def test_hub_model_without_safetensors_is_refused(name: str, what: str, hub: Hub
 
 
 def test_hub_code_needs_trust_and_a_commit(hub: Hub, tmp_path: Path) -> None:
-    untrusted = find_in_process(hub.address, tmp_path, "org/coded")
+    revisions = (None, "main")
+    calls = [("org/coded", {}), *(("org/coded", {"trust_remote_code": True, "revision": r}) for r in revisions)]
+    untrusted, *unpinned = find_all_in_process(hub.address, tmp_path, *calls)
     assert "auto_map" in untrusted["what"]
     assert "trust_remote_code" in untrusted["do"]
-    for revision in (None, "main"):
-        unpinned = find_in_process(hub.address, tmp_path, "org/coded", trust_remote_code=True, revision=revision)
-        assert "not a full commit" in unpinned["what"]
-        assert unpinned["where"].endswith("config.json")
-        assert "40-digit commit" in unpinned["do"]
+    for answer in unpinned:
+        assert "not a full commit" in answer["what"]
+        assert answer["where"].endswith("config.json")
+        assert "40-digit commit" in answer["do"]
     assert not {"code.py", "model.safetensors"} & set(hub.fetched)  # refused because of the description alone
     pinned = find_in_process(hub.address, tmp_path, "org/coded", trust_remote_code=True, revision=COMMIT)
     assert (Path(pinned["folder"]) / "code.py").is_file()
@@ -472,8 +477,9 @@ def test_hub_code_needs_trust_and_a_commit(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_hub_code_that_is_not_needed_is_not_downloaded(hub: Hub, tmp_path: Path) -> None:
-    for trust in (False, True):
-        answer = find_in_process(hub.address, tmp_path / str(trust), "org/native", trust_remote_code=trust)
-        assert (Path(answer["folder"]) / "model.safetensors").is_file()
+    answers = find_all_in_process(
+        hub.address, tmp_path, *(("org/native", {"trust_remote_code": trust}) for trust in (True, False))
+    )
+    assert all((Path(answer["folder"]) / "model.safetensors").is_file() for answer in answers)
     assert "config.json" in hub.fetched
     assert "code.py" not in hub.fetched

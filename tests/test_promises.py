@@ -271,6 +271,7 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
         **CANARIES,
         "TRILLORA_AUDIT": str(audit),
         "TRILLORA_CACHE": str(place / "cache"),
+        "HF_HOME": str(place / "cache" / "hub"),  # the doctor tries whether it can be written
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     before = tree(place)

@@ -311,8 +311,7 @@ GUARANTEES = (
     Guarantee(
         "S11 hostile files and commands",
         "fuzz",
-        "10,000 recipes, 10,000 changes of a model's description, 2,000 of checkpoints, adapters, command lines; 500 "
-        "changes of run folders, model folders and recipes, each followed by a real command",
+        "10,000 recipes, 10,000 changes of a model's description, 2,000 of checkpoints, adapters, command lines",
         (
             "test_hostile_recipes.py::",
             "test_hostile_models.py::",
@@ -321,8 +320,13 @@ GUARANTEES = (
             "test_hostile_terminal.py::",
             "test_hostile_environment.py::",
             "test_isolation.py::",
-            "test_mutations.py::",
         ),
+    ),
+    Guarantee(
+        "S12 changed folders",
+        "mutations",
+        "500 changes of run folders, model folders and recipes, each followed by a real command",
+        ("test_mutations.py::",),
     ),
 )
 GOODPUT = "R19 goodput"

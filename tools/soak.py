@@ -258,7 +258,7 @@ GUARANTEES = (
     ),
     Guarantee(
         "S5 hostile templates",
-        "safety",
+        "templates",
         "endless loops, gigabytes, recursion, escapes from the sandbox, mutated templates",
         ("test_hostile_templates.py::", "test_data_worker.py::test_hostile_template", "test_data_worker.py::test_row"),
     ),

@@ -335,7 +335,7 @@ def test_no_command_line_finds_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Path(name).write_text(text)
     rng = random.Random(13)
     seen: dict[int, int] = {}
-    for _ in range(dose(250, 50_000)):
+    for _ in range(dose(250, 5_000)):
         words = command_line(rng, [*recipes, ".", "missing"])
         result = CliRunner().invoke(app, words, prog_name="trillora", input="hi\n")
         assert result.exit_code in DOCUMENTED, (words, result.output, result.exception)

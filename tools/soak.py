@@ -311,7 +311,7 @@ GUARANTEES = (
     Guarantee(
         "S11 hostile files and commands",
         "fuzz",
-        "10,000 recipes, 10,000 changes of a model's description, 2,000 of checkpoints, adapters, command lines",
+        "10,000 recipes, 10,000 changes of a model's description, 2,000 of checkpoints, adapters, 5,000 command lines",
         (
             "test_hostile_recipes.py::",
             "test_hostile_models.py::",

@@ -554,7 +554,7 @@ def write_table(rows: list[Row], state: str) -> None:
 def commit() -> str:
     """The commit that was tested, if git is available."""
     try:
-        changes = " with changes" if _git("status", "--short") else ""
+        changes = " with changes" if _git("status", "--short", "--", ".", f":!{TABLE.relative_to(ROOT)}") else ""
         return f"commit {_git('rev-parse', '--short', 'HEAD')}{changes}"
     except (OSError, subprocess.CalledProcessError):
         return "commit not known"

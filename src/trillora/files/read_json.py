@@ -15,9 +15,7 @@ Every failure is a TrilloraError that names the file and the field:
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -25,11 +23,11 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from trillora.errors import TrilloraError
+from trillora.files.bounded import read_bounded
 
 T = TypeVar("T")
 MAX_BYTES = 64 << 20  # the largest known index of weights has 10 MB
 MAX_DEPTH = 100
-_BLOCK = 1 << 20
 
 
 def read_json(file: Path, expected: type[T], *, do: str, max_bytes: int = MAX_BYTES, allow_infinity: bool = False) -> T:
@@ -72,22 +70,6 @@ def _read(file: Path, max_bytes: int, do: str) -> bytes:
         raise TrilloraError(f"This file cannot be read: {error.strerror}.", where=str(file), do=do) from error
     except ValueError as error:
         raise TrilloraError(f"This file cannot be used: {error}.", where=str(file), do=do) from error
-
-
-def read_bounded(file: Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file. Raises ValueError for a device, a pipe, or a file that is too large."""
-    # Without O_NONBLOCK, opening a named pipe waits for a writer.
-    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with open(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is not a regular file")
-        parts, size = [], 0
-        while block := stream.read(_BLOCK):
-            parts.append(block)
-            size += len(block)
-            if size > max_bytes:
-                raise ValueError(f"it is larger than {max_bytes >> 20} MiB")
-    return b"".join(parts)
 
 
 def _check_depth(text: str) -> None:

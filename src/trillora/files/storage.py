@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 from trillora.errors import TrilloraError, nearest
 from trillora.files import atomic
-from trillora.files.read_json import read_bounded
+from trillora.files.bounded import read_bounded
 from trillora.secrets import mask_urls, secrets_of_url, without_secrets
 
 MARK = "checksums.json"  # written last; its presence shows that a set is complete

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trillora.errors import TrilloraError
-from trillora.files.read_json import read_bounded
+from trillora.files.bounded import read_bounded
 from trillora.files.user_path import check_letters, user_path
 from trillora.recipe import run_file, yaml
 from trillora.recipe.merge import merged

@@ -20,7 +20,7 @@ from typing import Any
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, HistoryEntry, Listener, ignore_events, to_metrics_line
 from trillora.files.atomic import append_file, write_file
-from trillora.files.read_json import read_bounded
+from trillora.files.bounded import read_bounded
 from trillora.files.user_path import user_path
 
 MAX_LOG = 1 << 30  # bytes; a million steps have about 300 MB

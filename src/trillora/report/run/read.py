@@ -15,7 +15,7 @@ from typing import Any
 from trillora.data.excerpt import Piece
 from trillora.errors import TrilloraError
 from trillora.events import METRICS, Evaluated, HistoryEntry, Metric, Sampled, Skipped, Step
-from trillora.files.read_json import read_bounded
+from trillora.files.bounded import read_bounded
 from trillora.files.user_path import user_path
 from trillora.recipe import run_file
 from trillora.report.run.parse import count, mapping, parse, words

@@ -4,6 +4,7 @@ is built."""
 from __future__ import annotations
 
 import json
+import logging
 import random
 import shutil
 import signal
@@ -307,7 +308,9 @@ def documents(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_any_change_of_a_description_is_refused_or_gives_a_model(folder: Path) -> None:
+def test_any_change_of_a_description_is_refused_or_gives_a_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is built has the original's parameters."""
     originals = documents(folder)
     (folder / "chat_template.jinja").unlink()
@@ -327,6 +330,9 @@ def test_any_change_of_a_description_is_refused_or_gives_a_model(folder: Path) -
             (folder / file).write_text(json.dumps(changed_value(originals[file], randomness)))
         else:
             (folder / file).write_bytes(changed_bytes((folder / file).read_bytes(), randomness))
+        # Libraries repeat hostile values, half a surrogate pair among them, and pytest-xdist cannot send those.
+        capsys.readouterr()
+        logging.disable()
         try:
             with at_most(20):
                 module = open_model(folder)
@@ -334,10 +340,13 @@ def test_any_change_of_a_description_is_refused_or_gives_a_model(folder: Path) -
             assert error.where and error.do, seed
             num_refused += 1
         except BaseException as error:
-            raise AssertionError(f"seed {seed}, {file}: {type(error).__name__}: {error}") from error
+            raise AssertionError(f"seed {seed}, {file}: {type(error).__name__}: {error!a}") from None
         else:
             for name, parameter in module.named_parameters():
                 assert parameter.is_meta and tuple(parameter.shape) == shapes[name], (seed, name)
+        finally:
+            logging.disable(logging.NOTSET)
+    capsys.readouterr()
     assert num // 5 < num_refused < num  # both outcomes occur
 
 

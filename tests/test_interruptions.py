@@ -10,6 +10,7 @@ import json
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -233,3 +234,21 @@ def test_second_process_is_refused_and_a_dead_owner_is_replaced(folder: Path, tm
     third = start(recipe, run)
     assert stopped_at(third, max(checkpoints_of(run).steps(), default=0) + 2) < GRACE
     assert third.returncode == 75
+
+
+@pytest.mark.parametrize(("has_stopped", "code"), [(True, 75), (False, -signal.SIGTERM)])
+def test_a_signal_after_the_run_was_stopped_does_not_change_the_exit_code(has_stopped: bool, code: int) -> None:
+    program = f"""
+import os, signal, sys
+from trillora.training.signals import Stop, ignore_after_stop
+ignore_after_stop()
+stop = Stop()
+with stop.listening():
+    stop.begin_training()
+    if {has_stopped}:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.signalled == "SIGHUP"
+os.kill(os.getpid(), signal.SIGTERM)  # the handlers of the run are gone
+sys.exit(75)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == code

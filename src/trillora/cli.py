@@ -2,7 +2,6 @@
 
 A command reads its arguments and calls the library. It imports what it needs when it runs, so that `--help` is fast.
 Everything that is printed passes `guarded_output`. Errors are printed without a traceback; `--traceback` shows it.
-
 Exit codes: 0 success, 1 preflight says NO-GO, 2 an error that the user can fix, 70 a bug of Trillora, 75 a run was
 saved before its end and resumes with the same command, 76 a run diverged, 130 interrupted.
 """
@@ -30,6 +29,7 @@ from trillora.errors import Bug, TrilloraError, as_error, nearest
 from trillora.report.output import closed_pipe_safe, flush_output, guarded_output, masked
 from trillora.safe_text import visible
 from trillora.secrets import mask_message, secrets_of_url
+from trillora.training.signals import ignore_after_stop
 
 if TYPE_CHECKING:
     from trillora.evaluation.evaluate import Evaluation
@@ -593,6 +593,7 @@ def _print_error(text: str, ctx: Any) -> None:
 
 def main() -> None:
     """Entry point of the `trillora` script."""
+    ignore_after_stop()
     try:
         app(prog_name="trillora", obj=OWN_PROCESS)
     finally:

@@ -8,6 +8,7 @@ interpreter writes every signal to a pipe (`signal.set_wakeup_fd`), and a second
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 EXIT_STOPPED = 75  # exit code: saved but not finished; the same command resumes the run
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
@@ -27,6 +29,8 @@ class Interrupted(KeyboardInterrupt):
 
 class Stop:
     """Whether and why a run should stop now."""
+
+    has_stopped = False  # whether a signal has stopped a run of this process
 
     def __init__(self, time_limit: float | None = None) -> None:
         self._started = time.monotonic()
@@ -78,6 +82,7 @@ class Stop:
             os.close(reader)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
+        Stop.has_stopped = True
         first = self._signal is None
         self._signal = self._signal or signal.Signals(number).name
         if first and not self._has_state_to_save:
@@ -92,3 +97,22 @@ class Stop:
                 with contextlib.suppress(OSError, ValueError):
                     print("Stopped before the first step; no training was lost.", file=sys.stderr, flush=True)
                 os._exit(EXIT_STOPPED)
+
+
+def ignore_after_stop() -> None:
+    """For a process that ends after its run: a signal that arrives after the run was stopped by another one is ignored.
+    It would change the exit code otherwise, if the run's own handlers are already gone."""
+    for number in SIGNALS:
+        old = signal.getsignal(number)
+        if old is not None and old != signal.SIG_IGN:
+            signal.signal(number, functools.partial(_unless_stopped, old))
+
+
+def _unless_stopped(old: Any, number: int, frame: FrameType | None) -> None:
+    if Stop.has_stopped:
+        return
+    if callable(old):
+        old(number, frame)
+    else:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

@@ -11,6 +11,8 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -36,3 +38,14 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Compiling for a TPU takes longest. It starts first, so that no worker is left alone with it at the end."""
     items.sort(key=lambda item: item.get_closest_marker("tpu_compiler") is None)
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's file system in memory, empty again after the test."""
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    yield system
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]

@@ -302,14 +302,6 @@ def test_a_file_system_that_cannot_flush_folders_works(tmp_path: Path, monkeypat
 # At a URL
 
 
-@pytest.fixture
-def memory() -> Iterator[MemoryFileSystem]:
-    system = fsspec.filesystem("memory")
-    yield system
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
-
-
 @contextmanager
 def failing_remote(at: int, make_error: Callable[[], BaseException], *, for_good: bool) -> Iterator[list[str]]:
     calls: list[str] = []

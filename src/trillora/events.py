@@ -100,6 +100,49 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class AdapterStep:
+    """One optimizer step of one adapter, in a run that trains several together. `Step` then has their mean loss."""
+
+    step: int  # of this adapter; the first is 1
+    adapter: str  # name of the phase, or of the sweep's combination
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    skipped: bool
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class AdapterEnded:
+    """An adapter of several that is not trained any further."""
+
+    step: int  # its last one
+    adapter: str
+    status: Literal["finished", "stopped early", "dropped", "diverged"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """One adapter on the held-out rows of one phase."""
+
+    adapter: str  # "base" for the base model, "merged" for the merged adapter
+    phase: str
+    loss: float
+    accuracy: float  # fraction of supervised tokens that the model ranks first
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Every adapter of a run on the held-out rows of every phase, at the end."""
+
+    step: int
+    rows: Literal["test", "validation"]
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True)
 class Sample:
     """The model's answer to one fixed prompt."""
 
@@ -137,13 +180,21 @@ class HistoryEntry:
     machine: str
 
 
-Metric = Step | Skipped | Evaluated | Sampled
+Metric = Step | Skipped | Evaluated | Sampled | AdapterStep | AdapterEnded | Scored
 Event = Note | Alarm | Chosen | Progress | Saved | Metric
 Listener = Callable[[Event], None]
 QUIET_SECONDS = 2.0  # people see progress only for work that takes longer
 
 # The `kind` of a line of metrics.jsonl. The names are part of the file format: old files use them too.
-METRICS: dict[str, type[Metric]] = {"step": Step, "skipped": Skipped, "evaluation": Evaluated, "samples": Sampled}
+METRICS: dict[str, type[Metric]] = {
+    "step": Step,
+    "skipped": Skipped,
+    "evaluation": Evaluated,
+    "samples": Sampled,
+    "adapter_step": AdapterStep,
+    "adapter_ended": AdapterEnded,
+    "scores": Scored,
+}
 _KINDS: dict[type[Event], str] = {event_type: kind for kind, event_type in METRICS.items()}
 
 
@@ -169,4 +220,11 @@ def _to_line(head: dict[str, str], event: Event) -> str:
 
 def _plain(value: Any) -> Any:
     """JSON has no NaN and no infinity: they are written as the strings "nan" and "inf"."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    match value:
+        case dict():
+            return {key: _plain(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_plain(inner) for inner in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+    return value

@@ -13,7 +13,8 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Chosen, Listener, Note
 from trillora.files.cache_dir import with_cache
 from trillora.files.read_json import read_json
-from trillora.recipe.schema import DataSection, StageRecipe
+from trillora.recipe.data_section import DataSection
+from trillora.recipe.schema import StageRecipe
 
 SCHEMA_DO = "put one JSON object into the file, or change data.json_schema"
 TEMPLATE_DATE_REASON = "the chat template writes the date; a resumed run must write the same one"

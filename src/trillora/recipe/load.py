@@ -24,6 +24,7 @@ from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
 from trillora.files.user_path import check_letters, user_path
 from trillora.recipe import run_file, yaml
+from trillora.recipe.data_section import DataSection, SourceSection
 from trillora.recipe.merge import merged
 from trillora.recipe.problems import (
     MAX_LETTERS,
@@ -38,14 +39,11 @@ from trillora.recipe.problems import (
 )
 from trillora.recipe.run_file import RunFile
 from trillora.recipe.schema import (
-    DataSection,
     ModelSection,
     Recipe,
-    Section,
-    SourceSection,
     StageOptions,
-    as_mapping,
 )
+from trillora.recipe.section import Section, as_mapping
 from trillora.safe_text import visible_line
 from trillora.secrets import MASK
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from trillora.recipe import yaml
+from trillora.recipe.data_section import DataSection
 from trillora.recipe.schema import (
     Attention,
     Backend,
-    DataSection,
     Dtype,
     EngineSection,
     HardwareSection,

@@ -10,28 +10,25 @@ carry a whole `StageRecipe`:
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from trillora.errors import TrilloraError
+from trillora.recipe.data_section import DataSection
 from trillora.recipe.merge import merged
+from trillora.recipe.section import Section, conflict
 
 Auto = Literal["auto"]
 # Every number is bounded, here and nowhere else. The limits are far above what anybody uses, and far below what int32
@@ -50,26 +47,6 @@ Dtype = Literal["float32", "bfloat16"]
 Layers = Literal["scan", "unroll"]
 Remat = Literal["none", "linear", "dots", "full"]
 Attention = Literal["xla", "splash", "cudnn"]
-
-
-class Section(BaseModel):
-    """A mapping of the recipe. Unknown keys are errors; values do not change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    shorthand: ClassVar[str | None] = None  # the key a bare string is for: `model: smollm2` means `model: {name: …}`
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_shorthand(cls, value: Any) -> Any:
-        return as_mapping(cls, value)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _reject_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        # Python counts True as 1, so `rank: yes` would be rank 1.
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise PydanticCustomError("bool_type", "yes and no are not values of this option")
-        return value
 
 
 class ModelSection(Section):
@@ -93,136 +70,6 @@ class ModelSection(Section):
         if "://" in name:
             raise ValueError("a model is not opened by its URL")
         return name
-
-
-class SourceSection(Section):
-    """One of several data sources."""
-
-    shorthand = "path"
-    path: str = Field(min_length=1, description="A file, glob, folder, URL or Hugging Face dataset id.")
-    weight: float = Field(
-        default=1.0, gt=0, le=1000, description="How often each row is seen per epoch; 0.5 uses half of the rows."
-    )
-
-
-class TemplateSection(Section):
-    """Jinja templates that turn any JSON object into a training row. Its keys are variables; `row` is the object."""
-
-    prompt: str | None = Field(default=None, description="Raw text before the completion. Not trained on.")
-    completion: str | None = Field(default=None, description="Raw text to train on; EOS is appended.")
-    system: str | None = Field(default=None, description="System message of a chat.")
-    user: str | None = Field(default=None, description="User message of a chat, rendered by the chat template.")
-    assistant: str | None = Field(default=None, description="Assistant message of that chat. Trained on.")
-    text: str | None = Field(default=None, description="Plain text. All of it is trained on.")
-
-    @model_validator(mode="after")
-    def _one_shape(self) -> TemplateSection:
-        given = {name for name in type(self).model_fields if getattr(self, name) is not None}
-        if given not in (
-            {"prompt", "completion"},
-            {"user", "assistant"},
-            {"system", "user", "assistant"},
-            {"text"},
-        ):
-            raise _conflict(
-                min(given, default="prompt"),
-                f"data.template has {' and '.join(sorted(given)) or 'nothing'}, which does not make a row.",
-                "give prompt and completion; or user and assistant, optionally with system; or text",
-            )
-        return self
-
-
-class SplitSection(Section):
-    """Rows kept out of training. They are chosen by a hash of their content, so equal rows are on the same side."""
-
-    validation: float = Field(default=0.1, ge=0, lt=1, description="Fraction of the rows used for evaluation.")
-    test: float = Field(default=0.1, ge=0, lt=1, description="Fraction of the rows used for the final test.")
-
-    @model_validator(mode="after")
-    def _leaves_something(self) -> SplitSection:
-        if self.validation + self.test >= 1:
-            raise _conflict(
-                "test", "data.split leaves no rows to train on.", "make validation and test add up to less than 1"
-            )
-        return self
-
-
-class DataSection(Section):
-    """The training data."""
-
-    shorthand = "path"
-    path: Annotated[str, Field(min_length=1)] | Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
-        description="A file, glob, folder, URL or Hugging Face dataset id, or a list of them with weights. Relative "
-        "paths start at the recipe's folder.",
-    )
-    format: Literal["auto", "messages", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text"] = Field(
-        default="auto", description="Format of the rows. auto: detected for each file."
-    )
-    template: TemplateSection | None = Field(
-        default=None, description="Templates that turn any JSON object into a training row."
-    )
-    row_path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Where the rows are inside a JSON document: data.findings.*.* for example.",
-    )
-    json_schema: str | None = Field(
-        default=None, min_length=1, description="A JSON Schema file that every row must satisfy."
-    )
-    chat_template: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Replaces the tokenizer's chat template: chatml, llama3, gemma, zephyr, instruct, or a .jinja "
-        "file.",
-    )
-    train_on: Literal["auto", "assistant", "last", "completion", "everything"] = Field(
-        default="auto",
-        description="Tokens included in the loss: all assistant messages, the last one, the completion, or everything. "
-        "auto: the completion if rows have a prompt, else all assistant messages.",
-    )
-    on_too_long: Literal["auto", "refuse", "drop", "split", "truncate-left", "truncate-middle"] = Field(
-        default="auto",
-        description="Rows longer than sequence_length. auto: split texts, and drop other rows up to 1 % of the "
-        "trained tokens. truncate: shorten prompts and keep answers.",
-    )
-    on_bad_row: Literal["refuse", "skip"] = Field(
-        default="refuse", description="A row that cannot be used stops the run (refuse), or is skipped and counted."
-    )
-    split: SplitSection | None = Field(default=None, description="Rows kept out of training; `{}` means 80/10/10.")
-    validation: str | None = Field(
-        default=None, min_length=1, description="A separate file of evaluation rows, instead of a split."
-    )
-    pack: bool = Field(default=True, description="Pack several short documents into one sequence.")
-    num_length_buckets: Annotated[int, Field(ge=1, le=16)] = Field(
-        default=1, description="Number of sequence lengths when pack is off; one program is compiled per length."
-    )
-    template_date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = Field(
-        default=None,
-        description="Date (YYYY-MM-DD) returned by the chat template's strftime_now (default: the date of the first "
-        "start).",
-    )
-
-    @field_validator("template_date")
-    @classmethod
-    def _is_a_date(cls, date: str | None) -> str | None:
-        if date is not None:
-            datetime.date.fromisoformat(date)  # raises ValueError for 2024-13-45
-        return date
-
-    @model_validator(mode="after")
-    def _options_are_compatible(self) -> DataSection:
-        if self.template is not None and self.format != "auto":
-            raise _conflict("template", "Both data.format and data.template are given.", "remove one of them")
-        if self.on_too_long.startswith("truncate") and self.train_on == "everything":
-            what = "data.on_too_long: truncate shortens untrained tokens, but data.train_on: everything has none."
-            raise _conflict("on_too_long", what, "use drop or refuse, or train on the answers")
-        if self.validation is not None and self.split is not None and self.split.validation:
-            what = "Both data.validation and data.split.validation are given."
-            raise _conflict("validation", what, "remove one of them, or set data.split.validation to 0")
-        if self.pack and self.num_length_buckets != 1:
-            what = "data.num_length_buckets applies only when data.pack is off."
-            raise _conflict("num_length_buckets", what, "set data.pack to no as well")
-        return self
 
 
 class LoraSection(Section):
@@ -324,36 +171,36 @@ class TrainSection(StageOptions):
     @model_validator(mode="after")
     def _options_are_compatible(self) -> TrainSection:
         if self.decay_fraction is not None and self.schedule != "wsd":
-            raise _conflict(
+            raise conflict(
                 "decay_fraction",
                 f"train.decay_fraction applies only to train.schedule: wsd, which is {self.schedule}.",
                 "set train.schedule to wsd, or remove train.decay_fraction",
             )
         if self.steps is not None and self.epochs is not None:
-            raise _conflict("epochs", "Both train.steps and train.epochs are given.", "remove one of them")
+            raise conflict("epochs", "Both train.steps and train.epochs are given.", "remove one of them")
         if self.micro_batch_size != "auto" and self.batch_size % self.micro_batch_size:
             fitting = ", ".join(map(str, _divisors_near(self.micro_batch_size, self.batch_size)))
-            raise _conflict(
+            raise conflict(
                 "micro_batch_size",
                 f"train.micro_batch_size {self.micro_batch_size} does not divide train.batch_size {self.batch_size}.",
                 f"use auto, or one of {fitting}",
             )
         if self.batch_size * self.sequence_length > MAX_TOKENS_PER_STEP:
-            raise _conflict(
+            raise conflict(
                 "batch_size",
                 f"train.batch_size {self.batch_size} x train.sequence_length {self.sequence_length} is more than "
                 f"{MAX_TOKENS_PER_STEP:,} tokens per step.",
                 "use a smaller batch_size or sequence_length",
             )
         if self.learning_rate * self.weight_decay > 1:
-            raise _conflict(
+            raise conflict(
                 "weight_decay",
                 f"train.learning_rate {self.learning_rate:g} x train.weight_decay {self.weight_decay:g} is more than "
                 "1: each step would remove more than the whole weight.",
                 "use a smaller weight_decay, such as 0.01",
             )
         if self.steps is not None and self.warmup_steps > self.steps:
-            raise _conflict(
+            raise conflict(
                 "warmup_steps",
                 f"train.warmup_steps is {self.warmup_steps}, more than the {self.steps} steps of the run.",
                 f"use at most {self.steps}, or the learning rate never reaches its peak",
@@ -441,7 +288,7 @@ class HardwareSection(Section):
         if self.mesh != "auto" and self.devices != "auto":
             size = self.mesh.data * self.mesh.fsdp * self.mesh.tensor
             if size != self.devices:
-                raise _conflict(
+                raise conflict(
                     "mesh",
                     f"hardware.mesh has {size} devices (data x fsdp x tensor), but hardware.devices is {self.devices}.",
                     "make them equal, or leave one of them on auto",
@@ -486,21 +333,21 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _has_data(self) -> Recipe:
         if self.data is not None and self.stages is not None:
-            raise _conflict("stages", "Both data and stages are given.", "move data into a stage, or remove stages")
+            raise conflict("stages", "Both data and stages are given.", "move data into a stage, or remove stages")
         if self.data is None and self.stages is None:
             expected = "give text (the path) or a mapping: the training data"
-            raise _conflict("data", "The recipe has no 'data'.", f"{expected}; or give a list of stages")
+            raise conflict("data", "The recipe has no 'data'.", f"{expected}; or give a list of stages")
         names: set[str] = set()
         for number, stage in enumerate(self.stages or ()):
             if stage.name in names:
-                raise _conflict(f"stages[{number}].name", f"Two stages are called {stage.name}.", "rename one")
+                raise conflict(f"stages[{number}].name", f"Two stages are called {stage.name}.", "rename one")
             names.add(stage.name)
             try:
                 _train_of(self.train, stage)
             except ValidationError as error:
                 found = error.errors(include_url=False)[0]
                 what, do = (found["ctx"][key].replace("train.", f"stages[{number}].") for key in ("what", "do"))
-                raise _conflict(f"stages[{number}].{found['ctx']['key']}", what, do) from None
+                raise conflict(f"stages[{number}].{found['ctx']['key']}", what, do) from None
         return self
 
 
@@ -547,20 +394,8 @@ def _train_of(train: TrainSection, stage: StageSection) -> TrainSection:
     return TrainSection.model_validate(merged(general, own))
 
 
-def as_mapping(section: type[Section], value: Any) -> Any:
-    """A section as a mapping: a bare string or list is its shorthand key; an empty section (`lora:`) has no keys."""
-    if value is None:
-        return {}
-    return {section.shorthand: value} if isinstance(value, (str, list)) and section.shorthand else value
-
-
 def _divisors_near(wanted: int, number: int) -> list[int]:
     """Up to eight divisors of `number`, those closest to `wanted`, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = {*small, *(number // n for n in small)}
     return sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:8])
-
-
-def _conflict(key: str, what: str, do: str) -> PydanticCustomError:
-    # The texts go into the context, because braces in the message would be read as template fields.
-    return PydanticCustomError("conflict", "values do not fit together", {"key": key, "what": what, "do": do})

@@ -1,0 +1,140 @@
+"""The section `data` of a recipe: where the rows are, how they become text, and which of them are held out."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from trillora.recipe.section import Section, conflict
+
+
+class SourceSection(Section):
+    """One of several data sources."""
+
+    shorthand = "path"
+    path: str = Field(min_length=1, description="A file, glob, folder, URL or Hugging Face dataset id.")
+    weight: float = Field(
+        default=1.0, gt=0, le=1000, description="How often each row is seen per epoch; 0.5 uses half of the rows."
+    )
+
+
+class TemplateSection(Section):
+    """Jinja templates that turn any JSON object into a training row. Its keys are variables; `row` is the object."""
+
+    prompt: str | None = Field(default=None, description="Raw text before the completion. Not trained on.")
+    completion: str | None = Field(default=None, description="Raw text to train on; EOS is appended.")
+    system: str | None = Field(default=None, description="System message of a chat.")
+    user: str | None = Field(default=None, description="User message of a chat, rendered by the chat template.")
+    assistant: str | None = Field(default=None, description="Assistant message of that chat. Trained on.")
+    text: str | None = Field(default=None, description="Plain text. All of it is trained on.")
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> TemplateSection:
+        given = {name for name in type(self).model_fields if getattr(self, name) is not None}
+        if given not in (
+            {"prompt", "completion"},
+            {"user", "assistant"},
+            {"system", "user", "assistant"},
+            {"text"},
+        ):
+            raise conflict(
+                min(given, default="prompt"),
+                f"data.template has {' and '.join(sorted(given)) or 'nothing'}, which does not make a row.",
+                "give prompt and completion; or user and assistant, optionally with system; or text",
+            )
+        return self
+
+
+class SplitSection(Section):
+    """Rows kept out of training. They are chosen by a hash of their content, so equal rows are on the same side."""
+
+    validation: float = Field(default=0.1, ge=0, lt=1, description="Fraction of the rows used for evaluation.")
+    test: float = Field(default=0.1, ge=0, lt=1, description="Fraction of the rows used for the final test.")
+
+    @model_validator(mode="after")
+    def _leaves_something(self) -> SplitSection:
+        if self.validation + self.test >= 1:
+            raise conflict(
+                "test", "data.split leaves no rows to train on.", "make validation and test add up to less than 1"
+            )
+        return self
+
+
+class DataSection(Section):
+    """The training data."""
+
+    shorthand = "path"
+    path: Annotated[str, Field(min_length=1)] | Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
+        description="A file, glob, folder, URL or Hugging Face dataset id, or a list of them with weights. Relative "
+        "paths start at the recipe's folder.",
+    )
+    format: Literal["auto", "messages", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text"] = Field(
+        default="auto", description="Format of the rows. auto: detected for each file."
+    )
+    template: TemplateSection | None = Field(
+        default=None, description="Templates that turn any JSON object into a training row."
+    )
+    row_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where the rows are inside a JSON document: data.findings.*.* for example.",
+    )
+    json_schema: str | None = Field(
+        default=None, min_length=1, description="A JSON Schema file that every row must satisfy."
+    )
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Replaces the tokenizer's chat template: chatml, llama3, gemma, zephyr, instruct, or a .jinja "
+        "file.",
+    )
+    train_on: Literal["auto", "assistant", "last", "completion", "everything"] = Field(
+        default="auto",
+        description="Tokens included in the loss: all assistant messages, the last one, the completion, or everything. "
+        "auto: the completion if rows have a prompt, else all assistant messages.",
+    )
+    on_too_long: Literal["auto", "refuse", "drop", "split", "truncate-left", "truncate-middle"] = Field(
+        default="auto",
+        description="Rows longer than sequence_length. auto: split texts, and drop other rows up to 1 % of the "
+        "trained tokens. truncate: shorten prompts and keep answers.",
+    )
+    on_bad_row: Literal["refuse", "skip"] = Field(
+        default="refuse", description="A row that cannot be used stops the run (refuse), or is skipped and counted."
+    )
+    split: SplitSection | None = Field(default=None, description="Rows kept out of training; `{}` means 80/10/10.")
+    validation: str | None = Field(
+        default=None, min_length=1, description="A separate file of evaluation rows, instead of a split."
+    )
+    pack: bool = Field(default=True, description="Pack several short documents into one sequence.")
+    num_length_buckets: Annotated[int, Field(ge=1, le=16)] = Field(
+        default=1, description="Number of sequence lengths when pack is off; one program is compiled per length."
+    )
+    template_date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = Field(
+        default=None,
+        description="Date (YYYY-MM-DD) returned by the chat template's strftime_now (default: the date of the first "
+        "start).",
+    )
+
+    @field_validator("template_date")
+    @classmethod
+    def _is_a_date(cls, date: str | None) -> str | None:
+        if date is not None:
+            datetime.date.fromisoformat(date)  # raises ValueError for 2024-13-45
+        return date
+
+    @model_validator(mode="after")
+    def _options_are_compatible(self) -> DataSection:
+        if self.template is not None and self.format != "auto":
+            raise conflict("template", "Both data.format and data.template are given.", "remove one of them")
+        if self.on_too_long.startswith("truncate") and self.train_on == "everything":
+            what = "data.on_too_long: truncate shortens untrained tokens, but data.train_on: everything has none."
+            raise conflict("on_too_long", what, "use drop or refuse, or train on the answers")
+        if self.validation is not None and self.split is not None and self.split.validation:
+            what = "Both data.validation and data.split.validation are given."
+            raise conflict("validation", what, "remove one of them, or set data.split.validation to 0")
+        if self.pack and self.num_length_buckets != 1:
+            what = "data.num_length_buckets applies only when data.pack is off."
+            raise conflict("num_length_buckets", what, "set data.pack to no as well")
+        return self

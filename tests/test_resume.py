@@ -24,7 +24,8 @@ from trillora.events import Alarm, Note
 from trillora.files.storage import open_storage
 from trillora.recipe.load import load_recipe
 from trillora.training.checkpoint import Checkpoints
-from trillora.training.trainer import TrainResult, train
+from trillora.training.run_process import TrainResult
+from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trillora.preflight.result import PreflightResult
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import Recipe
-    from trillora.training.trainer import TrainResult
+    from trillora.training.run_process import TrainResult
 
 __all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load_recipe", "run_preflight", "train"]
 

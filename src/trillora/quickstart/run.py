@@ -18,7 +18,8 @@ from trillora.events import Listener, Note
 from trillora.files.atomic import write_file
 from trillora.recipe.load import load_recipe
 from trillora.report.run.write import write_report
-from trillora.training.trainer import TrainResult, train
+from trillora.training.run_process import TrainResult
+from trillora.training.trainer import train
 
 NUM_TRAINED = 160  # of 1,285, to keep it short on a CPU. The rows alternate between services, so all are covered.
 NUM_TESTED = 32  # of 128

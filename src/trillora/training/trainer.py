@@ -13,7 +13,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,63 +21,43 @@ import jax
 
 from trillora.data.batches import Batches
 from trillora.data.open import TEMPLATE_DATE_REASON
-from trillora.data.stage import StageData, read_stage
-from trillora.devices.chips import peak_tflops
-from trillora.devices.mesh import any_process, find_devices, join_cluster, remember_programs, same_everywhere
+from trillora.data.stage import StageData
+from trillora.devices.mesh import any_process, find_devices, join_cluster, remember_programs
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
-from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
 from trillora.files.checksums import with_checksums
-from trillora.files.digests import text_digest
 from trillora.files.owner import lock_run, own_checkpoints
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
-from trillora.model.limits import check_rows
-from trillora.model.loading.digest import weights_digest
-from trillora.model.loading.source import OpenModel, weight_files
+from trillora.model.loading.source import OpenModel
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import initial_adapter
 from trillora.recipe import run_file
-from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage, keep_dates, keep_fixed
+from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
-from trillora.secrets import mask_values
 from trillora.step.autotune import Plan, choose
 from trillora.step.build import Assembly
-from trillora.step.compile_guard import CompileWatch, Planned, Programs, Shape, describe, shape_text
-from trillora.tracking import tracking_listener
+from trillora.step.compile_guard import Planned, Programs, Shape, describe, shape_text
 from trillora.training import manifest
 from trillora.training.best_checkpoint import choose_checkpoint
-from trillora.training.checkpoint import Checkpoints, Saver
+from trillora.training.checkpoint import Checkpoints
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Diverged, Position, Run, StageLoop
 from trillora.training.run_folder import RunFolder, evaluation_losses, losses
-from trillora.training.run_identity import differences, fixed_options, refuse
+from trillora.training.run_process import RunProcess, TrainResult, peak_seconds_per_token
 from trillora.training.saved_record import RunRecord
 from trillora.training.signals import Interrupted, Stop
 from trillora.training.state_files import (
     ADAPTER_FILES,
-    METRICS_FILE,
     WEIGHTS_FILE,
-    find_fault,
     from_files,
     make_copier,
     read_facts,
 )
 from trillora.training.validation import EvalPlan, Measures, make_measures, plan_evaluation
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The result of a run."""
-
-    run: Path
-    adapter: Path | None  # None if the run was stopped early
-    losses: tuple[float, ...]  # of every step, including those of earlier starts
-    num_compiles: int  # of the training step, in this process
-    stopped: str | None = None  # why it stopped early; the same call resumes it
 
 
 def train(
@@ -128,24 +107,8 @@ class StageWork:
     num_compiles: int  # of the step, including candidates that did not fit
 
 
-class _Training:
-    """One process of a run."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: RunFolder,
-        checkpoints: Checkpoints,
-        stop: Stop,
-        listener: Listener,
-        accept_changes: bool,
-    ) -> None:
-        self._recipe, self._folder, self._checkpoints, self._stop = recipe, folder, checkpoints, stop
-        self._watch = CompileWatch()
-        self._listener = self._watch.allow_compiling(listener)
-        self._accept_changes = accept_changes
-        self._record = RunRecord(folder)
-        self._of_run: dict[str, Any] = {}  # the content of run.json
+class _Training(RunProcess):
+    """One process of a run that trains one adapter, in one or more stages."""
 
     def run(self) -> TrainResult:
         recipe, listener = self._recipe, self._listener
@@ -198,7 +161,7 @@ class _Training:
                 num_steps=sum(stage.num_steps for stage in stages),
                 evaluate_every=resolved.evaluate_every,
                 watch=self._watch,
-                peak_seconds_per_token=_peak_seconds_per_token(base, devices),
+                peak_seconds_per_token=peak_seconds_per_token(base, devices),
             )
             works = [
                 self._compile_stage(stages, number, plans[number], eval_plan, base, events)
@@ -274,73 +237,6 @@ class _Training:
         self._folder.add_history(event, position.global_step, reason)
         run.update_report()
 
-    def _start_folder(self, saved: tuple[int, dict[str, bytes]] | None) -> None:
-        """Sets the files of the run's folder to the state of the checkpoint."""
-        step = saved[0] if saved else None
-        self._folder.start_metrics(saved[1][METRICS_FILE] if saved else b"")
-        self._folder.add_history("resumed" if saved else "started", step or 0)
-        self._record.write(step, "" if step is None else self._checkpoints.where(step))
-
-    def _saver(self, listener: Listener) -> Saver:
-        return Saver(self._checkpoints, self._record.listening(listener))
-
-    def _record_last(self) -> None:
-        """After checkpoints were removed."""
-        with self._checkpoints.reported("read"):
-            steps = self._checkpoints.steps()
-        self._record.write(steps[-1] if steps else None, self._checkpoints.where(steps[-1]) if steps else "")
-
-    def _newest(self) -> tuple[int, dict[str, bytes]] | None:
-        """The newest valid checkpoint. Unfinished files are removed first."""
-        with self._checkpoints.reported("read"):
-            if jax.process_index() == 0:
-                self._checkpoints.clean()
-                LocalStorage(self._folder.path).clean()  # an adapter that was not written completely
-                remove_unfinished(self._folder.path)
-            steps = self._checkpoints.steps()
-        found = self._checkpoints.newest_valid(self._listener, find_fault)
-        if found is None and steps:
-            raise TrilloraError(
-                f"All {len(steps)} checkpoints of this run are damaged. The run does not restart by itself.",
-                where=self._checkpoints.where(steps[-1]),
-                do="restore one from a backup; or, to start from scratch, remove the folder or use another --out",
-            )
-        run_id = read_facts(found[1]).get("run") if found else None
-        self._record.compare(steps, run_id, self._checkpoints.place, self._listener)
-        if not same_everywhere(found[0] if found else -1):
-            raise TrilloraError(
-                "The processes of this run do not see the same checkpoints.",
-                where="train.checkpoint_dir",
-                do="use a folder or URL that all of them can read, such as gs://bucket/run",
-            )
-        return found
-
-    def _read_stages(self, opened: OpenModel, before: ResolvedRecipe | None) -> tuple[list[StageData], dict[str, str]]:
-        """The data of every stage, and digests of everything the run depends on."""
-        recipe = keep_dates(self._recipe, before) if before else self._recipe
-        with ThreadPoolExecutor(1) as pool:
-            weights = pool.submit(weights_digest, opened.folder, weight_files(opened.folder))
-            stages = []
-            for stage in stages_of(recipe):
-                check_rows(opened.config, stage.recipe.train.sequence_length, stage.recipe.data.pack)
-                stages.append(read_stage(stage, opened.tokenizer, self._listener))
-            identity = {"model": weights.result(), "tokenizer": _tokenizer_digest(opened.tokenizer)}
-        for data in stages:
-            identity |= data.identity()
-        return stages, identity
-
-    def _check_unchanged(
-        self, facts: dict[str, Any], before: ResolvedRecipe, identity: dict[str, str], step: int
-    ) -> None:
-        """Refuses to resume with other inputs or options, unless the user accepts the changes."""
-        now = {**identity, **mask_values(fixed_options(keep_fixed(self._recipe, before)))}
-        if (changed := differences({**facts["identity"], **facts["options"]}, now)) and not self._accept_changes:
-            raise refuse(changed, self._folder.path, step)
-        for change in changed:
-            self._listener(Alarm(f"Resuming although {change}"))
-        for change in differences(facts["libraries"], manifest.libraries()):
-            self._listener(Note(f"Since the checkpoint {change}: results may differ in the last digits"))
-
     def _position_of(self, facts: dict[str, Any]) -> Position:
         """The position of a checkpoint. A best evaluation whose checkpoint is gone is not the best any more."""
         position = Position.from_dict(facts["position"])
@@ -376,16 +272,6 @@ class _Training:
             shared = shared or plans[number].settings.shared()
         return [plans.get(number, plans[max(plans)]) for number in range(len(stages))]
 
-    @contextlib.contextmanager
-    def _tracking(self, first_step: int, resolved: Recipe) -> Iterator[Listener]:
-        if jax.process_index() != 0:
-            yield self._listener
-            return
-        track, folder = resolved.track, self._folder.path
-        config = mask_values(resolved.model_dump(mode="json"))
-        with tracking_listener(folder, first_step, track.services, track.project, config, self._listener) as listener:
-            yield self._folder.recording(listener)
-
     def _write_adapter(self, run: Run, position: Position, stage: StageData) -> tuple[Path, str]:
         """Writes the adapter of the best evaluation, or of the last step, in PEFT's format, and reads it back. Returns
         its folder, and why it is not that of the best evaluation."""
@@ -418,15 +304,6 @@ class _Training:
         if position.best_step is not None and position.best_loss is not None:
             losses[position.best_step] = position.best_loss  # also if metrics.jsonl was damaged
         return {step: loss for step, loss in losses.items() if first < step <= position.global_step}
-
-    def _check_saved(self, saver: Saver) -> None:
-        """Training may continue after a failed save, but a run may not end with one."""
-        if saver.failure is not None:
-            raise TrilloraError(
-                f"The last state could not be saved: {saver.failure}.",
-                where=self._checkpoints.where(0).rpartition("/")[0],
-                do="free some space there and run the same command again: it resumes from the last checkpoint",
-            )
 
 
 def resolve_recipe(
@@ -511,17 +388,3 @@ def compile_lengths(plan: Plan, batches: Batches, listener: Listener) -> dict[Sh
 
 def _shardings(assembly: Assembly) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, assembly.state_shapes)
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    return text_digest(tokenizer.backend_tokenizer.to_str() + template)
-
-
-def _peak_seconds_per_token(base: Tree, devices: list[Any]) -> float:
-    """Seconds that all devices together need for one token at peak FLOP/s: two operations per weight in the forward
-    pass and two in the backward pass, because the base has no gradient. 0 if the peak is unknown."""
-    peak = peak_tflops(devices[0].device_kind)
-    if peak is None:
-        return 0.0
-    return 4 * sum(array.size for array in base.values() if array.ndim >= 2) / (peak * 1e12 * len(devices))

@@ -1,0 +1,172 @@
+"""What every kind of run does: find the newest checkpoint, read the data, compare the inputs, write the folder.
+
+`RunProcess` is one process of a run. `trainer` trains one adapter, stage by stage; `group.trainer` trains several
+adapters together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trillora.data.stage import StageData, read_stage
+from trillora.devices.chips import peak_tflops
+from trillora.devices.mesh import same_everywhere
+from trillora.errors import TrilloraError
+from trillora.events import Alarm, Listener, Note
+from trillora.files.atomic import remove_unfinished
+from trillora.files.digests import text_digest
+from trillora.files.storage import LocalStorage
+from trillora.model.layout import Tree
+from trillora.model.limits import check_rows
+from trillora.model.loading.digest import weights_digest
+from trillora.model.loading.source import OpenModel, weight_files
+from trillora.recipe.resolve import ResolvedRecipe, keep_dates, keep_fixed
+from trillora.recipe.schema import Recipe, stages_of
+from trillora.secrets import mask_values
+from trillora.step.compile_guard import CompileWatch
+from trillora.tracking import tracking_listener
+from trillora.training import manifest
+from trillora.training.checkpoint import Checkpoints, Saver
+from trillora.training.run_folder import RunFolder
+from trillora.training.run_identity import differences, fixed_options, refuse
+from trillora.training.saved_record import RunRecord
+from trillora.training.signals import Stop
+from trillora.training.state_files import METRICS_FILE, find_fault, read_facts
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The result of a run."""
+
+    run: Path
+    adapter: Path | None  # None if the run was stopped early
+    losses: tuple[float, ...]  # of every step, including those of earlier starts
+    num_compiles: int  # of the training step, in this process
+    stopped: str | None = None  # why it stopped early; the same call resumes it
+
+
+class RunProcess:
+    """One process of a run."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        stop: Stop,
+        listener: Listener,
+        accept_changes: bool,
+    ) -> None:
+        self._recipe, self._folder, self._checkpoints, self._stop = recipe, folder, checkpoints, stop
+        self._watch = CompileWatch()
+        self._listener = self._watch.allow_compiling(listener)
+        self._accept_changes = accept_changes
+        self._record = RunRecord(folder)
+        self._of_run: dict[str, Any] = {}  # the content of run.json
+
+    def _start_folder(self, saved: tuple[int, dict[str, bytes]] | None) -> None:
+        """Sets the files of the run's folder to the state of the checkpoint."""
+        step = saved[0] if saved else None
+        self._folder.start_metrics(saved[1][METRICS_FILE] if saved else b"")
+        self._folder.add_history("resumed" if saved else "started", step or 0)
+        self._record.write(step, "" if step is None else self._checkpoints.where(step))
+
+    def _saver(self, listener: Listener) -> Saver:
+        return Saver(self._checkpoints, self._record.listening(listener))
+
+    def _record_last(self) -> None:
+        """After checkpoints were removed."""
+        with self._checkpoints.reported("read"):
+            steps = self._checkpoints.steps()
+        self._record.write(steps[-1] if steps else None, self._checkpoints.where(steps[-1]) if steps else "")
+
+    def _newest(self) -> tuple[int, dict[str, bytes]] | None:
+        """The newest valid checkpoint. Unfinished files are removed first."""
+        with self._checkpoints.reported("read"):
+            if jax.process_index() == 0:
+                self._checkpoints.clean()
+                LocalStorage(self._folder.path).clean()  # an adapter that was not written completely
+                remove_unfinished(self._folder.path)
+            steps = self._checkpoints.steps()
+        found = self._checkpoints.newest_valid(self._listener, find_fault)
+        if found is None and steps:
+            raise TrilloraError(
+                f"All {len(steps)} checkpoints of this run are damaged. The run does not restart by itself.",
+                where=self._checkpoints.where(steps[-1]),
+                do="restore one from a backup; or, to start from scratch, remove the folder or use another --out",
+            )
+        run_id = read_facts(found[1]).get("run") if found else None
+        self._record.compare(steps, run_id, self._checkpoints.place, self._listener)
+        if not same_everywhere(found[0] if found else -1):
+            raise TrilloraError(
+                "The processes of this run do not see the same checkpoints.",
+                where="train.checkpoint_dir",
+                do="use a folder or URL that all of them can read, such as gs://bucket/run",
+            )
+        return found
+
+    def _read_stages(self, opened: OpenModel, before: ResolvedRecipe | None) -> tuple[list[StageData], dict[str, str]]:
+        """The data of every stage, and digests of everything the run depends on."""
+        recipe = keep_dates(self._recipe, before) if before else self._recipe
+        with ThreadPoolExecutor(1) as pool:
+            weights = pool.submit(weights_digest, opened.folder, weight_files(opened.folder))
+            stages = []
+            for stage in stages_of(recipe):
+                check_rows(opened.config, stage.recipe.train.sequence_length, stage.recipe.data.pack)
+                stages.append(read_stage(stage, opened.tokenizer, self._listener))
+            identity = {"model": weights.result(), "tokenizer": _tokenizer_digest(opened.tokenizer)}
+        for data in stages:
+            identity |= data.identity()
+        return stages, identity
+
+    def _check_unchanged(
+        self, facts: dict[str, Any], before: ResolvedRecipe, identity: dict[str, str], step: int
+    ) -> None:
+        """Refuses to resume with other inputs or options, unless the user accepts the changes."""
+        now = {**identity, **mask_values(fixed_options(keep_fixed(self._recipe, before)))}
+        if (changed := differences({**facts["identity"], **facts["options"]}, now)) and not self._accept_changes:
+            raise refuse(changed, self._folder.path, step)
+        for change in changed:
+            self._listener(Alarm(f"Resuming although {change}"))
+        for change in differences(facts["libraries"], manifest.libraries()):
+            self._listener(Note(f"Since the checkpoint {change}: results may differ in the last digits"))
+
+    @contextlib.contextmanager
+    def _tracking(self, first_step: int, resolved: Recipe) -> Iterator[Listener]:
+        if jax.process_index() != 0:
+            yield self._listener
+            return
+        track, folder = resolved.track, self._folder.path
+        config = mask_values(resolved.model_dump(mode="json"))
+        with tracking_listener(folder, first_step, track.services, track.project, config, self._listener) as listener:
+            yield self._folder.recording(listener)
+
+    def _check_saved(self, saver: Saver) -> None:
+        """Training may continue after a failed save, but a run may not end with one."""
+        if saver.failure is not None:
+            raise TrilloraError(
+                f"The last state could not be saved: {saver.failure}.",
+                where=self._checkpoints.where(0).rpartition("/")[0],
+                do="free some space there and run the same command again: it resumes from the last checkpoint",
+            )
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    return text_digest(tokenizer.backend_tokenizer.to_str() + template)
+
+
+def peak_seconds_per_token(base: Tree, devices: list[Any]) -> float:
+    """Seconds that all devices together need for one token at peak FLOP/s: two operations per weight in the forward
+    pass and two in the backward pass, because the base has no gradient. 0 if the peak is unknown."""
+    peak = peak_tflops(devices[0].device_kind)
+    if peak is None:
+        return 0.0
+    return 4 * sum(array.size for array in base.values() if array.ndim >= 2) / (peak * 1e12 * len(devices))

@@ -6,6 +6,8 @@ on shapes, never on the model:
 
     weight [4096, 1024] on data 1 x fsdp 4 x tensor 2  ->  PartitionSpec("tensor", "fsdp")
     batch  [8, 2048]    on data 2 x fsdp 4             ->  PartitionSpec(("data", "fsdp"))
+
+A run that trains several adapters together may have a fourth axis, `adapter`: each of its parts trains some of them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trillora.devices.chips import has_accelerator
 from trillora.errors import TrilloraError
 
-DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
+DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, ADAPTER_AXIS = "data", "fsdp", "tensor", "adapter"
 AXES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
 PROGRAM_CACHE_BYTES = 4 * 2**30
@@ -37,17 +39,19 @@ class MeshShape:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    adapter: int = 1
 
     @property
     def size(self) -> int:
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.tensor * self.adapter
 
     @property
     def num_batch_shards(self) -> int:
         return self.data * self.fsdp
 
     def __str__(self) -> str:
-        return f"data {self.data} x fsdp {self.fsdp} x tensor {self.tensor}"
+        adapter = f"adapter {self.adapter} x " if self.adapter > 1 else ""
+        return f"{adapter}data {self.data} x fsdp {self.fsdp} x tensor {self.tensor}"
 
 
 def find_devices(backend: str, num_devices: int | None) -> list[jax.Device]:
@@ -82,7 +86,10 @@ def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
             where="hardware.mesh",
             do=f"choose sizes whose product is {len(devices)}, or set hardware.mesh to auto",
         )
-    return Mesh(np.array(devices).reshape(shape.data, shape.fsdp, shape.tensor), AXES)
+    inner = (shape.data, shape.fsdp, shape.tensor)
+    if shape.adapter > 1:
+        return Mesh(np.array(devices).reshape(shape.adapter, *inner), (ADAPTER_AXIS, *AXES))
+    return Mesh(np.array(devices).reshape(inner), AXES)
 
 
 def weight_spec(
@@ -111,6 +118,15 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sequences are sharded over the batch axes; the tokens of a sequence stay together."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def group_sharding(mesh: Mesh) -> NamedSharding:
+    """Batches [K, B, T] of several adapters: the adapters over their axis, if the mesh has one; sequences as always."""
+    return NamedSharding(mesh, PartitionSpec(adapter_axis(mesh), BATCH_AXES))
+
+
+def adapter_axis(mesh: Mesh) -> str | None:
+    return ADAPTER_AXIS if ADAPTER_AXIS in mesh.shape else None
 
 
 def local_rows(num_rows: int, mesh: Mesh) -> list[int]:

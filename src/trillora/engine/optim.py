@@ -18,6 +18,7 @@ from trillora.engine.lion8bit import scale_by_lion_8bit
 
 OptimizerName = Literal["adamw", "lion", "lion-8bit", "adafactor"]
 ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
+SCHEDULES: tuple[ScheduleName, ...] = ("constant", "linear", "cosine", "wsd")
 Schedule = Callable[[jax.Array], jax.Array]
 Tree = Any
 
@@ -88,14 +89,11 @@ def make_schedule(
     """Linear warm-up to `peak`, then constant or a decay that reaches zero right after the last step and stays there.
     `wsd` (warmup, stable, decay) stays at the peak and decays linearly over the last `decay_fraction` of all steps, or
     over fewer if the warm-up leaves fewer."""
-    decay_start = warmup_steps
-    if name == "wsd":
-        assert decay_fraction is not None
-        decay_start = max(warmup_steps, num_steps - max(1, round(decay_fraction * num_steps)))
+    start = decay_start(name, warmup_steps, num_steps, decay_fraction)
 
     def schedule(step: jax.Array) -> jax.Array:
         warmup = jnp.minimum(1.0, (step + 1) / max(warmup_steps, 1)) if warmup_steps else 1.0
-        done = jnp.clip((step - decay_start) / max(num_steps - decay_start, 1), 0.0, 1.0)
+        done = jnp.clip((step - start) / max(num_steps - start, 1), 0.0, 1.0)
         if name == "constant":
             shape = jnp.ones_like(done)
         else:
@@ -103,3 +101,11 @@ def make_schedule(
         return jnp.asarray(peak * warmup * shape, jnp.float32)
 
     return schedule
+
+
+def decay_start(name: ScheduleName, warmup_steps: int, num_steps: int, decay_fraction: float | None) -> int:
+    """The step at which the learning rate begins to decay."""
+    if name != "wsd":
+        return warmup_steps
+    assert decay_fraction is not None
+    return max(warmup_steps, num_steps - max(1, round(decay_fraction * num_steps)))

@@ -75,7 +75,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: Schedule,
     *,
-    max_grad_norm: float | None,
+    max_grad_norm: float | jax.Array | None,
     num_micro_batches: int = 1,
 ) -> Callable[[TrainState, Tree, Batch], tuple[TrainState, StepMetrics]]:
     def train_step(state: TrainState, base: Tree, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -120,9 +120,9 @@ def all_finite(tree: Tree) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
-def is_spike(grad_norm: jax.Array, typical: GradNormStats, max_grad_norm: float | None) -> jax.Array:
+def is_spike(grad_norm: jax.Array, typical: GradNormStats, max_grad_norm: float | jax.Array | None) -> jax.Array:
     far = grad_norm > SPIKE * jnp.exp(typical.log_norm)
-    large = grad_norm > 2 * (max_grad_norm or 0.0)
+    large = grad_norm > 2 * (0.0 if max_grad_norm is None else max_grad_norm)
     return far & large & (typical.num_steps >= SETTLED)
 
 

@@ -40,6 +40,7 @@ from trillora.recipe.problems import (
 from trillora.recipe.run_file import RunFile
 from trillora.recipe.schema import (
     ModelSection,
+    PhaseOptions,
     Recipe,
     StageOptions,
 )
@@ -49,6 +50,7 @@ from trillora.secrets import MASK
 
 RECIPE_FILES = (run_file.NAME, "resolved.yaml")  # of a run: for programs; for people and older versions
 RUN_FILES = (*RECIPE_FILES, "run.json", "metrics.jsonl")  # a recipe next to one of them came with a run
+LISTS = ("stages", "phases")  # sections that are lists, whose items have data
 MAX_BYTES = 1 << 20  # of a recipe; PyYAML reads about 200 kB per second
 
 
@@ -146,9 +148,11 @@ def _checked(
 def recipe_schema() -> dict[str, Any]:
     """JSON Schema of a recipe, for editors and for other programs."""
     schema = _without_titles(Recipe.model_json_schema())
-    for name in StageOptions.model_fields:  # the default of a stage's option is the value in `train`
-        schema["$defs"]["StageSection"]["properties"][name].pop("default", None)
-    for holder in (schema, schema["$defs"]["StageSection"]):
+    parts = {"StageSection": StageOptions, "PhaseSection": PhaseOptions}
+    for part, own in parts.items():
+        for name in own.model_fields:  # the default of a stage's option is the value in `train`
+            schema["$defs"][part]["properties"][name].pop("default", None)
+    for holder in (schema, *(schema["$defs"][part] for part in parts)):
         for name, section in (("model", ModelSection), ("data", DataSection)):
             if name in holder["properties"]:
                 node = {k: v for k, v in holder["properties"][name].items() if k not in ("anyOf", "$ref", "default")}
@@ -260,15 +264,16 @@ def _expanded(tree: Mapping[str, Any]) -> dict[str, Any]:
     for name, field in Recipe.model_fields.items():
         section = Option.of(name, field).section
         assert section is not None
-        if name in expanded and name != "stages":
+        if name in expanded and name not in LISTS and not (expanded[name] is None and field.default is None):
             expanded[name] = as_mapping(section, expanded[name])
-    if isinstance(stages := expanded.get("stages"), list):
-        expanded["stages"] = [
-            {**stage, "data": as_mapping(DataSection, stage["data"])}
-            if isinstance(stage, Mapping) and stage.get("data") is not None
-            else stage
-            for stage in stages
-        ]
+    for name in LISTS:
+        if isinstance(parts := expanded.get(name), list):
+            expanded[name] = [
+                {**part, "data": as_mapping(DataSection, part["data"])}
+                if isinstance(part, Mapping) and part.get("data") is not None
+                else part
+                for part in parts
+            ]
     return expanded
 
 
@@ -284,10 +289,12 @@ _DATA_SUFFIX = re.compile(r"\.(jsonl|ndjson|json|txt|md|csv|tsv|parquet|gz|zst|t
 
 def _locate(tree: dict[str, Any], folder: Path) -> None:
     """Makes the paths of a tree absolute, in place. URLs and hub ids stay as they are."""
-    data, stages, model, train = (tree.get(name) for name in ("data", "stages", "model", "train"))
+    data, model, train = (tree.get(name) for name in ("data", "model", "train"))
     if isinstance(data, Mapping):
         tree["data"] = _located_data(data, folder, "data")
-    tree.update({"stages": _each(stages, _located_stage, folder, "stages")} if stages is not None else {})
+    for part in LISTS:
+        if tree.get(part) is not None:
+            tree[part] = _each(tree[part], _located_stage, folder, part)
     if isinstance(train, Mapping) and isinstance(to := train.get("checkpoint_dir"), str):
         tree["train"] = {**train, "checkpoint_dir": _located(to, folder, "train.checkpoint_dir")}
     if isinstance(model, Mapping) and isinstance(name := model.get("name"), str) and name:

@@ -122,10 +122,10 @@ def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> 
     siblings = [leaf for p, leaf in leaves.items() if p.rpartition(".")[0] == parent]
     listing = f"{f'Options of {parent}' if parent else 'Options'}: {' '.join(siblings)}"
     homes = {leaf: p for p, leaf in reversed(leaves.items())}  # if several sections have the name, the first one
-    in_stage = path.startswith("stages.data.")
-    meant = RENAMED.get(path.removeprefix("stages.") if in_stage else path)
-    if meant is not None and in_stage:
-        meant = f"stages.{meant}"
+    part = next((f"{name}." for name in ("stages", "phases") if path.startswith(f"{name}.data.")), "")
+    meant = RENAMED.get(path.removeprefix(part))
+    if meant is not None:
+        meant = f"{part}{meant}"
     meant = meant or homes.get(name) or ELSEWHERE.get(name)
     if meant is None and (close := nearest(name, siblings)):
         meant = f"{parent}.{close}" if parent else close

@@ -42,7 +42,8 @@ class StepSettings:
     attention: Attention
     loss_chunk: int  # tokens
     remat: Remat
-    micro_batch_size: int  # sequences, over all devices
+    micro_batch_size: int  # sequences, over all devices; of each adapter, if several are trained together
+    adapters_at_once: int = 1
 
     OPTIONS: ClassVar[dict[str, str]] = {
         "backend": "hardware.backend",
@@ -54,10 +55,12 @@ class StepSettings:
         "loss_chunk": "engine.loss_chunk",
         "remat": "engine.remat",
         "micro_batch_size": "train.micro_batch_size",
+        "adapters_at_once": "train.adapters_at_once",
     }
 
     def __str__(self) -> str:
-        return f"micro-batch {self.micro_batch_size}, remat {self.remat}"
+        adapters = f"{self.adapters_at_once} adapters, " if self.adapters_at_once > 1 else ""
+        return f"{adapters}micro-batch {self.micro_batch_size}, remat {self.remat}"
 
     def shared(self) -> dict[str, Any]:
         """The settings that all stages of a run have in common, because they share the base weights."""
@@ -84,6 +87,7 @@ def given_settings(recipe: Recipe) -> dict[str, Any]:
         "loss_chunk": engine.loss_chunk,
         "remat": engine.remat,
         "micro_batch_size": recipe.train.micro_batch_size,
+        "adapters_at_once": recipe.train.adapters_at_once,
     }
     return {name: value for name, value in values.items() if value != "auto"}
 
@@ -137,10 +141,17 @@ class ResolvedRecipe:
             ),
         }
         if recipe.stages is None:
-            assert recipe.data is not None
-            sections["train"] = recipe.train.model_copy(update={"micro_batch_size": first.micro_batch_size})
+            sections["train"] = recipe.train.model_copy(update=self._train_settings(recipe))
+        if recipe.data is not None:
             sections["data"] = recipe.data.model_copy(update={"template_date": self.stages[0].template_date})
-        else:
+        if recipe.phases is not None:
+            sections["phases"] = tuple(
+                phase.model_copy(
+                    update={"data": phase.data.model_copy(update={"template_date": resolved.template_date})}
+                )
+                for phase, resolved in zip(recipe.phases, self.stages, strict=True)
+            )
+        if recipe.stages is not None:
             sections["stages"] = tuple(
                 stage.model_copy(
                     update={
@@ -151,6 +162,12 @@ class ResolvedRecipe:
                 for stage, resolved in zip(recipe.stages, self.stages, strict=True)
             )
         return recipe.model_copy(update=sections)
+
+    def _train_settings(self, recipe: Recipe) -> dict[str, int]:
+        first = self.stages[0].settings
+        is_group = recipe.phases is not None or recipe.sweep is not None or recipe.train.learning_rate == "auto"
+        group = {"adapters_at_once": first.adapters_at_once} if is_group else {}
+        return {"micro_batch_size": first.micro_batch_size, **group}
 
     def dump(self, recipe: Recipe) -> str:
         """The filled recipe as YAML for people, with a reason after each decision, and without secrets. If it has none,
@@ -163,11 +180,12 @@ class ResolvedRecipe:
             if section is None:
                 continue
             lines.append(f"{name}:")
-            if name != "stages":
+            if name not in ("stages", "phases"):
                 lines += _lines(section, self._reasons(0, name, recipe.stages is None), "  ")
                 continue
             for number, stage in enumerate(section):
-                first, *rest = _lines(stage, self._reasons(number, "train", True), "    ")
+                reasons = self._reasons(number, "train", True) if name == "stages" else {}
+                first, *rest = _lines(stage, reasons, "    ")
                 lines += [f"  - {first.lstrip()}", *rest]
         return "\n".join(lines) + "\n"
 
@@ -190,11 +208,11 @@ def keep_dates(recipe: Recipe, before: ResolvedRecipe) -> Recipe:
             return data
         return data.model_copy(update={"template_date": stage.template_date})
 
-    if recipe.stages is None:
-        assert recipe.data is not None
+    if recipe.data is not None:
         return recipe.model_copy(update={"data": dated(recipe.data, before.stages[0])})
-    stages = [s.model_copy(update={"data": dated(s.data, before.stage(s.name))}) for s in recipe.stages]
-    return recipe.model_copy(update={"stages": tuple(stages)})
+    name, parts = ("stages", recipe.stages) if recipe.stages is not None else ("phases", recipe.phases)
+    changed = [part.model_copy(update={"data": dated(part.data, before.stage(part.name))}) for part in parts or ()]
+    return recipe.model_copy(update={name: tuple(changed)})
 
 
 def keep_fixed(recipe: Recipe, before: ResolvedRecipe) -> Recipe:

@@ -27,7 +27,7 @@ NAME = "recipe.json"
 MODE = 0o600  # templates and prompts are written as they are
 MAX_BYTES = 4 << 20
 # Options that hold an address which is opened.
-_ADDRESSES = re.compile(r"(stages\.\d+\.)?data\.(path(\.\d+\.path)?|validation)|train\.checkpoint_dir")
+_ADDRESSES = re.compile(r"((stages|phases)\.\d+\.)?data\.(path(\.\d+\.path)?|validation)|train\.checkpoint_dir")
 _FLAG = re.compile(r"[\w.-]{1,40}=(true|false|0|1)")  # `?download=true` is not a credential
 
 

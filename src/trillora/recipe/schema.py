@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -27,18 +27,10 @@ from pydantic import (
 
 from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
+from trillora.recipe.group_section import MAX_ADAPTERS, MergeSection, SweepSection
 from trillora.recipe.merge import merged
-from trillora.recipe.section import Section, conflict
+from trillora.recipe.section import Auto, Count, Devices, Rank, Rate, Section, Sequences, Tokens, conflict
 
-Auto = Literal["auto"]
-# Every number is bounded, here and nowhere else. The limits are far above what anybody uses, and far below what int32
-# and float32, in which devices count and compute, can hold.
-Count = Annotated[int, Field(ge=1, le=10**9)]  # of anything: steps, documents, tokens of a chunk
-Rank = Annotated[int, Field(ge=1, le=2**16)]
-Sequences = Annotated[int, Field(ge=1, le=2**20)]  # of one batch
-Devices = Annotated[int, Field(ge=1, le=2**20)]
-Tokens = Annotated[int, Field(ge=1, le=2**24)]  # of one text
-Rate = Annotated[float, Field(gt=0, le=1e6)]
 _DURATION = r"^([0-9]{1,6}h([0-9]{1,6}m)?|[0-9]{1,6}m([0-9]{1,6}s)?|[0-9]{1,6}s)$"
 MAX_STEPS = 10**9  # of a stage
 MAX_TOKENS_PER_STEP = 2**31 - 1
@@ -47,6 +39,7 @@ Dtype = Literal["float32", "bfloat16"]
 Layers = Literal["scan", "unroll"]
 Remat = Literal["none", "linear", "dots", "full"]
 Attention = Literal["xla", "splash", "cudnn"]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}$"  # of a stage or phase
 
 
 class ModelSection(Section):
@@ -86,15 +79,13 @@ class LoraSection(Section):
     )
 
 
-class StageOptions(Section):
-    """Training options that each stage may override."""
+class PhaseOptions(Section):
+    """Training options that each stage or phase may override."""
 
-    sequence_length: int = Field(default=512, ge=2, le=2**24, description="Tokens per sequence.")
-    batch_size: Sequences = Field(default=8, description="Sequences per optimizer step, over all devices.")
-    micro_batch_size: Auto | Sequences = Field(
-        default="auto", description="Sequences processed at once, over all devices. Smaller needs less memory."
+    learning_rate: Auto | Rate = Field(
+        default=2e-4,
+        description="Peak learning rate. auto: eight rates are tried on the first steps, and the best one goes on.",
     )
-    learning_rate: Rate = Field(default=2e-4, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
         description="How the learning rate decays from its peak to zero. constant: no decay. wsd: constant, then decay "
@@ -112,8 +103,14 @@ class StageOptions(Section):
         default=None, description="Number of passes over the data; give this or steps (default: 1 epoch)."
     )
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of a stage or phase, where it cannot be `auto`."""
+        assert self.learning_rate != "auto"
+        return self.learning_rate
+
     def num_steps(self, steps_per_epoch: int) -> int:
-        """The length of the stage, once the data is known."""
+        """The length of the training, once the data is known."""
         num_steps = self.steps or math.ceil((self.epochs or 1) * steps_per_epoch)
         if num_steps > MAX_STEPS:
             raise TrilloraError(
@@ -124,8 +121,23 @@ class StageOptions(Section):
         return num_steps
 
 
+class StageOptions(PhaseOptions):
+    """Training options that each stage may override."""
+
+    sequence_length: int = Field(default=512, ge=2, le=2**24, description="Tokens per sequence.")
+    batch_size: Sequences = Field(default=8, description="Sequences per optimizer step, over all devices.")
+    micro_batch_size: Auto | Sequences = Field(
+        default="auto", description="Sequences processed at once, over all devices. Smaller needs less memory."
+    )
+
+
 class TrainSection(StageOptions):
     """How to train."""
+
+    adapters_at_once: Auto | Count = Field(
+        default="auto",
+        description="Adapters in one call of the step, in a run that trains several together. Fewer need less memory.",
+    )
 
     optimizer: Literal["adamw", "lion", "lion-8bit", "adafactor"] = Field(
         default="adamw",
@@ -192,7 +204,7 @@ class TrainSection(StageOptions):
                 f"{MAX_TOKENS_PER_STEP:,} tokens per step.",
                 "use a smaller batch_size or sequence_length",
             )
-        if self.learning_rate * self.weight_decay > 1:
+        if self.learning_rate != "auto" and self.learning_rate * self.weight_decay > 1:
             raise conflict(
                 "weight_decay",
                 f"train.learning_rate {self.learning_rate:g} x train.weight_decay {self.weight_decay:g} is more than "
@@ -211,22 +223,26 @@ class TrainSection(StageOptions):
 class StageSection(StageOptions):
     """One of several stages: its own data, and the training options that differ from `train`."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}$", description="Name of the stage.")
+    name: str = Field(pattern=NAME, description="Name of the stage.")
     data: DataSection = Field(description="The stage's training data: a path, or a mapping.")
     optimizer_state: Literal["carry", "restart"] = Field(
         default="carry", description="Keep the optimizer state of the previous stage (carry), or reset it (restart)."
     )
 
-    def train_options(self) -> dict[str, Any]:
-        """The options that were given; all others are those of `train`."""
-        values = {name: getattr(self, name) for name in StageOptions.model_fields if name in self.model_fields_set}
-        return {name: value for name, value in values.items() if value is not None}
+    @model_serializer(mode="wrap")
+    def _only_given_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _given(self, handler(self), ("name", "data", "optimizer_state"))
+
+
+class PhaseSection(PhaseOptions):
+    """One of several phases: its own data and adapter, and the training options that differ from `train`."""
+
+    name: str = Field(pattern=NAME, description="Name of the phase, and of its adapter's folder.")
+    data: DataSection = Field(description="The phase's training data: a path, or a mapping.")
 
     @model_serializer(mode="wrap")
     def _only_given_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values = handler(self)
-        own = ("name", "data", "optimizer_state")
-        return {key: values[key] for key in (*own, *values) if key in own or key in self.model_fields_set}
+        return _given(self, handler(self), ("name", "data"))
 
 
 class EvaluateSection(Section):
@@ -270,6 +286,13 @@ class MeshSection(Section):
         default=1, description="Shards of the base, gathered layer by layer; sequences are sharded too."
     )
     tensor: Devices = Field(default=1, description="Shards of each matrix product (tensor parallelism).")
+    adapter: Devices = Field(
+        default=1, description="Groups of devices that train different adapters, in a run that trains several together."
+    )
+
+    @property
+    def size(self) -> int:
+        return self.data * self.fsdp * self.tensor * self.adapter
 
 
 class HardwareSection(Section):
@@ -285,14 +308,12 @@ class HardwareSection(Section):
 
     @model_validator(mode="after")
     def _mesh_holds_the_devices(self) -> HardwareSection:
-        if self.mesh != "auto" and self.devices != "auto":
-            size = self.mesh.data * self.mesh.fsdp * self.mesh.tensor
-            if size != self.devices:
-                raise conflict(
-                    "mesh",
-                    f"hardware.mesh has {size} devices (data x fsdp x tensor), but hardware.devices is {self.devices}.",
-                    "make them equal, or leave one of them on auto",
-                )
+        if self.mesh != "auto" and self.devices != "auto" and (size := self.mesh.size) != self.devices:
+            raise conflict(
+                "mesh",
+                f"hardware.mesh has {size} devices (the product of its axes), but hardware.devices is {self.devices}.",
+                "make them equal, or leave one of them on auto",
+            )
         return self
 
 
@@ -329,25 +350,70 @@ class Recipe(Section):
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)] | None = Field(
         default=None, description="Several stages that train the same adapter one after the other. Replaces data."
     )
+    phases: Annotated[tuple[PhaseSection, ...], Field(min_length=2, max_length=MAX_ADAPTERS)] | None = Field(
+        default=None, description="Several phases that each train an adapter, all together. Replaces data."
+    )
+    sweep: SweepSection | None = Field(default=None, description="Several values of an option, trained together.")
+    merge: MergeSection | None = Field(default=None, description="Merge the adapters of all phases at the end.")
 
     @model_validator(mode="after")
     def _has_data(self) -> Recipe:
-        if self.data is not None and self.stages is not None:
-            raise conflict("stages", "Both data and stages are given.", "move data into a stage, or remove stages")
-        if self.data is None and self.stages is None:
+        given = [name for name in ("data", "stages", "phases") if getattr(self, name) is not None]
+        if len(given) > 1:
+            both = f"Both {given[0]} and {given[1]} are given."
+            raise conflict(given[1], both, f"move {given[0]} into {given[1]}, or remove {given[1]}")
+        if not given:
             expected = "give text (the path) or a mapping: the training data"
-            raise conflict("data", "The recipe has no 'data'.", f"{expected}; or give a list of stages")
+            raise conflict("data", "The recipe has no 'data'.", f"{expected}; or give a list of stages or phases")
+        for field in ("stages", "phases"):
+            self._check_parts(field, getattr(self, field) or ())
+        return self
+
+    def _check_parts(self, field: str, parts: Sequence[StageSection | PhaseSection]) -> None:
         names: set[str] = set()
-        for number, stage in enumerate(self.stages or ()):
-            if stage.name in names:
-                raise conflict(f"stages[{number}].name", f"Two stages are called {stage.name}.", "rename one")
-            names.add(stage.name)
+        for number, part in enumerate(parts):
+            if part.name in names:
+                raise conflict(f"{field}[{number}].name", f"Two {field} are called {part.name}.", "rename one")
+            names.add(part.name)
             try:
-                _train_of(self.train, stage)
+                _train_of(self.train, part)
             except ValidationError as error:
                 found = error.errors(include_url=False)[0]
-                what, do = (found["ctx"][key].replace("train.", f"stages[{number}].") for key in ("what", "do"))
-                raise conflict(f"stages[{number}].{found['ctx']['key']}", what, do) from None
+                what, do = (found["ctx"][key].replace("train.", f"{field}[{number}].") for key in ("what", "do"))
+                raise conflict(f"{field}[{number}].{found['ctx']['key']}", what, do) from None
+
+    @model_validator(mode="after")
+    def _trains_one_kind_of_group(self) -> Recipe:
+        """Phases, a sweep and `learning_rate: auto` each train several adapters in their own way."""
+        parts = (*(self.stages or ()), *(self.phases or ()))
+        own_rates = {part.learning_rate for part in parts if "learning_rate" in part.model_fields_set}
+        has_auto = "auto" in {self.train.learning_rate, *own_rates}
+        kinds = {"phases": self.phases, "sweep": self.sweep, "train.learning_rate: auto": has_auto or None}
+        used = [name for name, value in kinds.items() if value is not None]
+        if len(used) > 1:
+            what = f"A recipe cannot have both {used[0]} and {used[1]}."
+            raise conflict(used[1].partition(":")[0], what, "use one of them")
+        if used and self.stages is not None:
+            what = f"A recipe with stages cannot have {used[0]}."
+            raise conflict("stages", what, "train each stage in a run of its own, and start from the one before")
+        if used and self.data is not None and self.data.num_length_buckets > 1:
+            what = f"data.num_length_buckets is for runs with one adapter, not for {used[0]}."
+            raise conflict("data.num_length_buckets", what, "remove it: all adapters have sequences of one length")
+        has_axis = self.hardware.mesh != "auto" and self.hardware.mesh.adapter > 1
+        if not used and (self.train.adapters_at_once != "auto" or has_axis):
+            option = "hardware.mesh.adapter" if has_axis else "train.adapters_at_once"
+            what = f"{option} applies only to a run that trains several adapters together."
+            raise conflict(option, what, "remove it, or give phases or a sweep")
+        return self
+
+    @model_validator(mode="after")
+    def _merges_phases(self) -> Recipe:
+        if self.merge is not None and self.phases is None:
+            raise conflict("merge", "merge applies only to a recipe with phases.", "remove merge, or give phases")
+        weights = self.merge.weights if self.merge is not None else None
+        if weights is not None and len(weights) != len(self.phases or ()):
+            what = f"merge.weights has {len(weights)} values for {len(self.phases or ())} phases."
+            raise conflict("merge.weights", what, "give one weight per phase, in their order")
         return self
 
 
@@ -366,18 +432,23 @@ class Stage:
     restarts_optimizer: bool = False
 
 
+_PARTS = ("stages", "phases", "sweep", "merge")  # sections that `stages_of` and `group_of` take apart
+
+
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
-    """The run as a list of stages, each with a whole recipe. Most recipes have one stage."""
-    sections = {name: getattr(recipe, name) for name in Recipe.model_fields if name != "stages"}
-    if recipe.stages is None:
+    """The run as a list of stages, each with a whole recipe. Most recipes have one stage. Phases are listed too, though
+    they are trained together: each with the recipe that would train it alone."""
+    sections = {name: getattr(recipe, name) for name in Recipe.model_fields if name not in _PARTS}
+    parts = recipe.stages or recipe.phases
+    if parts is None:
         return (Stage("train", StageRecipe(**sections)),)
     return tuple(
         Stage(
-            stage.name,
-            StageRecipe(**{**sections, "data": stage.data, "train": _train_of(recipe.train, stage)}),
-            stage.optimizer_state == "restart",
+            part.name,
+            StageRecipe(**{**sections, "data": part.data, "train": _train_of(recipe.train, part)}),
+            isinstance(part, StageSection) and part.optimizer_state == "restart",
         )
-        for stage in recipe.stages
+        for part in parts
     )
 
 
@@ -386,12 +457,18 @@ def seconds_of(time_limit: str) -> int:
     return sum(int(n) * {"h": 3600, "m": 60, "s": 1}[unit] for n, unit in re.findall(r"(\d+)([hms])", time_limit))
 
 
-def _train_of(train: TrainSection, stage: StageSection) -> TrainSection:
-    own = stage.train_options()
+def _train_of(train: TrainSection, part: StageSection | PhaseSection) -> TrainSection:
+    values = {name: getattr(part, name) for name in StageOptions.model_fields if name in part.model_fields_set}
+    own = {name: value for name, value in values.items() if value is not None}
     general = train.model_dump(mode="json")
     if "schedule" in own:
         general.pop("decay_fraction")  # it belongs to the schedule that is replaced
     return TrainSection.model_validate(merged(general, own))
+
+
+def _given(part: Section, values: dict[str, Any], own: tuple[str, ...]) -> dict[str, Any]:
+    """The options that were given; all others are those of `train`."""
+    return {key: values[key] for key in (*own, *values) if key in own or key in part.model_fields_set}
 
 
 def _divisors_near(wanted: int, number: int) -> list[int]:

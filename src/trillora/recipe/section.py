@@ -1,11 +1,21 @@
-"""The base class of every mapping in a recipe: unknown keys are errors, and values do not change."""
+"""The base class of every mapping in a recipe, and the types of its numbers."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+Auto = Literal["auto"]
+# Every number is bounded, here and nowhere else. The limits are far above what anybody uses, and far below what int32
+# and float32, in which devices count and compute, can hold.
+Count = Annotated[int, Field(ge=1, le=10**9)]  # of anything: steps, documents, tokens of a chunk
+Rank = Annotated[int, Field(ge=1, le=2**16)]
+Sequences = Annotated[int, Field(ge=1, le=2**20)]  # of one batch
+Devices = Annotated[int, Field(ge=1, le=2**20)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]  # of one text
+Rate = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Section(BaseModel):

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import psutil
+from jax.sharding import Mesh
 
 from trillora.devices.chips import chip_of
 from trillora.devices.mesh import MeshShape, make_mesh
@@ -75,6 +76,7 @@ class DoesNotFit(TrilloraError):
 
 
 Compiler = Callable[[Assembly], tuple[Any, float]]
+Builder = Callable[[StageRecipe, StepSettings, Any, Mesh, int], Assembly]
 
 
 def compile_step(assembly: Assembly) -> tuple[Any, float]:
@@ -107,25 +109,26 @@ def choose(
     compiler: Compiler = compile_step,
     mesh_devices: list[Any] | None = None,
     guess: Callable[[Assembly], float] | None = None,
+    build: Builder = assemble,
 ) -> Plan:
     """Decides what the recipe leaves open, compiles the step, and reports each decision.
 
     `kept` holds fields of `StepSettings` that were decided before: at the first start of a resumed run, or for another
     stage. The devices may belong to a slice that is not attached; preflight then passes its own `compiler`, and
     `mesh_devices` if only CPU devices can take their place. `guess` returns an estimate in bytes; candidates that it
-    shows to be far too large are not compiled.
+    shows to be far too large are not compiled. `build` makes the step: of one adapter, or of several.
     """
     fixed = {**(kept or {}), **given_settings(recipe)}
     decisions = Decisions(fixed, listener)
     decide_by_hardware(decisions, recipe, config, devices)
     shape = decisions["mesh"]
-    mesh = make_mesh(mesh_devices or devices, MeshShape(shape.data, shape.fsdp, shape.tensor))
+    mesh = make_mesh(mesh_devices or devices, MeshShape(shape.data, shape.fsdp, shape.tensor, shape.adapter))
     limit = memory_limit(devices)
     num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
 
     def candidate(size: int, remat: str) -> Candidate:
         settings = StepSettings(**{**decisions.values, "micro_batch_size": size, "remat": remat})
-        return Candidate(settings, assemble(recipe, settings, config, mesh, num_steps))
+        return Candidate(settings, build(recipe, settings, config, mesh, num_steps))
 
     attempts: list[Attempt] = []
     remats = (fixed["remat"],) if "remat" in fixed else REMAT_ORDER

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from trillora.devices.mesh import batch_sharding, replicated, weight_spec
+from trillora.devices.mesh import AXES, batch_sharding, replicated, weight_spec
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.loss import Totals, chunked_loss, chunked_totals, token_losses, totals
 from trillora.engine.optim import make_optimizer, make_schedule
@@ -58,10 +58,14 @@ class Assembly:
         """The step, lowered for the mesh's devices. The state is donated. `sequence_length` replaces the recipe's."""
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(state_shardings, replicated(self.mesh)))
+        return step.lower(*self.arguments(sequence_length))
+
+    def arguments(self, sequence_length: int | None = None) -> tuple[Any, ...]:
+        """The shapes of the step's arguments."""
         batch = self.batch_shapes
         if sequence_length is not None:
             batch = {name: leaf.update(shape=(leaf.shape[0], sequence_length)) for name, leaf in batch.items()}
-        return step.lower(self.state_shapes, self.base_shapes, batch)
+        return (self.state_shapes, self.base_shapes, batch)
 
     def compile(self, sequence_length: int | None = None, **options: str | bool) -> Any:
         """`options` are additional compiler options, by their XLA names."""
@@ -108,7 +112,7 @@ def assemble(recipe: StageRecipe, settings: StepSettings, config: Any, mesh: Mes
     train_step = make_train_step(
         loss_function(model, chunk, packed=data.pack),
         optimizer,
-        make_schedule(train.schedule, train.learning_rate, train.warmup_steps, num_steps, train.decay_fraction),
+        make_schedule(train.schedule, train.rate, train.warmup_steps, num_steps, train.decay_fraction),
         max_grad_norm=train.max_grad_norm,
         num_micro_batches=train.batch_size // settings.micro_batch_size,
     )
@@ -192,7 +196,7 @@ def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
     """Small adapters are copied to every device, which avoids gathering; large ones are split like the base. On a mesh
     with all three axes the adapter is always copied: XLA's partitioner was seen to give wrong numbers there."""
     with_optimizer = 3 * sum(leaf.num_bytes for leaf in layout.values())
-    if with_optimizer <= COPIED_ADAPTER_BYTES or all(size > 1 for size in mesh.shape.values()):
+    if with_optimizer <= COPIED_ADAPTER_BYTES or all(mesh.shape[axis] > 1 for axis in AXES):
         return {key: replicated(mesh) for key in layout}
     return {
         key: NamedSharding(mesh, weight_spec(leaf.shape, mesh, stacked=leaf.stacked)) for key, leaf in layout.items()

@@ -23,6 +23,7 @@ from trillora.files.atomic import append_file, write_file
 from trillora.files.bounded import read_bounded
 from trillora.files.user_path import user_path
 
+GROUP_FILE = "group.json"  # how each adapter of a group ended; written last
 MAX_LOG = 1 << 30  # bytes; a million steps have about 300 MB
 
 
@@ -50,7 +51,7 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        return (self.path / "adapter").exists()
+        return (self.path / "adapter").exists() or (self.path / GROUP_FILE).exists()
 
     def write(self, name: str, text: str, *, mode: int = 0o666) -> None:
         self._replace(self.path / name, text.encode(), mode)

@@ -22,9 +22,10 @@ FREE = (
     *("hardware", "evaluate", "track"),
     *("engine.remat", "engine.attention", "engine.loss_chunk"),
     *("train.micro_batch_size", "train.max_bad_steps", "train.checkpoint_every", "train.keep_checkpoints"),
-    *("train.checkpoint_dir", "train.time_limit", "stages.micro_batch_size"),
+    *("train.checkpoint_dir", "train.time_limit", "train.adapters_at_once", "stages.micro_batch_size"),
     # Compared by content.
-    *("model.name", "model.revision", "data.path", "data.validation", "stages.data.path", "stages.data.validation"),
+    *("model.name", "model.revision", "data.path", "data.validation"),
+    *(f"{part}.data.{option}" for part in ("stages", "phases") for option in ("path", "validation")),
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

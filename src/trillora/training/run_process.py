@@ -27,9 +27,11 @@ from trillora.model.layout import Tree
 from trillora.model.limits import check_rows
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
+from trillora.model.loading.weights import load_weights
 from trillora.recipe.resolve import ResolvedRecipe, keep_dates, keep_fixed
 from trillora.recipe.schema import Recipe, stages_of
 from trillora.secrets import mask_values
+from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch
 from trillora.tracking import tracking_listener
 from trillora.training import manifest
@@ -54,6 +56,9 @@ class TrainResult:
 
 class RunProcess:
     """One process of a run."""
+
+    find_fault = staticmethod(find_fault)  # of a checkpoint
+    read_facts = staticmethod(read_facts)
 
     def __init__(
         self,
@@ -95,14 +100,14 @@ class RunProcess:
                 LocalStorage(self._folder.path).clean()  # an adapter that was not written completely
                 remove_unfinished(self._folder.path)
             steps = self._checkpoints.steps()
-        found = self._checkpoints.newest_valid(self._listener, find_fault)
+        found = self._checkpoints.newest_valid(self._listener, self.find_fault)
         if found is None and steps:
             raise TrilloraError(
                 f"All {len(steps)} checkpoints of this run are damaged. The run does not restart by itself.",
                 where=self._checkpoints.where(steps[-1]),
                 do="restore one from a backup; or, to start from scratch, remove the folder or use another --out",
             )
-        run_id = read_facts(found[1]).get("run") if found else None
+        run_id = self.read_facts(found[1]).get("run") if found else None
         self._record.compare(steps, run_id, self._checkpoints.place, self._listener)
         if not same_everywhere(found[0] if found else -1):
             raise TrilloraError(
@@ -170,3 +175,8 @@ def peak_seconds_per_token(base: Tree, devices: list[Any]) -> float:
     if peak is None:
         return 0.0
     return 4 * sum(array.size for array in base.values() if array.ndim >= 2) / (peak * 1e12 * len(devices))
+
+
+def read_base(folder: Path, assembly: Assembly, listener: Listener) -> Tree:
+    model = assembly.model
+    return load_weights(folder, model.module, model.layout, assembly.base_shardings, listener)

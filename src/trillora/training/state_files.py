@@ -7,7 +7,7 @@ unsharded, so a run can resume on another number of devices.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -49,22 +49,23 @@ from trillora.training.divergence import DivergenceMonitor
 STATE_FILE, FACTS_FILE, METRICS_FILE = "state.safetensors", "state.json", "metrics.jsonl"
 ADAPTER_FILES = (WEIGHTS_FILE, CONFIG_FILE)
 FILES = (*ADAPTER_FILES, STATE_FILE, FACTS_FILE, METRICS_FILE)
-_DO = "resume from an earlier checkpoint, or restore the file from a copy"
+DO = "resume from an earlier checkpoint, or restore the file from a copy"
 
 
-class _Facts(BaseModel):
+class StrictFacts(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class MeshFacts(_Facts):
+class MeshFacts(StrictFacts):
     """`MeshSection`, without its defaults."""
 
     data: PositiveInt
     fsdp: PositiveInt
     tensor: PositiveInt
+    adapter: PositiveInt = 1
 
 
-class SettingsFacts(_Facts):
+class SettingsFacts(StrictFacts):
     """`StepSettings` as JSON."""
 
     backend: Backend
@@ -76,15 +77,17 @@ class SettingsFacts(_Facts):
     loss_chunk: PositiveInt
     remat: Remat
     micro_batch_size: PositiveInt
+    adapters_at_once: PositiveInt = 1
 
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:
-        if self.mesh.data * self.mesh.fsdp * self.mesh.tensor != self.num_devices:
+        mesh = self.mesh
+        if mesh.data * mesh.fsdp * mesh.tensor * mesh.adapter != self.num_devices:
             raise ValueError("the mesh does not have num_devices")
         return self
 
 
-class StageFacts(_Facts):
+class StageFacts(StrictFacts):
     """`ResolvedStage` as JSON."""
 
     name: str
@@ -100,14 +103,29 @@ class StageFacts(_Facts):
         return reasons
 
 
-class ResolvedFacts(_Facts):
+class ResolvedFacts(StrictFacts):
     """`ResolvedRecipe` as JSON."""
 
     stages: list[StageFacts] = Field(min_length=1)
     evaluate_every: PositiveInt
 
 
-class PositionFacts(_Facts):
+def check_health() -> Any:
+    """A validator of the field `health`. Written by the dataclass and read by it, a value may have one form only."""
+
+    def check(health: dict[str, Any]) -> dict[str, Any]:
+        try:
+            read = TypeAdapter(DivergenceMonitor).validate_python(health)
+        except ValidationError as error:
+            raise ValueError(f"its {error.errors()[0]['loc'][0]} has a wrong type") from None
+        if "recent" in health and facts_json(read.to_dict()) != facts_json(health):
+            raise ValueError("it has a wrong type or an unknown field")
+        return health
+
+    return field_validator("health")(check)
+
+
+class PositionFacts(StrictFacts):
     """`Position` as JSON."""
 
     health: dict[str, Any]
@@ -120,17 +138,7 @@ class PositionFacts(_Facts):
     num_worse: NonNegativeInt
     stage_is_over: bool
 
-    @field_validator("health")
-    @classmethod
-    def _check_health(cls, health: dict[str, Any]) -> dict[str, Any]:
-        """Written by the dataclass and read by it, a value may have one form only."""
-        try:
-            read = TypeAdapter(DivergenceMonitor).validate_python(health)
-        except ValidationError as error:
-            raise ValueError(f"its {error.errors()[0]['loc'][0]} has a wrong type") from None
-        if "recent" in health and _json(read.to_dict()) != _json(health):
-            raise ValueError("it has a wrong type or an unknown field")
-        return health
+    _check_health = check_health()
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -144,7 +152,7 @@ class PositionFacts(_Facts):
         return self
 
 
-class CheckpointFacts(_Facts):
+class CheckpointFacts(StrictFacts):
     """The content of `FACTS_FILE`. See `manifest.of_checkpoint` for what it is used for."""
 
     run: str | None = None  # the id of the run; older versions wrote none
@@ -177,14 +185,14 @@ def to_files(copied: TrainState, assembly: Assembly, base_name: str, facts: dict
     state = jax.tree.map(np.asarray, copied)
     model = assembly.model
     adapter = unstack(state.adapter, model.adapter_layout)
-    rest = dict(_named(state._replace(adapter=())))
+    rest = dict(named_arrays(state._replace(adapter=())))
     for name, array in (*adapter.items(), *rest.items()):
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise AssertionError(f"{name} is not finite: the step should have been skipped")
     return {
         **adapter_files(adapter, model.module, model.targets, assembly.spec, base_name),
         STATE_FILE: save(rest),
-        FACTS_FILE: (_json(facts, indent=1) + "\n").encode(),
+        FACTS_FILE: (facts_json(facts, indent=1) + "\n").encode(),
     }
 
 
@@ -192,9 +200,9 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
     """The state of a checkpoint, placed on the assembly's devices."""
     shapes = assembly.state_shapes
     adapter = fit_adapter(read_adapter(files[WEIGHTS_FILE]), assembly.model.adapter_layout, where)
-    stored = _tensors(files, STATE_FILE)
+    stored = read_tensors(files, STATE_FILE)
     as_stored = shapes._replace(adapter=(), key=jax.eval_shape(jax.random.key_data, shapes.key))
-    names = [name for name, _ in _named(as_stored)]
+    names = [name for name, _ in named_arrays(as_stored)]
 
     def read(name: str, leaf: jax.ShapeDtypeStruct | None) -> np.ndarray:
         array = stored.get(name)
@@ -208,7 +216,7 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
 
     for extra in sorted(stored.keys() - set(names)):
         read(extra, None)
-    leaves = [read(name, leaf) for name, leaf in _named(as_stored)]
+    leaves = [read(name, leaf) for name, leaf in named_arrays(as_stored)]
     state = jax.tree.unflatten(jax.tree.structure(as_stored), leaves)._replace(adapter=adapter)
     key = jax.random.wrap_key_data(jnp.asarray(state.key))
     return jax.tree.map(lambda array, leaf: jax.device_put(array, leaf.sharding), state._replace(key=key), shapes)
@@ -216,7 +224,7 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
 
 def read_facts(files: dict[str, bytes]) -> dict[str, Any]:
     """The content of `FACTS_FILE`. It has the fields and types that `CheckpointFacts` declares."""
-    facts = parse_json(files[FACTS_FILE], CheckpointFacts, where=FACTS_FILE, do=_DO)
+    facts = parse_json(files[FACTS_FILE], CheckpointFacts, where=FACTS_FILE, do=DO)
     return facts.model_dump()
 
 
@@ -232,31 +240,35 @@ def find_fault(step: int, files: dict[str, bytes]) -> str | None:
 
 def _check(step: int, files: dict[str, bytes]) -> None:
     for name in sorted({*FILES} ^ files.keys()):
-        raise _fault(name, "It is missing." if name in FILES else "It does not belong to a checkpoint.")
+        raise fault(name, "It is missing." if name in FILES else "It does not belong to a checkpoint.")
     facts = read_facts(files)
     if (found := facts["position"]["global_step"]) != step:
-        raise _fault(FACTS_FILE, f"position.global_step is {found}, not {step}.")
-    config = parse_json(files[CONFIG_FILE], AdapterConfig, where=CONFIG_FILE, do=_DO)
+        raise fault(FACTS_FILE, f"position.global_step is {found}, not {step}.")
+    config = parse_json(files[CONFIG_FILE], AdapterConfig, where=CONFIG_FILE, do=DO)
     used = {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout, "rslora": config.use_rslora}
     for option, value in used.items():
         if (stored := facts["options"].get(f"lora.{option}", value)) != value:
-            raise _fault(CONFIG_FILE, f"Its {option} is {value}, but {FACTS_FILE} has {stored!r}.")
+            raise fault(CONFIG_FILE, f"Its {option} is {value}, but {FACTS_FILE} has {stored!r}.")
     read_adapter(files[WEIGHTS_FILE])
-    for name, matrix in _tensors(files, WEIGHTS_FILE).items():
+    for name, matrix in read_tensors(files, WEIGHTS_FILE).items():
         if matrix.dtype != np.float32 or matrix.ndim != 2 or config.r not in matrix.shape:
-            raise _fault(WEIGHTS_FILE, f"{name} is not a float32 matrix of rank {config.r}.")
-    for name, array in _tensors(files, STATE_FILE).items():
+            raise fault(WEIGHTS_FILE, f"{name} is not a float32 matrix of rank {config.r}.")
+    for name, array in read_tensors(files, STATE_FILE).items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise _fault(STATE_FILE, f"{name} has values that are not finite.")
-    for number, line in enumerate(files[METRICS_FILE].splitlines(), 1):
+            raise fault(STATE_FILE, f"{name} has values that are not finite.")
+    check_metrics(files[METRICS_FILE])
+
+
+def check_metrics(lines: bytes) -> None:
+    for number, line in enumerate(lines.splitlines(), 1):
         _check_metric(line, number)
 
 
-def _tensors(files: dict[str, bytes], name: str) -> dict[str, np.ndarray]:
+def read_tensors(files: Mapping[str, bytes], name: str) -> dict[str, np.ndarray]:
     try:
         return load(files[name])
     except (SafetensorError, KeyError, TypeError, ValueError) as error:  # KeyError: a type that numpy does not have
-        raise _fault(name, f"It is not a valid safetensors file: {error}.") from error
+        raise fault(name, f"It is not a valid safetensors file: {error}.") from error
 
 
 def _check_metric(line: bytes, number: int) -> None:
@@ -267,18 +279,18 @@ def _check_metric(line: bytes, number: int) -> None:
         if metric["kind"] == "step":
             float(metric["loss"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _fault(METRICS_FILE, f"Line {number} is not a metric: {type(error).__name__}: {error}.") from error
+        raise fault(METRICS_FILE, f"Line {number} is not a metric: {type(error).__name__}: {error}.") from error
 
 
-def _fault(file: str, what: str) -> TrilloraError:
-    return TrilloraError(what, where=file, do=_DO)
+def fault(file: str, what: str) -> TrilloraError:
+    return TrilloraError(what, where=file, do=DO)
 
 
-def _json(value: Any, indent: int | None = None) -> str:
+def facts_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, indent=indent, sort_keys=True, allow_nan=False)
 
 
-def _named(tree: Any) -> list[tuple[str, Any]]:
+def named_arrays(tree: Any) -> list[tuple[str, Any]]:
     """Every array with its path in the tree."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in paths]

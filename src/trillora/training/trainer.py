@@ -33,9 +33,9 @@ from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, read_adapter
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
-from trillora.model.loading.weights import load_weights
 from trillora.model.lora import initial_adapter
 from trillora.recipe import run_file
+from trillora.recipe.group import group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
 from trillora.step.autotune import Plan, choose
@@ -45,9 +45,10 @@ from trillora.training import manifest
 from trillora.training.best_checkpoint import choose_checkpoint
 from trillora.training.checkpoint import Checkpoints
 from trillora.training.divergence import DivergenceMonitor
+from trillora.training.group.trainer import GroupTraining
 from trillora.training.loop import Diverged, Position, Run, StageLoop
 from trillora.training.run_folder import RunFolder, evaluation_losses, losses
-from trillora.training.run_process import RunProcess, TrainResult, peak_seconds_per_token
+from trillora.training.run_process import RunProcess, TrainResult, peak_seconds_per_token, read_base
 from trillora.training.saved_record import RunRecord
 from trillora.training.signals import Interrupted, Stop
 from trillora.training.state_files import (
@@ -75,8 +76,9 @@ def train(
         )
     with stop.listening():
         try:
+            kind = _Training if group_of(recipe) is None else GroupTraining
             with _owned_checkpoints(recipe, folder, is_writer, listener) as checkpoints:
-                return _Training(recipe, folder, checkpoints, stop, listener, accept_changes).run()
+                return kind(recipe, folder, checkpoints, stop, listener, accept_changes).run()
         except Interrupted as signal:
             listener(Note(f"Stopped by {signal} before the first step of this start; nothing was lost"))
             return TrainResult(out, None, tuple(losses(folder.metrics_file)), 0, stopped=str(signal))
@@ -328,11 +330,6 @@ def resolve_recipe(
             settings = dataclasses.replace(settings, micro_batch_size=earlier.settings.micro_batch_size)
         resolved.append(ResolvedStage(stage.name, settings, date, reasons))
     return ResolvedRecipe(tuple(resolved), max(1, math.ceil(num_steps / 10)) if every == "auto" else every)
-
-
-def read_base(folder: Path, assembly: Assembly, listener: Listener) -> Tree:
-    model = assembly.model
-    return load_weights(folder, model.module, model.layout, assembly.base_shardings, listener)
 
 
 def place_state(assembly: Assembly, seed: int) -> TrainState:

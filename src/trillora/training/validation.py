@@ -37,10 +37,12 @@ PROMPTS_AT_ONCE = 8
 class Evaluator:
     """Computes the loss of the evaluation set with one compiled program, in batches of one shape."""
 
-    def __init__(self, assembly: Assembly, batches: Batches, stage: str) -> None:
+    def __init__(self, assembly: Assembly, batches: Batches, stage: str, like: Evaluator | None = None) -> None:
+        """`like`: another evaluator with the same shapes, whose program is used."""
         self._mesh, self.batches = assembly.mesh, batches
         shape = (batches.batch_size, batches.sequence_length)
-        self._program = Programs(f"The evaluation of stage {stage}", {shape: assembly.compile_evaluation(*shape)})
+        self.compiled: Any = assembly.compile_evaluation(*shape) if like is None else like.compiled
+        self._program = Programs(f"The evaluation of stage {stage}", {shape: self.compiled})
 
     def measure(self, adapter: Tree, base: Tree, check: Callable[[], None]) -> TokenMetrics:
         """`check` is called before every batch; it may raise to abandon the evaluation."""
@@ -127,11 +129,13 @@ class EvalPlan:
             yield Planned(f"the answers of stage {self.stage}", 2 * len(slots), shapes)
 
 
-def plan_evaluation(stage: StageData, batch_size: int, opened: OpenModel, listener: Listener) -> EvalPlan:
+def plan_evaluation(
+    stage: StageData, batch_size: int, opened: OpenModel, listener: Listener, *, answers: bool = True
+) -> EvalPlan:
     """What the stage's recipe asks for, without samples where the model or the setup cannot generate."""
     options = stage.recipe.evaluate
     batches = evaluation_batches(stage, batch_size)
-    if not (options.prompts or (options.num_samples and stage.evaluation is not None)):
+    if not answers or not (options.prompts or (options.num_samples and stage.evaluation is not None)):
         return EvalPlan(stage.name, batches)
     why_not = why_not_decode(opened.config)
     if jax.process_count() > 1:

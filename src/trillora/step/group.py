@@ -1,0 +1,207 @@
+"""Builds the step that trains several adapters together, like `build` does for one.
+
+The model has the largest rank of the group. An adapter of a smaller rank is padded with zeros, which stay zero: the
+gradient of a row of A is a product with a column of B, and the other way round. The scale of each adapter relative to
+that of the model is an input of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trillora.devices.mesh import adapter_axis, group_sharding, replicated
+from trillora.engine.group import (
+    LANE_DTYPES,
+    OPTION_DTYPES,
+    AdapterOptions,
+    OneAdapter,
+    ScaledLoss,
+    adapter_options,
+    group_state,
+    lane_of,
+    make_group_step,
+)
+from trillora.engine.hash_random import MaskKey
+from trillora.engine.step import Batch, TrainState
+from trillora.errors import TrilloraError
+from trillora.model.layout import Layout, Leaf, Tree
+from trillora.recipe.resolve import StepSettings
+from trillora.recipe.schema import Stage, StageRecipe
+from trillora.step.build import Assembly, assemble, lora_spec, loss_chunk_positions, loss_function
+
+
+@dataclass(frozen=True)
+class GroupAssembly(Assembly):
+    """A step for K of N adapters. `state_shapes` and `batch_shapes` have a leading dim of N and K adapters."""
+
+    num_adapters: int
+    width: int  # K
+    one: Assembly  # of a single adapter
+
+    def arguments(self, sequence_length: int | None = None) -> tuple[Any, ...]:
+        batch = self.batch_shapes
+        if sequence_length is not None:
+            batch = {name: leaf.update(shape=(*leaf.shape[:2], sequence_length)) for name, leaf in batch.items()}
+        return (self.state_shapes, self.base_shapes, self.option_shapes, self.lane_shapes, batch)
+
+    def compile_evaluation(self, batch_size: int, sequence_length: int) -> Any:
+        """The evaluation step of a single adapter."""
+        return self.one.compile_evaluation(batch_size, sequence_length)
+
+    @property
+    def option_shapes(self) -> Any:
+        shape = functools.partial(jax.ShapeDtypeStruct, (self.num_adapters,), sharding=replicated(self.mesh))
+        return jax.tree.map(lambda dtype: shape(dtype), OPTION_DTYPES)
+
+    @property
+    def lane_shapes(self) -> Any:
+        shape = functools.partial(jax.ShapeDtypeStruct, (self.width,), sharding=replicated(self.mesh))
+        return jax.tree.map(lambda dtype: shape(dtype), LANE_DTYPES)
+
+    def compile_lane(self) -> Any:
+        """The program that returns adapter number n, with its scale and without: (adapters, options, n) -> both."""
+
+        def lane(adapters_N: Tree, options: AdapterOptions, number: jax.Array) -> tuple[Tree, Tree]:
+            adapter = lane_of(adapters_N, number)
+            return scaled(adapter, options.scale[number]), adapter
+
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.mesh))
+        program = jax.jit(lane, out_shardings=(self.adapter_shardings, self.adapter_shardings))
+        return program.lower(self.state_shapes.adapter, self.option_shapes, number).compile()
+
+
+def assemble_group(
+    members: Sequence[Stage], settings: StepSettings, config: Any, mesh: Mesh, width: int | None = None
+) -> GroupAssembly:
+    """The step for `width` adapters at once, by default as many as the settings say."""
+    width = width or settings.adapters_at_once
+    recipe = widest(members)
+    one = assemble(recipe, settings, config, mesh, 1)
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = width * settings.micro_batch_size // shards
+    chunk = loss_chunk_positions(settings.loss_chunk, rows, recipe.train.sequence_length)
+    axis = adapter_axis(mesh)
+    if axis is not None and width % mesh.shape[axis]:
+        raise TrilloraError(
+            f"{width} adapters cannot be spread evenly over {mesh.shape[axis]} groups of devices.",
+            where="hardware.mesh.adapter",
+            do="use a number that divides the number of adapters, or leave hardware.mesh on auto",
+        )
+    step = make_group_step(
+        scaled_loss(loss_function(one.model, chunk, packed=recipe.data.pack)),
+        one.optimizer,
+        num_micro_batches=recipe.train.batch_size // settings.micro_batch_size,
+        mesh_axis=axis,
+    )
+    shape = (width, recipe.train.batch_size, recipe.train.sequence_length)
+    shared = {field.name: getattr(one, field.name) for field in dataclasses.fields(Assembly)}
+    return GroupAssembly(
+        **{
+            **shared,
+            "train_step": step,
+            "state_shapes": _group_shapes(one, len(members)),
+            "batch_shapes": {
+                name: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=group_sharding(mesh))
+                for name, leaf in one.batch_shapes.items()
+            },
+        },
+        num_adapters=len(members),
+        width=width,
+        one=one,
+    )
+
+
+def widest(members: Sequence[Stage]) -> StageRecipe:
+    """The recipe with the largest rank: the others are padded to it."""
+    return max((member.recipe for member in members), key=lambda recipe: recipe.lora.rank)
+
+
+def options_of(members: Sequence[Stage], num_steps: Sequence[int]) -> AdapterOptions:
+    """The options of every adapter. `num_steps`: the length of its training."""
+    scale = lora_spec(widest(members).lora).scale
+    return adapter_options(
+        [
+            OneAdapter(
+                schedule=train.schedule,
+                peak=train.rate,
+                warmup_steps=train.warmup_steps,
+                num_steps=steps,
+                decay_fraction=train.decay_fraction,
+                max_grad_norm=train.max_grad_norm,
+                scale=lora_spec(member.recipe.lora).scale / scale,
+            )
+            for member, steps in zip(members, num_steps, strict=True)
+            for train in (member.recipe.train,)
+        ]
+    )
+
+
+def scaled(adapter: Mapping[str, Any], scale: Any) -> Tree:
+    """The adapter with its change multiplied by `scale`."""
+    return {key: array * scale if key.endswith(".lora_b") else array for key, array in adapter.items()}
+
+
+def scaled_loss(loss: Any) -> ScaledLoss:
+    def own(adapter: Tree, scale: jax.Array, base: Tree, batch: Batch, key: MaskKey) -> jax.Array:
+        result: jax.Array = loss(scaled(adapter, scale), base, batch, key)
+        return result
+
+    return own
+
+
+def with_rank(layout: Layout, rank: int) -> Layout:
+    """The layout of an adapter with a smaller rank."""
+
+    def smaller(key: str, leaf: Leaf) -> Leaf:
+        dim = _rank_dim(key, len(leaf.shape))
+        shape = leaf.shape if dim is None else (*leaf.shape[:dim], rank, *leaf.shape[dim + 1 :])
+        return dataclasses.replace(leaf, shape=shape)
+
+    return {key: smaller(key, leaf) for key, leaf in layout.items()}
+
+
+def padded(adapter: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
+    """An adapter of a smaller rank with the shapes of `layout`: zeros are added."""
+    return {
+        key: np.pad(array, [(0, whole - own) for own, whole in zip(array.shape, layout[key].shape, strict=True)])
+        for key, array in adapter.items()
+    }
+
+
+def cut(name: str, array: np.ndarray, rank: int) -> np.ndarray:
+    """The part of a padded matrix that belongs to an adapter of this rank."""
+    dim = _rank_dim(name, array.ndim)
+    return array if dim is None else array.take(range(rank), axis=dim)
+
+
+def _rank_dim(name: str, num_dims: int) -> int | None:
+    """Which dim of a parameter is the rank: A is [R, D], B is [E, R]."""
+    if name.endswith(".lora_a"):
+        return num_dims - 2
+    return num_dims - 1 if name.endswith(".lora_b") else None
+
+
+def _group_shapes(one: Assembly, num_adapters: int) -> TrainState:
+    """The shapes of the state of all adapters: those of one adapter with a leading dim."""
+    first = adapter_axis(one.mesh)
+
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, alone: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(one.mesh, PartitionSpec(first, *alone.sharding.spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    adapter = {
+        key: jax.ShapeDtypeStruct((num_adapters, *leaf.shape), leaf.dtype)
+        for key, leaf in one.state_shapes.adapter.items()
+    }
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_adapters))
+    shapes = jax.eval_shape(lambda a, k: group_state(a, one.optimizer, k), adapter, keys)
+    return jax.tree_util.tree_map_with_path(place, shapes, one.state_shapes)

@@ -1,0 +1,195 @@
+"""What a group of adapters leaves: adapters in PEFT's format, the scores of the phases, and `group.json`.
+
+runs/skills/adapters/code/       one folder per phase
+runs/skills/adapter/             the merged phases, the best of a sweep, or the winner among learning rates
+runs/skills/group.json           how each adapter ended, and which one was chosen
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from trillora.data.batches import Batches
+from trillora.data.documents import Documents
+from trillora.data.stage import StageData
+from trillora.events import Note, Score, Scored
+from trillora.files.checksums import with_checksums
+from trillora.files.storage import LocalStorage
+from trillora.model.adapters import adapter_files, check_changes_something, check_written
+from trillora.model.layout import Tree
+from trillora.model.loading.source import OpenModel
+from trillora.recipe.group import Group
+from trillora.recipe.schema import Recipe
+from trillora.step.build import lora_spec
+from trillora.step.group import padded, scaled, widest, with_rank
+from trillora.training.group.loop import GroupRun, Member
+from trillora.training.group.position import GroupPosition
+from trillora.training.group.state_files import Kept
+from trillora.training.loop import Diverged
+from trillora.training.run_folder import GROUP_FILE
+from trillora.training.validation import Evaluator
+
+
+class GroupResults:
+    """Writes the results of a group whose training is over."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: Group,
+        run: GroupRun,
+        base: Tree,
+        position: GroupPosition,
+        kept: Kept,
+        opened: OpenModel,
+    ) -> None:
+        self._recipe, self._group, self._run, self._base = recipe, group, run, base
+        self._position, self._kept, self._opened = position, kept, opened
+
+    def write(self) -> Path | None:
+        """Returns the folder of the run's adapter, if there is one. Raises `Diverged` if an adapter that the user asked
+        for is missing; the others are written before."""
+        run, folders = self._run, dict[str, Path]()
+        if not self._kept:
+            raise self._diverged("Training diverged: none of the adapters could be trained.")
+        best = self._best()
+        wants_all = self._group.kind == "phases" or (self._recipe.sweep and self._recipe.sweep.keep == "all")
+        if jax.process_index() == 0:
+            for member in run.members if wants_all else ():
+                if member.name in self._kept:
+                    folders[member.name] = self._write_adapter(member, run.folder.path / "adapters", member.name)
+            if best is not None:
+                folders.setdefault(best.name, self._write_adapter(best, run.folder.path, "adapter"))
+        if self._group.kind == "phases":
+            self._score()
+        self._write_summary(best, folders)
+        diverged = [name for name, own in self._ends() if own.status == "diverged"]
+        if diverged and self._group.kind == "phases":
+            raise self._diverged(f"{', '.join(diverged)} diverged; the adapters of the other phases are written.")
+        return run.folder.path / "adapter" if best is not None else None
+
+    def _ends(self) -> list[tuple[str, Any]]:
+        return list(zip(self._run.names, self._position.members, strict=True))
+
+    def _best(self) -> Member | None:
+        """The adapter of a sweep or search that becomes the run's; phases have none."""
+        if self._group.kind == "phases":
+            return None
+        usable = [(own, number) for number, (name, own) in enumerate(self._ends()) if name in self._kept]
+        if len(usable) > 1 and all(own.best_loss is None for own, _ in usable):
+            return None  # nothing to compare them by
+        loss, number = min((math.inf if own.best_loss is None else own.best_loss, number) for own, number in usable)
+        member = self._run.members[number]
+        shown = f", with the lowest evaluation loss: {loss:.4f}" if math.isfinite(loss) else ""
+        self._run.listener(Note(f"The adapter of this run is {member.name}{shown}"))
+        return member
+
+    def _write_adapter(self, member: Member, folder: Path, name: str) -> Path:
+        """Writes one adapter in PEFT's format, and reads it back."""
+        run, own = self._run, self._position.members[self._run.members.index(member)]
+        model, spec = run.assembly.model, lora_spec(member.stage.recipe.lora)
+        kept, target = self._kept[member.name], folder / name
+        check_changes_something(kept, str(target))
+        files = adapter_files(kept, model.module, model.targets, spec, self._opened.base_name)
+        if member.stage.template is not None:
+            # The adapter was trained with this template, not with the one of the base's tokenizer.
+            files["chat_template.jinja"] = member.stage.template.encode()
+        with run.folder.reported(target):
+            LocalStorage(folder).write(name, with_checksums(own.best_step or own.step, files))
+        check_written(target, files)
+        of_best = f": step {own.best_step}, which had the best evaluation" if own.best_step else ""
+        run.listener(Note(f"Adapter {member.name} written to {target}{of_best}"))
+        return target
+
+    # ---- scores
+
+    def _score(self) -> None:
+        """Evaluates the base model and every adapter on the held-out rows of every phase."""
+        rows = [(member.stage, *_held_out(member.stage)) for member in self._run.members]
+        if any(documents is None for _, _, documents in rows):
+            self._run.listener(Note("No scores: not every phase holds out rows (data.split)"))
+            return
+        which: Literal["test", "validation"] = "test" if all(part == "test" for _, part, _ in rows) else "validation"
+        adapters = {"base": self._placed(None)}
+        adapters |= {name: self._placed(name) for name in self._run.names if name in self._kept}
+        scores, evaluator = [], None
+        for stage, _, documents in rows:
+            assert documents is not None
+            evaluator = self._evaluator(stage, documents, evaluator)
+            for name, adapter in adapters.items():
+                metrics = evaluator.measure(adapter, self._base, lambda: None)
+                scores.append(Score(name, stage.name, metrics.loss, metrics.accuracy, metrics.num_tokens))
+        self._run.listener(Scored(self._position.step, which, tuple(scores)))
+
+    def _evaluator(self, stage: StageData, documents: Documents, like: Evaluator | None) -> Evaluator:
+        recipe = stage.recipe
+        like = like or next((m.measures.evaluator for m in self._run.members if m.measures.evaluator), None)
+        batches = Batches(
+            documents,
+            batch_size=like.batches.batch_size if like else recipe.train.batch_size,
+            sequence_length=recipe.train.sequence_length,
+            pack=recipe.data.pack,
+            pad_id=stage.dataset.pad_id,
+        )
+        return Evaluator(self._run.assembly, batches, stage.name, like=like)
+
+    def _placed(self, name: str | None) -> Tree:
+        """A kept adapter, or an adapter that changes nothing, on the devices."""
+        assembly, members = self._run.assembly, self._group.members
+        layout = assembly.model.adapter_layout
+        if name is None:
+            tree: Mapping[str, np.ndarray] = {key: np.zeros(leaf.shape, np.float32) for key, leaf in layout.items()}
+        else:
+            recipe = next(member.recipe for member in members if member.name == name)
+            kept, own = self._kept[name], with_rank(layout, recipe.lora.rank)
+            stacked = {
+                key: np.stack([kept[part] for part in leaf.names]) if leaf.stacked else kept[leaf.names[0]]
+                for key, leaf in own.items()
+            }
+            scale = lora_spec(recipe.lora).scale / lora_spec(widest(members).lora).scale
+            tree = scaled(padded(stacked, layout), np.float32(scale))
+        return {key: jax.device_put(array, assembly.adapter_shardings[key]) for key, array in tree.items()}
+
+    # ---- the summary
+
+    def _write_summary(self, best: Member | None, folders: Mapping[str, Path]) -> None:
+        root = self._run.folder.path
+        adapters = [
+            {
+                "name": name,
+                "status": own.status,
+                "reason": own.reason,
+                "num_steps": own.step,
+                "best_step": own.best_step,
+                "best_loss": own.best_loss,
+                "folder": str(folders[name].relative_to(root)) if name in folders else None,
+            }
+            for name, own in self._ends()
+        ]
+        summary = {"kind": self._group.kind, "best": best.name if best else None, "adapters": adapters, "merged": None}
+        self._run.folder.write(GROUP_FILE, json.dumps(summary, indent=1) + "\n")
+
+    def _diverged(self, what: str) -> Diverged:
+        reasons = "; ".join(f"{name}: {own.reason}" for name, own in self._ends() if own.status == "diverged")
+        return Diverged(
+            f"{what} {reasons}." if reasons else what,
+            where=str(self._run.folder.path),
+            do="lower the learning rate of these adapters and start a new run",
+        )
+
+
+def _held_out(stage: StageData) -> tuple[str, Documents | None]:
+    """The test rows of a phase, or else its evaluation rows."""
+    split = stage.recipe.data.split
+    if split is not None and split.test:
+        documents, _ = stage.dataset.fitted("test", stage.recipe.train.sequence_length)
+        if len(documents):
+            return "test", documents
+    return "validation", stage.evaluation

@@ -14,7 +14,8 @@ import typer
 from typer.testing import CliRunner
 
 import trillora
-from trillora.cli import OLD_VERBS, Verbs, app
+from trillora.cli import app
+from trillora.cli.errors import OLD_VERBS, Verbs
 from trillora.devices.quiet import quiet_libraries
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Event, Note, Progress, Step, to_json

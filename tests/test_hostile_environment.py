@@ -20,8 +20,9 @@ from dose import dose
 from typer.testing import CliRunner
 
 import trillora
-from trillora import cli, doctor
-from trillora.cli import app
+from trillora import doctor
+from trillora.cli import app, errors
+from trillora.cli.output import only_progress
 from trillora.data.tokenizing import store as store_module
 from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.data.tokenizing.store import ROW, StoreWriter, locked_store, open_store
@@ -107,7 +108,7 @@ def test_the_lock_of_a_store_is_released(tmp_path: Path) -> None:
 
 def test_every_command_shows_that_the_cache_is_not_used() -> None:
     shown: list[Event] = []
-    listen = cli._only_progress(shown.append)  # of `trillora inspect`
+    listen = only_progress(shown.append)  # of `trillora inspect`
     for event in (Note("a"), Alarm("b"), Progress("c", 1, 2, "rows")):
         listen(event)
     assert shown == [Alarm("b"), Progress("c", 1, 2, "rows")]
@@ -246,7 +247,7 @@ def test_the_path_of_a_report_is_printed_in_any_encoding(tmp_path: Path) -> None
 
 def test_a_deleted_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = OSError(errno.ENOENT, "No such file or directory")
-    monkeypatch.setattr(cli.os, "getcwd", lambda: (_ for _ in ()).throw(gone))
+    monkeypatch.setattr(errors.os, "getcwd", lambda: (_ for _ in ()).throw(gone))
     result = CliRunner().invoke(app, ["report", "x"])
     assert (result.exit_code, result.output.splitlines()[0]) == (
         2,

@@ -22,7 +22,8 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 import trillora
-from trillora.cli import Verbs, app
+from trillora.cli import app
+from trillora.cli.errors import Verbs
 from trillora.errors import TrilloraError, as_error
 from trillora.events import Alarm, Note
 from trillora.report.console import SafeConsole, console_listener

@@ -215,7 +215,7 @@ def test_no_folder_has_too_many_modules() -> None:
         ("data/pack.py", "def f():\n    import torch"),
         ("recipe/load.py", "import jax"),
         ("recipe/load.py", "from trillora.engine import step"),
-        ("cli.py", "def verb():\n    import jax"),
+        ("cli/verbs.py", "def verb():\n    import jax"),
         ("engine/step.py", "import pydantic"),
         ("engine/step.py", "from trillora.recipe.load import load_recipe"),
         ("engine/step.py", "from torch import nn"),

@@ -1,0 +1,69 @@
+"""Arguments and options that several commands share, and their parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the recipe, e.g. train.steps=10."),
+]
+RunOrModel = Annotated[
+    str, typer.Argument(metavar="RUN|MODEL", help="Folder of a run; or a model: folder, hub id or smollm2.")
+]
+RunFolder = Annotated[Path, typer.Option("--out", "-o", metavar="RUN", help="Output folder of the run.")]
+JsonEvents = Annotated[bool, typer.Option("--json", help="Print each event as one line of JSON.")]
+JsonResult = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def number_parser(kind: type[int] | type[float], low: float, high: float) -> Callable[[Any], Any]:
+    """A parser for a number of an option: finite and within bounds."""
+    name = "a whole number" if kind is int else "a number"
+
+    def parse(text: Any) -> int | float:
+        try:
+            value = kind(text)
+            if low <= value <= high:  # never true for NaN
+                return value
+        except ValueError:
+            pass
+        shown = str(text) if len(str(text)) <= 30 else f"{str(text)[:30]}…"
+        raise typer.BadParameter(f"'{shown}' is not {name} from {low} to {high}.")
+
+    return parse
+
+
+MOST_TOKENS = 2**20  # of an answer; no model has a longer context
+parse_tokens, parse_rows = number_parser(int, 1, MOST_TOKENS), number_parser(int, 1, 2**31 - 1)
+parse_temperature, parse_share, parse_price = (
+    number_parser(float, 0, 100),
+    number_parser(float, 0, 1),
+    number_parser(float, 0, 10**6),
+)
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", metavar="N", parser=parse_tokens, help="Maximum length of an answer, in tokens.")
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature",
+        metavar="X",
+        parser=parse_temperature,
+        help="Sampling temperature; 0 picks the most likely token.",
+    ),
+]
+TopP = Annotated[
+    float, typer.Option("--top-p", metavar="P", parser=parse_share, help="Nucleus sampling threshold (top-p), 0 to 1.")
+]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="S", parser=number_parser(int, 0, 2**31 - 1), help="Random seed for sampling.")
+]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code of the model. Only for code you have read.")
+]
+OnlyBase = Annotated[bool, typer.Option("--base", help="Use the run's base model without the adapter.")]

@@ -1,0 +1,165 @@
+"""The commands that read a recipe: train, preflight, inspect; and its schema."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trillora.cli.errors import EXIT_MISTAKE, OWN_PROCESS
+from trillora.cli.options import JsonEvents, JsonResult, Overrides, RecipeFile, RunFolder, parse_price
+from trillora.cli.output import only_progress, print_json, progress_on_stderr, run_events
+from trillora.errors import TrilloraError
+
+EXIT_NO_GO = 1
+
+
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    *,
+    out: RunFolder,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume a run although its recipe, model or data has changed.")
+    ] = False,
+    as_json: JsonEvents = False,
+) -> None:
+    """Train an adapter, or resume an interrupted run.
+
+    Exit code 75: the run was saved before its end. The same command resumes it.
+    """
+    from trillora.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    with run_events(as_json, loaded.hardware.backend) as listener:
+        from trillora.training import trainer
+        from trillora.training.signals import EXIT_STOPPED
+
+        result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
+    if result.stopped is not None:
+        raise typer.Exit(EXIT_STOPPED)
+
+
+def preflight(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    *,
+    on: Annotated[
+        list[str],
+        typer.Option("--on", metavar="SLICE", help="Slice to check: v5e-8, v6e-1, colab, kaggle. Repeat to compare."),
+    ],
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Estimate without the TPU compiler: seconds, on any machine.")
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Compile to machine code: takes minutes instead of seconds.")
+    ] = False,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            "--price", metavar="X", parser=parse_price, help="Price per chip-hour, used to estimate the cost."
+        ),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore the cached answer.")] = False,
+    as_json: JsonResult = False,
+) -> None:
+    """Check whether a run fits a TPU slice, and how long it takes.
+
+    The TPU compiler compiles the training step on this machine. No TPU is needed. Exit code 1: NO-GO on every slice.
+    """
+    from trillora.recipe.load import load_recipe
+
+    slices = _slices(on, overrides or ())
+    loaded = load_recipe(recipe, overrides or ())
+    with progress_on_stderr() as listener:
+        from trillora.preflight.verdict import preflight as check
+
+        results = check(
+            loaded,
+            slices,
+            estimate=estimate,
+            whole=whole,
+            price_per_hour=price,
+            use_cache=not fresh,
+            listener=listener,
+        )
+    if as_json:
+        shown = [result.to_dict() for result in results]
+        print_json(shown[0] if len(shown) == 1 else shown)
+    else:
+        from trillora.report.console import SafeConsole
+        from trillora.report.preflight_screen import show
+
+        show(results, SafeConsole())
+    if all(result.verdict == "NO-GO" for result in results):
+        raise typer.Exit(EXIT_NO_GO)
+
+
+def _slices(on: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The names of all --on options, each of which may hold several: ["v5e-8,v6e-8"] -> ["v5e-8", "v6e-8"]."""
+    for word in overrides:
+        if "=" not in word:
+            do = f"name a slice with --on {word}, or set an option with KEY=VALUE"
+            raise TrilloraError(f"'{word}' is not of the form KEY=VALUE.", where="trillora preflight", do=do)
+    return [name.strip() for word in on for name in word.split(",") if name.strip()]
+
+
+def inspect(
+    context: typer.Context,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    as_json: JsonResult = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write the report as an HTML page.")
+    ] = None,
+    stage: Annotated[str | None, typer.Option("--stage", metavar="NAME", help="Inspect only this stage.")] = None,
+) -> None:
+    """Show the data of a recipe: rows, tokens, lengths.
+
+    Exit code 2: a run would refuse this data.
+    """
+    from trillora.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    with progress_on_stderr() as listener:
+        from trillora.data.summary import inspect as summarise
+        from trillora.recipe.schema import stages_of
+
+        stages = [s for s in stages_of(loaded) if stage in (None, s.name)]
+        if not stages:
+            names = " ".join(s.name for s in stages_of(loaded))
+            raise TrilloraError(f"There is no stage '{stage}'.", where="--stage", do=f"use one of: {names}")
+        own = context.obj == OWN_PROCESS
+        reports = {s.name: summarise(s.recipe, only_progress(listener), hide_torch=own) for s in stages}
+    for name, report in reports.items():
+        if as_json:
+            print_json(report.to_dict())
+        else:
+            from trillora.report.console import SafeConsole
+            from trillora.report.data.screen import show
+
+            if len(reports) > 1:
+                print(f"Stage {name}")
+            show(report, SafeConsole())
+        if html is not None:
+            from trillora.report.data.page import write_page
+
+            file = html if len(reports) == 1 else html.with_stem(f"{html.stem}-{name}")
+            write_page(report, file)
+            print(f"Page written to {file}", file=sys.stderr)
+    for report in reports.values():
+        if (refusal := report.verdict.refusal()) is not None:
+            if as_json:
+                raise refusal
+            raise typer.Exit(EXIT_MISTAKE)  # the report has shown the error
+
+
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    from trillora.recipe.load import recipe_schema
+
+    print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))

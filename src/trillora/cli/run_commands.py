@@ -1,0 +1,146 @@
+"""The commands that use a run or a model: generate, chat, eval; and report."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trillora.cli.errors import check_text
+from trillora.cli.options import (
+    JsonResult,
+    MaxTokens,
+    OnlyBase,
+    Overrides,
+    RunOrModel,
+    Seed,
+    Temperature,
+    TopP,
+    TrustCode,
+    parse_rows,
+    parse_tokens,
+)
+from trillora.cli.output import print_json, progress_on_stderr, show_evaluation
+
+
+def generate(
+    name: RunOrModel,
+    overrides: Overrides = None,
+    *,
+    prompts: Annotated[
+        list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt to answer. May be repeated.")
+    ],
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    base: OnlyBase = False,
+    trust: TrustCode = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON.")] = False,
+) -> None:
+    """Answer prompts with a trained run or a model."""
+    with progress_on_stderr() as listener:
+        from trillora.engine.sampling import Sampling
+        from trillora.generation.generator import Generator
+
+        given = _overrides(overrides, trust)
+        generator = Generator.open(name, overrides=given, with_adapter=not base, listener=listener)
+        sampling = Sampling(temperature, top_p, seed=seed)
+        answers = generator.generate(prompts, max_tokens=max_tokens, sampling=sampling)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if as_json:
+            counts = {"num_prompt_tokens": answer.num_prompt_tokens, "num_tokens": len(answer.tokens)}
+            print_json({"prompt": prompt, "text": answer.text, **counts, "stopped": answer.stopped})
+        else:
+            print(f"> {prompt}\n{answer.text}\n" if len(prompts) > 1 else answer.text)
+
+
+def chat(
+    name: RunOrModel,
+    overrides: Overrides = None,
+    *,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    seed: Seed = 0,
+    base: OnlyBase = False,
+    trust: TrustCode = False,
+) -> None:
+    """Chat with a trained run or a model."""
+    with progress_on_stderr() as listener:
+        from trillora.engine.sampling import Sampling
+        from trillora.generation.chat import converse
+        from trillora.generation.generator import Generator
+
+        given = _overrides(overrides, trust)
+        generator = Generator.open(name, overrides=given, with_adapter=not base, listener=listener)
+
+    def say(text: str) -> None:
+        print(text, end="", flush=True)
+
+    def ask() -> str:
+        line = input("> ")
+        check_text(line, "This line")
+        return line
+
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # refused by `ask`
+    converse(generator, ask, say, max_tokens=max_tokens, sampling=Sampling(temperature, top_p, seed=seed))
+
+
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    overrides: Overrides = None,
+    *,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="FILE", help="Rows to evaluate on (default: those held out of the run)."),
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option("--rows", metavar="N", parser=parse_rows, help="Evaluate N evenly spaced rows (default: all)."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            metavar="N",
+            parser=parse_tokens,
+            help="Maximum length of an answer, in tokens (default: fits the longest expected).",
+        ),
+    ] = None,
+    no_base: Annotated[
+        bool, typer.Option("--no-base", help="Evaluate only the adapter, which takes half the time.")
+    ] = False,
+    trust: TrustCode = False,
+    as_json: JsonResult = False,
+) -> None:
+    """Evaluate a trained run and its base model on held-out rows."""
+    with progress_on_stderr() as listener:
+        from trillora.evaluation import evaluate as evaluation
+
+        result = evaluation.evaluate(
+            run,
+            data,
+            overrides=_overrides(overrides, trust),
+            max_rows=rows,
+            max_tokens=max_tokens,
+            with_base=not no_base,
+            listener=listener,
+        )
+    show_evaluation(result, as_json)
+
+
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or not.")]) -> None:
+    """Write a run's report.html again and print its path."""
+    from trillora.report.run.write import write_report
+
+    print(write_report(run))
+
+
+def _overrides(given: Sequence[str] | None, trust_remote_code: bool) -> list[str]:
+    return [*(given or ()), *(["model.trust_remote_code=true"] if trust_remote_code else [])]

@@ -19,7 +19,7 @@ import queue
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,11 @@ from trillora.preflight.hlo.memory import GIB, StepShapes, largest, logits_bytes
 from trillora.preflight.hlo.simulate import SimulatedStep, simulate
 from trillora.preflight.result import StageResult, StepTimes, Trial, UnitSeconds
 from trillora.recipe.resolve import StepSettings
-from trillora.recipe.schema import StageRecipe
-from trillora.step.autotune import Attempt, DoesNotFit, Plan, choose
-from trillora.step.build import Assembly
+from trillora.recipe.schema import Stage, StageRecipe
+from trillora.step.autotune import Attempt, Builder, DoesNotFit, Plan, choose
+from trillora.step.build import Assembly, assemble
+from trillora.step.group import assemble_group, widest
+from trillora.step.group_plan import halvings
 
 # Seconds to compile to the end on a TPU's host. Measured for Mistral-7B on 16 cores: 20 s, of which 5 s pass before
 # code generation starts, with about 580 fusions and kernels. The last value is used where nothing was compiled.
@@ -119,17 +121,54 @@ class AbsentDevice:
 
 def answer(question: dict[str, Any], listener: Listener) -> StageResult:
     """`question`: slice, method, whole, model (folder), trust_remote_code, stage (a StageRecipe), num_steps, kept
-    (the `StepSettings` of another stage, or null)."""
+    (the `StepSettings` of another stage, or null); for a group of adapters, members (name and StageRecipe of each) and
+    width (how many of them are trained)."""
     place = find_slice(question["slice"])
     stage = StageRecipe.model_validate(question["stage"])
     config = load_config(Path(question["model"]), trust_remote_code=question["trust_remote_code"])
     answer_by = by_estimate if question["method"] == "estimate" else by_compiler
     kept = StepSettings.from_dict(question["kept"]).shared() if question.get("kept") else {}
-    return answer_by(stage, config, place, question["num_steps"], kept, bool(question.get("whole")), listener)
+    whole, num_steps = bool(question.get("whole")), question["num_steps"]
+    if not question.get("members"):
+        return answer_by(stage, config, place, num_steps, kept, whole, listener, assemble)
+    members = [Stage(name, StageRecipe.model_validate(recipe)) for name, recipe in question["members"]]
+    width, stage = question["width"], widest(members)
+    result: StageResult | None = None
+    for size in halvings(width, 1 if stage.hardware.mesh == "auto" else stage.hardware.mesh.adapter):
+        own = {**kept, "adapters_at_once": size}
+        result = answer_by(stage, config, place, num_steps, own, whole, listener, _group_builder(members))
+        if result.step is not None:
+            return replace(result, step=_repeated(result.step, math.ceil(width / size)))
+    assert result is not None
+    return result
+
+
+def _group_builder(members: Sequence[Stage]) -> Builder:
+    def build(recipe: StageRecipe, settings: StepSettings, config: Any, mesh: Any, num_steps: int) -> Assembly:
+        return assemble_group(members, settings, config, mesh)
+
+    return build
+
+
+def _repeated(step: StepTimes, calls: int) -> StepTimes:
+    """The times of a step that needs several calls of the program."""
+    return replace(
+        step,
+        seconds=calls * step.seconds,
+        roofline_seconds=calls * step.roofline_seconds,
+        flops=calls * step.flops,
+    )
 
 
 def by_compiler(
-    stage: StageRecipe, config: Any, place: Slice, num_steps: int, kept: dict[str, Any], whole: bool, listener: Listener
+    stage: StageRecipe,
+    config: Any,
+    place: Slice,
+    num_steps: int,
+    kept: dict[str, Any],
+    whole: bool,
+    listener: Listener,
+    build: Builder,
 ) -> StageResult:
     chip = CHIPS[place.chip]
     limit, estimates = chip.hbm_gib, Estimates(chip)
@@ -139,7 +178,15 @@ def by_compiler(
         try:
             devices = _used(list(topology.devices), stage)
             plan = choose(
-                stage, config, devices, num_steps, listener, kept=kept, compiler=compiler, guess=estimates.peak_bytes
+                stage,
+                config,
+                devices,
+                num_steps,
+                listener,
+                kept=kept,
+                compiler=compiler,
+                guess=estimates.peak_bytes,
+                build=build,
             )
         except DoesNotFit as error:
             smallest = estimates.smallest
@@ -213,7 +260,14 @@ def _estimated_times(guessed: Estimate, num_devices: int, compile_seconds: float
 
 
 def by_estimate(
-    stage: StageRecipe, config: Any, place: Slice, num_steps: int, kept: dict[str, Any], whole: bool, listener: Listener
+    stage: StageRecipe,
+    config: Any,
+    place: Slice,
+    num_steps: int,
+    kept: dict[str, Any],
+    whole: bool,
+    listener: Listener,
+    build: Builder,
 ) -> StageResult:
     """The same choices on virtual CPU devices of this machine; nothing is compiled."""
     chip = CHIPS[place.chip]
@@ -237,6 +291,7 @@ def by_estimate(
             compiler=estimates,
             mesh_devices=virtual,
             guess=estimates.peak_bytes,
+            build=build,
         )
     except DoesNotFit as error:
         return replace(_refused(error, estimates.smallest, chip.hbm_gib), problem=error.what)

@@ -7,6 +7,7 @@ notes both.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trillora.data.stage import read_stage
+from trillora.data.stage import StageData, read_stage
 from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.atomic import write_file
@@ -22,7 +23,9 @@ from trillora.files.cache_dir import with_cache, writing_cache
 from trillora.files.digests import file_digest, text_digest
 from trillora.model.loading.source import EMBEDDED, find_model, load_config, load_tokenizer
 from trillora.preflight.client import versions
-from trillora.recipe.schema import Recipe, StageRecipe, stages_of
+from trillora.recipe.group import Group, group_of
+from trillora.recipe.schema import Recipe, Stage, StageRecipe, stages_of
+from trillora.step.group_plan import segments, selections
 
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"
 PACKAGE = Path(__file__).parents[1]
@@ -39,6 +42,8 @@ class StageInput:
     num_tokens: int  # over all steps, without padding
     padding_warning: str | None  # if most of the computed tokens are padding
     num_evaluated: int  # documents of the fixed evaluation set
+    members: tuple[Stage, ...] = ()  # the adapters of a group, if there is one
+    width: int = 1  # how many of them are trained in these steps
 
     @property
     def sequence_length(self) -> int:
@@ -62,26 +67,51 @@ def read_inputs(recipe: Recipe, listener: Listener) -> PreflightInput:
     folder, notes = describe_model(recipe)
     config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
     tokenizer, tokenizer_notes = _tokenizer(folder, recipe.model.name)
-    stages = []
-    for stage in stages_of(recipe):
-        data = read_stage(stage, tokenizer, listener)
-        batches, steps = data.batches, data.num_steps
-        counts = batches.summary()
-        by_length = Counter({batches.lengths[0]: steps})
-        if len(batches.lengths) > 1:
-            by_length = Counter(batches.length_of(step) for step in range(steps))
-        stages.append(
-            StageInput(
-                name=stage.name,
-                recipe=data.recipe,
-                num_steps=steps,
-                steps_by_length=dict(by_length),
-                num_tokens=round(counts["tokens"] * steps / batches.steps_per_epoch),
-                padding_warning=batches.padding_warning(),
-                num_evaluated=0 if data.evaluation is None else len(data.evaluation),
+    stages = [_stage_input(read_stage(stage, tokenizer, listener)) for stage in stages_of(recipe)]
+    warnings = tuple(_warnings(stages, config))
+    if (group := group_of(recipe)) is not None:
+        stages = _group_inputs(group, stages)
+    return PreflightInput(folder, tuple(stages), (*notes, *tokenizer_notes, *warnings))
+
+
+def _stage_input(data: StageData) -> StageInput:
+    batches, steps = data.batches, data.num_steps
+    by_length = Counter({batches.lengths[0]: steps})
+    if len(batches.lengths) > 1:
+        by_length = Counter(batches.length_of(step) for step in range(steps))
+    return StageInput(
+        name=data.name,
+        recipe=data.recipe,
+        num_steps=steps,
+        steps_by_length=dict(by_length),
+        num_tokens=round(batches.summary()["tokens"] * steps / batches.steps_per_epoch),
+        padding_warning=batches.padding_warning(),
+        num_evaluated=0 if data.evaluation is None else len(data.evaluation),
+    )
+
+
+def _group_inputs(group: Group, stages: list[StageInput]) -> list[StageInput]:
+    """A group as stages: the steps with all adapters, then those with fewer."""
+    num_steps = [stage.num_steps for stage in stages]
+    if len(stages) == 1:
+        num_steps *= len(group.members)
+    picks = selections(num_steps[0]) if group.kind == "auto" else ()
+    tokens_per_step = sum(stage.num_tokens / stage.num_steps for stage in stages) / len(stages)
+    found = []
+    for segment in segments(num_steps, picks):
+        name = f"{segment.num_adapters} adapter{'s' if segment.num_adapters > 1 else ''}"
+        found.append(
+            dataclasses.replace(
+                stages[0],
+                name=name,
+                num_steps=segment.num_steps,
+                steps_by_length={stages[0].sequence_length: segment.num_steps},
+                num_tokens=round(tokens_per_step * segment.num_steps * segment.num_adapters),
+                members=group.members,
+                width=segment.num_adapters,
             )
         )
-    return PreflightInput(folder, tuple(stages), (*notes, *tokenizer_notes, *_warnings(stages, config)))
+    return found
 
 
 def describe_model(recipe: Recipe) -> tuple[Path, list[str]]:

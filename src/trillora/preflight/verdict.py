@@ -186,6 +186,8 @@ class _Preflight:
                 "stage": recipe.model_dump(mode="json"),
                 "num_steps": stage.num_steps,
                 "kept": kept.to_dict() if kept else None,
+                "members": [[member.name, member.recipe.model_dump(mode="json")] for member in stage.members],
+                "width": stage.width,
             }
             result = self.client.ask(question, place, self.listener)
             if not result.fits:
@@ -207,7 +209,7 @@ class _Preflight:
         longest, step = max(timed, key=lambda pair: pair[0].sequence_length)
         num_steps = sum(stage.num_steps for stage, _ in timed)
         num_tokens = sum(stage.num_tokens for stage, _ in timed)
-        num_slots = sum(s.recipe.train.batch_size * s.full_steps * s.sequence_length for s, _ in timed)
+        num_slots = sum(s.recipe.train.batch_size * s.full_steps * s.sequence_length * s.width for s, _ in timed)
         compile_seconds = sum(times.compile_seconds * len(s.steps_by_length) for s, times in timed)
         download_seconds = outcome.stages[0][1].weights_bytes / DOWNLOAD_BYTES_PER_SECOND
         total = run_time(
@@ -226,7 +228,7 @@ class _Preflight:
             roofline_seconds=step.roofline_seconds,
             flops=step.flops,
             unit_seconds=step.unit_seconds,
-            tokens_per_second=longest.recipe.train.batch_size * longest.sequence_length / step.seconds,
+            tokens_per_second=longest.recipe.train.batch_size * longest.sequence_length * longest.width / step.seconds,
             fraction_of_peak=step.flops / (peak_flops * step.seconds),
         )
         run = RunForecast(
@@ -252,8 +254,8 @@ def _evaluation_seconds(stage: StageInput, step_seconds: float) -> float:
         return 0.0
     every = stage.recipe.evaluate.every_steps
     times = 10 if every == "auto" else math.ceil(stage.num_steps / every)
-    batches = math.ceil(stage.num_evaluated / stage.recipe.train.batch_size)
-    return times * batches * step_seconds * FORWARD_SHARE
+    batches = math.ceil(stage.num_evaluated / stage.recipe.train.batch_size) * stage.width
+    return times * batches * step_seconds / stage.width * FORWARD_SHARE
 
 
 def ladder(stages: Sequence[StageInput]) -> Iterator[tuple[str, ...]]:

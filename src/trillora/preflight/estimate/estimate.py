@@ -103,7 +103,7 @@ def argument_bytes(assembly: Assembly) -> dict[str, float]:
 
 def trace(assembly: Assembly) -> TracedProgram:
     """Traces the training step without compiling it."""
-    arguments = (assembly.state_shapes, assembly.base_shapes, assembly.batch_shapes)
+    arguments = assembly.arguments()
     closed = jax.make_jaxpr(assembly.train_step)(*arguments)
     inputs = [_argument(leaf, assembly.mesh) for leaf in jax.tree.leaves(arguments)]
     return read_program(closed, inputs, assembly.mesh.size, kind_shares(assembly.model.module.config))

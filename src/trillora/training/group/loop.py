@@ -32,9 +32,10 @@ from trillora.model.layout import Tree, unstack
 from trillora.report.run.write import write_report
 from trillora.step.compile_guard import CompileWatch
 from trillora.step.group import GroupAssembly, cut
+from trillora.step.group_plan import Selection
 from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.group.position import GroupPosition, MemberPosition, Status
-from trillora.training.group.rates import Selection, best, score
+from trillora.training.group.rates import best, score
 from trillora.training.group.state_files import Kept, to_files
 from trillora.training.loop import NUM_AHEAD, SAVE_SECONDS, SAVE_SHARE
 from trillora.training.run_folder import RunFolder

@@ -36,11 +36,11 @@ from trillora.step.autotune import DoesNotFit, Plan, choose
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import Planned, describe
 from trillora.step.group import GroupAssembly, assemble_group, options_of, padded, widest, with_rank
+from trillora.step.group_plan import Selection, halvings, planned_widths, selections
 from trillora.training import manifest
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.group.loop import GroupLoop, GroupRun, Member
 from trillora.training.group.position import GroupPosition, MemberPosition
-from trillora.training.group.rates import Selection, selections
 from trillora.training.group.results import GroupResults
 from trillora.training.group.state_files import (
     Kept,
@@ -298,23 +298,6 @@ def check_group(group: Group, data: Sequence[StageData], *, keeps_all: bool) -> 
             where="data.split",
             do="add data.split: {validation: 0.1} or data.validation, or set sweep.keep to all",
         )
-
-
-def planned_widths(num_steps: Sequence[int], picks: Sequence[Selection], at_once: int, multiple: int) -> list[int]:
-    """How many adapters the step is compiled for, besides `at_once`, if all of them train to their planned end.
-
-    >>> planned_widths([100, 100, 200, 400], [], at_once=4, multiple=1)
-    [2, 1]
-    """
-    counts = {sum(1 for steps in num_steps if steps > end) for end in num_steps} | {pick.keep for pick in picks}
-    widths = {-(-count // multiple) * multiple for count in counts if count}
-    return sorted((width for width in widths if width < at_once), reverse=True)
-
-
-def halvings(count: int, multiple: int) -> list[int]:
-    """The numbers of adapters to try at once, the largest first."""
-    sizes = [-(-count // (multiple * 2**k)) * multiple for k in range(count.bit_length())]
-    return list(dict.fromkeys(sizes))
 
 
 def width_name(width: int) -> str:

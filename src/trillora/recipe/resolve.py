@@ -149,7 +149,7 @@ class ResolvedRecipe:
                 phase.model_copy(
                     update={"data": phase.data.model_copy(update={"template_date": resolved.template_date})}
                 )
-                for phase, resolved in zip(recipe.phases, self.stages, strict=True)
+                for phase, resolved in zip(recipe.phases, self.stages, strict=False)  # then come other entries
             )
         if recipe.stages is not None:
             sections["stages"] = tuple(

@@ -422,6 +422,10 @@ class StageRecipe(Recipe):
 
     data: DataSection = Field(description="The training data: a path, or a mapping.")
 
+    @model_validator(mode="after")
+    def _trains_one_kind_of_group(self) -> StageRecipe:
+        return self  # it may be one adapter of a group
+
 
 @dataclass(frozen=True)
 class Stage:

@@ -82,10 +82,12 @@ def attend(
     bias_BHTS: jax.Array | None = None,
     implementation: Implementation = "xla",
     interpret: bool = False,
+    mapped: bool = False,
 ) -> jax.Array:
     """Attention output [B, T, H, E]. Uses the reference if `implementation` does not support this form.
 
-    `interpret` runs the TPU kernel in the Pallas interpreter, on any backend, for tests.
+    `interpret` runs the TPU kernel in the Pallas interpreter, on any backend, for tests. `mapped`: the call is inside
+    `jax.vmap`.
     """
     if isinstance(rule, RuleChoice):
         if implementation == "xla":  # selects between masks, which is cheaper than a branch for each attention
@@ -99,6 +101,7 @@ def attend(
             bias_BHTS=bias_BHTS,
             implementation=implementation,
             interpret=interpret,
+            mapped=mapped,
         )
         branches = [functools.partial(branch, rule=one) for one in rule.rules]
         return jax.lax.switch(rule.index, branches, query_BTHD, key_BSKD, value_BSKE)
@@ -109,7 +112,7 @@ def attend(
     if implementation == "splash":
         return _splash(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, interpret)
     if implementation == "cudnn":
-        return _cudnn(query_BTHD, key_BSKD, value_BSKE, rule, scores, segments_BT)
+        return _cudnn(query_BTHD, key_BSKD, value_BSKE, rule, scores, segments_BT, mapped)
     return _reference(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, bias_BHTS)
 
 
@@ -212,12 +215,16 @@ def _cudnn(
     rule: MaskRule,
     scores: ScoreScaling,
     segments_BT: jax.Array | None,
+    mapped: bool,
 ) -> jax.Array:
     if segments_BT is None:
         mask = None
         causal, window = rule.causal, None if rule.window is None else (rule.window - 1, 0)
     else:
         mask, causal, window = visible(rule, query_BTHD.shape[1], key_BSKD.shape[1], segments_BT)[:, None], False, None
+        if mapped:  # jax cannot map a mask that all heads share (seen with 0.11.2)
+            B, T, H, _ = query_BTHD.shape
+            mask = jnp.broadcast_to(mask, (B, H, T, key_BSKD.shape[1]))
     return jax.nn.dot_product_attention(
         query_BTHD,
         key_BSKD,

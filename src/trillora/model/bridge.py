@@ -62,6 +62,7 @@ class CausalLM:
         remat: Remat = "full",
         attention: Implementation = "xla",
         interpret: bool = False,
+        mapped: bool = False,
         mesh: Mesh | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -71,7 +72,7 @@ class CausalLM:
         self.targets = add_lora(self.module, lora)
         self.has_dropout = lora is not None and lora.dropout > 0
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
-        self.attention, self.interpret, self.mesh = attention, interpret, mesh
+        self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
         self.decoder = find_decoder(self.module, self.stack.layers)
         self.arguments = inspect.signature(self.module.forward).parameters
         self._decoder_output: type | None = None
@@ -149,6 +150,7 @@ class CausalLM:
             positions_BT=inputs.get("positions"),
             attention=self.attention,
             interpret=self.interpret,
+            mapped=self.mapped,
             mesh=self.mesh,
             dropout_key=dropout_key,
         )

@@ -41,6 +41,7 @@ class Trace:
     positions_BT: jax.Array | None = None
     attention: Implementation = "xla"
     interpret: bool = False  # run TPU kernels in the Pallas interpreter, on any backend
+    mapped: bool = False  # the call is inside `jax.vmap`, over several adapters
     mesh: Mesh | None = None
     dropout_key: MaskKey | None = None  # None: no dropout. While a layer runs, the key of that layer
     slots: Slots | None = None  # set while decoding with a cache

@@ -92,8 +92,11 @@ class Assembly:
         return TPU_OPTIONS if is_tpu and self.mesh.size > 1 else None
 
 
-def assemble(recipe: StageRecipe, settings: StepSettings, config: Any, mesh: Mesh, num_steps: int) -> Assembly:
-    """Builds the step of a stage for the model described by `config`. The mesh may be of devices that are not here."""
+def assemble(
+    recipe: StageRecipe, settings: StepSettings, config: Any, mesh: Mesh, num_steps: int, *, mapped: bool = False
+) -> Assembly:
+    """Builds the step of a stage for the model described by `config`. The mesh may be of devices that are not here.
+    `mapped`: the loss will be mapped over several adapters."""
     train, data = recipe.train, recipe.data
     spec = lora_spec(recipe.lora)
     model = CausalLM(
@@ -103,6 +106,7 @@ def assemble(recipe: StageRecipe, settings: StepSettings, config: Any, mesh: Mes
         scan=settings.layers == "scan",
         remat=settings.remat,
         attention=settings.attention,
+        mapped=mapped,
         mesh=mesh,
         trust_remote_code=recipe.model.trust_remote_code,
     )

@@ -85,7 +85,7 @@ def assemble_group(
     """The step for `width` adapters at once, by default as many as the settings say."""
     width = width or settings.adapters_at_once
     recipe = widest(members)
-    one = assemble(recipe, settings, config, mesh, 1)
+    one = assemble(recipe, settings, config, mesh, 1, mapped=True)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     rows = width * settings.micro_batch_size // shards
     chunk = loss_chunk_positions(settings.loss_chunk, rows, recipe.train.sequence_length)

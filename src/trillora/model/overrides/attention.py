@@ -183,6 +183,7 @@ def _attend_per_shard(
             bias_BHTS=bias_BHTS,
             implementation=trace.attention,
             interpret=trace.interpret,
+            mapped=trace.mapped,
         )
 
     index = rule.index if isinstance(rule, RuleChoice) else None

@@ -19,8 +19,11 @@ from rich.console import Console
 import trillora
 from trillora.events import Alarm, Chosen, Evaluated, Event, Note, Progress, Sample, Sampled, Saved, Skipped, Step
 from trillora.report import console as console_module
-from trillora.report.console import KEPT_STEPS, LOGGED_PARTS, console_listener, in_one_line, step_line
+from trillora.report.console import console_listener
+from trillora.report.event_text import in_one_line, step_line
+from trillora.report.live_panel import KEPT_STEPS
 from trillora.report.output import closed_pipe_safe
+from trillora.report.plain_lines import LOGGED_PARTS
 from trillora.safe_text import visible, visible_line
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\r\x9b1m[bold]b[/bold] \u202eright\x00 :smile:"

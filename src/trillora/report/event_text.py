@@ -1,0 +1,84 @@
+"""Events of a run as lines of text, for logs and terminals.
+
+Evaluated(step=50, loss=1.75, ...)  ->  evaluation at step 50  loss 1.7500  perplexity 5.75  accuracy 61.2%  best
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from trillora.evaluation.scores import is_right
+from trillora.events import Chosen, Evaluated, Progress, Sample, Sampled, Saved, Step
+from trillora.report.numbers import format_bytes, format_duration
+from trillora.safe_text import visible
+
+SHOWN_SAMPLES = 4  # per Sampled event
+
+
+def step_line(step: Step, num_skipped: int = 0) -> str:
+    """One step; the columns of successive lines are aligned."""
+    return (
+        f"{step_figures(step)}  {step.tokens_per_second:,.0f} tokens/s  left {format_duration(step.seconds_left)}"
+        f"{num_skipped_text(num_skipped)}"
+    )
+
+
+def chosen_line(chosen: Chosen) -> str:
+    return f"{chosen.path} = {chosen.value}  ({chosen.reason})"
+
+
+def evaluation_line(evaluated: Evaluated) -> str:
+    return (
+        f"evaluation {at(evaluated.step)}  loss {evaluated.loss:.4f}  perplexity {evaluated.perplexity:.2f}  "
+        f"accuracy {evaluated.accuracy:.1%}{'  best' if evaluated.is_best else ''}"
+    )
+
+
+def saved_line(saved: Saved) -> str:
+    return f"saved step {saved.step} to {saved.where} ({saved.seconds:.1f} s)"
+
+
+def in_one_line(text: str, max_characters: int) -> str:
+    """Joins the lines of a text, and replaces the middle of a long one with an ellipsis."""
+    text = visible(" ".join(text.split()))
+    if len(text) > max_characters:
+        first = max_characters * 2 // 3
+        text = f"{text[:first]} … {text[first + 3 - max_characters :]}"
+    return text
+
+
+def step_figures(step: Step) -> str:
+    width = len(str(step.num_steps))
+    return (
+        f"step {step.step:>{width}}/{step.num_steps}  loss {step.loss:.4f}  lr {step.learning_rate:.2e}  "
+        f"grad {step.grad_norm:.3f}"
+    )
+
+
+def num_skipped_text(num_skipped: int) -> str:
+    return f"  skipped {num_skipped}" if num_skipped else ""
+
+
+def at(step: int) -> str:
+    return f"at step {step}" if step else "of the base model"
+
+
+def amount_of(work: Progress) -> str:
+    if work.unit == "bytes":
+        return f"{format_bytes(work.done)} of {format_bytes(work.total)}"
+    return f"{work.done:,}/{work.total:,}"
+
+
+def sample_lines(sampled: Sampled, cut: Callable[[str], str]) -> Iterator[tuple[str, str, str]]:
+    """Yields (mark, text, style) of each prompt, of its answer, and of the expected answer if it is a different one."""
+    for sample in sampled.samples[:SHOWN_SAMPLES]:
+        yield "?", cut(sample.prompt), "dim"
+        yield ">", cut(sample.answer) or "(nothing)", "green" if _is_right(sample) else ""
+        if sample.expected is not None and not _is_right(sample):
+            yield "=", cut(sample.expected), "dim"
+    if num_hidden := len(sampled.samples[SHOWN_SAMPLES:]):
+        yield " ", f"and {num_hidden} more", "dim"
+
+
+def _is_right(sample: Sample) -> bool:
+    return sample.expected is not None and is_right(sample.expected, sample.answer)

@@ -1,0 +1,134 @@
+"""A run as plain lines: for a log file, and fewer of them for a notebook cell, which cannot move the cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
+
+from trillora.events import Alarm, Chosen, Evaluated, Event, Note, Progress, Sampled, Saved, Skipped, Step
+from trillora.report.event_text import (
+    amount_of,
+    at,
+    chosen_line,
+    evaluation_line,
+    in_one_line,
+    sample_lines,
+    saved_line,
+    step_line,
+)
+from trillora.safe_text import visible
+
+LOGGED_PARTS = 10  # progress lines of one piece of work in a log
+SAMPLE_CHARACTERS = 240  # of a prompt or an answer
+
+Frequent = Step | Evaluated | Sampled | Saved  # a long run has many of these
+
+
+@dataclass(frozen=True)
+class LineLimits:
+    """Approximate number of lines of each kind in a long run."""
+
+    first_steps: int
+    steps: int
+    evaluations: int
+    samples: int
+    saves: int
+    parts: int  # of the progress of one piece of work
+
+
+LOG = LineLimits(first_steps=10, steps=100, evaluations=100, samples=100, saves=100, parts=LOGGED_PARTS)
+NOTEBOOK = LineLimits(first_steps=1, steps=20, evaluations=8, samples=2, saves=3, parts=2)
+
+
+class PlainLines:
+    """Prints events as lines of text. In a long run it holds most of them back, and prints the latest held one of each
+    kind before a message and at the end."""
+
+    def __init__(self, file: IO[str], limits: LineLimits) -> None:
+        self._file = file
+        self._limits = limits
+        self._num_steps = 0
+        self._num_skipped = 0
+        self._stage: str | None = None
+        self._printed: dict[type[Frequent], int] = {}  # kind -> step of the last printed event
+        self._held: dict[type[Frequent], Frequent] = {}  # kind -> latest event that was not printed
+        self._parts: dict[str, tuple[int, str]] = {}  # label of unfinished work -> last printed part and line
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._print_held()
+
+    def show(self, event: Event) -> None:
+        match event:
+            case Note(text):
+                self._print_held()
+                self._print(text)
+            case Alarm(text=text) | Skipped(text=text):
+                self._print_held()
+                self._print(f"alarm: {text}")
+            case Chosen():
+                self._print(chosen_line(event))
+            case Progress():
+                self._show_progress(event)
+            case Step() | Evaluated() | Sampled() | Saved():
+                if isinstance(event, Step):
+                    self._follow(event)
+                self._held.pop(type(event), None)
+                if self._is_due(event):
+                    self._print_event(event)
+                else:
+                    self._held[type(event)] = event
+
+    def _follow(self, step: Step) -> None:
+        self._num_skipped += step.skipped
+        self._num_steps = step.num_steps
+        if step.stage != self._stage and self._stage is not None:
+            self._print_held()
+            self._print(f"stage {step.stage} starts")
+        self._stage = step.stage
+
+    def _is_due(self, event: Frequent) -> bool:
+        if type(event) not in self._printed:
+            return True
+        if isinstance(event, Step):
+            every = max(1, event.num_steps // self._limits.steps)
+            return event.step <= self._limits.first_steps or event.step % every == 0 or event.step == event.num_steps
+        lines = {Evaluated: self._limits.evaluations, Sampled: self._limits.samples, Saved: self._limits.saves}
+        return event.step - self._printed[type(event)] >= self._num_steps // lines[type(event)]
+
+    def _print_event(self, event: Frequent) -> None:
+        self._printed[type(event)] = event.step
+        match event:
+            case Step():
+                self._print(step_line(event, self._num_skipped))
+            case Evaluated():
+                self._print(evaluation_line(event))
+            case Saved():
+                self._print(saved_line(event))
+            case Sampled():
+                self._print(f"samples {at(event.step)}")
+                for mark, text, _ in sample_lines(event, lambda text: in_one_line(text, SAMPLE_CHARACTERS)):
+                    self._print(f"  {mark} {text}")
+
+    def _print_held(self) -> None:
+        for event in self._held.values():
+            self._print_event(event)
+        self._held.clear()
+
+    def _show_progress(self, work: Progress) -> None:
+        part, line = work.done * self._limits.parts // max(work.total, 1), f"{work.label}  {amount_of(work)}"
+        last_part, last_line = self._parts.get(work.label, (-1, ""))
+        if part != last_part and line != last_line:
+            self._print(line)
+            self._parts[work.label] = part, line
+        if work.done >= work.total:
+            self._parts.pop(work.label, None)
+
+    def _print(self, line: str) -> None:
+        self._file.write(visible(line) + "\n")
+        self._file.flush()

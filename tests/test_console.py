@@ -17,7 +17,24 @@ import pytest
 from rich.console import Console
 
 import trillora
-from trillora.events import Alarm, Chosen, Evaluated, Event, Note, Progress, Sample, Sampled, Saved, Skipped, Step
+from trillora.events import (
+    AdapterEnded,
+    AdaptersStarted,
+    AdapterStep,
+    Alarm,
+    Chosen,
+    Evaluated,
+    Event,
+    Note,
+    Progress,
+    Sample,
+    Sampled,
+    Saved,
+    Score,
+    Scored,
+    Skipped,
+    Step,
+)
 from trillora.report import console as console_module
 from trillora.report.console import console_listener
 from trillora.report.event_text import in_one_line, step_line
@@ -86,6 +103,14 @@ EVENTS: list[Event] = [
     Sampled(6, HOSTILE, (Sample(HOSTILE, HOSTILE, HOSTILE),) * 9),
     Saved(6, HOSTILE, math.nan),
     step(7, stage=HOSTILE),
+    AdaptersStarted("phases", (HOSTILE, "code")),
+    AdapterStep(8, HOSTILE, 1.5, 1e-4, math.nan, False, 100),
+    AdapterStep(8, "code", math.nan, 1e-4, math.nan, True, 0),
+    Evaluated(8, HOSTILE, 1.5, 4.5, 0.6, 1000, True),
+    Evaluated(8, "code", math.nan, math.nan, math.nan, 1000, False),
+    AdapterEnded(8, HOSTILE, "diverged", HOSTILE),
+    Scored(8, "test", (Score(HOSTILE, HOSTILE, 1.5, 0.6, 1000), Score("base", "code", math.nan, math.nan, 0))),
+    Scored(8, "validation", ()),
 ]
 
 
@@ -338,7 +363,7 @@ def test_a_terminal_without_a_cursor_gets_lines() -> None:
 
 @pytest.mark.parametrize("width", [0, 20, 80, 120])  # 0 is a log
 def test_no_event_raises(width: int, progress_at_once: None) -> None:
-    assert {type(event) for event in EVENTS} == set(get_args(Event)) and len(get_args(Event)) == 9
+    assert {type(event) for event in EVENTS} == set(get_args(Event)) and len(get_args(Event)) == 13
     for event in EVENTS:
         out = io.StringIO()
         console = terminal(out, width) if width else Console(file=out)
@@ -349,7 +374,7 @@ def test_no_event_raises(width: int, progress_at_once: None) -> None:
 
 def test_untrusted_text_has_no_effect(progress_at_once: None) -> None:
     hostile = [event for event in EVENTS if HOSTILE in repr(event) or repr(HOSTILE)[1:-1] in repr(event)]
-    assert len(hostile) == 6
+    assert len(hostile) == 11
     log = "\n".join(logged(hostile))
     out = io.StringIO()
     with console_listener(terminal(out)) as listener:

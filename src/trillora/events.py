@@ -100,6 +100,15 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class AdaptersStarted:
+    """The adapters that a run trains together. Sent once by each process, before its first step and evaluation. From
+    then on, `stage` of `Evaluated`, `Sampled` and `Skipped` is the name of an adapter."""
+
+    kind: Literal["phases", "sweep", "auto"]
+    adapters: tuple[str, ...]  # names, without those that ended before this process started
+
+
+@dataclass(frozen=True)
 class AdapterStep:
     """One optimizer step of one adapter, in a run that trains several together. `Step` then has their mean loss."""
 
@@ -181,7 +190,7 @@ class HistoryEntry:
 
 
 Metric = Step | Skipped | Evaluated | Sampled | AdapterStep | AdapterEnded | Scored
-Event = Note | Alarm | Chosen | Progress | Saved | Metric
+Event = Note | Alarm | Chosen | Progress | Saved | AdaptersStarted | Metric
 Listener = Callable[[Event], None]
 QUIET_SECONDS = 2.0  # people see progress only for work that takes longer
 

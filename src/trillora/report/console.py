@@ -24,6 +24,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from trillora.events import QUIET_SECONDS, Event, Listener, Progress
+from trillora.report.adapter_text import Adapters, Collector
 from trillora.report.live_panel import LivePanel
 from trillora.report.output import closed_pipe_safe, masked, unguarded
 from trillora.report.plain_lines import LOG, NOTEBOOK, PlainLines
@@ -52,9 +53,11 @@ def console_listener(console: Console | None = None) -> Iterator[Listener]:
     console = console or SafeConsole()
     file = console.file
     console.file = closed_pipe_safe(file)
-    view = _choose_view(console)
+    adapters = Adapters()
+    view = _choose_view(console, adapters)
     lock = threading.RLock()
     slow = _SlowWork(view.show, lock)
+    collector = Collector(view.show, adapters)
 
     def listen(event: Event) -> None:
         event = masked(event)
@@ -62,7 +65,7 @@ def console_listener(console: Console | None = None) -> Iterator[Listener]:
             if isinstance(event, Progress):
                 slow.update(event)
             else:
-                view.show(event)
+                collector.add(event)
 
     try:
         with view.open():
@@ -70,6 +73,8 @@ def console_listener(console: Console | None = None) -> Iterator[Listener]:
                 yield listen
             finally:
                 slow.close()
+                with lock:
+                    collector.flush()
     finally:
         console.file = file
 
@@ -125,10 +130,10 @@ def show_findings(findings: Iterable[Finding], console: Console | None = None) -
             console.print(Text.assemble(" " * 25, ("do: ", "dim"), finding.do), soft_wrap=True)
 
 
-def _choose_view(console: Console) -> PlainLines | LivePanel:
+def _choose_view(console: Console, adapters: Adapters) -> PlainLines | LivePanel:
     # A command that a notebook starts with `!` sees a terminal without a cursor. The variable is set in such processes.
     if console.is_jupyter or (console.is_terminal and "JPY_PARENT_PID" in os.environ):
-        return PlainLines(console.file, NOTEBOOK)
+        return PlainLines(console.file, NOTEBOOK, adapters)
     if console.is_terminal and not console.is_dumb_terminal:
-        return LivePanel(console)
-    return PlainLines(console.file, LOG)
+        return LivePanel(console, adapters)
+    return PlainLines(console.file, LOG, adapters)

@@ -15,12 +15,10 @@ from trillora.safe_text import visible
 SHOWN_SAMPLES = 4  # per Sampled event
 
 
-def step_line(step: Step, num_skipped: int = 0) -> str:
+def step_line(step: Step, num_skipped: int = 0, adapters: str = "") -> str:
     """One step; the columns of successive lines are aligned."""
-    return (
-        f"{step_figures(step)}  {step.tokens_per_second:,.0f} tokens/s  left {format_duration(step.seconds_left)}"
-        f"{num_skipped_text(num_skipped)}"
-    )
+    speed, left = f"{step.tokens_per_second:,.0f} tokens/s", f"left {format_duration(step.seconds_left)}"
+    return f"{step_figures(step, adapters)}  {speed}  {left}{num_skipped_text(num_skipped)}"
 
 
 def chosen_line(chosen: Chosen) -> str:
@@ -47,12 +45,12 @@ def in_one_line(text: str, max_characters: int) -> str:
     return text
 
 
-def step_figures(step: Step) -> str:
-    width = len(str(step.num_steps))
-    return (
-        f"step {step.step:>{width}}/{step.num_steps}  loss {step.loss:.4f}  lr {step.learning_rate:.2e}  "
-        f"grad {step.grad_norm:.3f}"
-    )
+def step_figures(step: Step, adapters: str = "") -> str:
+    """`adapters` says how many are trained together. Each has its own learning rate and gradient."""
+    head = f"step {step.step:>{len(str(step.num_steps))}}/{step.num_steps}"
+    if adapters:
+        return f"{head}  mean loss {step.loss:.4f}  {adapters}"
+    return f"{head}  loss {step.loss:.4f}  lr {step.learning_rate:.2e}  grad {step.grad_norm:.3f}"
 
 
 def num_skipped_text(num_skipped: int) -> str:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -16,7 +17,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trillora.events import Alarm, Chosen, Evaluated, Event, Note, Progress, Sampled, Saved, Skipped, Step
+from trillora.events import Alarm, Chosen, Evaluated, Note, Progress, Sampled, Saved, Scored, Skipped, Step
+from trillora.report.adapter_text import (
+    FAINT,
+    GAP,
+    Adapters,
+    EndedTogether,
+    EvaluatedTogether,
+    Shown,
+    evaluated_items,
+    evaluated_rest,
+    evaluated_title,
+    same_loss,
+    scores_table,
+    scores_title,
+)
 from trillora.report.event_text import (
     amount_of,
     at,
@@ -40,8 +55,9 @@ MAX_PANEL, MAX_BAR = 120, 80  # columns; wider ones are harder to read
 class LivePanel:
     """Lines worth keeping scroll by; a panel with the run, and bars of other work, stay below them."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, adapters: Adapters) -> None:
         self._console = console
+        self._adapters = adapters
         self._drawn = -math.inf
         self._works: dict[str, Progress] = {}
         self._step: Step | None = None
@@ -50,6 +66,7 @@ class LivePanel:
         self._num_skipped = 0
         self._evaluated: Evaluated | None = None
         self._best: Evaluated | None = None
+        self._together: EvaluatedTogether | None = None
         self._saved: Saved | None = None
         self._live = Live(
             console=console,
@@ -70,7 +87,7 @@ class LivePanel:
         finally:
             self._live.transient = True
 
-    def show(self, event: Event) -> None:
+    def show(self, event: Shown) -> None:
         match event:
             case Note(text):
                 self._print(Text(visible(text)))
@@ -87,6 +104,13 @@ class LivePanel:
                 self._evaluated = event
                 self._best = event if event.is_best or self._best is None else self._best
                 self._print(Text(evaluation_line(event), "cyan"))
+            case EvaluatedTogether():
+                self._show_together(event)
+            case EndedTogether():
+                style = "bold red" if event.is_alarm else "" if event.ended.status == "finished" else "yellow"
+                self._print(Text(visible(f"{'alarm: ' if event.is_alarm else ''}{event.text}"), style))
+            case Scored(scores=scores) if scores:
+                self._show_scores(event)
             case Sampled():
                 self._show_samples(event)
             case Saved():
@@ -106,13 +130,47 @@ class LivePanel:
             self._print(Text(visible(f"stage {step.stage} starts"), "bold"))
         self._stage = step.stage
         self._step = step
-        self._num_skipped += step.skipped
+        self._num_skipped += step.skipped and not self._adapters
         self._losses.append(step.loss)
         if step.step % max(1, step.num_steps // KEPT_STEPS) == 0 or step.step in (1, step.num_steps):
-            line = Text(f"{step_figures(step)}{num_skipped_text(self._num_skipped)}", no_wrap=True, overflow="ellipsis")
-            self._print(line)
+            words = f"{step_figures(step, self._adapters_text)}{num_skipped_text(self._total_skipped)}"
+            self._print(Text(words, no_wrap=True, overflow="ellipsis"))
         else:
             self._draw()
+
+    @property
+    def _adapters_text(self) -> str:
+        return self._adapters.text if self._adapters else ""
+
+    @property
+    def _total_skipped(self) -> int:
+        return self._num_skipped + self._adapters.num_skipped
+
+    def _show_together(self, together: EvaluatedTogether) -> None:
+        self._together = together
+        if same := same_loss(together):
+            self._print(Text(f"{evaluated_title(together)}  {same}", "cyan"))
+            return
+        items = evaluated_items(together)
+        longest = max(cell_len(name) for name, _, _ in items)
+        texts = [
+            Text(f"{name}{' ' * (longest - cell_len(name))}  {loss:>7}", "cyan" if is_better else FAINT)
+            for name, loss, is_better in items
+        ]
+        rest = evaluated_rest(together)
+        rows = _rows([*texts, *([Text(rest, FAINT)] if rest else [])], min(self._console.width, MAX_PANEL) - 2)
+        text = Text(f"{evaluated_title(together)}  loss", "bold cyan")
+        for row in rows:
+            text.append("\n  ").append_text(row)
+        self._print(text)
+
+    def _show_scores(self, scored: Scored) -> None:
+        self._print(Text(scores_title(scored), "bold"))
+        for line in scores_table(scored, self._console.width - 2):
+            text = Text("  ", no_wrap=True, overflow="ellipsis")
+            for cell, style in line:
+                text.append(cell, style).append(GAP)
+            self._print(text)
 
     def _show_samples(self, sampled: Sampled) -> None:
         width = max(self._console.width - 4, 20)
@@ -142,7 +200,7 @@ class LivePanel:
         width = min(self._console.width, MAX_PANEL)
         if self._step is not None:
             inside = self._run(self._step, width - 4)
-            name = visible_line(self._step.stage) or "training"
+            name = self._adapters_text or visible_line(self._step.stage) or "training"
             parts.append(Panel(inside, title=Text(name), title_align="left", border_style="dim", width=width))
         for work in self._works.values():
             parts.append(_bar(visible_line(work.label), work.done, work.total, amount_of(work), min(width, MAX_BAR)))
@@ -155,7 +213,11 @@ class LivePanel:
         label = f"step {step.step:>{len(str(step.num_steps))}}/{step.num_steps}"
         bar = _bar(label, step.step, step.num_steps, amount, width)
         curve = self._curve(max(8, min(NUM_LOSSES, width - 60)))  # leaves room for the evaluation on its right
-        loss = [Text.assemble("loss ", (f"{step.loss:.4f}", "bold"), " ", (curve, "cyan"))]
+        label = "mean loss " if self._adapters else "loss "
+        loss = [Text.assemble(label, (f"{step.loss:.4f}", "bold"), " ", (curve, "cyan"))]
+        if self._together is not None and (finite := self._together.finite):
+            lowest, highest = f"{finite[0].loss:.4f}", f"{finite[-1].loss:.4f}"
+            loss.append(Text.assemble("evaluation ", (lowest, "bold"), " to ", (highest, "bold")))
         if self._evaluated is not None and self._best is not None:
             loss.append(Text.assemble("evaluation ", (f"{self._evaluated.loss:.4f}", "bold")))
             loss.append(Text(f"best {self._best.loss:.4f} {at(self._best.step)}"))
@@ -164,9 +226,11 @@ class LivePanel:
             rest.append(Text(f"{step.peak_fraction:.0%} of peak"))
         if step.memory_gib is not None:
             rest.append(Text(f"memory {step.memory_gib:.1f} GiB"))
-        rest += [Text(f"padding {step.padding:.0%}"), Text(f"lr {step.learning_rate:.2e}")]
-        if self._num_skipped:
-            rest.append(Text(f"skipped {self._num_skipped}", "bold yellow"))
+        rest.append(Text(f"padding {step.padding:.0%}"))
+        if not self._adapters:
+            rest.append(Text(f"lr {step.learning_rate:.2e}"))
+        if self._total_skipped:
+            rest.append(Text(f"skipped {self._total_skipped}", "bold yellow"))
         if self._saved is not None:
             rest.append(Text(f"saved step {self._saved.step}"))
         return Group(bar, *_rows(loss, width), *_rows(rest, width))

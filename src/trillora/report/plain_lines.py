@@ -7,7 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-from trillora.events import Alarm, Chosen, Evaluated, Event, Note, Progress, Sampled, Saved, Skipped, Step
+from trillora.events import Alarm, Chosen, Evaluated, Note, Progress, Sampled, Saved, Scored, Skipped, Step
+from trillora.report.adapter_text import (
+    GAP,
+    Adapters,
+    EndedTogether,
+    EvaluatedTogether,
+    Shown,
+    evaluated_line,
+    scores_table,
+    scores_title,
+)
 from trillora.report.event_text import (
     amount_of,
     at,
@@ -22,8 +32,9 @@ from trillora.safe_text import visible
 
 LOGGED_PARTS = 10  # progress lines of one piece of work in a log
 SAMPLE_CHARACTERS = 240  # of a prompt or an answer
+MAX_WIDTH = 160  # columns of a table
 
-Frequent = Step | Evaluated | Sampled | Saved  # a long run has many of these
+Frequent = Step | Evaluated | EvaluatedTogether | Sampled | Saved  # a long run has many of these
 
 
 @dataclass(frozen=True)
@@ -46,9 +57,10 @@ class PlainLines:
     """Prints events as lines of text. In a long run it holds most of them back, and prints the latest held one of each
     kind before a message and at the end."""
 
-    def __init__(self, file: IO[str], limits: LineLimits) -> None:
+    def __init__(self, file: IO[str], limits: LineLimits, adapters: Adapters) -> None:
         self._file = file
         self._limits = limits
+        self._adapters = adapters
         self._num_steps = 0
         self._num_skipped = 0
         self._stage: str | None = None
@@ -63,7 +75,7 @@ class PlainLines:
         finally:
             self._print_held()
 
-    def show(self, event: Event) -> None:
+    def show(self, event: Shown) -> None:
         match event:
             case Note(text):
                 self._print_held()
@@ -75,7 +87,15 @@ class PlainLines:
                 self._print(chosen_line(event))
             case Progress():
                 self._show_progress(event)
-            case Step() | Evaluated() | Sampled() | Saved():
+            case EndedTogether():
+                self._print_held()
+                self._print(f"{'alarm: ' if event.is_alarm else ''}{event.text}")
+            case Scored(scores=scores) if scores:
+                self._print_held()
+                self._print(scores_title(event))
+                for line in scores_table(event, MAX_WIDTH):
+                    self._print(f"  {GAP.join(text for text, _ in line)}".rstrip())
+            case Step() | Evaluated() | EvaluatedTogether() | Sampled() | Saved():
                 if isinstance(event, Step):
                     self._follow(event)
                 self._held.pop(type(event), None)
@@ -85,7 +105,7 @@ class PlainLines:
                     self._held[type(event)] = event
 
     def _follow(self, step: Step) -> None:
-        self._num_skipped += step.skipped
+        self._num_skipped += step.skipped and not self._adapters
         self._num_steps = step.num_steps
         if step.stage != self._stage and self._stage is not None:
             self._print_held()
@@ -98,16 +118,20 @@ class PlainLines:
         if isinstance(event, Step):
             every = max(1, event.num_steps // self._limits.steps)
             return event.step <= self._limits.first_steps or event.step % every == 0 or event.step == event.num_steps
-        lines = {Evaluated: self._limits.evaluations, Sampled: self._limits.samples, Saved: self._limits.saves}
-        return event.step - self._printed[type(event)] >= self._num_steps // lines[type(event)]
+        limits = self._limits
+        lines = {Sampled: limits.samples, Saved: limits.saves}.get(type(event), limits.evaluations)
+        return event.step - self._printed[type(event)] >= self._num_steps // lines
 
     def _print_event(self, event: Frequent) -> None:
         self._printed[type(event)] = event.step
         match event:
             case Step():
-                self._print(step_line(event, self._num_skipped))
+                adapters = self._adapters.text if self._adapters else ""
+                self._print(step_line(event, self._num_skipped + self._adapters.num_skipped, adapters))
             case Evaluated():
                 self._print(evaluation_line(event))
+            case EvaluatedTogether():
+                self._print(evaluated_line(event))
             case Saved():
                 self._print(saved_line(event))
             case Sampled():

@@ -167,9 +167,10 @@ class LivePanel:
     def _show_scores(self, scored: Scored) -> None:
         self._print(Text(scores_title(scored), "bold"))
         for line in scores_table(scored, self._console.width - 2):
-            text = Text("  ", no_wrap=True, overflow="ellipsis")
+            text = Text("  ")
             for cell, style in line:
                 text.append(cell, style).append(GAP)
+            text.truncate(self._console.width, overflow="ellipsis")
             self._print(text)
 
     def _show_samples(self, sampled: Sampled) -> None:

@@ -83,23 +83,28 @@ class Chart:
     borders: list[tuple[float, str]] = field(default_factory=list)  # first x of each stage, and its name
     hover: list[tuple[float, str]] = field(default_factory=list)  # step and text, ascending
     small: bool = False
+    over: str = "steps"
+    x_ticks: list[tuple[float, str]] | None = None  # place and label, where round numbers do not fit: a log scale
+    y_ticks: list[tuple[float, str]] | None = None
 
     def html(self) -> str:
-        ticks = nice_ticks(self.low, self.high, 3 if self.small else 5)
-        self.low, self.high = min(self.low, ticks[0]), max(self.high, ticks[-1])
-        grid = "".join(f"M0 {self._y(tick)}H{WIDTH}" for tick in ticks)
+        ticks = self.y_ticks
+        if ticks is None:
+            ticks = [(tick, self.format(tick)) for tick in nice_ticks(self.low, self.high, 3 if self.small else 5)]
+            self.low, self.high = min(self.low, ticks[0][0]), max(self.high, ticks[-1][0])
+        grid = "".join(f"M0 {self._y(tick)}H{WIDTH}" for tick, _ in ticks)
         shapes = [f'<path class="grid" d="{grid}"/>']
         inner = [(step, name) for step, name in self.borders if self.first < step < self.last]
         shapes += [f'<path class="border" d="M{self._x(step)} 0V{HEIGHT}"/>' for step, _ in inner]
         shapes += [self._path(line) for line in self.lines]
         shapes += [f'<path class="{kind}" d="{self._dots(points)}"/>' for kind, points in self.dots if points]
-        labels = [f'<span class="y" style="top:{_percent(self._y(t), HEIGHT)}">{self.format(t)}</span>' for t in ticks]
+        labels = [f'<span class="y" style="top:{_percent(self._y(t), HEIGHT)}">{label}</span>' for t, label in ticks]
         labels += self._steps() + ([] if self.small else self._stages())
         class_name = "chart small" if self.small else "chart"
         return (
             f'<figure class="{class_name}"><figcaption>{text(self.title)}{self._key()}</figcaption>'
             f'<div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-            f'aria-label="{text(self.title)} over steps">{"".join(shapes)}</svg>'
+            f'aria-label="{text(self.title)} over {self.over}">{"".join(shapes)}</svg>'
             f"{''.join(labels)}{self._strips()}</div></figure>"
         )
 
@@ -131,13 +136,16 @@ class Chart:
         )
 
     def _steps(self) -> list[str]:
-        ticks = [t for t in nice_ticks(self.first, self.last, 3 if self.small else 5) if t == int(t)]
-        inside = [tick for tick in ticks if self.first <= tick <= self.last]
+        ticks = self.x_ticks
+        if ticks is None:
+            round_ones = [t for t in nice_ticks(self.first, self.last, 3 if self.small else 5) if t == int(t)]
+            inside = [tick for tick in round_ones if self.first <= tick <= self.last]
+            ticks = [(tick, f"{int(tick):,}") for tick in inside or [self.last]]
         labels = []
-        for tick in inside or [self.last]:
+        for tick, label in ticks:
             at = float(self._x(tick)) / WIDTH
             edge = " end" if at > 0.97 else ""
-            labels.append(f'<span class="x{edge}" style="left:{at:.2%}">{int(tick):,}</span>')
+            labels.append(f'<span class="x{edge}" style="left:{at:.2%}">{label}</span>')
         return labels
 
     def _stages(self) -> list[str]:

@@ -28,9 +28,11 @@ def curves(run: RunRecord) -> str:
     first, last = 0 if run.evaluations and run.evaluations[0].step == 0 else 1, max(run.last_step, 2)
     borders = _borders(run)
     small = [
-        _small(run, "Learning rate", lambda step: step.learning_rate, format_rate, False, first, last, borders),
-        _small(run, "Tokens per second", lambda step: step.tokens_per_second, format_short, True, first, last, borders),
-        _small(run, "Memory, GiB", lambda step: step.memory_gib, format_short, False, first, last, borders),
+        small_chart(run, "Learning rate", lambda step: step.learning_rate, format_rate, False, first, last, borders),
+        small_chart(
+            run, "Tokens per second", lambda step: step.tokens_per_second, format_short, True, first, last, borders
+        ),
+        small_chart(run, "Memory, GiB", lambda step: step.memory_gib, format_short, False, first, last, borders),
     ]
     drawn = [chart.html() for chart in small if chart]
     loss = _loss(run, first, last, borders)
@@ -56,7 +58,7 @@ def _loss(run: RunRecord, first: int, last: int, borders: list[tuple[float, str]
     if not values:
         return None
     calm = [y for stretch in (*smooth, *evaluations) for _, y in stretch]
-    ticks = nice_ticks(min(values), _highest(values, max(calm)), 5)
+    ticks = nice_ticks(min(values), highest(values, max(calm)), 5)
     low, high = ticks[0], ticks[-1]
     missed = [(float(step.step), low) for step in run.steps if step.skipped or not isfinite(step.loss)]
     cut = [(x, y) for stretch in raw for x, y in stretch if y > high]
@@ -86,7 +88,7 @@ def _loss(run: RunRecord, first: int, last: int, borders: list[tuple[float, str]
     )
 
 
-def _highest(values: list[float], calm: float) -> float:
+def highest(values: list[float], calm: float) -> float:
     """The top of the chart: the largest value, unless a few spikes would flatten the rest of the curve."""
     ranked = sorted(values)
     usual = max(ranked[int(0.97 * (len(ranked) - 1))], calm)
@@ -109,7 +111,7 @@ def _hover(run: RunRecord, smooth: list[list[Point]]) -> list[tuple[float, str]]
     return [(place, "\n".join(words[place])) for place in sorted(words)]
 
 
-def _small(
+def small_chart(
     run: RunRecord,
     title: str,
     value_of: Callable[[Step], float | None],

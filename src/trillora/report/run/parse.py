@@ -85,5 +85,9 @@ def _converters(cls: Any) -> list[tuple[str, Callable[[Any], Any]]]:
 def _converter(hint: Any) -> Callable[[Any], Any]:
     if hint in _CONVERTERS:
         return _CONVERTERS[hint]
+    if typing.get_origin(hint) is typing.Literal:  # of strings; newer versions may write others
+        return words
+    if dataclasses.is_dataclass(hint):
+        return lambda value: parse(hint, mapping(value))
     inner = typing.get_args(hint)[0]  # tuple[Inner, ...], Inner a dataclass
     return lambda value: tuple(parse(inner, item) for item in mappings(value))

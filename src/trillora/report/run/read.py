@@ -14,10 +14,22 @@ from typing import Any
 
 from trillora.data.excerpt import Piece
 from trillora.errors import TrilloraError
-from trillora.events import METRICS, Evaluated, HistoryEntry, Metric, Sampled, Skipped, Step
+from trillora.events import (
+    METRICS,
+    AdapterEnded,
+    AdapterStep,
+    Evaluated,
+    HistoryEntry,
+    Metric,
+    Sampled,
+    Scored,
+    Skipped,
+    Step,
+)
 from trillora.files.bounded import read_bounded
 from trillora.files.user_path import user_path
 from trillora.recipe import run_file
+from trillora.report.run.adapters import AdapterRecord, GroupPlan, GroupResult, adapters_of
 from trillora.report.run.parse import count, mapping, parse, words
 from trillora.secrets import mask_secrets, mask_settings, mask_values, secrets_of_environment
 
@@ -58,7 +70,8 @@ class Manifest:
     environment: dict[str, Any]
     identity: dict[str, Any]
     num_steps: int | None
-    stages: tuple[StageRecord, ...]
+    stages: tuple[StageRecord, ...]  # one per adapter if there are several
+    group: GroupPlan
 
 
 @dataclass
@@ -68,15 +81,27 @@ class RunRecord:
     recipe: str  # resolved.yaml
     again: tuple[str, ...]  # the file that `trillora train` reads to resume, and the addresses it needs again
     evaluated: dict[str, Any]  # eval.json
+    result: GroupResult  # group.json
     steps: list[Step] = field(default_factory=list)  # in order, each once
     evaluations: list[Evaluated] = field(default_factory=list)
     samples: list[Sampled] = field(default_factory=list)
     skips: list[Skipped] = field(default_factory=list)
+    adapters: tuple[AdapterRecord, ...] = ()  # of a run that trains several together; `stage` of its events is a name
+    scored: Scored | None = None
     history: list[HistoryEntry] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)  # steps, ascending
     adapter: str | None = None  # folder of the newest adapter, relative to the run
     base: str = ""  # the base model, as `from_pretrained` takes it
     num_unreadable: int = 0  # lines of metrics.jsonl and history.jsonl
+
+    @property
+    def best(self) -> AdapterRecord | None:
+        """The winner of several adapters. Phases have none: each has data of its own."""
+        if self.result.best is not None:
+            return next((adapter for adapter in self.adapters if adapter.name == self.result.best), None)
+        rated = [adapter for adapter in self.adapters if adapter.best is not None]
+        is_contest = self.manifest.group.kind in ("sweep", "auto")
+        return min(rated, key=lambda adapter: adapter.best_loss or 0.0) if is_contest and rated else None
 
     @property
     def last_step(self) -> int:
@@ -100,6 +125,7 @@ def read_run(folder: Path) -> RunRecord:
         recipe=mask_settings(_text_of(folder / "resolved.yaml"), known),
         again=_again(folder),
         evaluated=mapping(_json_of(folder / "eval.json", known)),
+        result=parse(GroupResult, mapping(_json_of(folder / "group.json", known))),
     )
     _read_metrics(run, known)
     for line in _lines(folder / "history.jsonl", run):
@@ -123,19 +149,35 @@ def _read_metrics(run: RunRecord, known: tuple[str, ...]) -> None:
         if step is None:
             run.num_unreadable += 1
         elif kind in METRICS:
-            # Almost all lines are steps. Their only text is the name of the stage.
-            line = {**raw, "stage": mask(words(raw.get("stage")))} if kind == "step" else mask_values(raw, known)
+            # Almost all lines are steps. Their only text is the name of the stage or the adapter.
+            only_text = {"step": "stage", "adapter_step": "adapter"}.get(kind)
+            line = {**raw, only_text: mask(words(raw.get(only_text)))} if only_text else mask_values(raw, known)
             event = parse(METRICS[kind], line)
-            latest[kind, step, event.stage] = event
+            latest[kind, step, _part(event)] = event
     events = sorted(latest.values(), key=lambda event: event.step)
     run.steps = [event for event in events if isinstance(event, Step)]
     run.evaluations = [event for event in events if isinstance(event, Evaluated)]
     run.samples = [event for event in events if isinstance(event, Sampled)]
     run.skips = [event for event in events if isinstance(event, Skipped)]
+    run.scored = next((event for event in reversed(events) if isinstance(event, Scored)), None)
+    adapter_steps = [event for event in events if isinstance(event, AdapterStep)]
+    ends = [event for event in events if isinstance(event, AdapterEnded)]
+    run.adapters = adapters_of(run.manifest.group, run.result, adapter_steps, run.evaluations, ends)
+
+
+def _part(event: Metric) -> str:
+    """The part of the run that an event is about."""
+    match event:
+        case AdapterStep() | AdapterEnded():
+            return event.adapter
+        case Scored():
+            return ""
+        case _:
+            return event.stage
 
 
 def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
-    """The adapter of a finished run, or that of the newest checkpoint."""
+    """The adapter of a finished run, one of those it trained together, or that of the newest checkpoint."""
     folders = {}
     try:
         for folder in (run.folder / "checkpoints").iterdir():
@@ -146,13 +188,28 @@ def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
         pass  # none yet
     run.checkpoints = sorted(folders)
     named = ""
-    for folder in (run.folder / "adapter", *(folders[step] for step in reversed(run.checkpoints))):
-        if (folder / "adapter_model.safetensors").is_file():
+    results = [run.result.merged.get("folder"), *(adapter.folder for adapter in run.result.adapters)]
+    trained = [run.folder / folder for folder in results if _is_inside(folder)]
+    for folder in (run.folder / "adapter", *trained, *(folders[step] for step in reversed(run.checkpoints))):
+        if _is_file(folder / "adapter_model.safetensors"):
             run.adapter = str(folder.relative_to(run.folder))
             named = words(mapping(_json_of(folder / "adapter_config.json", known)).get("base_model_name_or_path"))
             break
     model = run.manifest.model  # runs of older versions have no base_name
     run.base = mask_secrets(words(model.get("base_name")) or named or words(model.get("name")), known)
+
+
+def _is_inside(folder: Any) -> bool:
+    """Whether the path, which a file of the run names, stays in the run's folder."""
+    path = Path(folder) if isinstance(folder, str) and folder else Path("/")
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _lines(file: Path, run: RunRecord) -> Iterator[dict[str, Any]]:

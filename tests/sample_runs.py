@@ -1,4 +1,5 @@
-"""Generated run folders: two stages, loss spikes, skipped steps, evaluations, JSON answers, one interruption."""
+"""Generated run folders: two stages, loss spikes, skipped steps, evaluations, JSON answers, one interruption; and runs
+that train several adapters together, of which some diverge, stop early or are dropped."""
 
 from __future__ import annotations
 
@@ -8,6 +9,20 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from trillora.events import (
+    AdapterEnded,
+    AdapterStep,
+    Evaluated,
+    Event,
+    Sample,
+    Sampled,
+    Score,
+    Scored,
+    Skipped,
+    Step,
+    to_metrics_line,
+)
 
 FINDINGS = [
     ("EBS volume snapshots are publicly shared (AwsEc2Snapshot)", "ec2", "high"),
@@ -92,6 +107,130 @@ def _metrics(num_steps: int, border: int, dice: random.Random) -> Iterable[dict[
             yield _evaluation(step, stage, loss, best=loss < best and stage == "chat")
             best = min(best, loss) if stage == "chat" else math.inf
             yield _samples(step, stage)
+
+
+PHASES = ("alpaca", "code", "math", "support")
+RATES = (1e-5, 3e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 3e-3)
+
+
+def group_plan(kind: str, ranks: Iterable[int] = (16,)) -> list[dict[str, Any]]:
+    """The adapters of run.json: four phases, or eight learning rates with each rank."""
+    if kind == "phases":
+        named = [(name, rate, 16) for name, rate in zip(PHASES, (2e-4, 3e-4, 2e-4, 1e-4), strict=True)]
+    else:
+        several = len(list(ranks := tuple(ranks))) > 1
+        named = [(f"lr-{rate:g}" + (f"-rank-{r}" if several else ""), rate, r) for rate in RATES for r in ranks]
+    return [
+        {"name": name, "learning_rate": rate, "rank": rank, "alpha": 2.0 * rank, "seed": 0, "num_steps": 0}
+        for name, rate, rank in named
+    ]
+
+
+def group_events(kind: str, plan: list[dict[str, Any]], num_steps: int, seed: int = 0) -> Iterable[Event]:
+    """The events of a run. The phase "math" diverges, "support" stops early; `auto` drops half of the rates twice."""
+    dice, active, every = random.Random(seed), [adapter["name"] for adapter in plan], max(num_steps // 12, 1)
+    names, rates = list(active), {adapter["name"]: adapter["learning_rate"] for adapter in plan}
+    best = dict.fromkeys(names, math.inf)
+
+    def calm(name: str, step: int) -> float:
+        start = 3.2 - 0.25 * names.index(name) if kind == "phases" else 2.9
+        speed = 1.0 if kind == "phases" else (rates[name] / 3e-4) ** 0.6
+        too_high = 0.35 * max(0.0, math.log10(rates[name] / 4e-4)) if kind != "phases" else 0.0
+        return start * (0.45 + 0.55 * math.exp(-4 * speed * step / num_steps)) + too_high * step / num_steps
+
+    for step in range(num_steps + 1):
+        for name in active if step else ():
+            is_bad = kind == "phases" and name == "math" and step > num_steps * 0.55
+            loss = calm(name, step) * dice.lognormvariate(0, 0.05) * (1 + 40 * is_bad)
+            schedule = min(1.0, 10 * step / num_steps) * 0.5 * (1 + math.cos(math.pi * step / num_steps))
+            yield AdapterStep(step, name, loss, rates[name] * schedule, 0.8, is_bad, 900)
+        if step:
+            speed, memory = 2300.0 * dice.uniform(0.95, 1.05), 3.4
+            yield Step(step, num_steps, "all", 2.0, 0.0, 0.8, False, speed, 2.0 * step, 9.0, 0.04, memory, 0.31, 3600)
+        if kind == "phases" and step == num_steps * 3 // 5 and "math" in active:
+            yield Skipped(step, "math", "the loss was not finite", ("math.jsonl:812",))
+            yield AdapterEnded(step, "math", "diverged", "5 steps in a row were bad")
+            active.remove("math")
+        if step % every == 0 or step == num_steps:
+            for name in active:
+                loss = calm(name, step) * 1.03
+                yield Evaluated(step, name, loss, math.exp(loss), 1 - loss / 5, 5120, step > 0 and loss < best[name])
+                best[name] = min(best[name], loss) if step else math.inf
+                if kind == "phases":
+                    answer = "I think so." if step else "Sure! Here is a long answer"
+                    yield Sampled(step, name, (Sample(f"Question about {name}?", answer, "I think so."),))
+            if kind == "phases" and step > num_steps * 0.8 and "support" in active:
+                yield AdapterEnded(step, "support", "stopped early", "no better loss in 3 evaluations")
+                active.remove("support")
+            if kind == "auto" and step in (2 * every, 4 * every):
+                for name in sorted(active, key=lambda name: calm(name, step))[len(active) // 2 :]:
+                    yield AdapterEnded(step, name, "dropped", "its evaluation loss is in the higher half")
+                    active.remove(name)
+    for name in active:
+        yield AdapterEnded(num_steps, name, "finished", "")
+    if kind == "phases":
+        rows = [
+            Score(adapter, phase, calm(phase, 0 if adapter == "base" else num_steps) * factor, 0.4 + 0.2 / factor, 5120)
+            for adapter in ("base", *names, "merged")
+            for phase in names
+            for factor in [1.0 if adapter in (phase, "base") else 1.05 if adapter == "merged" else dice.uniform(1.2, 2)]
+        ]
+        yield Scored(num_steps, "test", tuple(rows))
+
+
+def write_group_run(
+    folder: Path, kind: str, num_steps: int = 120, *, ranks: Iterable[int] = (16,), ended: str = "finished"
+) -> Path:
+    """A run with `phases`, `sweep` or `learning_rate: auto`."""
+    folder.mkdir(parents=True)
+    plan = [{**adapter, "num_steps": num_steps} for adapter in group_plan(kind, ranks)]
+    events = list(group_events(kind, plan, num_steps))
+    if ended != "finished":
+        events = [event for event in events if getattr(event, "step", 0) <= num_steps * 2 // 5]
+    (folder / "metrics.jsonl").write_text("".join(f"{to_metrics_line(event)}\n" for event in events), "utf-8")
+    last = num_steps if ended == "finished" else num_steps * 2 // 5
+    started = {"time": "2026-11-16T09:12:03+00:00", "event": "started", "step": 0, "reason": "", "machine": "spot-1"}
+    history = [started, {**started, "event": ended, "step": last}] if ended != "running" else [started]
+    write_lines(folder / "history.jsonl", history)
+    manifest = facts(num_steps, num_steps // 2)
+    stage = {**manifest["stages"][1], "first_step": 1, "num_steps": num_steps}
+    manifest["stages"] = [
+        {
+            **stage,
+            "name": adapter["name"],
+            "learning_rate": adapter["learning_rate"],
+            "files": [{**stage["files"][0], "name": f"data/{adapter['name']}.jsonl"}]
+            if kind == "phases"
+            else stage["files"],
+        }
+        for adapter in plan
+    ]
+    manifest["group"] = {"kind": kind, "adapters": plan}
+    (folder / "run.json").write_text(json.dumps(manifest), "utf-8")
+    (folder / "resolved.yaml").write_text(RECIPE, "utf-8")
+    if ended == "finished":
+        _write_results(folder, kind, events)
+    return folder
+
+
+def _write_results(folder: Path, kind: str, events: list[Event]) -> None:
+    ends = [event for event in events if isinstance(event, AdapterEnded)]
+    evaluations = [event for event in events if isinstance(event, Evaluated) and event.step]
+    best = {end.adapter: min((e for e in evaluations if e.stage == end.adapter), key=lambda e: e.loss) for end in ends}
+    winner = None if kind == "phases" else min(best, key=lambda name: best[name].loss)
+    adapters = []
+    for end in ends:
+        of = f"adapters/{end.adapter}" if kind == "phases" else "adapter" if end.adapter == winner else None
+        if of is not None:
+            _adapter(folder / of)
+        result = {"name": end.adapter, "status": end.status, "reason": end.reason, "num_steps": end.step}
+        evaluated = best[end.adapter]
+        adapters.append({**result, "best_step": evaluated.step, "best_loss": evaluated.loss, "folder": of})
+    merged = {"method": "ties", "folder": "adapters/merged", "weights": [1.0] * 4} if kind == "phases" else None
+    if merged is not None:
+        _adapter(folder / "adapters" / "merged")
+    content = {"kind": kind, "best": winner, "adapters": adapters, "merged": merged}
+    (folder / "group.json").write_text(json.dumps(content), "utf-8")
 
 
 def _evaluation(step: int, stage: str, loss: float, *, best: bool) -> dict[str, Any]:

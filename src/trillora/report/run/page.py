@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from trillora.report.numbers import (
     format_short,
     format_time,
 )
-from trillora.report.run import charts, results
+from trillora.report.run import adapter_tables, charts, results
+from trillora.report.run.adapter_curves import adapter_curves, style_of
+from trillora.report.run.adapters import MAX_ADAPTERS
 from trillora.report.run.curves import curves
 from trillora.report.run.parse import count, words
 from trillora.report.run.read import RunRecord, StageRecord
@@ -59,13 +62,15 @@ footer { margin-top: 1.5rem; font-size: .85rem; }
 def page(run: RunRecord) -> str:
     title = f"{_model_name(run)} on {_data_name(run)}" if _data_name(run) else _model_name(run)
     facts = [format_time(run.manifest.started), _machine(run)]
-    stages = run.manifest.stages
+    stages = _distinct(run.manifest.stages[:MAX_ADAPTERS])[:MAX_LISTED] if run.adapters else run.manifest.stages
     body = "\n".join(
         (
             f'<h1>{text(title)}</h1>\n<div class="faint">{text(" · ".join(fact for fact in facts if fact))}</div>',
             _status(run_status(run)),
             tiles(_tiles(run)),
-            card("Curves", curves(run)),
+            *([card("Adapters", adapter_tables.adapters_table(run))] if run.adapters else []),
+            card("Curves", adapter_curves(run) if run.adapters else curves(run)),
+            *([card("Scores of every adapter on every phase", adapter_tables.scores_table(run))] if run.scored else []),
             card("Answers before and after", results.samples(run)),
             card("Test set", results.test_set(run)),
             card("Data", "".join(_stage(stage, len(stages) > 1) for stage in stages)),
@@ -78,7 +83,25 @@ def page(run: RunRecord) -> str:
             _footer(run),
         )
     )
-    return document(title, body, charts.STYLE + results.STYLE + STYLE)
+    more_style = adapter_tables.STYLE + style_of(run) if run.adapters else ""
+    return document(title, body, charts.STYLE + results.STYLE + STYLE + more_style)
+
+
+def _distinct(stages: Iterable[StageRecord]) -> list[StageRecord]:
+    """One stage for all adapters that train on the same rows, as those of a sweep do."""
+    found: list[tuple[StageRecord, list[StageRecord]]] = []  # what they share, and the stages
+    for stage in stages:
+        shared = replace(stage, name="", learning_rate=None)
+        alike = next((alike for other, alike in found if other == shared), None)
+        if alike is None:
+            found.append((shared, alike := []))
+        alike.append(stage)
+    return [
+        alike[0]
+        if len(alike) == 1
+        else replace(shared, name=", ".join(stage.name for stage in alike[:3]) + _and_more(len(alike) - 3))
+        for shared, alike in found
+    ]
 
 
 def _model_name(run: RunRecord) -> str:
@@ -118,8 +141,9 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, bool]]:
             facts.append((_change(*shares), "token accuracy", False))
     elif run.steps:
         losses = (format_number(step.loss) for step in (run.steps[0], run.steps[-1]))
-        facts.append((_change(*losses), "training loss", False))
-    tokens, seconds = sum(step.num_tokens for step in run.steps), total_seconds(run.steps)
+        facts.append((_change(*losses), "mean training loss" if run.adapters else "training loss", False))
+    steps = [step for adapter in run.adapters for step in adapter.steps] or run.steps
+    tokens, seconds = sum(step.num_tokens for step in steps), total_seconds(run.steps)
     if tokens:
         facts.append((format_short(tokens), "tokens trained on", False))
     if seconds:
@@ -130,7 +154,7 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, bool]]:
         facts.append((format_percent(statistics.median(peaks)), "of peak FLOP/s", False))
     if memory := _known(step.memory_gib for step in run.steps):
         facts.append((f"{format_number(max(memory))} <small>GiB</small>", "memory", False))
-    skipped = max(sum(step.skipped for step in run.steps), len(run.skips))
+    skipped = max(sum(step.skipped for step in steps), len(run.skips))
     if run.steps:
         facts.append((f"{skipped:,}", "skipped steps", skipped > 0))
     return facts
@@ -192,7 +216,8 @@ def _files(stage: StageRecord) -> str:
 def _skips(run: RunRecord) -> str:
     if not run.skips:
         return ""
-    head = '<tr><th class="number">step</th><th>stage</th><th>reason</th><th>rows</th></tr>'
+    part = "adapter" if run.adapters else "stage"
+    head = f'<tr><th class="number">step</th><th>{part}</th><th>reason</th><th>rows</th></tr>'
     lines = "".join(
         f'<tr><td class="number">{skip.step:,}</td><td>{text(skip.stage)}</td><td class="name">{text(skip.reason)}</td>'
         f'<td class="name"><code>{text(", ".join(skip.rows[:20]))}{_and_more(len(skip.rows) - 20)}</code></td></tr>'
@@ -206,7 +231,8 @@ def _use(run: RunRecord) -> str:
     if run.adapter is None:
         return ""
     folder = run.folder / run.adapter
-    newest = "" if run.adapter == "adapter" else " This is the newest checkpoint; the run is not finished."
+    is_checkpoint = run.adapter.startswith("checkpoints")
+    newest = " This is the newest checkpoint; the run is not finished." if is_checkpoint else ""
     # Absolute paths: the code runs from any directory.
     base = os.path.abspath(run.base) if os.path.isdir(run.base) else run.base
     adapter = mask_secrets(os.path.abspath(folder), secrets_of_environment())
@@ -217,8 +243,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained({base})
 model = PeftModel.from_pretrained(base, {adapter})"""
+    is_one_of_many = run.adapters and run.adapter != "adapter" and not is_checkpoint
     return (
-        f"<div>Chat with it:</div><pre>trillora chat {text(quoted(run.folder))}</pre>"
+        f"<div>Chat with it:</div><pre>trillora chat {text(quoted(folder if is_one_of_many else run.folder))}</pre>"
         f"<p>Load it in Python; the adapter is in PEFT's format.{newest}</p>"
         f'<pre class="code">{text(code)}</pre>'
     )

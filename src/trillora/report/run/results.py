@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trillora.evaluation.scores import is_right
-from trillora.events import Sample
+from trillora.events import Sample, Sampled
 from trillora.report.html import text
 from trillora.report.numbers import format_number, format_percent
 from trillora.report.run.parse import count, finite, mapping, mappings, number, words
@@ -40,15 +40,26 @@ td.adapted { font-weight: 600; }
 
 
 def samples(run: RunRecord) -> str:
-    """For each prompt, its first and its last answer."""
+    """For each prompt, its first and its last answer. Each of several adapters has prompts of its own."""
+    if not run.adapters:
+        return _samples(run.samples, MAX_SAMPLES)
+    names = list(dict.fromkeys(event.stage for event in run.samples))
+    most = max(MAX_SAMPLES // max(len(names), 1), 1)
+    return "".join(
+        f"<h3>{text(name)}</h3>{_samples([event for event in run.samples if event.stage == name], most)}"
+        for name in names[: 2 * MAX_SAMPLES]
+    )
+
+
+def _samples(events: list[Sampled], most: int) -> str:
     by_prompt: dict[str, list[tuple[int, Sample]]] = {}
-    for event in run.samples:
+    for event in events:
         for sample in event.samples:
             by_prompt.setdefault(sample.prompt, []).append((event.step, sample))
     latest_first = sorted(by_prompt.values(), key=lambda answers: -answers[-1][0])
-    shown = "".join(_sample(answers) for answers in latest_first[:MAX_SAMPLES])
-    if len(by_prompt) > MAX_SAMPLES:
-        shown += f'<p class="faint">{len(by_prompt) - MAX_SAMPLES:,} more prompts are in metrics.jsonl.</p>'
+    shown = "".join(_sample(answers) for answers in latest_first[:most])
+    if len(by_prompt) > most:
+        shown += f'<p class="faint">{len(by_prompt) - most:,} more prompts are in metrics.jsonl.</p>'
     return shown
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trillora.events import Evaluated, Step
 from trillora.report.numbers import format_count, format_duration, format_number, format_percent
+from trillora.report.run.adapter_tables import summary
 from trillora.report.run.read import RunRecord
 from trillora.secrets import mask_secrets, secrets_of_environment
 
@@ -26,7 +27,7 @@ def run_status(run: RunRecord) -> RunStatus:
     last = run.history[-1] if run.history else None
     event = last.event if last else ""
     at = last.step if last and last.step is not None else run.last_step
-    if not event and run.adapter == "adapter":
+    if not event and (run.adapter == "adapter" or run.result.adapters):
         event = "finished"
     num_steps = run.manifest.num_steps
     total = f" of {num_steps:,}" if num_steps else ""
@@ -54,6 +55,8 @@ def run_status(run: RunRecord) -> RunStatus:
 
 
 def _gains(run: RunRecord) -> tuple[str, ...]:
+    if run.adapters:
+        return summary(run)
     pair = before_and_after(run)
     if pair is None:
         return ()
@@ -70,7 +73,11 @@ def _gains(run: RunRecord) -> tuple[str, ...]:
 
 
 def before_and_after(run: RunRecord) -> tuple[Evaluated, Evaluated] | None:
-    """The first and the last evaluation of the last stage. Each stage has its own evaluation set."""
+    """The first and the last evaluation of the last stage. Each stage has its own evaluation set. Of several adapters,
+    the first and the best evaluation of the best one."""
+    if run.adapters:
+        best = run.best
+        return (best.evaluations[0], best.best) if best is not None and best.best is not None else None
     if not run.evaluations:
         return None
     stage = run.evaluations[-1].stage

@@ -52,7 +52,7 @@ def parse_json(data: bytes, expected: type[T], *, where: str, do: str, allow_inf
     """As `read_json`, for bytes that were read already."""
     try:
         text = data.decode("utf-8-sig")
-        _check_depth(text)
+        check_depth(text)
         value = json.loads(text, parse_constant=_allow_infinity if allow_infinity else _refuse)
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise TrilloraError(f"This is not valid JSON: {error}.", where=where, do=do) from error
@@ -72,7 +72,7 @@ def _read(file: Path, max_bytes: int, do: str) -> bytes:
         raise TrilloraError(f"This file cannot be used: {error}.", where=str(file), do=do) from error
 
 
-def _check_depth(text: str) -> None:
+def check_depth(text: str) -> None:
     """Refuses deep nesting before the parser recurses. Brackets in strings count too, but only close to the limit."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return

@@ -208,7 +208,7 @@ def evaluated_line(together: EvaluatedTogether) -> str:
 
 
 def scores_title(scored: Scored) -> str:
-    return f"loss and accuracy on each phase's {scored.rows} rows; [ ] its own adapter, * lowest loss"
+    return f"loss and accuracy on the {scored.rows} rows; [ ] own adapter, * lowest of a phase"
 
 
 def scores_table(scored: Scored, max_width: int) -> list[list[Cell]]:

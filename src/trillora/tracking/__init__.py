@@ -1,17 +1,18 @@
 """Experiment trackers: TensorBoard always, services such as wandb when `track.services` names them.
 
-Trackers are listeners of the run's events. A tracker that fails is reported once and never stops the run.
+Trackers are listeners of the run's events. A tracker that fails is reported once and never stops the run. In a run that
+trains several adapters together, each has its own series: `adapters/NAME/loss`, `adapters/NAME/eval_loss`, ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trillora.events import Alarm, Evaluated, Event, Listener, Step
+from trillora.events import AdaptersStarted, AdapterStep, Alarm, Evaluated, Event, Listener, Scored, Step
 from trillora.secrets import mask_secrets, secrets_of_environment
 from trillora.tracking.services import ServiceUnavailable, Tracker, open_tracker
 from trillora.tracking.tensorboard import EventFile
@@ -26,14 +27,19 @@ def tracking_listener(
     `first_step` is the first step of this process; it and later steps replace what the trackers already have.
     """
     trackers: dict[str, Tracker] = {}
+    adapters: set[str] = set()  # those that are trained together
 
     def open_event_file() -> None:
         trackers["TensorBoard"] = _EventFileTracker(run / "tensorboard", first_step)
 
     def listen(event: Event) -> None:
         inner(event)
-        if isinstance(event, Step | Evaluated):
-            values = numbers_of(event)
+        if isinstance(event, AdaptersStarted):
+            adapters.update(event.adapters)
+        if isinstance(event, AdapterStep):
+            adapters.add(event.adapter)
+        if isinstance(event, Step | Evaluated | AdapterStep | Scored):
+            values = numbers_of(event, adapters)
             for name, tracker in list(trackers.items()):
                 if not _try(name, inner, partial(tracker.log, event.step, values)):
                     del trackers[name]
@@ -53,16 +59,26 @@ def tracking_listener(
             _try(name, inner, tracker.finish)
 
 
-def numbers_of(event: Step | Evaluated) -> dict[str, float]:
-    """The logged values, by tag."""
-    if isinstance(event, Evaluated):
-        return {"eval/loss": event.loss, "eval/perplexity": event.perplexity, "eval/accuracy": event.accuracy}
-    return {
-        "train/loss": event.loss,
-        "train/learning_rate": event.learning_rate,
-        "train/grad_norm": event.grad_norm,
-        "train/tokens_per_second": event.tokens_per_second,
-    }
+def numbers_of(event: Step | Evaluated | AdapterStep | Scored, adapters: Collection[str] = ()) -> dict[str, float]:
+    """The logged values, by tag. `adapters` are those that are trained together."""
+    match event:
+        case Evaluated():
+            prefix = f"adapters/{event.stage}/eval_" if event.stage in adapters else "eval/"
+            return {f"{prefix}{name}": getattr(event, name) for name in ("loss", "perplexity", "accuracy")}
+        case AdapterStep():
+            names = ("loss", "learning_rate", "grad_norm")
+            return {f"adapters/{event.adapter}/{name}": getattr(event, name) for name in names}
+        case Scored():
+            return {
+                f"scores/{score.adapter}/{score.phase}/{name}": getattr(score, name)
+                for score in event.scores
+                for name in ("loss", "accuracy")
+            }
+        case Step() if adapters:  # the mean loss; each adapter has its own learning rate and gradient
+            return {"train/loss": event.loss, "train/tokens_per_second": event.tokens_per_second}
+        case Step():
+            names = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
+            return {f"train/{name}": getattr(event, name) for name in names}
 
 
 class _EventFileTracker:
@@ -74,7 +90,7 @@ class _EventFileTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for tag, value in values.items():
             self._file.scalar(tag, step, value)
-        if "eval/loss" in values:
+        if any(tag.endswith(("eval/loss", "/eval_loss")) for tag in values):
             self._file.flush()
 
     def finish(self) -> None:

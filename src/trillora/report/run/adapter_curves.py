@@ -203,7 +203,7 @@ def _drawn(lines: Lines, looks: dict[str, Look], best: AdapterRecord | None) -> 
 def _legend(run: RunRecord, lines: Lines, looks: dict[str, Look]) -> list[tuple[str, str, str]]:
     rates = _rates(run)
     if len(lines) > MANY and 1 < len(rates) <= MANY:
-        return [(f"curve c{place}", "line", format_rate(rate)) for place, rate in enumerate(rates)]
+        return [(f"curve c{place}", "line", f"lr {format_rate(rate)}") for place, rate in enumerate(rates)]
     key = [(looks[adapter.name].classes, "line", adapter.name) for adapter, _ in lines[:MAX_LEGEND]]
     rest = len(lines) - MAX_LEGEND
     return [*key, *([("no-sign", "line", f"and {rest:,} more")] if rest > 0 else [])]

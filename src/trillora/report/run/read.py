@@ -27,6 +27,7 @@ from trillora.events import (
     Step,
 )
 from trillora.files.bounded import read_bounded
+from trillora.files.read_json import check_depth
 from trillora.files.user_path import user_path
 from trillora.recipe import run_file
 from trillora.report.run.adapters import AdapterRecord, GroupPlan, GroupResult, adapters_of
@@ -230,8 +231,9 @@ def _json_of(file: Path, known: tuple[str, ...]) -> Any:
 
 def _parsed(text: str) -> Any:
     try:
+        check_depth(text)
         return json.loads(text)
-    except (ValueError, RecursionError):  # incomplete, or not JSON
+    except (ValueError, RecursionError):  # incomplete, not JSON, or too deep
         return None
 
 

@@ -127,7 +127,8 @@ def group_plan(kind: str, ranks: Iterable[int] = (16,)) -> list[dict[str, Any]]:
 
 
 def group_events(kind: str, plan: list[dict[str, Any]], num_steps: int, seed: int = 0) -> Iterable[Event]:
-    """The events of a run. The phase "math" diverges, "support" stops early; `auto` drops half of the rates twice."""
+    """The events of a run. The phase "math" diverges, "support" stops early; `auto` drops half of
+    the rates three times by their training losses, and evaluates the winner alone."""
     dice, active, every = random.Random(seed), [adapter["name"] for adapter in plan], max(num_steps // 12, 1)
     names, rates = list(active), {adapter["name"]: adapter["learning_rate"] for adapter in plan}
     best = dict.fromkeys(names, math.inf)
@@ -151,8 +152,13 @@ def group_events(kind: str, plan: list[dict[str, Any]], num_steps: int, seed: in
             yield Skipped(step, "math", "the loss was not finite", ("math.jsonl:812",))
             yield AdapterEnded(step, "math", "diverged", "5 steps in a row were bad")
             active.remove("math")
+        if kind == "auto" and step in (every, 2 * every, 3 * every):
+            for name in sorted(active, key=lambda name: calm(name, step))[len(active) // 2 :]:
+                reason = f"training loss {calm(name, step):.4f}, worse than that of other learning rates"
+                yield AdapterEnded(step, name, "dropped", reason)
+                active.remove(name)
         if step % every == 0 or step == num_steps:
-            for name in active:
+            for name in active if kind != "auto" or step == 0 or len(active) == 1 else ():
                 loss = calm(name, step) * 1.03
                 yield Evaluated(step, name, loss, math.exp(loss), 1 - loss / 5, 5120, step > 0 and loss < best[name])
                 best[name] = min(best[name], loss) if step else math.inf
@@ -162,10 +168,6 @@ def group_events(kind: str, plan: list[dict[str, Any]], num_steps: int, seed: in
             if kind == "phases" and step > num_steps * 0.8 and "support" in active:
                 yield AdapterEnded(step, "support", "stopped early", "no better loss in 3 evaluations")
                 active.remove("support")
-            if kind == "auto" and step in (2 * every, 4 * every):
-                for name in sorted(active, key=lambda name: calm(name, step))[len(active) // 2 :]:
-                    yield AdapterEnded(step, name, "dropped", "its evaluation loss is in the higher half")
-                    active.remove(name)
     for name in active:
         yield AdapterEnded(num_steps, name, "finished", "")
     if kind == "phases":
@@ -216,7 +218,9 @@ def write_group_run(
 def _write_results(folder: Path, kind: str, events: list[Event]) -> None:
     ends = [event for event in events if isinstance(event, AdapterEnded)]
     evaluations = [event for event in events if isinstance(event, Evaluated) and event.step]
-    best = {end.adapter: min((e for e in evaluations if e.stage == end.adapter), key=lambda e: e.loss) for end in ends}
+    best: dict[str, Evaluated] = {}
+    for evaluated in sorted(evaluations, key=lambda e: -e.loss):
+        best[evaluated.stage] = evaluated
     winner = None if kind == "phases" else min(best, key=lambda name: best[name].loss)
     adapters = []
     for end in ends:
@@ -224,8 +228,9 @@ def _write_results(folder: Path, kind: str, events: list[Event]) -> None:
         if of is not None:
             _adapter(folder / of)
         result = {"name": end.adapter, "status": end.status, "reason": end.reason, "num_steps": end.step}
-        evaluated = best[end.adapter]
-        adapters.append({**result, "best_step": evaluated.step, "best_loss": evaluated.loss, "folder": of})
+        rated = best.get(end.adapter)
+        step, loss = (rated.step, rated.loss) if rated else (None, None)
+        adapters.append({**result, "best_step": step, "best_loss": loss, "folder": of})
     merged = {"method": "ties", "folder": "adapters/merged", "weights": [1.0] * 4} if kind == "phases" else None
     if merged is not None:
         _adapter(folder / "adapters" / "merged")

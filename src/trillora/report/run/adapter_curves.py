@@ -1,7 +1,7 @@
 """The curves of a run that trains several adapters together: one line per adapter, in its own color.
 
 A sweep colors its adapters by learning rate, from blue (low) to red (high); those of the same rate differ in their
-dashes. Phases get colors that are easy to tell apart.
+dashes. Phases get colors that differ clearly.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from trillora.report.numbers import format_number, format_rate, format_short
 from trillora.report.run.adapters import AdapterRecord
@@ -105,13 +106,16 @@ def _rate(adapter: AdapterRecord) -> float | None:
 
 def adapter_curves(run: RunRecord) -> str:
     looks = looks_of(run)
-    trained = [(adapter, _smooth_losses(adapter)) for adapter in run.adapters]
+    last = max(run.last_step, 2)
+    trained = [(adapter, _smooth_losses(adapter, last)) for adapter in run.adapters]
     evaluated = [
         (adapter, [(float(e.step), e.loss) for e in adapter.evaluations if math.isfinite(e.loss)])
-        for adapter in run.adapters
+        for adapter in [adapter for adapter in run.adapters if adapter.best is not None] or run.adapters
     ]
-    last = max(run.last_step, 2)
+    searched = max((adapter.last_step for adapter in run.adapters if adapter.status == "dropped"), default=0)
+    search = [(adapter, _smooth_losses(adapter, searched)) for adapter in run.adapters]
     charts = [
+        _losses(run, looks, "Training loss while rates were dropped", search, 1, searched) if searched > 1 else None,
         _losses(run, looks, "Training loss, smoothed", trained, 1, last),
         _losses(run, looks, "Evaluation loss", evaluated, 0, last, has_dots=True),
         _over_rates(run, looks),
@@ -127,9 +131,10 @@ def adapter_curves(run: RunRecord) -> str:
     )
 
 
-def _smooth_losses(adapter: AdapterRecord) -> list[Point]:
-    points = [(float(step.step), step.loss) for step in adapter.steps if math.isfinite(step.loss)]
-    return smoothed(calmed(points), max(len(points) / 30, 2))
+def _smooth_losses(adapter: AdapterRecord, last: int) -> list[Point]:
+    """Up to the step `last`. All lines of a chart are smoothed equally, or they could not be compared."""
+    points = [(float(s.step), s.loss) for s in adapter.steps if s.step <= last and math.isfinite(s.loss)]
+    return smoothed(calmed(points), max(last / 30, 2))
 
 
 Lines = Sequence[tuple[AdapterRecord, list[Point]]]
@@ -221,46 +226,82 @@ def _hover(lines: Lines, title: Callable[[float], str], format: Callable[[float]
     return texts
 
 
+@dataclass(frozen=True)
+class _Trend:
+    """Losses over the learning rate that can be compared with each other."""
+
+    label: str
+    points: list[tuple[AdapterRecord, Point]]  # x is the logarithm of the rate
+
+
 def _over_rates(run: RunRecord, looks: dict[str, Look]) -> Chart | None:
-    """The best evaluation loss of each adapter over its learning rate, on a log scale."""
-    rates = _rates(run)
-    rated = [(a, math.log10(rate), a.best_loss) for a in run.adapters if (rate := _rate(a)) is not None]
-    points = [(adapter, (x, loss)) for adapter, x, loss in rated if loss is not None and math.isfinite(loss)]
+    """The loss of each adapter over its learning rate, on a log scale. A search for the learning rate evaluates only
+    the winner, so the chart shows what the rates were judged by."""
+    rates, best = _rates(run), run.best
+    title, trends, failed = "Best evaluation loss over learning rate", _best_losses(run), _not_evaluated(run)
+    if sum(len(trend.points) for trend in trends) < 2:
+        title, trends, failed = "Training loss over learning rate", _losses_at_selections(run), []
+    points = [point for trend in trends for point in trend.points]
     if len(rates) < 2 or not points:
         return None
     values = sorted(y for _, (_, y) in points)
     ticks = nice_ticks(values[0], _top(values, values[len(values) // 2], slack=5), 5)
-    settings = _settings(run)
-    trends: dict[str, list[Point]] = {}
-    for adapter, point in sorted(points, key=lambda item: item[1]):
-        trends.setdefault(settings[adapter.name], []).append(point)
-    kinds = {label: f"trend d{place % NUM_DASHES}" for place, label in enumerate(trends)}
-    failed = [(x, ticks[-1]) for _, x, loss in rated if loss is None or not math.isfinite(loss)]
-    dots = [(f"{looks[adapter.name].classes} spot", [point]) for adapter, point in points] + [("missed", failed)]
-    key = [(kinds[label], "line", label) for label in list(trends)[:MAX_LEGEND] if label]
-    best = run.best
+    kinds = {trend.label: f"trend d{place % NUM_DASHES}" for place, trend in enumerate(trends)}
+    dots = [(f"{looks[adapter.name].classes} spot", [point]) for adapter, point in points]
+    dots.append(("missed", [(x, ticks[-1]) for x in failed]))
+    key = [(kinds[trend.label], "line", trend.label) for trend in trends[:MAX_LEGEND] if trend.label]
     if best is not None:
-        dots.insert(0, ("best ring", [point for adapter, point in points if adapter is best]))
+        dots.insert(0, ("best ring", [point for adapter, point in points if adapter is best][-1:]))
         key.append(("best", "dot", f"best {best.name}"))
     key += [("missed", "dot", "no evaluation")] if failed else []
-    key += _cut_mark(values, ticks)
     ends = math.log10(rates[0]), math.log10(rates[-1])
     margin = 0.05 * (ends[1] - ends[0])
     labels = rates if len(rates) <= MAX_RATE_LABELS else spread(rates, MAX_RATE_LABELS)
     return Chart(
-        title="Best evaluation loss over learning rate",
-        lines=[Line(kinds[label], [trend]) for label, trend in trends.items()],
+        title=title,
+        lines=[Line(kinds[trend.label], [sorted(point for _, point in trend.points)]) for trend in trends],
         first=ends[0] - margin,
         last=ends[1] + margin,
         format=lambda value: f"{value:g}",
         low=ticks[0],
         high=ticks[-1],
-        key=key,
+        key=key + _cut_mark(values, ticks),
         dots=dots,
         hover=_hover([(a, [point]) for a, point in points], lambda x: f"learning rate {format_rate(10**x)}", _exact),
         over="learning rate",
         x_ticks=[(math.log10(rate), format_rate(rate)) for rate in labels],
     )
+
+
+def _best_losses(run: RunRecord) -> list[_Trend]:
+    """One trend for each rank and seed."""
+    settings, found = _settings(run), dict[str, list[tuple[AdapterRecord, Point]]]()
+    for adapter in run.adapters:
+        rate, loss = _rate(adapter), adapter.best_loss
+        if rate is not None and loss is not None and math.isfinite(loss):
+            found.setdefault(settings[adapter.name], []).append((adapter, (math.log10(rate), loss)))
+    return [_Trend(label, points) for label, points in found.items()]
+
+
+def _not_evaluated(run: RunRecord) -> list[float]:
+    rates = [_rate(adapter) for adapter in run.adapters if adapter.status == "diverged" and adapter.best_loss is None]
+    return [math.log10(rate) for rate in rates if rate is not None]
+
+
+def _losses_at_selections(run: RunRecord) -> list[_Trend]:
+    """One trend for each step at which rates were dropped: the mean of the last half of the losses since the one
+    before, which is what the trainer compares."""
+    trends, start = [], 0
+    for end in sorted({adapter.last_step for adapter in run.adapters if adapter.status == "dropped"}):
+        points = []
+        for adapter in run.adapters:
+            losses = [step.loss for step in adapter.steps if start < step.step <= end]
+            recent, rate = losses[len(losses) // 2 :], _rate(adapter)
+            if rate is not None and adapter.last_step >= end and recent and math.isfinite(mean := fmean(recent)):
+                points.append((adapter, (math.log10(rate), mean)))
+        trends.append(_Trend(f"after step {end:,}", points))
+        start = end
+    return trends[:MANY]
 
 
 def _settings(run: RunRecord) -> dict[str, str]:

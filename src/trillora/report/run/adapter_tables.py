@@ -39,7 +39,7 @@ def adapters_table(run: RunRecord) -> str:
     looks, best = looks_of(run), run.best
     adapters = list(run.adapters)
     if run.manifest.group.kind in ("sweep", "auto"):  # phases have different data, so their losses are not compared
-        adapters.sort(key=lambda a: (a is not best, math.inf if a.best_loss is None else a.best_loss))
+        adapters.sort(key=lambda a: (a is not best, math.inf if a.best_loss is None else a.best_loss, -a.last_step))
     has_rank, has_seed = (any(getattr(a.plan, name) is not None for a in adapters) for name in ("rank", "seed"))
     head = (
         '<tr><th>name</th><th class="number">learning rate</th>'
@@ -90,7 +90,7 @@ def _merged(run: RunRecord) -> str:
 
 
 def _dropped_note(run: RunRecord) -> str:
-    if not any(adapter.status == "dropped" for adapter in run.adapters):
+    if not any(adapter.status == "dropped" and adapter.best_loss is not None for adapter in run.adapters):
         return ""
     note = "Dropped adapters were trained for fewer steps, so their best losses are from an earlier part of the run."
     return f'<p class="faint">{note}</p>'

@@ -46,7 +46,8 @@ def run_status(run: RunRecord) -> RunStatus:
     if event == "diverged":
         listed = " The skipped rows are listed below." if run.skips else ""
         advice = f"A lower learning rate or more warm-up steps usually help.{listed}"
-        return RunStatus("diverged", f"Diverged at step {at:,}{total}{reason}", (saved, advice))
+        more = (*summary(run), advice) if run.adapters else (saved, advice)
+        return RunStatus("diverged", f"Diverged at step {at:,}{total}{reason}", more)
     if event == "stopped":
         more = (*_gains(run), f"{saved} To resume the run:")
         return RunStatus("stopped", f"Stopped at step {at:,}{total}{reason}", more, again)

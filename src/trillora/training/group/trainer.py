@@ -23,7 +23,7 @@ from trillora.devices.mesh import any_process, find_devices, remember_programs
 from trillora.engine.group import group_state
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
-from trillora.events import Chosen, Note
+from trillora.events import AdaptersStarted, Chosen, Note
 from trillora.files.cache_dir import cache_root
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
@@ -250,6 +250,7 @@ class GroupTraining(RunProcess):
         plans: dict[int, Plan],
     ) -> TrainResult:
         """Trains the group. Leaves its adapters, or a checkpoint if the run was stopped."""
+        run.listener(AdaptersStarted(group.kind, tuple(run.names[number] for number in position.running)))
         if position.step:
             run.listener(Note(f"Resuming from step {position.step} of {run.num_steps}"))
         with self._watch.watching():

@@ -77,8 +77,8 @@ def numbers_of(event: Step | Evaluated | AdapterStep | Scored, adapters: Collect
         case Step() if adapters:  # the mean loss; each adapter has its own learning rate and gradient
             return {"train/loss": event.loss, "train/tokens_per_second": event.tokens_per_second}
         case Step():
-            names = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
-            return {f"train/{name}": getattr(event, name) for name in names}
+            whole = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
+            return {f"train/{name}": getattr(event, name) for name in whole}
 
 
 class _EventFileTracker:

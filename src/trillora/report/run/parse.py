@@ -87,7 +87,7 @@ def _converter(hint: Any) -> Callable[[Any], Any]:
         return _CONVERTERS[hint]
     if typing.get_origin(hint) is typing.Literal:  # of strings; newer versions may write others
         return words
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return lambda value: parse(hint, mapping(value))
     inner = typing.get_args(hint)[0]  # tuple[Inner, ...], Inner a dataclass
     return lambda value: tuple(parse(inner, item) for item in mappings(value))

@@ -189,7 +189,7 @@ def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
         pass  # none yet
     run.checkpoints = sorted(folders)
     named = ""
-    results = [run.result.merged.get("folder"), *(adapter.folder for adapter in run.result.adapters)]
+    results = [words(run.result.merged.get("folder")), *(adapter.folder or "" for adapter in run.result.adapters)]
     trained = [run.folder / folder for folder in results if _is_inside(folder)]
     for folder in (run.folder / "adapter", *trained, *(folders[step] for step in reversed(run.checkpoints))):
         if _is_file(folder / "adapter_model.safetensors"):
@@ -200,10 +200,9 @@ def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
     run.base = mask_secrets(words(model.get("base_name")) or named or words(model.get("name")), known)
 
 
-def _is_inside(folder: Any) -> bool:
+def _is_inside(folder: str) -> bool:
     """Whether the path, which a file of the run names, stays in the run's folder."""
-    path = Path(folder) if isinstance(folder, str) and folder else Path("/")
-    return not path.is_absolute() and ".." not in path.parts
+    return folder != "" and not Path(folder).is_absolute() and ".." not in Path(folder).parts
 
 
 def _is_file(file: Path) -> bool:

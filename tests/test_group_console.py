@@ -108,6 +108,16 @@ def test_a_diverged_adapter_is_an_alarm(shown: bool) -> None:
     assert (f"\x1b[1;31m{words}" if shown else f"{words}\n") in out.getvalue()
 
 
+def test_adapters_that_are_dropped_together_are_one_line() -> None:
+    names = tuple(f"lr-{number}" for number in range(8))
+    ends = [AdapterEnded(4, name, "dropped", f"training loss 2.{number}") for number, name in enumerate(names[:5])]
+    lines = logged([AdaptersStarted("auto", names), *ends, AdapterEnded(4, names[5], "dropped", "training loss 3")])
+    assert lines == ["6 adapters (lr-0, lr-1, lr-2 and 3 more) were dropped at step 4"]
+    assert logged([AdaptersStarted("auto", names), ends[0]]) == [
+        "Adapter lr-0 was dropped at step 4: training loss 2.0"
+    ]
+
+
 def test_adapters_that_were_never_announced_are_known_after_their_first_step() -> None:
     lines = logged([*one_step(1, ("a", "b")), *(evaluated(1, name, 1.5) for name in "ab")])
     assert "2 adapters" in lines[0] and lines[1:] == ["evaluation at step 1  loss: a 1.5000, b 1.5000"]

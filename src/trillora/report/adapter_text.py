@@ -81,7 +81,7 @@ class EvaluatedTogether:
 
 @dataclass(frozen=True)
 class EndedTogether:
-    """Adapters that ended at the same step for the same reason."""
+    """Adapters that ended at the same step in the same way. Those that diverged have the same reason too."""
 
     ended: AdapterEnded
     names: tuple[str, ...]
@@ -139,9 +139,10 @@ class Collector:
             first, *others = alike
             self._show(Alarm(f"{_subject((first.stage, *(event.stage for event in others)))}: {first.text}"))
         ended = [event for event in held if isinstance(event, AdapterEnded)]
-        for _, equal in groupby(ended, lambda event: (event.status, event.step, event.reason)):
+        for _, equal in groupby(ended, lambda e: (e.status, e.step, e.reason if e.status == "diverged" else "")):
             events = list(equal)
-            self._show(EndedTogether(events[0], tuple(event.adapter for event in events)))
+            reason = events[0].reason if len({event.reason for event in events}) == 1 else ""
+            self._show(EndedTogether(replace(events[0], reason=reason), tuple(event.adapter for event in events)))
 
     def _is_repeated(self, event: Evaluated | Sampled | Skipped | AdapterEnded) -> bool:
         return isinstance(event, Evaluated) and any(

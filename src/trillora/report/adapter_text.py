@@ -257,7 +257,7 @@ def _cell(score: Score | None, lowest: Score | None) -> Cell:
         return "", USUAL
     is_own, is_best = score.adapter == score.phase, score == lowest
     start, end = "[]" if is_own else "  "
-    text = f"{start}{score.loss:.3f} {score.accuracy:.1%}{end}{'*' if is_best else ' '}"
+    text = f"{start}{score.loss:.3f} {score.accuracy:>5.1%}{end}{'*' if is_best else ' '}"
     return text, BEST if is_best else OWN if is_own else USUAL
 
 

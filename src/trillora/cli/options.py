@@ -66,4 +66,8 @@ Seed = Annotated[
 TrustCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python code of the model. Only for code you have read.")
 ]
+OtherAdapter = Annotated[
+    str | None,
+    typer.Option("--adapter", metavar="FOLDER", help="Use this adapter: its folder, or the folder of its run."),
+]
 OnlyBase = Annotated[bool, typer.Option("--base", help="Use the run's base model without the adapter.")]

@@ -15,6 +15,7 @@ from trillora.cli.options import (
     JsonResult,
     MaxTokens,
     OnlyBase,
+    OtherAdapter,
     Overrides,
     RunOrModel,
     Seed,
@@ -25,6 +26,7 @@ from trillora.cli.options import (
     parse_tokens,
 )
 from trillora.cli.output import print_json, progress_on_stderr, show_evaluation
+from trillora.errors import TrilloraError
 
 
 def generate(
@@ -39,6 +41,7 @@ def generate(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     base: OnlyBase = False,
+    adapter: OtherAdapter = None,
     trust: TrustCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON.")] = False,
 ) -> None:
@@ -47,8 +50,8 @@ def generate(
         from trillora.engine.sampling import Sampling
         from trillora.generation.generator import Generator
 
-        given = _overrides(overrides, trust)
-        generator = Generator.open(name, overrides=given, with_adapter=not base, listener=listener)
+        given, other = _overrides(overrides, trust), _adapter(adapter, base)
+        generator = Generator.open(name, overrides=given, with_adapter=not base, adapter=other, listener=listener)
         sampling = Sampling(temperature, top_p, seed=seed)
         answers = generator.generate(prompts, max_tokens=max_tokens, sampling=sampling)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -68,6 +71,7 @@ def chat(
     top_p: TopP = 0.95,
     seed: Seed = 0,
     base: OnlyBase = False,
+    adapter: OtherAdapter = None,
     trust: TrustCode = False,
 ) -> None:
     """Chat with a trained run or a model."""
@@ -76,8 +80,8 @@ def chat(
         from trillora.generation.chat import converse
         from trillora.generation.generator import Generator
 
-        given = _overrides(overrides, trust)
-        generator = Generator.open(name, overrides=given, with_adapter=not base, listener=listener)
+        given, other = _overrides(overrides, trust), _adapter(adapter, base)
+        generator = Generator.open(name, overrides=given, with_adapter=not base, adapter=other, listener=listener)
 
     def say(text: str) -> None:
         print(text, end="", flush=True)
@@ -116,6 +120,7 @@ def evaluate(
     no_base: Annotated[
         bool, typer.Option("--no-base", help="Evaluate only the adapter, which takes half the time.")
     ] = False,
+    adapter: OtherAdapter = None,
     trust: TrustCode = False,
     as_json: JsonResult = False,
 ) -> None:
@@ -126,6 +131,7 @@ def evaluate(
         result = evaluation.evaluate(
             run,
             data,
+            adapter=_adapter(adapter),
             overrides=_overrides(overrides, trust),
             max_rows=rows,
             max_tokens=max_tokens,
@@ -144,3 +150,14 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a 
 
 def _overrides(given: Sequence[str] | None, trust_remote_code: bool) -> list[str]:
     return [*(given or ()), *(["model.trust_remote_code=true"] if trust_remote_code else [])]
+
+
+def _adapter(folder: str | None, only_base: bool = False) -> Path | None:
+    if folder is None:
+        return None
+    if only_base:
+        what = "--base and --adapter contradict each other."
+        raise TrilloraError(what, where="--adapter", do="leave out one of them")
+    from trillora.adapters.inputs import find_adapter
+
+    return find_adapter(folder)

@@ -36,6 +36,7 @@ from trillora.events import Alarm, Listener, Progress, ignore_events
 from trillora.files.atomic import write_file
 from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
+from trillora.model.adapters import TEMPLATE_FILE
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.load import RECIPE_FILES, RunRecipe, is_run, load_run_recipe
@@ -79,6 +80,7 @@ def evaluate(
     run: str | Path,
     data: str | Path | None = None,
     *,
+    adapter: Path | None = None,
     overrides: Sequence[str] = (),
     max_rows: int | None = None,
     max_tokens: int | None = None,
@@ -91,16 +93,23 @@ def evaluate(
 
     `max_rows` limits the test to that many evenly spaced rows. `max_tokens` limits each answer (default: slightly more
     than the longest expected answer). `overrides` replace options of the run's recipe, such as the address of its data.
+    `adapter` is the folder of an adapter that is tested instead of the run's own; then nothing is written.
     """
-    folder = check_run(user_path(run, where="the run"))
-    recipe = recipe_with_data(load_run_recipe(folder, overrides), folder, data)
+    folder = check_run(user_path(run, where="the run"), adapter)
+    recipe = recipe_with_data(load_run_recipe(folder, overrides), folder, data, adapter)
     source = recipe.model
     opened = OpenModel.open(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
     name, documents = read_rows(recipe, opened.tokenizer, data is None, max_rows, listener)
     num_rows = len(np.unique(documents.rows_N))
 
     generator = Generator.open(
-        str(folder), overrides=overrides, opened=opened, backend=backend, batch_size=batch_size, listener=listener
+        str(folder),
+        overrides=overrides,
+        opened=opened,
+        adapter=adapter,
+        backend=backend,
+        batch_size=batch_size,
+        listener=listener,
     )
     adapters = {"adapter": generator.adapter}
     if with_base:
@@ -120,20 +129,17 @@ def evaluate(
         scores[which] = dataclasses.replace(
             judged, loss=known.loss, perplexity=known.perplexity, accuracy=known.accuracy
         )
-    reader = generator.prompts.shown_question
-    examples = [
-        Example(
-            reader(questions[i].prompt), expected[i], answers["base"][i] if with_base else None, answers["adapter"][i]
-        )
-        for i in range(min(NUM_EXAMPLES, len(questions)))
-    ]
-    evaluation = Evaluation(name, num_rows, scores.get("base"), scores["adapter"], majority(expected), tuple(examples))
-    _save(folder / FILE, evaluation, listener)
+    shown = [generator.prompts.shown_question(question.prompt) for question in questions[:NUM_EXAMPLES]]
+    of_base: Sequence[str | None] = answers.get("base", [None] * len(questions))
+    examples = tuple(map(Example, shown, expected, of_base, answers["adapter"]))
+    evaluation = Evaluation(name, num_rows, scores.get("base"), scores["adapter"], majority(expected), examples)
+    if adapter is None:
+        _save(folder / FILE, evaluation, listener)
     return evaluation
 
 
-def check_run(folder: Path) -> Path:
-    """Checks that the folder holds a finished run."""
+def check_run(folder: Path, adapter: Path | None = None) -> Path:
+    """Checks that the folder holds a run, which is finished unless another adapter is given."""
     if not is_run(folder):
         others = sorted({file.parent.name for name in RECIPE_FILES for file in folder.parent.glob(f"*/{name}")})
         do = "give the folder that `trillora train --out` wrote"
@@ -142,7 +148,7 @@ def check_run(folder: Path) -> Path:
             where=str(folder),
             do=f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do,
         )
-    if not (folder / "adapter").is_dir():
+    if adapter is None and not (folder / "adapter").is_dir():
         raise TrilloraError(
             "This run has no adapter yet, so there is nothing to test.",
             where=str(folder),
@@ -151,13 +157,15 @@ def check_run(folder: Path) -> Path:
     return folder
 
 
-def recipe_with_data(run_recipe: RunRecipe, run: Path, data: str | Path | None) -> StageRecipe:
-    """The recipe of the run's last stage, with the test rows as its data."""
+def recipe_with_data(
+    run_recipe: RunRecipe, run: Path, data: str | Path | None, adapter: Path | None = None
+) -> StageRecipe:
+    """The recipe of the run's last stage, with the test rows as its data, in the chat template of the adapter."""
     stages = stages_of(run_recipe.recipe)
     stage = stages[-1].recipe
     section = stage.data
     changes: dict[str, Any] = {}
-    template = run / "adapter" / "chat_template.jinja"
+    template = (adapter or run / "adapter") / TEMPLATE_FILE
     if template.is_file():  # the run may have been copied here; its template was copied with it
         changes["chat_template"] = str(template)
     if data is not None:

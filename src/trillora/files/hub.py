@@ -64,6 +64,16 @@ def download(
     raise TrilloraError(what, where=f"hub {kind} {name}" + (f", revision {revision}" if revision else ""), do=do)
 
 
+def find_cached(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a model that was downloaded before; None if it was not. The hub is not asked."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:  # not in the cache, not a valid id, or a cache that cannot be read
+        return None
+
+
 def hub_cache() -> Path:
     """The folder in which the hub's library keeps its downloads."""
     from huggingface_hub import constants

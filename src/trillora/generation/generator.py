@@ -27,7 +27,7 @@ from trillora.events import Listener, Note, ignore_events
 from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
-from trillora.model.adapters import fit_adapter, load_adapter
+from trillora.model.adapters import TEMPLATE_FILE, fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
@@ -96,16 +96,20 @@ class Generator:
         overrides: Sequence[str] = (),
         opened: OpenModel | None = None,
         with_adapter: bool = True,
+        adapter: Path | None = None,
         backend: str = "auto",
         longest: int | None = None,
         batch_size: int = 8,
         listener: Listener = ignore_events,
     ) -> Generator:
         """Opens a run's folder, a model's folder, a hub id or `smollm2`. `overrides` replace options of the run's
-        recipe; only they can allow a model's Python code to run. `opened`: the model, if it is already open."""
+        recipe; only they can allow a model's Python code to run. `adapter` is the folder of an adapter that is used
+        instead of the run's own. `opened`: the model, if it is already open."""
         run = user_path(name, where="the run or model")
         recipe = load_run_recipe(run, overrides).recipe if is_run(run) else None
-        adapter_folder = _adapter_folder(run) if recipe is not None and with_adapter else None
+        adapter_folder = adapter
+        if adapter is None and recipe is not None and with_adapter:
+            adapter_folder = _adapter_folder(run)
         source = load_model_section(name, overrides) if recipe is None else recipe.model
         trusted = source.trust_remote_code
         listener(Note(f"Model {source.name}" + (f" with {adapter_folder}" if adapter_folder else "")))
@@ -118,13 +122,13 @@ class Generator:
         if source.dtype == "float32":
             dtype = "float32"
         model, mesh = _place(opened.config, devices, spec, dtype, trust_remote_code=trusted)
-        prompts = _prompts(opened, recipe, run)
+        prompts = _prompts(opened, recipe, adapter or (run / "adapter" if recipe is not None else None))
         folder = opened.folder
         base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)
         fitted = fit_adapter(matrices, model.adapter_layout, where=str(adapter_folder))
         shardings = shard_adapter(model.adapter_layout, mesh)
-        adapter = {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
-        return cls(model, base, adapter, prompts, mesh, longest=longest, batch_size=batch_size)
+        placed = {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
+        return cls(model, base, placed, prompts, mesh, longest=longest, batch_size=batch_size)
 
     @property
     def model(self) -> CausalLM:
@@ -354,12 +358,12 @@ def _check_base(opened: OpenModel, run: Path) -> None:
         )
 
 
-def _prompts(opened: OpenModel, recipe: Recipe | None, run: Path) -> Prompts:
-    """Prompts in the chat template of the run, or else of the tokenizer."""
+def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path | None) -> Prompts:
+    """Prompts in the chat template of the adapter, or else of the tokenizer."""
     tokenizer = opened.tokenizer
     template = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    own = run / "adapter" / "chat_template.jinja"
-    if recipe is not None and own.is_file():
+    own = adapter / TEMPLATE_FILE if adapter is not None else None
+    if own is not None and own.is_file():
         template = find_template(str(own), (), None)
     date = stages_of(recipe)[-1].recipe.data.template_date if recipe is not None else None
     return Prompts(

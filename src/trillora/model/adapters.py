@@ -76,7 +76,6 @@ def adapter_files(
 ) -> dict[str, bytes]:
     """PEFT's two files for an adapter given by parameter name (`….q_proj.lora_a`). PEFT loads the base model from
     `base_name`. Equal adapters give equal bytes."""
-    tensors = {_to_peft(name): np.ascontiguousarray(array) for name, array in adapter.items()}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -90,6 +89,12 @@ def adapter_files(
         "bias": "none",
         "inference_mode": True,
     }
+    return peft_files(adapter, config)
+
+
+def peft_files(adapter: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, bytes]:
+    """The two files of an adapter given by parameter name, with this content of `CONFIG_FILE`."""
+    tensors = {_to_peft(name): np.ascontiguousarray(array) for name, array in adapter.items()}
     text = json.dumps(config, indent=2) + "\n"
     return {WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}), CONFIG_FILE: text.encode()}
 

@@ -1,0 +1,1 @@
+"""Work on finished adapters: merging several to one."""

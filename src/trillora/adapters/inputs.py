@@ -1,0 +1,223 @@
+"""The adapters of a merge: where they are, what they change, and whether their sum is defined.
+
+A sum of changes means something only for changes of the same weights. So the adapters must name the same base model,
+and each must be nothing but changes B A of linear layers: DoRA rescales the result, saved modules and trained tokens
+replace weights, and PiSSA counts its change from other weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trillora.adapters.methods import Change
+from trillora.errors import TrilloraError
+from trillora.files.bounded import read_bounded
+from trillora.files.digests import json_digest
+from trillora.files.read_json import read_json
+from trillora.files.user_path import user_path
+from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, load_adapter
+from trillora.model.loading.digest import weights_digest
+from trillora.model.loading.embedded import SMOLLM2_HUB_ID
+from trillora.model.loading.source import EMBEDDED, weight_files
+from trillora.recipe.load import is_run
+
+TOKEN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+TOKENIZER_FILES = (*TOKEN_FILES, "tokenizer_config.json", "special_tokens_map.json")
+MAX_BYTES = 64 << 20  # of a tokenizer's file; the largest known has 35 MB
+
+# Options of PEFT's config whose adapters are more than a sum of changes, and why; the value that means "not used".
+NO_SUM: dict[str, tuple[Any, str]] = {
+    "use_dora": (False, "DoRA rescales each layer's weight after the change is added"),
+    "modules_to_save": (None, "it replaces whole modules"),
+    "trainable_token_indices": (None, "it replaces rows of the embedding"),
+    "bias": ("none", "it replaces biases"),
+    "lora_bias": (False, "it also adds a bias"),
+}
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
+SELECTION = ("exclude_modules", "layers_to_transform", "layers_pattern")  # of layers, besides target_modules
+
+
+@dataclass(frozen=True)
+class AdapterInput:
+    """One adapter of a merge."""
+
+    name: str  # as the user wrote it
+    folder: Path
+    rank: int
+    changes: dict[str, Change]  # by layer
+    digest: str  # of the changes: equal for copies of an adapter
+    base: str | None  # the base model's name in PEFT's config
+    base_digest: str | None  # of the base's weights, known for an adapter of a run
+    config: dict[str, Any]
+    template: bytes | None
+    tokenizer: dict[str, bytes]
+
+
+def find_adapter(name: str | Path) -> Path:
+    """The folder of an adapter, given by itself or by its run."""
+    path = user_path(name, where="the adapter")
+    if (path / CONFIG_FILE).is_file():
+        return path
+    if (path / "adapter").is_dir():
+        return path / "adapter"
+    several = sorted(entry.name for entry in (path / "adapters").glob("*") if (entry / CONFIG_FILE).is_file())
+    if several:
+        raise TrilloraError(
+            f"This run has {len(several)} adapters.",
+            where=str(path),
+            do=f"name one of them: {' '.join(str(path / 'adapters' / each) for each in several[:8])}",
+        )
+    if is_run(path):
+        raise TrilloraError("This run has no adapter yet.", where=str(path), do="finish the run first")
+    raise TrilloraError(
+        "There is no adapter here." if path.is_dir() else "There is no such folder.",
+        where=str(path),
+        do=f"give a finished run, or a folder that contains {CONFIG_FILE}",
+    )
+
+
+def read_input(name: str | Path) -> AdapterInput:
+    """Reads and checks one adapter. Its files may be hostile: `load_adapter` checks them."""
+    folder = find_adapter(name)
+    file = folder / CONFIG_FILE
+    config = read_json(file, dict[str, Any], do="copy the file again, or use another adapter")
+    _check_is_sum(config, file)
+    spec, matrices = load_adapter(folder)
+    changes = {}
+    for layer in sorted({array.rpartition(".")[0] for array in matrices}):
+        changes[layer] = Change(matrices[f"{layer}.lora_a"], matrices[f"{layer}.lora_b"], spec.scale)
+    base = config.get("base_model_name_or_path")
+    return AdapterInput(
+        name=str(name),
+        folder=folder,
+        rank=max((change.rank for change in changes.values()), default=0),
+        changes=changes,
+        digest=_digest(changes),
+        base=base if isinstance(base, str) and base else None,
+        base_digest=_base_digest(folder),
+        config=config,
+        template=_read(folder / TEMPLATE_FILE),
+        tokenizer={name: data for name in TOKENIZER_FILES if (data := _read(folder / name)) is not None},
+    )
+
+
+def check_compatible(inputs: Sequence[AdapterInput]) -> None:
+    """Refuses adapters whose sum is not defined, and merges that a mistake has caused."""
+    seen: dict[str, AdapterInput] = {}
+    for each in inputs:
+        if (twin := seen.setdefault(each.digest, each)) is not each:
+            raise TrilloraError(
+                "The same adapter is given twice.",
+                where=f"{twin.name} and {each.name}",
+                do="name it once, with a larger weight if that was meant",
+            )
+    first = inputs[0]
+    for other in inputs[1:]:
+        if not _same_base(first, other):
+            raise TrilloraError(
+                f"The adapters have different base models: {first.base} and {other.base}"
+                + (", with the same name but other weights." if first.base == other.base else "."),
+                where=f"{first.name} and {other.name}",
+                do="merge adapters of the same base model",
+            )
+    for one, other in itertools.combinations(inputs, 2):
+        _check_shapes(one, other)
+        names = [name for name in TOKEN_FILES if one.tokenizer.get(name) != other.tokenizer.get(name)]
+        if names and one.tokenizer and other.tokenizer:
+            raise TrilloraError(
+                f"The adapters have different tokenizers: {names[0]} differs.",
+                where=f"{one.name} and {other.name}",
+                do="merge adapters that were trained with the same tokenizer",
+            )
+
+
+def _check_is_sum(config: dict[str, Any], file: Path) -> None:
+    reasons = [
+        (key, why) for key, (unused, why) in NO_SUM.items() if config.get(key, unused) not in (unused, None, [], {})
+    ]
+    if str(config.get("init_lora_weights")).startswith(CHANGES_BASE):
+        reasons.append(("init_lora_weights", "its change counts from other weights than the base model's"))
+    for key, why in reasons:
+        raise TrilloraError(
+            f"This adapter cannot be merged with others: it uses {key}, and {why}.",
+            where=str(file),
+            do="use a LoRA adapter without it; a merge adds changes of weights, and this is not only a change",
+        )
+
+
+def _check_shapes(one: AdapterInput, other: AdapterInput) -> None:
+    for layer in one.changes.keys() & other.changes.keys():
+        if one.changes[layer].shape != other.changes[layer].shape:
+            shapes = [" x ".join(map(str, each.changes[layer].shape)) for each in (one, other)]
+            raise TrilloraError(
+                f"The adapters have different base models: {layer} is {shapes[0]} in one and {shapes[1]} in the other.",
+                where=f"{one.name} and {other.name}",
+                do="merge adapters of the same base model",
+            )
+
+
+def _same_base(one: AdapterInput, other: AdapterInput) -> bool:
+    """By the digests of the weights, where both are known; else by name. Two folders may hold the same model. Without
+    a name, the shapes decide."""
+    if one.base_digest and other.base_digest:
+        return one.base_digest == other.base_digest
+    if one.base is None or other.base is None or _normal(one.base) == _normal(other.base):
+        return True
+    folders = [Path(os.path.expanduser(each)) for each in (one.base, other.base)]
+    if not all(os.path.isfile(folder / "config.json") for folder in folders):
+        return False
+    first, second = (weights_digest(folder, weight_files(folder)) for folder in folders)
+    return first == second
+
+
+def _normal(base: str) -> str:
+    """Equal for different spellings of a base model's name. Hub ids do not depend on case."""
+    name = SMOLLM2_HUB_ID if base == EMBEDDED else base
+    folder = os.path.expanduser(name)
+    return os.path.realpath(folder) if os.path.isdir(folder) else name.rstrip("/").lower()
+
+
+def _base_digest(folder: Path) -> str | None:
+    """What a run recorded of its base model; the adapter is in RUN/adapter or RUN/adapters/NAME."""
+    for run in (folder.parent, folder.parent.parent):
+        if is_run(run) and (run / "run.json").is_file():
+            facts = read_json(run / "run.json", dict[str, Any], do="restore it from a copy")
+            identity = facts.get("identity")
+            digest = identity.get("model") if isinstance(identity, dict) else None
+            return digest if isinstance(digest, str) else None
+    return None
+
+
+def _digest(changes: dict[str, Change]) -> str:
+    digest = hashlib.sha256()
+    for layer, change in changes.items():
+        facts = [layer, change.scale, change.a_RD.shape, change.b_ER.shape]
+        digest.update(json_digest(facts).encode() + change.a_RD.tobytes() + change.b_ER.tobytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        return read_bounded(file, MAX_BYTES) if file.is_file() else None
+    except ValueError as error:
+        raise TrilloraError(f"This file cannot be used: {error}.", where=str(file), do="remove it") from error
+
+
+def target_modules(inputs: Sequence[AdapterInput], layers: Sequence[str]) -> str | list[str]:
+    """PEFT's selection of these layers: that of an adapter that has the same ones, else their names."""
+    for each in inputs:
+        targets = each.config.get("target_modules")
+        is_whole = each.changes.keys() == set(layers) and not any(each.config.get(key) for key in SELECTION)
+        if is_whole and (isinstance(targets, str) or _are_texts(targets)):
+            return targets
+    return list(layers)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from trillora.devices.mesh import MeshShape, find_devices, make_mesh
 from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.hub import find_cached
-from trillora.model.adapters import fit_adapter
+from trillora.model.adapters import fit_adapter, fitting
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
@@ -63,7 +62,8 @@ def compare_logits(
         return f"the base model {base_name} is not on this machine"
     devices = find_devices("auto", None)[:1]
     mesh = make_mesh(devices, MeshShape())
-    model = CausalLM(opened.config, lora=spec, remat="none", mesh=mesh)
+    with fitting(base_name):
+        model = CausalLM(opened.config, lora=spec, remat="none", mesh=mesh)
     limit = memory_limit(devices)
     if limit is not None and sum(leaf.num_bytes for leaf in model.layout.values()) > FULL_MEMORY * limit:
         return f"the base model {base_name} in float32 does not fit into memory"
@@ -73,12 +73,14 @@ def compare_logits(
     base: Tree = load_weights(opened.folder, model.module, model.layout, weight_shardings(model, mesh), listener)
     own = jax.device_put(fitted, shard_adapter(model.adapter_layout, mesh))
     nothing = jax.tree.map(jnp.zeros_like, own)
-    inputs = {"tokens": jnp.asarray(_tokens(opened.tokenizer))}
+    inputs = {"tokens": jnp.asarray(_tokens(opened))}
     with jax.default_matmul_precision("highest"):  # accelerators round float32 products to fewer digits by default
         run = jax.jit(model.logits)
         of_adapter, of_base = (np.asarray(run(base, tree, inputs)) for tree in (own, nothing))
         _add(base, model, definition)
         of_definition = np.asarray(run(base, nothing, inputs))
+    if not np.isfinite(of_definition).all():
+        return "the logits of the definition are not finite"
     return LogitsCheck(
         _root_mean_square(of_adapter - of_definition),
         _root_mean_square(of_definition - of_base),
@@ -122,10 +124,11 @@ def _stored_change(
     return as_stored(model.module.get_submodule(layer), definition(layer)).astype(np.float32)
 
 
-def _tokens(tokenizer: Any) -> np.ndarray:
-    """The prompts [B, T], each repeated until it has enough tokens."""
-    rows = [tokenizer(prompt)["input_ids"] or [0] for prompt in PROMPTS]
-    return np.stack([np.resize(np.array(row, np.int32), NUM_TOKENS) for row in rows])
+def _tokens(opened: OpenModel) -> np.ndarray:
+    """The prompts [B, T], each repeated until it has enough tokens. A tokenizer may have more tokens than the model."""
+    rows = [opened.tokenizer(prompt)["input_ids"] or [0] for prompt in PROMPTS]
+    tokens = np.stack([np.resize(np.array(row, np.int32), NUM_TOKENS) for row in rows])
+    return np.minimum(tokens, opened.config.get_text_config().vocab_size - 1)
 
 
 def _root_mean_square(array: np.ndarray) -> float:

@@ -27,7 +27,7 @@ from trillora.events import Listener, Note, ignore_events
 from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
-from trillora.model.adapters import TEMPLATE_FILE, fit_adapter, load_adapter
+from trillora.model.adapters import TEMPLATE_FILE, fit_adapter, fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
@@ -121,7 +121,8 @@ class Generator:
         dtype = fastest_dtype(devices[0].platform)
         if source.dtype == "float32":
             dtype = "float32"
-        model, mesh = _place(opened.config, devices, spec, dtype, trust_remote_code=trusted)
+        with fitting(str(adapter_folder)):
+            model, mesh = _place(opened.config, devices, spec, dtype, trust_remote_code=trusted)
         prompts = _prompts(opened, recipe, adapter or (run / "adapter" if recipe is not None else None))
         folder = opened.folder
         base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)

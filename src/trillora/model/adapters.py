@@ -11,8 +11,10 @@ ranges in `AdapterConfig`, and every value must be finite.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -213,6 +215,22 @@ def _read_config(data: bytes, path: Path) -> AdapterConfig:
     if str(options.get("init_lora_weights")).startswith(_CHANGES_BASE):
         raise _unsupported(path, "init_lora_weights", options["init_lora_weights"])
     return config
+
+
+@contextlib.contextmanager
+def fitting(where: str) -> Iterator[None]:
+    """For building a model with the targets of a loaded adapter: one that the model does not have is not an error in
+    the user's recipe, but an adapter of another model."""
+    try:
+        yield
+    except TrilloraError as error:
+        if not (error.where or "").startswith("lora."):
+            raise
+        raise TrilloraError(
+            f"The adapter does not fit this model: {error.what}",
+            where=where,
+            do="use the base model that the adapter was trained with (see its adapter_config.json)",
+        ) from error
 
 
 def fit_adapter(adapter: dict[str, np.ndarray], layout: Layout, where: str) -> dict[str, np.ndarray]:

@@ -453,6 +453,23 @@ def test_options_of_a_recipe_are_named_as_there() -> None:
     assert MergeOptions("dare-ties").checked(2) == MergeOptions("dare-ties", (1.0, 1.0), 0.5, None, 0)
 
 
+@pytest.mark.parametrize(
+    ("section", "option", "what"),
+    [
+        ({"method": "linear", "density": 0.2}, "merge.density", "The method linear has no density."),
+        ({"method": "cat", "rank": 8}, "merge.rank", "The method cat has no rank."),
+        ({"weights": [0, 0]}, "merge.weights", "All weights are zero"),
+    ],
+)
+def test_a_recipe_whose_merge_would_fail_at_the_end_is_refused_at_the_start(
+    section: dict[str, Any], option: str, what: str
+) -> None:
+    phases = [{"name": name, "data": f"{name}.jsonl"} for name in ("sql", "chat")]
+    with pytest.raises(TrilloraError) as caught:
+        load_recipe({"model": "smollm2", "phases": phases, "merge": section})
+    assert what in str(caught.value) and option in str(caught.value)
+
+
 def test_too_few_adapters_and_the_same_one_twice_are_refused(tmp_path: Path) -> None:
     a, b = small(tmp_path / "a", 1), small(tmp_path / "b", 2)
     assert "at least two adapters, got one" in refusal(tmp_path, [a]).what

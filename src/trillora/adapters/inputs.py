@@ -40,7 +40,7 @@ NO_SUM: dict[str, tuple[Any, str]] = {
     "lora_bias": (False, "it also adds a bias"),
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
-SELECTION = ("exclude_modules", "layers_to_transform", "layers_pattern")  # of layers, besides target_modules
+SELECTION = ("exclude_modules", "layers_to_transform", "layers_pattern")  # of layers, in addition to target_modules
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trillora.errors import TrilloraError
+from trillora.recipe.merge_options import MergeMethod, MergeOptions
 from trillora.recipe.section import Rank, Rate, Section, conflict
 
-MergeMethod = Literal["linear", "cat", "svd", "ties", "dare-linear", "dare-ties", "magnitude-prune"]
 MAX_ADAPTERS = 64  # trained together
 
 
@@ -60,3 +61,16 @@ class MergeSection(Section):
         default=None, description="Fraction of entries kept by ties, dare and magnitude-prune (default: 0.5)."
     )
     rank: Rank | None = Field(default=None, description="Rank of the merged adapter (default: what the method needs).")
+
+    @property
+    def options(self) -> MergeOptions:
+        return MergeOptions(self.method, self.weights, self.density, self.rank)
+
+    @model_validator(mode="after")
+    def _is_defined(self) -> MergeSection:
+        """The merge comes at the end of a run, so what can be checked is checked now."""
+        try:
+            self.options.checked(2 if self.weights is None else len(self.weights), "")
+        except TrilloraError as error:
+            raise conflict(error.where or "method", error.what, error.do) from error
+        return self

@@ -15,7 +15,7 @@ MergeMethod = Literal["linear", "cat", "svd", "ties", "dare-linear", "dare-ties"
 MERGE_METHODS: tuple[str, ...] = get_args(MergeMethod)
 DEFAULT_DENSITY = 0.5
 
-# The options that have an effect on a method, besides the weights.
+# The options that have an effect on a method, in addition to the weights.
 _USED: dict[str, set[str]] = {
     "linear": {"rank"},
     "cat": set(),

@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trillora.adapters.methods import Change
 from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
 from trillora.files.digests import json_digest
 from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
-from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, load_adapter
+from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, load_adapter
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.source import EMBEDDED, weight_files
+from trillora.model.lora import LoraSpec
 from trillora.recipe.load import is_run
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
@@ -89,9 +92,7 @@ def read_input(name: str | Path) -> AdapterInput:
     config = read_json(file, dict[str, Any], do="copy the file again, or use another adapter")
     _check_is_sum(config, file)
     spec, matrices = load_adapter(folder)
-    changes = {}
-    for layer in sorted({array.rpartition(".")[0] for array in matrices}):
-        changes[layer] = Change(matrices[f"{layer}.lora_a"], matrices[f"{layer}.lora_b"], spec.scale)
+    changes = _changes(spec, matrices, folder / WEIGHTS_FILE)
     base = config.get("base_model_name_or_path")
     return AdapterInput(
         name=str(name),
@@ -105,6 +106,20 @@ def read_input(name: str | Path) -> AdapterInput:
         template=_read(folder / TEMPLATE_FILE),
         tokenizer={name: data for name in TOKENIZER_FILES if (data := _read(folder / name)) is not None},
     )
+
+
+def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dict[str, Change]:
+    for name in matrices:
+        if not name.endswith((".lora_a", ".lora_b")):
+            raise TrilloraError(
+                f"This adapter cannot be merged with others: its {name} is not the change of a linear layer.",
+                where=str(file),
+                do="use an adapter that has only LoRA matrices of linear layers",
+            )
+    changes = {}
+    for layer in sorted({name.rpartition(".")[0] for name in matrices}):
+        changes[layer] = Change(matrices[f"{layer}.lora_a"], matrices[f"{layer}.lora_b"], spec.scale)
+    return changes
 
 
 def check_compatible(inputs: Sequence[AdapterInput]) -> None:

@@ -184,7 +184,7 @@ def _merge_products(changes: dict[int, Change], options: MergeOptions, rank: int
         root = np.sqrt(singular[:kept])
         a, b, lost = root[:, None] * right[:kept], left[:, :kept] * root, square_of(singular[kept:])
     a, b = a.astype(np.float32), b.astype(np.float32)
-    rest = _factored(np.concatenate([b_ER, -b], axis=1), np.concatenate([a_RD, a]))[1]
+    rest = _core(np.concatenate([b_ER, -b], axis=1), np.concatenate([a_RD, a]))
     square, term_square = square_of(singular), float(w**2 @ np.diag(gram))
     return MergedLayer(a, b, square, term_square, lost, shares), square_of(rest)
 
@@ -237,6 +237,11 @@ def _factored(b_ER: np.ndarray, a_RD: np.ndarray) -> tuple[np.ndarray, np.ndarra
     right, right_core = np.linalg.qr(a_RD.T)
     u, singular, v = np.linalg.svd(left_core @ right_core.T, full_matrices=False)
     return left @ u, singular, v @ right.T
+
+
+def _core(b_ER: np.ndarray, a_RD: np.ndarray) -> np.ndarray:
+    """A small matrix with the singular values of B A."""
+    return np.linalg.qr(b_ER, mode="r") @ np.linalg.qr(a_RD.T, mode="r").T
 
 
 def _product(one: Change, other: Change) -> float:

@@ -581,6 +581,14 @@ def test_a_base_that_is_not_here_is_not_downloaded_and_said(tmp_path: Path) -> N
     assert logits_check.open_local("\0") is None
 
 
+def test_a_base_that_cannot_be_used_is_said(folder: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(folder / "model", tmp_path / "model")
+    (base / "tokenizer.json").unlink()
+    pair = [small(tmp_path / name, seed, base_model_name_or_path=str(base)) for seed, name in enumerate("ab")]
+    result = merge_adapters(pair, MergeOptions(), tmp_path / "out")
+    assert result.logits is None and "cannot be used: The model has no tokenizer" in str(result.not_compared)
+
+
 def test_damaged_adapters_are_refused_or_merge_to_finite_ones(tmp_path: Path) -> None:
     """No change of the files is a bug, and none leaves a folder."""
     a, b = small(tmp_path / "a", 1), small(tmp_path / "b", 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,9 +117,12 @@ def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dic
                 where=str(file),
                 do="use an adapter that has only LoRA matrices of linear layers",
             )
+    alphas = dict(getattr(spec, "alpha_pattern", ()))  # by layer
     changes = {}
     for layer in sorted({name.rpartition(".")[0] for name in matrices}):
-        changes[layer] = Change(matrices[f"{layer}.lora_a"], matrices[f"{layer}.lora_b"], spec.scale)
+        a, b = matrices[f"{layer}.lora_a"], matrices[f"{layer}.lora_b"]
+        rank = math.sqrt(a.shape[0]) if spec.rslora else a.shape[0]
+        changes[layer] = Change(a, b, alphas.get(layer, spec.alpha) / rank)
     return changes
 
 

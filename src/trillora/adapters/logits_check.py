@@ -18,7 +18,7 @@ from trillora.devices.mesh import MeshShape, find_devices, make_mesh
 from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.hub import find_cached
-from trillora.model.adapters import fit_adapter, fitting
+from trillora.model.adapters import AdapterDoesNotFit, fit_adapter, fitting
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
@@ -56,10 +56,23 @@ def compare_logits(
     """`definition` returns the change [outputs, inputs] of a layer. Returns the reason if the base cannot be used."""
     try:
         opened = open_local(base_name)
+        if opened is None:
+            return f"the base model {base_name} is not on this machine"
+        return _compare(opened, base_name, spec, adapter, definition, listener)
+    except AdapterDoesNotFit:
+        raise
     except TrilloraError as error:
-        return f"the base model cannot be opened: {error.what.rstrip('.')}"
-    if opened is None:
-        return f"the base model {base_name} is not on this machine"
+        return f"the base model cannot be used: {error.what.rstrip('.')}"
+
+
+def _compare(
+    opened: OpenModel,
+    base_name: str,
+    spec: LoraSpec,
+    adapter: dict[str, np.ndarray],
+    definition: Callable[[str], np.ndarray],
+    listener: Listener,
+) -> LogitsCheck | str:
     devices = find_devices("auto", None)[:1]
     mesh = make_mesh(devices, MeshShape())
     with fitting(base_name):

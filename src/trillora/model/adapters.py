@@ -217,6 +217,10 @@ def _read_config(data: bytes, path: Path) -> AdapterConfig:
     return config
 
 
+class AdapterDoesNotFit(TrilloraError):
+    """The adapter was made for another model."""
+
+
 @contextlib.contextmanager
 def fitting(where: str) -> Iterator[None]:
     """For building a model with the targets of a loaded adapter: one that the model does not have is not an error in
@@ -226,7 +230,7 @@ def fitting(where: str) -> Iterator[None]:
     except TrilloraError as error:
         if not (error.where or "").startswith("lora."):
             raise
-        raise TrilloraError(
+        raise AdapterDoesNotFit(
             f"The adapter does not fit this model: {error.what}",
             where=where,
             do="use the base model that the adapter was trained with (see its adapter_config.json)",
@@ -239,7 +243,7 @@ def fit_adapter(adapter: dict[str, np.ndarray], layout: Layout, where: str) -> d
     for name in sorted(expected.keys() | adapter.keys()):
         found, needed = adapter[name].shape if name in adapter else None, expected.get(name)
         if found != needed:
-            raise TrilloraError(
+            raise AdapterDoesNotFit(
                 f"The adapter does not fit this model: {name} is {found or 'missing'}, the model needs "
                 f"{needed or 'no such matrix'}.",
                 where=where,

@@ -123,6 +123,7 @@ main()
         ("generate", "smollm2", "-p", "hi"),
         ("chat", "smollm2"),
         ("eval", "run"),
+        ("merge", "one", "two", "--out", "merged"),
         ("inspect", "r.yaml"),
         ("preflight", "r.yaml", "--on", "v5e-8", "--estimate"),
     ],
@@ -194,7 +195,19 @@ def test_wrong_arguments_are_errors_with_what_where_and_do(arguments: list[str],
 def test_without_a_command_the_help_is_printed() -> None:
     code, output = invoke()
     assert code == 2
-    verbs = ("train", "inspect", "preflight", "eval", "generate", "chat", "report", "schema", "doctor", "quickstart")
+    verbs = (
+        "train",
+        "inspect",
+        "preflight",
+        "eval",
+        "generate",
+        "chat",
+        "merge",
+        "report",
+        "schema",
+        "doctor",
+        "quickstart",
+    )
     assert all(f"  {verb} " in output for verb in verbs)
 
 

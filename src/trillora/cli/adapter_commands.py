@@ -11,13 +11,13 @@ from trillora.cli.options import JsonResult, number_parser, parse_share
 from trillora.cli.output import print_json, progress_on_stderr
 from trillora.errors import TrilloraError
 
-METHODS = "linear (exact sum, the default), cat, svd, ties, dare-linear, dare-ties or magnitude-prune."
+METHODS = "linear (exact sum), cat, svd, ties, dare-linear, dare-ties or magnitude-prune."
 
 
 def merge(
     adapters: Annotated[
         list[str],
-        typer.Argument(metavar="ADAPTER...", help="Two or more adapters: folders of adapters or of finished runs."),
+        typer.Argument(metavar="ADAPTER", help="Two or more adapters: folders of adapters or of finished runs."),
     ],
     *,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="New folder for the merged adapter.")],

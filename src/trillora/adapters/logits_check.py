@@ -24,7 +24,7 @@ from trillora.model.layout import Tree
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.source import EMBEDDED, OpenModel
 from trillora.model.loading.weights import load_weights
-from trillora.model.lora import LoraSpec, as_stored
+from trillora.model.lora import LoraSpec
 from trillora.step.autotune import memory_limit
 from trillora.step.build import shard_adapter, weight_shardings
 
@@ -134,7 +134,7 @@ def _stored_change(
 ) -> np.ndarray:
     if layer is None:
         return np.zeros(shape, np.float32)
-    return as_stored(model.module.get_submodule(layer), definition(layer)).astype(np.float32)
+    return model.as_stored(layer, definition(layer)).astype(np.float32)
 
 
 def _tokens(opened: OpenModel) -> np.ndarray:

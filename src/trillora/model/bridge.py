@@ -141,6 +141,10 @@ class CausalLM:
         # Conv1D stores inputs first, so the dims are swapped.
         return {f"{name}.weight" for name, m in linear.items() if (name in writes_residual) != isinstance(m, Conv1D)}
 
+    def as_stored(self, layer: str, change_ED: np.ndarray) -> np.ndarray:
+        """A change [outputs, inputs] of a linear layer's weight, in the order in which the layer stores it."""
+        return change_ED.T if isinstance(self.module.get_submodule(layer), Conv1D) else change_ED
+
     def _forward(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None) -> Any:
         if dropout_key is not None:  # split like the batch, so that each device computes only its own masks
             dropout_key = dropout_key._replace(index_B=split_rows(dropout_key.index_B, self.mesh))

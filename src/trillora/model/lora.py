@@ -144,11 +144,6 @@ def features(module: Any) -> tuple[int, int]:
     return (out_features, in_features) if isinstance(module, Conv1D) else (in_features, out_features)
 
 
-def as_stored(module: Any, change_ED: np.ndarray) -> np.ndarray:
-    """A change of a linear layer's weight in the order in which the layer stores it."""
-    return change_ED.T if isinstance(module, Conv1D) else change_ED
-
-
 def select_targets(model: Any, linear: list[str], targets: str | tuple[str, ...]) -> list[str]:
     """Names of the linear layers that match. "all-linear" does not include the head."""
     if targets == ALL_LINEAR:

@@ -232,11 +232,8 @@ def target_modules(inputs: Sequence[AdapterInput], layers: Sequence[str]) -> str
     """PEFT's selection of these layers: that of an adapter that has the same ones, else their names."""
     for each in inputs:
         targets = each.config.get("target_modules")
-        is_whole = each.changes.keys() == set(layers) and not any(each.config.get(key) for key in SELECTION)
-        if is_whole and (isinstance(targets, str) or _are_texts(targets)):
+        if each.changes.keys() != set(layers) or any(each.config.get(key) for key in SELECTION):
+            continue
+        if isinstance(targets, str) or (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
             return targets
     return list(layers)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)

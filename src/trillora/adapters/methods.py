@@ -241,7 +241,8 @@ def _factored(b_ER: np.ndarray, a_RD: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def _core(b_ER: np.ndarray, a_RD: np.ndarray) -> np.ndarray:
     """A small matrix with the singular values of B A."""
-    return np.linalg.qr(b_ER, mode="r") @ np.linalg.qr(a_RD.T, mode="r").T
+    left, right = (np.asarray(np.linalg.qr(matrix, mode="r")) for matrix in (b_ER, a_RD.T))
+    return left @ right.T
 
 
 def _product(one: Change, other: Change) -> float:

@@ -93,19 +93,25 @@ def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
 
 
 def weight_spec(
-    shape: tuple[int, ...], mesh: Mesh, *, stacked: bool, tensor_on_last_dim: bool = False
+    shape: tuple[int, ...], mesh: Mesh, *, stacked: bool, tensor_on_last_dim: bool = False, block: int = 1
 ) -> PartitionSpec:
     """The sharding of a frozen weight: `tensor` on the last dim or the one before, `fsdp` on the largest other dim. The
-    stacked dim is never sharded. A small weight, or a dim that is not divisible, is replicated."""
+    stacked dim is never sharded. A small weight, or a dim that is not divisible, is replicated. The last dim is split
+    in multiples of `block`."""
     spec: list[str | None] = [None] * len(shape)
     dims = list(range(1 if stacked else 0, len(shape)))
     if len(dims) < 2 or math.prod(shape[dims[0] :]) < SMALL:
         return PartitionSpec()
+
+    def divides(axis: str, dim: int) -> bool:
+        size = mesh.shape[axis]
+        return size > 1 and shape[dim] % (size * (block if dim == dims[-1] else 1)) == 0
+
     tensor_dim = dims[-1] if tensor_on_last_dim else dims[-2]
-    if mesh.shape[TENSOR_AXIS] > 1 and shape[tensor_dim] % mesh.shape[TENSOR_AXIS] == 0:
+    if divides(TENSOR_AXIS, tensor_dim):
         spec[tensor_dim] = TENSOR_AXIS
     for dim in sorted(dims, key=lambda d: -shape[d]):
-        if spec[dim] is None and mesh.shape[FSDP_AXIS] > 1 and shape[dim] % mesh.shape[FSDP_AXIS] == 0:
+        if spec[dim] is None and divides(FSDP_AXIS, dim):
             spec[dim] = FSDP_AXIS
             break
     return PartitionSpec(*spec)

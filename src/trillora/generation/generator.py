@@ -36,8 +36,8 @@ from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
 from trillora.recipe.load import is_run, load_model_section, load_run_recipe
-from trillora.recipe.schema import Dtype, Recipe, stages_of
-from trillora.step.autotune import fastest_attention, fastest_dtype, memory_limit
+from trillora.recipe.schema import Auto, Dtype, Quantize, Recipe, stages_of
+from trillora.step.autotune import fastest_attention, fastest_dtype, formats_to_try, memory_limit
 from trillora.step.build import shard_adapter, weight_shardings
 
 SHORTEST_BUCKET = 32  # prompt slots
@@ -122,7 +122,7 @@ class Generator:
         if source.dtype == "float32":
             dtype = "float32"
         with fitting(str(adapter_folder)):
-            model, mesh = _place(opened.config, devices, spec, dtype, trust_remote_code=trusted)
+            model, mesh = _place(opened.config, devices, spec, dtype, source.quantize, trust_remote_code=trusted)
         prompts = _prompts(opened, recipe, adapter or (run / "adapter" if recipe is not None else None))
         folder = opened.folder
         base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)
@@ -373,15 +373,22 @@ def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path | None) -> 
 
 
 def _place(
-    config: Any, devices: list[Any], spec: LoraSpec | None, dtype: Dtype, *, trust_remote_code: bool
+    config: Any,
+    devices: list[Any],
+    spec: LoraSpec | None,
+    dtype: Dtype,
+    quantize: Auto | Quantize,
+    *,
+    trust_remote_code: bool,
 ) -> tuple[CausalLM, Mesh]:
     """The model on one device if the weights fit there; otherwise with tensor parallelism over all devices."""
     platform = devices[0].platform
 
-    def build(mesh: Mesh) -> CausalLM:
+    def build(mesh: Mesh, quantize: Quantize) -> CausalLM:
         return CausalLM(
             config,
             dtype=dtype,
+            quantize=None if quantize == "none" else quantize,
             lora=spec,
             scan=False,
             remat="none",
@@ -391,9 +398,11 @@ def _place(
         )
 
     mesh = make_mesh(devices[:1], MeshShape())
-    model = build(mesh)
     limit = None if platform == "cpu" else memory_limit(devices)
-    if limit is None or sum(leaf.num_bytes for leaf in model.layout.values()) <= FULL_DEVICE * limit:
-        return model, mesh
+    formats = formats_to_try(platform) if quantize == "auto" else (quantize,)
+    for format in formats:
+        model = build(mesh, format)
+        if limit is None or sum(leaf.num_bytes for leaf in model.layout.values()) <= FULL_DEVICE * limit:
+            return model, mesh
     mesh = make_mesh(devices, MeshShape(tensor=len(devices)))
-    return build(mesh), mesh
+    return build(mesh, formats[0]), mesh

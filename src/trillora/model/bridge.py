@@ -34,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from trillora.devices.mesh import split_rows
 from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
+from trillora.engine.quantize import Format
 from trillora.errors import TrilloraError
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora import LoraSpec, add_lora, linear_layers
@@ -41,7 +42,8 @@ from trillora.model.overrides import attention as attention_functions
 from trillora.model.overrides import experts
 from trillora.model.overrides.recurrent import packing_aware
 from trillora.model.overrides.torchax_fixes import environment
-from trillora.model.stack import LayerStack, Remat
+from trillora.model.quantized import part_leaves, quantize_layers
+from trillora.model.stack import LayerStack, Remat, decoder_layers
 from trillora.model.trace import Trace, tracing
 
 ADAPTER_PARAMETERS = (".lora_a", ".lora_b")
@@ -56,6 +58,7 @@ class CausalLM:
         config: Any,
         *,
         dtype: str = "float32",
+        quantize: Format | None = None,
         lora: LoraSpec | None = None,
         scan: bool = True,
         unroll: int = 1,
@@ -69,6 +72,10 @@ class CausalLM:
         self.module = build_module(config, dtype, trust_remote_code=trust_remote_code)
         self.name = type(self.module).__name__
         self.attention_style = attention_functions.choose_style(self.module)
+        self.quantize, self._quantized = quantize, set[str]()  # the format, and the names of the weights in it
+        if quantize is not None:
+            within, _ = decoder_layers(self.module) or ("", [])
+            self._quantized = quantize_layers(self.module, linear_layers(self.module), within, quantize)
         self.targets = add_lora(self.module, lora)
         self.has_dropout = lora is not None and lora.dropout > 0
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
@@ -138,8 +145,11 @@ class CausalLM:
         linear = {name: module for name, module in linear_layers(self.module).items() if module is not head}
         last = {name.rpartition(".")[0]: name for name in linear}
         writes_residual = set(last.values())
-        # Conv1D stores inputs first, so the dims are swapped.
-        return {f"{name}.weight" for name, m in linear.items() if (name in writes_residual) != isinstance(m, Conv1D)}
+
+        def inputs_first(name: str, module: Any) -> bool:  # codes have outputs first
+            return isinstance(module, Conv1D) and f"{name}.weight" not in self._quantized
+
+        return {f"{name}.weight" for name, m in linear.items() if (name in writes_residual) != inputs_first(name, m)}
 
     def as_stored(self, layer: str, change_ED: np.ndarray) -> np.ndarray:
         """A change [outputs, inputs] of a linear layer's weight, in the order in which the layer stores it."""
@@ -206,11 +216,18 @@ class CausalLM:
                 in_layers.update(names)
                 stacked = segment.repetitions > 1
                 shape = (len(names), *tensor.shape) if stacked else tuple(tensor.shape)
-                layout[prefix + name] = Leaf(names, stacked, shape, _dtype(tensor))
+                layout |= self._leaves(prefix + name, Leaf(names, stacked, shape, _dtype(tensor)))
         for name, tensor in tensors.items():
             if name not in in_layers or name in canonical:
                 layout[name] = Leaf((name,), False, tuple(tensor.shape), _dtype(tensor))
         return layout
+
+    def _leaves(self, key: str, leaf: Leaf) -> Layout:
+        """The leaf itself, or the parts that replace it if it is quantized."""
+        if self.quantize is None or leaf.names[0] not in self._quantized:
+            return {key: leaf}
+        module = self.module.get_submodule(leaf.names[0].rpartition(".")[0])
+        return part_leaves(key, leaf, self.quantize, inputs_first=isinstance(module, Conv1D))
 
 
 def find_decoder(module: Any, layers: list[torch.nn.Module]) -> torch.nn.Module | None:

@@ -2,7 +2,8 @@
 
 A key is the name of a parameter (`model.norm.weight`) or, where equal layers are stacked for a scan, that name with a
 slice in place of the layer number: `model.layers.1:18:6.mlp.up_proj.weight` contains layers 1, 7 and 13 along a new
-leading dim. Base weights, adapters and shardings use these keys.
+leading dim. Base weights, adapters and shardings use these keys. A quantized weight is several arrays, such as
+`….weight_q` and `….weight_scale` (`model.quantized`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from trillora.engine.quantize import Format, item_bytes
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -23,6 +26,7 @@ class Leaf:
     stacked: bool
     shape: tuple[int, ...]  # with the stacked dim
     dtype: np.dtype[Any]
+    quantized: QuantizedPart | None = None
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -31,11 +35,32 @@ class Leaf:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.ceil(math.prod(self.shape) * item_bytes(self.dtype))
+
+
+@dataclass(frozen=True)
+class QuantizedPart:
+    """What a leaf has to do with the weight that it belongs to."""
+
+    name: str  # of the part, such as "q" or "scale"
+    format: Format
+    key: str  # of the weight
+    weight: Leaf  # as the checkpoint stores it
+    inputs_first: bool  # the stored weight is transposed (Conv1D)
 
 
 Layout = dict[str, Leaf]
 Tree = dict[str, Any]  # key -> jax.Array (or a jax.ShapeDtypeStruct where only shapes are known)
+
+
+def stored_weights(layout: Layout) -> dict[str, tuple[Leaf, Layout]]:
+    """Each weight as the checkpoint stores it, and the leaves that hold it: itself, or its parts if it is quantized."""
+    weights: dict[str, tuple[Leaf, Layout]] = {}
+    for key, leaf in layout.items():
+        part = leaf.quantized
+        _, held = weights.setdefault(part.key if part else key, (part.weight if part else leaf, {}))
+        held[key] = leaf
+    return weights
 
 
 def unstack(tree: Tree, layout: Layout) -> Tree:

@@ -31,6 +31,7 @@ from trillora.devices.chips import CHIPS, DEVICE_KINDS, Chip
 from trillora.devices.slices import Slice, find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Listener, Note, to_json
+from trillora.model.layout import stored_weights
 from trillora.model.loading.source import load_config
 from trillora.preflight.early_exit import CompileResult, compile_until_layout
 from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, kind_shares
@@ -337,8 +338,8 @@ def _trial(attempt: Attempt) -> Trial:
 
 
 def _weights(assembly: Assembly) -> tuple[int, int]:
-    """Bytes of all weights, and of the largest array that is loaded at once."""
-    leaves = assembly.model.layout.values()
+    """Bytes of all weights as they are stored, and of the largest one that is loaded at once."""
+    leaves = [leaf for leaf, _ in stored_weights(assembly.model.layout).values()]
     return sum(leaf.num_bytes for leaf in leaves), max(leaf.num_bytes // max(len(leaf.names), 1) for leaf in leaves)
 
 

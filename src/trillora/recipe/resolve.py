@@ -24,6 +24,7 @@ from trillora.recipe.schema import (
     HardwareSection,
     Layers,
     MeshSection,
+    Quantize,
     Recipe,
     Remat,
 )
@@ -44,12 +45,14 @@ class StepSettings:
     remat: Remat
     micro_batch_size: int  # sequences, over all devices; of each adapter, if several are trained together
     adapters_at_once: int = 1
+    quantize: Quantize = "none"  # a default for checkpoints of versions that did not have it
 
     OPTIONS: ClassVar[dict[str, str]] = {
         "backend": "hardware.backend",
         "num_devices": "hardware.devices",
         "mesh": "hardware.mesh",
         "dtype": "model.dtype",
+        "quantize": "model.quantize",
         "layers": "engine.layers",
         "attention": "engine.attention",
         "loss_chunk": "engine.loss_chunk",
@@ -60,7 +63,8 @@ class StepSettings:
 
     def __str__(self) -> str:
         adapters = f"{self.adapters_at_once} adapters, " if self.adapters_at_once > 1 else ""
-        return f"{adapters}micro-batch {self.micro_batch_size}, remat {self.remat}"
+        base = "" if self.quantize == "none" else f", {self.quantize} base"
+        return f"{adapters}micro-batch {self.micro_batch_size}, remat {self.remat}{base}"
 
     def shared(self) -> dict[str, Any]:
         """The settings that all stages of a run have in common, because they share the base weights."""
@@ -82,6 +86,7 @@ def given_settings(recipe: Recipe) -> dict[str, Any]:
         "num_devices": hardware.devices,
         "mesh": hardware.mesh,
         "dtype": recipe.model.dtype,
+        "quantize": recipe.model.quantize,
         "layers": engine.layers,
         "attention": engine.attention,
         "loss_chunk": engine.loss_chunk,
@@ -130,7 +135,7 @@ class ResolvedRecipe:
         """The recipe with the decisions in place of every `auto`. Options that the user fixed have the same value."""
         first = self.stages[0].settings
         sections: dict[str, Any] = {
-            "model": recipe.model.model_copy(update={"dtype": first.dtype}),
+            "model": recipe.model.model_copy(update={"dtype": first.dtype, "quantize": first.quantize}),
             "evaluate": recipe.evaluate.model_copy(update={"every_steps": self.evaluate_every}),
             "hardware": HardwareSection(backend=first.backend, devices=first.num_devices, mesh=first.mesh),
             "engine": EngineSection(
@@ -216,11 +221,11 @@ def keep_dates(recipe: Recipe, before: ResolvedRecipe) -> Recipe:
 
 
 def keep_fixed(recipe: Recipe, before: ResolvedRecipe) -> Recipe:
-    """The recipe with all earlier decisions that may not change in a resumed run: dates, number format, layers."""
+    """The recipe with all earlier decisions that may not change in a resumed run: dates, number formats, layers."""
     first = before.stages[0].settings
-    sections: dict[str, Any] = {}
-    if recipe.model.dtype == "auto":
-        sections["model"] = recipe.model.model_copy(update={"dtype": first.dtype})
+    decided = {"dtype": first.dtype, "quantize": first.quantize}
+    open_ = {name: value for name, value in decided.items() if getattr(recipe.model, name) == "auto"}
+    sections: dict[str, Any] = {"model": recipe.model.model_copy(update=open_)}
     if recipe.engine.layers == "auto":
         sections["engine"] = recipe.engine.model_copy(update={"layers": first.layers})
     return keep_dates(recipe, before).model_copy(update=sections)

@@ -36,6 +36,7 @@ MAX_STEPS = 10**9  # of a stage
 MAX_TOKENS_PER_STEP = 2**31 - 1
 Backend = Literal["cpu", "gpu", "tpu"]
 Dtype = Literal["float32", "bfloat16"]
+Quantize = Literal["none", "int8", "int4", "nf4", "fp8"]
 Layers = Literal["scan", "unroll"]
 Remat = Literal["none", "linear", "dots", "full"]
 Attention = Literal["xla", "splash", "cudnn"]
@@ -52,6 +53,10 @@ class ModelSection(Section):
     )
     dtype: Auto | Dtype = Field(
         default="auto", description="Number format of the frozen base. auto: the fastest format of the chip."
+    )
+    quantize: Auto | Quantize = Field(
+        default="none",
+        description="Store the frozen linear layers in 8 or 4 bits. auto: only if the model does not fit otherwise.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code from the model's repository. Enable only for code you have read."

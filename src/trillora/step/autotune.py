@@ -20,10 +20,12 @@ from jax.sharding import Mesh
 
 from trillora.devices.chips import chip_of
 from trillora.devices.mesh import MeshShape, make_mesh
+from trillora.engine.quantize import item_bytes
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note
+from trillora.model.layout import Tree
 from trillora.recipe.resolve import StepSettings, given_settings
-from trillora.recipe.schema import Attention, Dtype, MeshSection, StageRecipe
+from trillora.recipe.schema import Attention, Dtype, MeshSection, Quantize, StageRecipe
 from trillora.step.build import Assembly, assemble
 
 GIB = 2**30
@@ -33,6 +35,15 @@ USABLE = 0.97  # of the device's memory limit; the rest is left for fragmentatio
 HOPELESS = 1.4  # times the limit: the estimate's error is far smaller than this
 # Logits of one chunk of the loss: 2**27 float32 values are half a GiB. CPU caches prefer smaller chunks.
 CHUNK_LOGITS = {"cpu": 2**25}
+# For `model.quantize: auto`: what to try if the base does not fit unquantized, fastest first (docs/quantization.md). On
+# a TPU, nf4 writes out each weight before its product, and int4 does not.
+FASTEST_QUANTIZED: dict[str, tuple[Quantize, ...]] = {
+    "tpu": ("int8", "int4"),
+    "gpu": ("int8", "nf4"),
+    "cpu": ("int8", "nf4"),
+}
+SMALL_BASE = 0.5  # of a device's memory: a base up to this size leaves enough room for training
+BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4.127}
 
 
 @dataclass(frozen=True)
@@ -69,8 +80,8 @@ class DoesNotFit(TrilloraError):
         super().__init__(
             what,
             where="train",
-            do="use a shorter train.sequence_length, a smaller lora.rank, more devices, or leave engine.remat and "
-            "train.micro_batch_size on auto",
+            do="use model.quantize=auto, a shorter train.sequence_length, a smaller lora.rank, more devices, or leave "
+            "engine.remat and train.micro_batch_size on auto",
         )
         self.tried = tried
 
@@ -125,14 +136,15 @@ def choose(
     mesh = make_mesh(mesh_devices or devices, MeshShape(shape.data, shape.fsdp, shape.tensor, shape.adapter))
     limit = memory_limit(devices)
     num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    remats = (fixed["remat"],) if "remat" in fixed else REMAT_ORDER
+    sizes = micro_batch_sizes(recipe.train.batch_size, fixed.get("micro_batch_size"), num_shards)
 
     def candidate(size: int, remat: str) -> Candidate:
         settings = StepSettings(**{**decisions.values, "micro_batch_size": size, "remat": remat})
         return Candidate(settings, build(recipe, settings, config, mesh, num_steps))
 
-    attempts: list[Attempt] = []
-    remats = (fixed["remat"],) if "remat" in fixed else REMAT_ORDER
-    for size in micro_batch_sizes(recipe.train.batch_size, fixed.get("micro_batch_size"), num_shards):
+    attempts = decide_quantization(decisions, lambda: candidate(sizes[-1], remats[-1]), compiler, limit)
+    for size in sizes:
         candidates: Iterator[Candidate] = (candidate(size, remat) for remat in remats)
         if guess is not None and limit is not None:
             slowest_first = (candidate(size, remat) for remat in reversed(remats))
@@ -153,6 +165,31 @@ def choose(
         f"The run does not fit in {_gib(limit)} of memory per device. Tried {'; '.join(map(str, attempts))}.",
         tuple(attempts),
     )
+
+
+def decide_quantization(
+    decisions: Decisions, smallest: Callable[[], Candidate], compiler: Compiler, limit: float | None
+) -> list[Attempt]:
+    """Takes the first format in which the candidate that needs the least memory fits. Returns those that do not."""
+    attempts: list[Attempt] = []
+    formats = formats_to_try(decisions["backend"])
+    while decisions.is_open("quantize"):
+        decisions.values["quantize"] = formats[len(attempts)]
+        candidate = smallest()
+        format: Quantize = decisions.values.pop("quantize")
+        base = local_bytes(candidate.assembly.base_shapes)
+        what = f"{_gib(base)} of {_gib(limit)} per device for the base"
+        if limit is None or base <= SMALL_BASE * limit or format == formats[-1]:
+            decisions.decide(
+                "quantize", format, f"{what}; too large: {'; '.join(map(str, attempts))}" if attempts else what
+            )
+            continue
+        needed = compiler(candidate.assembly)[1]
+        if needed + candidate.assembly.state_bytes <= limit * USABLE:
+            decisions.decide("quantize", format, what)
+        else:
+            attempts.append(Attempt(str(candidate.settings), needed, False))
+    return attempts
 
 
 def _worth_compiling(
@@ -204,7 +241,7 @@ def decide_by_hardware(decisions: Decisions, recipe: StageRecipe, config: Any, d
     decisions.decide("num_devices", num_devices, "all devices")
     decisions.decide("dtype", fastest_dtype(platform), f"the fastest format with enough range on {platform}")
     if decisions.is_open("mesh"):
-        base_bytes = _base_bytes(text, decisions["dtype"])
+        base_bytes = _base_bytes(text, decisions["dtype"], decisions.values.get("quantize", "none"))
         shape, reason = choose_mesh(num_devices, recipe.train.batch_size, base_bytes, memory_limit(devices))
         decisions.decide("mesh", shape, reason)
     if platform == "gpu":
@@ -215,6 +252,10 @@ def decide_by_hardware(decisions: Decisions, recipe: StageRecipe, config: Any, d
     decisions.decide("attention", fastest_attention(platform, dtype), f"the kernel for {dtype} on {platform}")
     tokens = 2 ** int(math.log2(max(CHUNK_LOGITS.get(platform, 2**27) // text.vocab_size, 128)))
     decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
+
+
+def formats_to_try(platform: str) -> tuple[Quantize, ...]:
+    return ("none", *FASTEST_QUANTIZED[platform])
 
 
 def fastest_dtype(platform: str) -> Dtype:
@@ -260,13 +301,21 @@ def memory_limit(devices: list[Any]) -> float | None:
     return chip.hbm_gib * GIB if chip else None
 
 
-def _base_bytes(config: Any, dtype: str) -> int:
+def local_bytes(shapes: Tree) -> float:
+    """Bytes of these arrays on one device."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * item_bytes(a.dtype) for a in shapes.values())
+
+
+def _base_bytes(config: Any, dtype: str, quantize: str) -> int:
     """A rough count from the configuration, good enough to choose between copying and splitting."""
     width, layers = config.hidden_size, config.num_hidden_layers
     inner = _largest(config, "intermediate_size") or 4 * width
     experts = _largest(config, "num_local_experts", "num_experts", "n_routed_experts") or 1
-    parameters = 2 * config.vocab_size * width + layers * (4 * width * width + 3 * width * inner * experts)
-    return parameters * (4 if dtype == "float32" else 2)
+    whole = 4 if dtype == "float32" else 2  # bytes of a weight that is not quantized
+    linear, fused = 4 * width * width, 3 * width * inner * experts
+    linear_bytes = BITS.get(quantize, 8 * whole) / 8
+    fused_bytes = linear_bytes if experts == 1 else whole  # fused experts are not quantized
+    return round(2 * config.vocab_size * width * whole + layers * (linear * linear_bytes + fused * fused_bytes))
 
 
 def _largest(config: Any, *names: str) -> int:

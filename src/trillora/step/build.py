@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trillora.devices.mesh import AXES, batch_sharding, replicated, weight_spec
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.loss import Totals, chunked_loss, chunked_totals, token_losses, totals
 from trillora.engine.optim import make_optimizer, make_schedule
+from trillora.engine.quantize import block_of
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
 from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Layout, Leaf, Tree
@@ -102,6 +103,7 @@ def assemble(
     model = CausalLM(
         config,
         dtype=settings.dtype,
+        quantize=None if settings.quantize == "none" else settings.quantize,
         lora=spec,
         scan=settings.layers == "scan",
         remat=settings.remat,
@@ -187,13 +189,21 @@ def evaluation_function(model: CausalLM, chunk: int, *, packed: bool) -> Evaluat
 
 
 def weight_shardings(model: CausalLM, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Codes of a quantized weight are sharded like the weight; its scales, if they are one vector, are replicated."""
     on_last_dim = model.weights_split_on_last_dim()
 
-    def spec(leaf: Leaf) -> NamedSharding:
-        last = leaf.names[0] in on_last_dim
-        return NamedSharding(mesh, weight_spec(leaf.shape, mesh, stacked=leaf.stacked, tensor_on_last_dim=last))
+    def spec(leaf: Leaf) -> PartitionSpec:
+        part, stacked = leaf.quantized, leaf.stacked
+        if part is None:
+            return weight_spec(leaf.shape, mesh, stacked=stacked, tensor_on_last_dim=leaf.names[0] in on_last_dim)
+        if len(leaf.part_shape) < 2:
+            return PartitionSpec()
+        *stack, rows, columns = part.weight.shape
+        shape = (*stack, columns, rows) if part.inputs_first else (*stack, rows, columns)
+        last, block = part.weight.names[0] in on_last_dim, block_of(part.format)
+        return weight_spec(shape, mesh, stacked=stacked, tensor_on_last_dim=last, block=block)
 
-    return {key: spec(leaf) for key, leaf in model.layout.items()}
+    return {key: NamedSharding(mesh, spec(leaf)) for key, leaf in model.layout.items()}
 
 
 def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from trillora.data.stage import StageData
+from trillora.model.layout import stored_weights
 from trillora.recipe.resolve import ResolvedRecipe
 from trillora.recipe.schema import Recipe
 from trillora.secrets import mask_values
@@ -47,7 +48,7 @@ def of_run(
             "model": {
                 "name": recipe.model.name,
                 "base_name": base_name,
-                "num_parameters": sum(math.prod(leaf.shape) for leaf in model.layout.values()),
+                "num_parameters": sum(math.prod(leaf.shape) for leaf, _ in stored_weights(model.layout).values()),
                 "num_trained": sum(math.prod(leaf.shape) for leaf in model.adapter_layout.values()),
             },
             "environment": {

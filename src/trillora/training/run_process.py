@@ -7,6 +7,7 @@ adapters together.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from trillora.events import Alarm, Listener, Note
 from trillora.files.atomic import remove_unfinished
 from trillora.files.digests import text_digest
 from trillora.files.storage import LocalStorage
-from trillora.model.layout import Tree
+from trillora.model.layout import Layout, Tree, stored_weights
 from trillora.model.limits import check_rows
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
@@ -168,13 +169,14 @@ def _tokenizer_digest(tokenizer: Any) -> str:
     return text_digest(tokenizer.backend_tokenizer.to_str() + template)
 
 
-def peak_seconds_per_token(base: Tree, devices: list[Any]) -> float:
+def peak_seconds_per_token(layout: Layout, devices: list[Any]) -> float:
     """Seconds that all devices together need for one token at peak FLOP/s: two operations per weight in the forward
     pass and two in the backward pass, because the base has no gradient. 0 if the peak is unknown."""
     peak = peak_tflops(devices[0].device_kind)
     if peak is None:
         return 0.0
-    return 4 * sum(array.size for array in base.values() if array.ndim >= 2) / (peak * 1e12 * len(devices))
+    shapes = [leaf.shape for leaf, _ in stored_weights(layout).values()]
+    return 4 * sum(math.prod(shape) for shape in shapes if len(shape) >= 2) / (peak * 1e12 * len(devices))
 
 
 def read_base(folder: Path, assembly: Assembly, listener: Listener) -> Tree:

@@ -42,7 +42,7 @@ from trillora.model.adapters import (
 )
 from trillora.model.layout import unstack
 from trillora.recipe.resolve import StepSettings
-from trillora.recipe.schema import Attention, Backend, Dtype, Layers, Remat
+from trillora.recipe.schema import Attention, Backend, Dtype, Layers, Quantize, Remat
 from trillora.step.build import Assembly
 from trillora.training.divergence import DivergenceMonitor
 
@@ -78,6 +78,7 @@ class SettingsFacts(StrictFacts):
     remat: Remat
     micro_batch_size: PositiveInt
     adapters_at_once: PositiveInt = 1
+    quantize: Quantize = "none"
 
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:

@@ -163,7 +163,7 @@ class _Training(RunProcess):
                 num_steps=sum(stage.num_steps for stage in stages),
                 evaluate_every=resolved.evaluate_every,
                 watch=self._watch,
-                peak_seconds_per_token=peak_seconds_per_token(base, devices),
+                peak_seconds_per_token=peak_seconds_per_token(assembly.model.layout, devices),
             )
             works = [
                 self._compile_stage(stages, number, plans[number], eval_plan, base, events)
@@ -269,7 +269,8 @@ class _Training(RunProcess):
             earlier = before.stage(stage.name) if before else None
             kept = dict(shared)
             if earlier is not None:  # a resumed run is the same program; the state depends on how layers are stacked
-                kept |= vars(earlier.settings) if is_same_hardware else {"layers": earlier.settings.layers}
+                fixed = {"layers": earlier.settings.layers, "quantize": earlier.settings.quantize}
+                kept |= vars(earlier.settings) if is_same_hardware else fixed
             plans[number] = choose(stage.recipe, config, devices, stage.num_steps, self._listener, kept=kept)
             shared = shared or plans[number].settings.shared()
         return [plans.get(number, plans[max(plans)]) for number in range(len(stages))]

@@ -8,7 +8,8 @@ stored one by one, tied weights); here its rules are only applied:
     model.rotary_emb.inv_freq    Computed   not in the checkpoint: the module computed it
 
 Then each device's slice is read directly from the safetensors file, cast on the host and copied to the device. In a
-multi-host run a process reads only the slices of its own devices.
+multi-host run a process reads only the slices of its own devices. A weight that is to be quantized is quantized there,
+and only its codes stay: the devices never hold more than one unquantized weight.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from trillora.engine.quantize import Format, quantize
 from trillora.errors import TrilloraError, nearest
 from trillora.events import Listener, Progress, ignore_events
-from trillora.model.layout import Layout, Leaf
+from trillora.model.layout import Layout, Leaf, stored_weights
 from trillora.model.loading.source import weight_files
 from trillora.model.loading.tensor_files import opened
 
@@ -89,19 +91,16 @@ def load_weights(
     `module` is the transformers model with its parameters on the meta device. The listener gets the number of bytes
     loaded. All names, shapes and dtypes are checked before the first array is created.
     """
-    sources = resolve_sources(folder, module, layout)
-    num_bytes, done = sum(leaf.num_bytes for leaf in layout.values()), 0
+    weights = stored_weights(layout)
+    sources = resolve_sources(folder, module, {key: leaf for key, (leaf, _) in weights.items()})
+    num_bytes, done = sum(leaf.num_bytes for leaf, _ in weights.values()), 0
     tree: dict[str, jax.Array] = {}
-    for key, leaf in layout.items():
-        sharding = shardings[key]
-        part_sharding = _of_one_layer(sharding) if leaf.stacked else sharding
-        if leaf.stacked:
-            tree[key] = _zeros(leaf.shape, leaf.dtype, sharding)
+    for leaf, parts in weights.values():
+        place = _while_loading(parts, shardings)
         for layer, name in enumerate(leaf.names):
             with _open_source(sources[name], module, leaf.dtype) as read:
-                part = _place(name, leaf.part_shape, leaf.dtype, part_sharding, read)
-            # Wait for the devices: if the host read ahead, its copies would fill its memory.
-            tree[key] = jax.block_until_ready(_write(tree[key], part, layer, sharding) if leaf.stacked else part)
+                weight = _place(name, leaf.part_shape, leaf.dtype, place, read)
+            _store(tree, weight, layer, parts, shardings)
             done += leaf.num_bytes // len(leaf.names)
             listener(Progress("Loading weights", done, num_bytes, "bytes"))
     return tree
@@ -113,17 +112,61 @@ def random_weights(
     """The same arrays without a checkpoint, created on the devices: small normals, ones for norms, zeros for biases."""
     buffers = dict(module.named_buffers())
     tree: dict[str, jax.Array] = {}
-    for number, (key, leaf) in enumerate(layout.items()):
+    for number, (key, (leaf, parts)) in enumerate(stored_weights(layout).items()):
+        random = jax.random.fold_in(jax.random.key(seed), number)
         if leaf.names[0] in buffers:
             value = torch.stack([buffers[name] for name in leaf.names]) if leaf.stacked else buffers[leaf.names[0]]
             tree[key] = _place(key, leaf.shape, leaf.dtype, shardings[key], functools.partial(_cut, value))
+        elif key not in parts:
+            fill = jax.jit(_normal, static_argnums=(1, 2), out_shardings=_while_loading(parts, shardings))
+            for layer in range(len(leaf.names)):
+                weight = fill(jax.random.fold_in(random, layer), leaf.part_shape, leaf.dtype)
+                _store(tree, weight, layer, parts, shardings)
         elif len(leaf.part_shape) >= 2:
             fill = jax.jit(_normal, static_argnums=(1, 2), out_shardings=shardings[key])
-            tree[key] = fill(jax.random.fold_in(jax.random.key(seed), number), leaf.shape, leaf.dtype)
+            tree[key] = fill(random, leaf.shape, leaf.dtype)
         else:
             fill = jax.jit(jnp.full, static_argnums=(0, 1, 2), out_shardings=shardings[key])
             tree[key] = fill(leaf.shape, 0 if key.endswith("bias") else 1, leaf.dtype)
     return tree
+
+
+def _while_loading(parts: Layout, shardings: Mapping[str, Sharding]) -> Sharding:
+    """Where one layer of a weight is placed: like its array, or like its codes, which are its first part."""
+    key, leaf = next(iter(parts.items()))
+    sharding = _of_one_layer(shardings[key], leaf)
+    if leaf.quantized and leaf.quantized.inputs_first and isinstance(sharding, NamedSharding):
+        outputs, inputs = (*sharding.spec, None, None)[:2]
+        return NamedSharding(sharding.mesh, PartitionSpec(inputs, outputs), memory_kind=sharding.memory_kind)
+    return sharding
+
+
+def _store(
+    tree: dict[str, jax.Array], weight: jax.Array, layer: int, parts: Layout, shardings: Mapping[str, Sharding]
+) -> None:
+    """Adds one layer of a weight to the tree."""
+    for key, array in _quantized(weight, parts, shardings).items():
+        leaf, sharding = parts[key], shardings[key]
+        if leaf.stacked and key not in tree:
+            tree[key] = _zeros(leaf.shape, leaf.dtype, sharding)
+        tree[key] = _write(tree[key], array, layer, sharding) if leaf.stacked else array
+    # Wait for the devices: if the host read ahead, its copies would fill its memory.
+    jax.block_until_ready([tree[key] for key in parts])
+
+
+def _quantized(weight: jax.Array, parts: Layout, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+    """One layer of a weight by the keys of `parts`, computed on the devices."""
+    about = next(iter(parts.values())).quantized
+    if about is None:
+        return dict.fromkeys(parts, weight)
+    names = {leaf.quantized.name: key for key, leaf in parts.items() if leaf.quantized}
+    places = {name: _of_one_layer(shardings[key], parts[key]) for name, key in names.items()}
+    program = jax.jit(_codes, static_argnums=(1, 2), out_shardings=places)
+    return {names[name]: array for name, array in program(weight, about.format, about.inputs_first).items()}
+
+
+def _codes(weight: jax.Array, format: Format, inputs_first: bool) -> dict[str, jax.Array]:
+    return quantize(weight.T if inputs_first else weight, format)
 
 
 # ---- where each parameter comes from
@@ -338,9 +381,9 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return found
 
 
-def _of_one_layer(sharding: Sharding) -> Sharding:
-    """The sharding of one layer of a stack: the same without the leading dim."""
-    if isinstance(sharding, SingleDeviceSharding):
+def _of_one_layer(sharding: Sharding, leaf: Leaf) -> Sharding:
+    """The sharding of one layer of a leaf: without the leading dim if it is a stack."""
+    if not leaf.stacked or isinstance(sharding, SingleDeviceSharding):
         return sharding
     assert isinstance(sharding, NamedSharding), f"a stack needs a named sharding, not {type(sharding).__name__}"
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)

@@ -120,7 +120,7 @@ class GroupTraining(RunProcess):
                 options=options,
                 selections=picks,
                 watch=self._watch,
-                peak_seconds_per_token=peak_seconds_per_token(base, devices),
+                peak_seconds_per_token=peak_seconds_per_token(assembly.model.layout, devices),
             )
             any_process(False, False)  # compiled now: it is a program too
             return self._to_the_end(run, group, base, state, position, kept, opened, plans)
@@ -153,14 +153,20 @@ class GroupTraining(RunProcess):
         """Compiles the step for every number of adapters that the run needs, the largest first: it decides how many
         adapters fit in memory at once. `kept`: decisions of an earlier start on the same hardware."""
         recipe, num_steps = widest(group.members), data[0].num_steps
-        layers = {"layers": before.stages[0].settings.layers} if before else {}
+        first = before.stages[0].settings if before else None
+        fixed_by_start = {"layers": first.layers, "quantize": first.quantize} if first else {}
 
         def plan(width: int, shared: dict[str, Any]) -> Plan:
             def build(recipe: StageRecipe, settings: StepSettings, config: Any, mesh: Any, num_steps: int) -> Assembly:
                 return assemble_group(group.members, settings, config, mesh)
 
             earlier = kept.stage(width_name(width)) if kept else None
-            settings = {**layers, **shared, **(vars(earlier.settings) if earlier else {}), "adapters_at_once": width}
+            settings = {
+                **fixed_by_start,
+                **shared,
+                **(vars(earlier.settings) if earlier else {}),
+                "adapters_at_once": width,
+            }
             return choose(recipe, config, devices, num_steps, self._listener, kept=settings, build=build)
 
         given = given_settings(recipe).get("adapters_at_once")

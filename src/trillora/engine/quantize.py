@@ -1,0 +1,223 @@
+"""Frozen weights in 4 or 8 bits: how they are stored, and products with them.
+
+    parts = quantize(weight_ED, "int8")       # {"q": int8 [E, D], "scale": float32 [E]}
+    y = linear(x, parts, bias=None)           # about x @ weight_ED.T
+
+    format  parts                                                       bits a weight   weight[e, d]
+    int8    q int8 [E, D], scale [E]                                    8               q * scale[e]
+    int4    q int4 [E, D], scale [E]                                    4               q * scale[e]
+    fp8     q float8_e4m3 [E, D], scale [E]                             8               q * scale[e]
+    nf4     q uint8 [E, D / 2], absmax uint8 [E, D / 64],               4.127           NF4[code] * absmax of its block
+            absmax_scale [E * D / 64 / 256], absmax_mean []
+
+Where there is one scale per output (channel), the product is computed with the codes and scaled afterwards:
+`(x @ q.T) * scale`. Then XLA converts the codes while it reads them, and the weight is never in memory in a wider type.
+nf4 has a scale per 64 inputs, so the weight is computed before the product. Its numbers are those of bitsandbytes: the
+nearest of 16 values, and scales that are 8-bit codes themselves, in groups of 256 around their mean.
+
+Weights get no gradient. `linear` keeps only the codes for the backward pass, not the converted weight.
+
+Legend: E outputs, D inputs, N blocks of 64 inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Format = Literal["int8", "int4", "nf4", "fp8"]
+Parts = dict[str, jax.Array]
+
+LARGEST = {"int8": 127, "int4": 7, "fp8": 448}  # the code of the largest weight of a channel
+CODES: dict[str, Any] = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
+LARGEST_E5M2 = 57344.0
+# Quantiles of a normal distribution, scaled to [-1, 1]: table of bitsandbytes 0.50.
+NF4 = np.array(
+    [
+        *(-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.091050036, 0.0),
+        *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+    ],
+    np.float32,
+)
+BLOCK = 64  # inputs that share a scale in nf4
+GROUP = 256  # scales that share a scale
+
+
+def block_of(format: str) -> int:
+    """Inputs that belong together; a weight is split over devices between blocks only."""
+    return BLOCK if format == "nf4" else 1
+
+
+def part_names(format: Format) -> tuple[str, ...]:
+    """The codes come first."""
+    return ("q", "absmax", "absmax_scale", "absmax_mean") if format == "nf4" else ("q", "scale")
+
+
+def item_bytes(dtype: Any) -> float:
+    """Bytes of one element on a device, where 4-bit integers are packed; numpy stores each in a byte."""
+    return 0.5 if np.dtype(dtype).name in ("int4", "uint4") else float(np.dtype(dtype).itemsize)
+
+
+@functools.cache
+def shapes(num_outputs: int, num_inputs: int, format: Format) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and types of the parts of a weight."""
+    weight = jax.ShapeDtypeStruct((num_outputs, num_inputs), jnp.float32)
+    found = jax.eval_shape(lambda w: quantize(w, format), weight)
+    return {name: found[name] for name in part_names(format)}
+
+
+def quantize(weight_ED: jax.Array, format: Format) -> Parts:
+    weight_ED = weight_ED.astype(jnp.float32)
+    if format == "nf4":
+        return _quantize_nf4(weight_ED)
+    largest = LARGEST[format]
+    scale_E = jnp.abs(weight_ED).max(axis=1) / largest
+    scaled = weight_ED * _inverse(scale_E)[:, None]
+    if format != "fp8":
+        scaled = jnp.round(scaled)
+    return {"q": jnp.clip(scaled, -largest, largest).astype(CODES[format]), "scale": scale_E}
+
+
+def dequantize(parts: Parts, num_inputs: int) -> jax.Array:
+    """The weight [E, D] in float32."""
+    if "scale" in parts:
+        return parts["q"].astype(jnp.float32) * parts["scale"][:, None]
+    num_outputs, num_blocks = parts["absmax"].shape
+    codes = parts["q"].reshape(num_outputs, num_blocks, BLOCK // 2)
+    values = jnp.concatenate([_nf4_value(codes >> 4), _nf4_value(codes & 15)], axis=-1)
+    weight = values * _absmax(parts)[..., None]
+    return weight.reshape(num_outputs, num_blocks * BLOCK)[:, :num_inputs]
+
+
+@jax.custom_vjp
+def linear(x: jax.Array, parts: Parts, bias: jax.Array | None = None) -> jax.Array:
+    """x [..., D] -> [..., E], in the type of x. Differentiable in x."""
+    # A sum with the bias is rounded once, like PyTorch's.
+    wide = x.dtype if bias is None else jnp.float32
+    if "scale" not in parts:
+        weight = dequantize(parts, x.shape[-1]).astype(x.dtype)
+        y = jnp.einsum("...d,ed->...e", x, weight, preferred_element_type=wide)
+    elif parts["q"].dtype == jnp.float8_e4m3fn:
+        y = _fp8_product(x, parts["q"], jnp.float8_e4m3fn, LARGEST["fp8"], wide) * parts["scale"]
+    else:
+        codes = parts["q"].astype(x.dtype)  # exact: 8 bits fit in the fraction of bfloat16
+        y = jnp.einsum("...d,ed->...e", x, codes, preferred_element_type=wide) * parts["scale"]
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def _linear_forward(x: jax.Array, parts: Parts, bias: jax.Array | None) -> tuple[jax.Array, tuple[Parts, Any]]:
+    return linear(x, parts, bias), (parts, jnp.zeros((x.shape[-1], 0)))
+
+
+def _linear_backward(kept: tuple[Parts, Any], dy: jax.Array) -> tuple[jax.Array, None, None]:
+    parts, inputs = kept
+    if "scale" not in parts:
+        return dy @ dequantize(parts, len(inputs)).astype(dy.dtype), None, None
+    scaled = (dy * parts["scale"]).astype(dy.dtype)
+    if parts["q"].dtype == jnp.float8_e4m3fn:
+        # e5m2 has less precision and more range, which gradients need.
+        dx = _fp8_product(scaled, parts["q"].T, jnp.float8_e5m2, LARGEST_E5M2, dy.dtype)
+        return dx.astype(dy.dtype), None, None
+    return scaled @ parts["q"].astype(dy.dtype), None, None
+
+
+linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _fp8_product(x: jax.Array, codes_ED: jax.Array, kind: Any, largest: float, wide: Any) -> jax.Array:
+    """x @ codes.T. On NVIDIA GPUs both operands are 8-bit floats, x with one scale for the whole array; other chips
+    have no such products, so there the codes are converted."""
+
+    def in_fp8(x: jax.Array, codes: jax.Array) -> jax.Array:
+        scale = jax.lax.stop_gradient(jnp.abs(x).max().astype(jnp.float32) / largest)
+        x8 = (x * _inverse(scale)).astype(kind)
+        return (jnp.einsum("...d,ed->...e", x8, codes, preferred_element_type=wide) * scale).astype(wide)
+
+    def converted(x: jax.Array, codes: jax.Array) -> jax.Array:
+        return jnp.einsum("...d,ed->...e", x, codes.astype(x.dtype), preferred_element_type=wide)
+
+    return jax.lax.platform_dependent(x, codes_ED, cuda=in_fp8, default=converted)
+
+
+# ---- nf4
+
+
+def _quantize_nf4(weight_ED: jax.Array) -> Parts:
+    """Two codes per byte: the first half of a block in the high bits, the second in the low bits. bitsandbytes puts
+    neighbours into a byte; they would have to be interleaved again for the product. Rows are padded to whole blocks."""
+    num_outputs, num_inputs = weight_ED.shape
+    padded = jnp.pad(weight_ED, ((0, 0), (0, -num_inputs % BLOCK)))
+    blocks = padded.reshape(num_outputs, -1, BLOCK)
+    absmax_EN = jnp.abs(blocks).max(axis=-1)
+    codes = _nearest(blocks * _inverse(absmax_EN)[..., None], NF4)
+    packed = codes[..., : BLOCK // 2] << 4 | codes[..., BLOCK // 2 :]
+    mean = absmax_EN.mean()
+    flat = (absmax_EN - mean).ravel()
+    groups = jnp.pad(flat, (0, -flat.size % GROUP)).reshape(-1, GROUP)
+    scale = jnp.abs(groups).max(axis=-1)
+    absmax = _nearest(groups * _inverse(scale)[:, None], DYNAMIC)
+    return {
+        "q": packed.reshape(num_outputs, -1),
+        "absmax": absmax.ravel()[: flat.size].reshape(absmax_EN.shape),
+        "absmax_scale": scale,
+        "absmax_mean": mean,
+    }
+
+
+def _absmax(parts: Parts) -> jax.Array:
+    """The scales of the blocks [E, N]."""
+    codes = parts["absmax"]
+    number = jax.lax.broadcasted_iota(jnp.int32, codes.shape, 0) * codes.shape[1]
+    group = (number + jax.lax.broadcasted_iota(jnp.int32, codes.shape, 1)) // GROUP
+    return _look_up(DYNAMIC, codes) * _look_up(parts["absmax_scale"], group) + parts["absmax_mean"]
+
+
+def _nf4_value(codes: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(codes, tpu=_select_nf4, default=lambda c: _look_up(NF4, c))
+
+
+def _select_nf4(codes: jax.Array) -> jax.Array:
+    """The same by 15 selects, bit by bit: a TPU looks values up one by one, which takes several times as long."""
+    values: list[Any] = list(NF4)
+    for bit in range(4):
+        is_set = (codes >> bit) & 1 == 1
+        values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def _look_up(table: Any, codes: jax.Array) -> jax.Array:
+    return jnp.asarray(table).at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
+
+
+def _nearest(values: jax.Array, table: np.ndarray) -> jax.Array:
+    """Index of the nearest entry of a sorted table; of the lower one if two are equally near."""
+    middles = (table[:-1] + table[1:]) / 2
+    if len(table) > 16:
+        return jnp.searchsorted(middles, values).astype(jnp.uint8)
+    codes = jnp.zeros(values.shape, jnp.uint8)
+    for middle in middles:
+        codes += values > middle
+    return codes
+
+
+def _inverse(scale: jax.Array) -> jax.Array:
+    """1 / scale, and 0 for a channel or block of zeros."""
+    return jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
+
+
+def _dynamic_map() -> np.ndarray:
+    """The 256 values of bitsandbytes' signed dynamic code: for each power of ten from 1e-6 to 1, 1, 2, 4, … 64 evenly
+    spaced values of either sign; and 0 and 1."""
+    values = [np.float32(0), np.float32(1)]
+    for exponent in range(7):
+        edges = np.linspace(0.1, 1, 2**exponent + 1, dtype=np.float32)
+        middles = (edges[:-1] + edges[1:]) / 2 * np.float32(10.0 ** (exponent - 6))
+        values += [*middles, *-middles]
+    return np.sort(np.array(values, np.float32))
+
+
+DYNAMIC = _dynamic_map()

@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Format = Literal["int8", "int4", "nf4", "fp8"]
+Format = Literal["int8", "int4", "nf4", "fp8", "int4_in_int8"]
 Parts = dict[str, jax.Array]
 
-LARGEST = {"int8": 127, "int4": 7, "fp8": 448}  # the code of the largest weight of a channel
-CODES: dict[str, Any] = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
+# The code of the largest weight of a channel.
+LARGEST = {"int8": 127, "int4": 7, "int4_in_int8": 7, "fp8": 448}
+CODES: dict[str, Any] = {"int8": jnp.int8, "int4": jnp.int4, "int4_in_int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 LARGEST_E5M2 = 57344.0
 # Quantiles of a normal distribution, scaled to [-1, 1]: table of bitsandbytes 0.50.
 NF4 = np.array(
@@ -47,6 +48,14 @@ BLOCK = 64  # inputs that share a scale in nf4
 GROUP = 256  # scales that share a scale
 
 
+def stored_format(option: Literal["none", "int8", "int4", "nf4", "fp8"], platform: str) -> Format | None:
+    """How a platform stores the codes. A program that is compiled ahead of time for the CPU refuses 4-bit arrays: they
+    do not have the layout that it was compiled for (jax 0.10). So there each int4 code takes a byte."""
+    if option == "none":
+        return None
+    return "int4_in_int8" if option == "int4" and platform == "cpu" else option
+
+
 def block_of(format: str) -> int:
     """Inputs that belong together; a weight is split over devices between blocks only."""
     return BLOCK if format == "nf4" else 1
@@ -58,8 +67,9 @@ def part_names(format: Format) -> tuple[str, ...]:
 
 
 def item_bytes(dtype: Any) -> float:
-    """Bytes of one element on a device, where 4-bit integers are packed; numpy stores each in a byte."""
-    return 0.5 if np.dtype(dtype).name in ("int4", "uint4") else float(np.dtype(dtype).itemsize)
+    """Bytes of one element on a device, where 4-bit integers are packed; numpy stores each in a byte. 0 for types
+    without a size, such as random keys."""
+    return 0.5 if getattr(dtype, "name", "") in ("int4", "uint4") else float(getattr(dtype, "itemsize", 0))
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from trillora.data.rendering.chat_templates import find_template
 from trillora.devices.mesh import BATCH_AXES, MeshShape, batch_sharding, find_devices, make_mesh, replicated
+from trillora.engine.quantize import stored_format
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
@@ -388,7 +389,7 @@ def _place(
         return CausalLM(
             config,
             dtype=dtype,
-            quantize=None if quantize == "none" else quantize,
+            quantize=stored_format(quantize, platform),
             lora=spec,
             scan=False,
             remat="none",

@@ -174,11 +174,12 @@ def _settings(result: PreflightResult) -> list[RenderableType]:
     if settings is None:
         return []
     mesh = settings.mesh
+    base = settings.dtype if settings.quantize == "none" else f"{settings.dtype} with an {settings.quantize} base"
     return [
         Text(f"mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"),
         Text(
             f"micro batch size {settings.micro_batch_size}, remat {settings.remat}, loss chunk {settings.loss_chunk}, "
-            f"attention {settings.attention}, layers {settings.layers}, {settings.dtype}"
+            f"attention {settings.attention}, layers {settings.layers}, {base}"
         ),
     ]
 

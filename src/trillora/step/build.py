@@ -19,7 +19,7 @@ from trillora.devices.mesh import AXES, batch_sharding, replicated, weight_spec
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.loss import Totals, chunked_loss, chunked_totals, token_losses, totals
 from trillora.engine.optim import make_optimizer, make_schedule
-from trillora.engine.quantize import block_of
+from trillora.engine.quantize import block_of, stored_format
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
 from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Layout, Leaf, Tree
@@ -103,7 +103,7 @@ def assemble(
     model = CausalLM(
         config,
         dtype=settings.dtype,
-        quantize=None if settings.quantize == "none" else settings.quantize,
+        quantize=stored_format(settings.quantize, settings.backend),
         lora=spec,
         scan=settings.layers == "scan",
         remat=settings.remat,

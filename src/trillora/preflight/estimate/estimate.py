@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from trillora.devices.chips import CHIPS, Chip
 from trillora.devices.mesh import FSDP_AXIS
+from trillora.engine.quantize import item_bytes
 from trillora.preflight.estimate.traced import Operation, TracedProgram, Value, read_program
 from trillora.preflight.hlo.simulate import (
     GPU,
@@ -119,13 +120,13 @@ def _local_bytes(leaf: Any) -> float:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
         return float(math.prod(leaf.shape) * leaf.dtype.itemsize)
-    return float(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * item_bytes(leaf.dtype)
 
 
 def _argument(leaf: Any, mesh: Mesh) -> Value:
     """Weights sharded over the fsdp axis are gathered before use, so they count as whole. The batch and the tensor axis
     stay split."""
-    itemsize = float(getattr(leaf.dtype, "itemsize", 0))
+    itemsize = item_bytes(leaf.dtype)
     spec = [*leaf.sharding.spec, *(None,) * len(leaf.shape)][: len(leaf.shape)]
     splits, gather_over = [], 1
     for axes in spec:

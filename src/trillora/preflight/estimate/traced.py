@@ -30,6 +30,8 @@ from typing import Any, Literal
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as JaxprLiteral
 
+from trillora.engine.quantize import item_bytes
+
 Kind = Literal["elementwise", "product", "kernel", "loop", "other"]
 
 VIEWS = frozenset(
@@ -472,4 +474,4 @@ def _ratio(whole: Sequence[int], part: Sequence[int]) -> tuple[int, ...]:
 
 def _itemsize(aval: Any) -> float:
     """0 for random keys and ordering tokens."""
-    return float(getattr(getattr(aval, "dtype", None), "itemsize", 0))
+    return item_bytes(getattr(aval, "dtype", None))

@@ -31,20 +31,25 @@ from architecture_checks import (
     to_jax,
 )
 from dose import full_dose_only, slow_case
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from transformers.pytorch_utils import Conv1D
 
 from trillora.devices.mesh import MeshShape, make_mesh
+from trillora.devices.slices import find_slice
 from trillora.engine.quantize import BLOCK, DYNAMIC, NF4, Format, dequantize, linear, quantize
 from trillora.errors import TrilloraError
 from trillora.evaluation.evaluate import evaluate
+from trillora.events import Chosen, ignore_events
 from trillora.generation.generator import Generator
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree, stack, stored_weights, unstack
 from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights, random_weights
 from trillora.model.quantized import frozen_weight
+from trillora.preflight.compiler_process import by_estimate
 from trillora.recipe.load import load_recipe, load_run_recipe
+from trillora.recipe.schema import stages_of
+from trillora.step import autotune
 from trillora.step.build import weight_shardings
 from trillora.training.trainer import train
 
@@ -477,3 +482,63 @@ def test_evaluation_uses_the_format_of_the_run(runs: Callable[[str], Path], fold
 
     quantized, whole = loss(), loss("model.quantize=none")
     assert quantized != whole and quantized == pytest.approx(whole, rel=0.02)
+
+
+# ---- auto, and preflight
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "expected"), [(100, "none"), (9, "none"), (5, "int8"), (3.5, "nf4")], ids=lambda value: str(value)
+)
+def test_auto_takes_the_first_format_that_fits(
+    folder: Path, limit_mib: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base takes 6.4 MiB in float32, 2.4 in int8 and 1.8 in nf4; training takes a quarter more here."""
+    compiled: list[str] = []
+
+    def compiler(assembly: Any) -> tuple[Any, float]:
+        compiled.append(str(assembly.model.quantize))
+        return object(), 1.25 * autotune.local_bytes(assembly.base_shapes) - assembly.state_bytes
+
+    monkeypatch.setattr(autotune, "memory_limit", lambda devices: limit_mib * 2**20)
+    chosen: list[Any] = []
+    stage = stages_of(recipe(folder, "auto"))[0].recipe
+    config = load_config(folder / "model")
+    plan = autotune.choose(stage, config, jax.devices()[:1], 4, chosen.append, compiler=compiler)
+    assert plan.settings.quantize == expected
+    (event,) = [event for event in chosen if isinstance(event, Chosen) and event.option == "model.quantize"]
+    assert event.value == expected and "GiB" in event.reason
+    order = ["none", "int8", "nf4"]
+    assert [attempt.fits for attempt in plan.tried] == [False] * order.index(expected) + [True]
+    assert compiled[-1] == (expected if expected != "none" else "None")
+
+
+def estimated(quantize: str, batch_size: int = 1) -> Any:
+    """A LoRA of rank 16 on a 7B model with sequences of 4,096 tokens on one v5e chip."""
+    stage = load_recipe(
+        {
+            "model": {"name": "mistralai/Mistral-7B-v0.3", "dtype": "bfloat16", "quantize": quantize},
+            "data": "chats.jsonl",
+            "train": {"sequence_length": 4096, "batch_size": batch_size, "steps": 10},
+        }
+    )
+    config = MistralConfig(sliding_window=None, vocab_size=32768)
+    recipe = stages_of(stage)[0].recipe
+    return by_estimate(recipe, config, find_slice("v5e-1"), 10, {}, False, ignore_events)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "base_gib"), [("int8", 7.0), slow_case("int4", 3.8), slow_case("nf4", 3.9), slow_case("auto", 7.0)]
+)
+def test_a_7b_model_fits_one_v5e_chip_when_it_is_quantized(quantize: str, base_gib: float) -> None:
+    found = estimated(quantize)
+    assert found.fits and found.hbm_peak_gib < 0.97 * found.hbm_limit_gib
+    assert found.memory["base"] == pytest.approx(base_gib, abs=0.1)
+    assert found.settings.quantize == ("int8" if quantize == "auto" else quantize)
+    # Disk, download and RAM depend on the files, which are not quantized.
+    assert found.weights_bytes > 14e9 and found.largest_tensor_bytes == 2 * 32768 * 4096
+
+
+def test_a_7b_model_in_bfloat16_does_not_fit_one_v5e_chip() -> None:
+    found = estimated("none")
+    assert not found.fits

@@ -346,7 +346,7 @@ def _weights(assembly: Assembly) -> tuple[int, int]:
 def step_shapes(assembly: Assembly, config: Any, sequence_length: int, micro_batch_size: int) -> StepShapes:
     text, mesh = config.get_text_config(), assembly.mesh
     weights: dict[tuple[int, ...], str] = {}
-    for leaf in assembly.model.layout.values():
+    for leaf, _ in stored_weights(assembly.model.layout).values():
         name = leaf.names[0]
         for shape in (leaf.part_shape, leaf.part_shape[::-1]):
             weights.setdefault(tuple(d for d in shape if d > 1), f"weight {_without_number(name)}")
@@ -357,6 +357,7 @@ def step_shapes(assembly: Assembly, config: Any, sequence_length: int, micro_bat
         width=text.hidden_size,
         vocabulary=text.vocab_size,
         weights={shape: name for shape, name in weights.items() if len(shape) > 1},
+        copied="all-gathered" if assembly.model.quantize is None else "dequantized",
     )
 
 

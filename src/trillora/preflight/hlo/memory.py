@@ -50,6 +50,7 @@ class StepShapes:
     width: int
     vocabulary: int
     weights: Mapping[tuple[int, ...], str]  # unsharded shape of a layer's weight -> its name
+    copied: str = "all-gathered"  # why there is another copy of a weight
 
 
 def read_report(text: str) -> MemoryReport | None:
@@ -88,7 +89,7 @@ def describe(buffer: Buffer, step: StepShapes) -> str:
     dims = max(buffer.shapes, key=math.prod, default=())
     bare = tuple(d for d in dims if d > 1)
     if bare in step.weights:
-        return f"{step.weights[bare]}, all-gathered"
+        return f"{step.weights[bare]}, {step.copied}"
     if step.vocabulary in dims:
         return "logits of one chunk of the loss"
     if len(bare) > 1 and bare[0] == step.num_layers:

@@ -320,7 +320,7 @@ def test_resolved_recipe_reads_back_the_same_with_its_reasons(tmp_path: Path) ->
 
 def test_what_the_user_fixed_is_found_and_nothing_else() -> None:
     (stage,) = stages_of(load_recipe(SMALLEST, ["train.micro_batch_size=2", "engine.remat=none"]))
-    assert given_settings(stage.recipe) == {"micro_batch_size": 2, "remat": "none"}
+    assert given_settings(stage.recipe) == {"micro_batch_size": 2, "remat": "none", "quantize": "none"}
     assert set(StepSettings.OPTIONS) == {field.name for field in dataclasses.fields(StepSettings)}
 
 

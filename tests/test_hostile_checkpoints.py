@@ -87,6 +87,7 @@ def files_of(step: int) -> dict[str, bytes]:
     position = Position(health, 0, step, step, measured_at=step, best_loss=4.0, best_step=step)
     settings = {"backend": "cpu", "num_devices": 1, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "dtype": "float32"}
     settings |= {"layers": "scan", "attention": "xla", "loss_chunk": 512, "remat": "none", "micro_batch_size": 4}
+    settings |= {"quantize": "none"}
     stage = {"name": "train", "settings": settings, "template_date": None, "reasons": {"remat": "fastest"}}
     facts = {
         "run": "5f0c",

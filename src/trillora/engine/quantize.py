@@ -106,6 +106,7 @@ def dequantize(parts: Parts, num_inputs: int) -> jax.Array:
 @jax.custom_vjp
 def linear(x: jax.Array, parts: Parts, bias: jax.Array | None = None) -> jax.Array:
     """x [..., D] -> [..., E], in the type of x. Differentiable in x."""
+    x, parts = _not_before(x, parts)
     # A sum with the bias is rounded once, like PyTorch's.
     wide = x.dtype if bias is None else jnp.float32
     if "scale" not in parts:
@@ -125,6 +126,7 @@ def _linear_forward(x: jax.Array, parts: Parts, bias: jax.Array | None) -> tuple
 
 def _linear_backward(kept: tuple[Parts, Any], dy: jax.Array) -> tuple[jax.Array, None, None]:
     parts, inputs = kept
+    dy, parts = _not_before(dy, parts)
     if "scale" not in parts:
         return dy @ dequantize(parts, len(inputs)).astype(dy.dtype), None, None
     scaled = (dy * parts["scale"]).astype(dy.dtype)
@@ -136,6 +138,17 @@ def _linear_backward(kept: tuple[Parts, Any], dy: jax.Array) -> tuple[jax.Array,
 
 
 linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _not_before(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
+    """Makes the compiler convert the codes when x is known, not earlier. Where layers are unrolled, XLA converted the
+    weights of all layers before the loop over micro-batches and kept them: the whole base in a wide type. TPUs are left
+    alone: there the layers are a scan, and codes are converted as part of the product."""
+
+    def wait(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
+        return jax.lax.optimization_barrier((x, parts))
+
+    return jax.lax.platform_dependent(x, parts, tpu=lambda x, parts: (x, parts), default=wait)
 
 
 def _fp8_product(x: jax.Array, codes_ED: jax.Array, kind: Any, largest: float, wide: Any) -> jax.Array:

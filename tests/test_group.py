@@ -160,8 +160,8 @@ def test_phases_resumed_from_any_checkpoint_end_the_same(
 def test_a_phase_that_diverges_stops_and_the_others_continue(
     folder: Path, whole: tuple[Path, list[Event]], tmp_path: Path
 ) -> None:
-    bad = {"learning_rate": 1e5, "schedule": "constant", "warmup_steps": 0, "max_grad_norm": 1e9}
-    values = phases(folder, train={"max_bad_steps": 2}, sums=bad)
+    bad: dict[str, Any] = {"learning_rate": 1e5, "schedule": "constant", "warmup_steps": 0, "max_grad_norm": 1e9}
+    values = {**phases(folder, train={"max_bad_steps": 2}, sums=bad), "merge": {"method": "ties"}}
     with pytest.raises(Diverged, match="sums diverged; the adapters of the other phases are written"):
         run(tmp_path / "run", values)
     summary = json.loads((tmp_path / "run" / "group.json").read_text())
@@ -170,6 +170,18 @@ def test_a_phase_that_diverges_stops_and_the_others_continue(
         ("finished", "adapters/pairs"),
     ]
     assert_close(tmp_path / "run" / "adapters" / "pairs", whole[0] / "adapters" / "pairs")
+
+
+@pytest.mark.parametrize("method", ["ties", "cat"])
+def test_phases_are_merged_and_scored(folder: Path, tmp_path: Path, method: str) -> None:
+    """The merged adapter may have a larger rank than those of the phases."""
+    events = run(tmp_path / "run", {**phases(folder), "merge": {"method": method}})
+    [scored] = [event for event in events if isinstance(event, Scored)]
+    losses = {(score.adapter, score.phase): score.loss for score in scored.scores}
+    assert losses["merged", "sums"] < losses["base", "sums"] and losses["merged", "pairs"] < losses["base", "pairs"]
+    summary = json.loads((tmp_path / "run" / "group.json").read_text())
+    assert summary["merged"]["method"] == method and summary["merged"]["rank"] == (8 if method == "cat" else 4)
+    assert (tmp_path / "run" / "adapter" / "merge.json").exists()
 
 
 def test_fewer_adapters_at_once_give_the_same_result(

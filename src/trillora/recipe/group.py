@@ -17,7 +17,7 @@ from typing import Any, Literal
 from trillora.recipe.schema import Recipe, Stage, StageRecipe, stages_of
 
 # Rates that `learning_rate: auto` tries, a factor of two apart: below and above what LoRA needs with AdamW.
-AUTO_RATES = tuple(2e-5 * 2**power for power in range(8))
+AUTO_RATES = tuple(5e-5 * 2**power for power in range(8))
 LION_FACTOR = 0.2  # Lion's direction has entries of size one, Adam's are mostly smaller
 _SHORT = {"learning_rate": "rate", "rank": "rank", "seed": "seed"}
 

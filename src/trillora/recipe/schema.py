@@ -89,7 +89,7 @@ class PhaseOptions(Section):
 
     learning_rate: Auto | Rate = Field(
         default=2e-4,
-        description="Peak learning rate. auto: eight rates are tried on the first steps, and the best one goes on.",
+        description="Peak learning rate. auto: eight rates are tried on the first steps, and the best one continues.",
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",

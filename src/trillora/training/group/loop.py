@@ -29,6 +29,7 @@ from trillora.engine.step import WHY_SKIPPED, StepMetrics, TrainState
 from trillora.evaluation.token_metrics import TokenMetrics
 from trillora.events import AdapterEnded, AdapterStep, Alarm, Evaluated, Listener, Sampled, Skipped, Step
 from trillora.model.layout import Tree, unstack
+from trillora.recipe.resolve import StepSettings
 from trillora.report.run.write import write_report
 from trillora.step.compile_guard import CompileWatch
 from trillora.step.group import GroupAssembly, cut
@@ -80,6 +81,7 @@ class GroupRun:
     checkpoint_every: int | str
     evaluate_every: int  # steps
     assembly: GroupAssembly
+    settings: StepSettings  # of the widest step
     programs: Mapping[int, Any]  # number of adapters -> compiled step
     lane: Any  # compiled: (adapters, options, number) -> adapter
     copy: Callable[[TrainState, Any], TrainState]

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from trillora.adapters.merge import MergeResult, merge_adapters
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.stage import StageData
-from trillora.events import Note, Score, Scored
+from trillora.events import Alarm, Note, Score, Scored
 from trillora.files.checksums import with_checksums
 from trillora.files.storage import LocalStorage
-from trillora.model.adapters import adapter_files, check_changes_something, check_written
+from trillora.model.adapters import adapter_files, check_changes_something, check_written, fit_adapter, load_adapter
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.group import Group
-from trillora.recipe.schema import Recipe
-from trillora.step.build import lora_spec
+from trillora.recipe.schema import LoraSection, Recipe
+from trillora.step.build import Assembly, assemble, lora_spec
 from trillora.step.group import padded, scaled, widest, with_rank
 from trillora.training.group.loop import GroupRun, Member
 from trillora.training.group.position import GroupPosition
@@ -67,13 +68,34 @@ class GroupResults:
                     folders[member.name] = self._write_adapter(member, run.folder.path / "adapters", member.name)
             if best is not None:
                 folders.setdefault(best.name, self._write_adapter(best, run.folder.path, "adapter"))
-        if self._group.kind == "phases":
-            self._score()
-        self._write_summary(best, folders)
         diverged = [name for name, own in self._ends() if own.status == "diverged"]
+        merged = self._merge(folders, diverged)
+        if self._group.kind == "phases":
+            self._score(merged)
+        self._write_summary(best, folders, merged)
         if diverged and self._group.kind == "phases":
             raise self._diverged(f"{', '.join(diverged)} diverged; the adapters of the other phases are written.")
-        return run.folder.path / "adapter" if best is not None else None
+        return run.folder.path / "adapter" if best is not None or merged is not None else None
+
+    def _merge(self, folders: Mapping[str, Path], diverged: Sequence[str]) -> MergeResult | None:
+        """Merges the adapters of all phases, if the recipe asks for it."""
+        section, run = self._recipe.merge, self._run
+        if section is None or jax.process_index() != 0:
+            return None
+        if diverged:
+            run.listener(Alarm(f"The phases are not merged, because {', '.join(diverged)} diverged."))
+            return None
+        run.listener(Note(f"Merging {len(folders)} adapters: {section.method}"))
+        # The changes are compared with their definition; for logits the base would be loaded a second time.
+        target = run.folder.path / "adapter"
+        return merge_adapters(
+            [folders[name] for name in run.names],
+            section.options,
+            target,
+            prefix="merge.",
+            with_logits=False,
+            listener=run.listener,
+        )
 
     def _ends(self) -> list[tuple[str, Any]]:
         return list(zip(self._run.names, self._position.members, strict=True))
@@ -110,8 +132,8 @@ class GroupResults:
 
     # ---- scores
 
-    def _score(self) -> None:
-        """Evaluates the base model and every adapter on the held-out rows of every phase."""
+    def _score(self, merged: MergeResult | None) -> None:
+        """Evaluates the base model, every adapter and the merged one on the held-out rows of every phase."""
         rows = [(member.stage, *_held_out(member.stage)) for member in self._run.members]
         if any(documents is None for _, _, documents in rows):
             self._run.listener(Note("No scores: not every phase holds out rows (data.split)"))
@@ -119,26 +141,51 @@ class GroupResults:
         which: Literal["test", "validation"] = "test" if all(part == "test" for _, part, _ in rows) else "validation"
         adapters = {"base": self._placed(None)}
         adapters |= {name: self._placed(name) for name in self._run.names if name in self._kept}
-        scores, evaluator = [], None
+        scores, evaluator, of_merged = [], None, None
+        whole = None if merged is None else self._merged_model(merged.adapter)
         for stage, _, documents in rows:
             assert documents is not None
-            evaluator = self._evaluator(stage, documents, evaluator)
+            evaluator = self._evaluator(self._run.assembly, stage, documents, evaluator)
             for name, adapter in adapters.items():
-                metrics = evaluator.measure(adapter, self._base, lambda: None)
-                scores.append(Score(name, stage.name, metrics.loss, metrics.accuracy, metrics.num_tokens))
+                scores.append(_measured(evaluator, name, stage, adapter, self._base))
+            if whole is not None:
+                of_merged = self._evaluator(whole[0], stage, documents, of_merged, is_new=of_merged is None)
+                scores.append(_measured(of_merged, "merged", stage, whole[1], self._base))
         self._run.listener(Scored(self._position.step, which, tuple(scores)))
 
-    def _evaluator(self, stage: StageData, documents: Documents, like: Evaluator | None) -> Evaluator:
+    def _merged_model(self, folder: Path) -> tuple[Assembly, Tree]:
+        """The model with the rank of the merged adapter, and that adapter on the devices."""
+        run = self._run
+        spec, matrices = load_adapter(folder)
+        recipe, config = widest(self._group.members), run.assembly.model.module.config
+        lora = LoraSection(rank=spec.rank, alpha=spec.alpha, targets=recipe.lora.targets)
+        own = recipe.model_copy(update={"lora": lora})
+        assembly = assemble(own, run.settings, config, run.assembly.mesh, 1)
+        fitted = fit_adapter(matrices, assembly.model.adapter_layout, where=str(folder))
+        return assembly, {key: jax.device_put(array, assembly.adapter_shardings[key]) for key, array in fitted.items()}
+
+    def _evaluator(
+        self,
+        assembly: Assembly,
+        stage: StageData,
+        documents: Documents,
+        like: Evaluator | None,
+        *,
+        is_new: bool = False,
+    ) -> Evaluator:
         recipe = stage.recipe
-        like = like or next((m.measures.evaluator for m in self._run.members if m.measures.evaluator), None)
+        known = next((m.measures.evaluator for m in self._run.members if m.measures.evaluator), None)
+        other = like or known
+        size = self._run.settings.micro_batch_size if other is None else other.batches.batch_size
+        like = None if is_new else other
         batches = Batches(
             documents,
-            batch_size=like.batches.batch_size if like else recipe.train.batch_size,
+            batch_size=size,
             sequence_length=recipe.train.sequence_length,
             pack=recipe.data.pack,
             pad_id=stage.dataset.pad_id,
         )
-        return Evaluator(self._run.assembly, batches, stage.name, like=like)
+        return Evaluator(assembly, batches, stage.name, like=like)
 
     def _placed(self, name: str | None) -> Tree:
         """A kept adapter, or an adapter that changes nothing, on the devices."""
@@ -159,7 +206,7 @@ class GroupResults:
 
     # ---- the summary
 
-    def _write_summary(self, best: Member | None, folders: Mapping[str, Path]) -> None:
+    def _write_summary(self, best: Member | None, folders: Mapping[str, Path], merged: MergeResult | None) -> None:
         root = self._run.folder.path
         adapters = [
             {
@@ -173,7 +220,11 @@ class GroupResults:
             }
             for name, own in self._ends()
         ]
-        summary = {"kind": self._group.kind, "best": best.name if best else None, "adapters": adapters, "merged": None}
+        of_merge = None
+        if merged is not None:
+            of_merge = {"method": merged.method, "rank": merged.rank, "lost": merged.lost, "folder": "adapter"}
+        chosen = best.name if best else None
+        summary = {"kind": self._group.kind, "best": chosen, "adapters": adapters, "merged": of_merge}
         self._run.folder.write(GROUP_FILE, json.dumps(summary, indent=1) + "\n")
 
     def _diverged(self, what: str) -> Diverged:
@@ -183,6 +234,11 @@ class GroupResults:
             where=str(self._run.folder.path),
             do="lower the learning rate of these adapters and start a new run",
         )
+
+
+def _measured(evaluator: Evaluator, name: str, stage: StageData, adapter: Tree, base: Tree) -> Score:
+    metrics = evaluator.measure(adapter, base, lambda: None)
+    return Score(name, stage.name, metrics.loss, metrics.accuracy, metrics.num_tokens)
 
 
 def _held_out(stage: StageData) -> tuple[str, Documents | None]:

@@ -112,6 +112,7 @@ class GroupTraining(RunProcess):
                 checkpoint_every=recipe.train.checkpoint_every,
                 evaluate_every=resolved.evaluate_every,
                 assembly=assembly,
+                settings=first.settings,
                 programs={width: plan.compiled for width, plan in plans.items()},
                 lane=assembly.compile_lane(),
                 copy=make_group_copier(assembly),

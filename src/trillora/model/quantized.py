@@ -70,7 +70,7 @@ class _QuantizedProduct(_QuantizedWeight):
 
 
 @functools.cache
-def _with_codes(cls: type) -> type:
+def _with_codes(cls: Any) -> type:
     mixin = _QuantizedProduct if cls in (torch.nn.Linear, Conv1D) else _QuantizedWeight
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
@@ -93,7 +93,8 @@ def quantize_layers(model: torch.nn.Module, linear: Mapping[str, Any], within: s
     for module in chosen.values():
         for part in part_names(format):
             module.register_buffer(WEIGHT + part, None, persistent=False)  # the array comes with each call
-        module.__class__ = _with_codes(type(module))
+        cls: Any = type(module)
+        module.__class__ = _with_codes(cls)
     return {f"{name}.weight" for name in chosen}
 
 

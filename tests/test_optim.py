@@ -379,12 +379,12 @@ def test_matrices_decay_and_vectors_do_not_stacked_or_separate() -> None:
     layout = {
         "layers.0:3:1.lora_a": leaf((3, 4, 10), stacked=True),
         "layers.0:3:1.lora_b": leaf((3, 10, 4), stacked=True),
-        "layers.0:3:1.magnitude": leaf((3, 10), stacked=True),
+        "layers.0:3:1.lora_magnitude": leaf((3, 10), stacked=True),
         "head.lora_a": leaf((4, 10), stacked=False),
-        "head.magnitude": leaf((10,), stacked=False),
+        "head.lora_magnitude": leaf((10,), stacked=False),
     }
     decayed = decayed_leaves(layout)
-    assert {key for key, yes in decayed.items() if yes} == {key for key in layout if "lora" in key}
+    assert {key for key, yes in decayed.items() if yes} == {key for key in layout if "magnitude" not in key}
     params = {key: jnp.ones(leaf.shape) for key, leaf in layout.items()}
     nothing = jax.tree.map(jnp.zeros_like, params)
     for name in OPTIMIZERS:

@@ -1,9 +1,6 @@
 """Adapters as files in PEFT's format: `adapter_model.safetensors` and `adapter_config.json`.
 
-Names in memory and in the file; the shapes are the same:
-
-    model.layers.0.mlp.up_proj.lora_a  <->  base_model.model.model.layers.0.mlp.up_proj.lora_A.weight
-    model.layers.0.mlp.up_proj.lora_b  <->  base_model.model.model.layers.0.mlp.up_proj.lora_B.weight
+`adapter_parameters.py` gives the names in memory and in the file.
 
 Files are verified when they are read: against the checksums that a run writes next to them, against the types and
 ranges in `AdapterConfig`, and every value must be finite.
@@ -30,6 +27,7 @@ from trillora.errors import TrilloraError
 from trillora.files.checksums import FORMAT, find_damage, read_checksums
 from trillora.files.read_json import parse_json
 from trillora.files.storage import MARK
+from trillora.model.adapter_parameters import LORA_B, name_in_file, name_in_memory
 from trillora.model.layout import Layout
 from trillora.model.lora import LoraSpec, linear_layers
 
@@ -37,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 TEMPLATE_FILE = "chat_template.jinja"  # only if the run had its own
-_PREFIX = "base_model.model."
-_SUFFIXES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
 # Options that change W + scale * B A to another formula, with the value that means "not used".
 _UNSUPPORTED: dict[str, Any] = {
@@ -96,7 +92,7 @@ def adapter_files(
 
 def peft_files(adapter: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, bytes]:
     """The two files of an adapter given by parameter name, with this content of `CONFIG_FILE`."""
-    tensors = {_to_peft(name): np.ascontiguousarray(array) for name, array in adapter.items()}
+    tensors = {name_in_file(name): np.ascontiguousarray(array) for name, array in adapter.items()}
     text = json.dumps(config, indent=2) + "\n"
     return {WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}), CONFIG_FILE: text.encode()}
 
@@ -126,7 +122,7 @@ def read_adapter(weights: bytes, where: str = WEIGHTS_FILE) -> dict[str, np.ndar
 
 
 def check_changes_something(adapter: dict[str, np.ndarray], where: str) -> None:
-    if not any(array.any() for name, array in adapter.items() if name.endswith(".lora_b")):
+    if not any(array.any() for name, array in adapter.items() if name.endswith(LORA_B.suffix)):
         raise TrilloraError(
             "The adapter changes nothing: every B matrix is zero.",
             where=where,
@@ -262,15 +258,9 @@ def _target_names(module: torch.nn.Module, targets: list[str]) -> list[str]:
     return short if selected == set(targets) and selected <= set(linear_layers(module)) else sorted(targets)
 
 
-def _to_peft(name: str) -> str:
-    stem, suffix = name.rsplit(".", 1)
-    return f"{_PREFIX}{stem}{_SUFFIXES['.' + suffix]}"
-
-
 def _from_peft(name: str, where: str) -> str:
-    for ours, theirs in _SUFFIXES.items():
-        if name.startswith(_PREFIX) and name.endswith(theirs):
-            return name.removeprefix(_PREFIX).removesuffix(theirs) + ours
+    if (ours := name_in_memory(name)) is not None:
+        return ours
     raise TrilloraError(
         f"The adapter contains {name}, which is not a LoRA matrix of a linear layer.",
         where=where,

@@ -36,6 +36,7 @@ from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.quantize import Format
 from trillora.errors import TrilloraError
+from trillora.model.adapter_parameters import SUFFIXES
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora import LoraSpec, add_lora, linear_layers
 from trillora.model.overrides import attention as attention_functions
@@ -46,7 +47,6 @@ from trillora.model.quantized import part_leaves, quantize_layers
 from trillora.model.stack import LayerStack, Remat, decoder_layers
 from trillora.model.trace import Trace, tracing
 
-ADAPTER_PARAMETERS = (".lora_a", ".lora_b")
 Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments
 
 
@@ -84,8 +84,8 @@ class CausalLM:
         self.arguments = inspect.signature(self.module.forward).parameters
         self._decoder_output: type | None = None
         layout = self._layout()
-        self.layout = {key: leaf for key, leaf in layout.items() if not key.endswith(ADAPTER_PARAMETERS)}
-        self.adapter_layout = {key: leaf for key, leaf in layout.items() if key.endswith(ADAPTER_PARAMETERS)}
+        self.layout = {key: leaf for key, leaf in layout.items() if not key.endswith(SUFFIXES)}
+        self.adapter_layout = {key: leaf for key, leaf in layout.items() if key.endswith(SUFFIXES)}
 
     @property
     def has_separate_head(self) -> bool:

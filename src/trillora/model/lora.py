@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trillora.engine.hash_random import keep_mask
 from trillora.errors import TrilloraError, nearest
+from trillora.model.adapter_parameters import kind_of
 from trillora.model.layout import Layout, Tree
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import current
@@ -179,7 +180,7 @@ def initial_adapter(layout: Layout, seed: int) -> Tree:
 
 
 def _initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    if name.endswith("lora_b"):
+    if kind_of(name).is_zero_at_start:
         return np.zeros(shape, np.float32)
     bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), PEFT's default
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])

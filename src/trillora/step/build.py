@@ -21,6 +21,7 @@ from trillora.engine.loss import Totals, chunked_loss, chunked_totals, token_los
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.quantize import block_of, stored_format
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
+from trillora.model.adapter_parameters import kind_of
 from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora import LoraSpec
@@ -218,9 +219,8 @@ def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def decayed_leaves(layout: Layout) -> dict[str, bool]:
-    """Whether weight decay applies to each leaf of the adapter: to matrices (LoRA's A and B), not to vectors such as
-    DoRA's magnitudes."""
-    return {key: len(leaf.part_shape) >= 2 for key, leaf in layout.items()}
+    """Whether weight decay applies to each leaf of the adapter."""
+    return {key: kind_of(key).decays for key in layout}
 
 
 def _shapes(layout: Layout, shardings: dict[str, NamedSharding]) -> Tree:

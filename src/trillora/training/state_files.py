@@ -32,6 +32,7 @@ from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.events import METRICS
 from trillora.files.read_json import parse_json
+from trillora.model.adapter_parameters import kind_of, name_in_memory
 from trillora.model.adapters import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -251,9 +252,8 @@ def _check(step: int, files: dict[str, bytes]) -> None:
         if (stored := facts["options"].get(f"lora.{option}", value)) != value:
             raise fault(CONFIG_FILE, f"Its {option} is {value}, but {FACTS_FILE} has {stored!r}.")
     read_adapter(files[WEIGHTS_FILE])
-    for name, matrix in read_tensors(files, WEIGHTS_FILE).items():
-        if matrix.dtype != np.float32 or matrix.ndim != 2 or config.r not in matrix.shape:
-            raise fault(WEIGHTS_FILE, f"{name} is not a float32 matrix of rank {config.r}.")
+    for name, array in read_tensors(files, WEIGHTS_FILE).items():
+        _check_adapter_array(name, array, config.r)
     for name, array in read_tensors(files, STATE_FILE).items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise fault(STATE_FILE, f"{name} has values that are not finite.")
@@ -263,6 +263,14 @@ def _check(step: int, files: dict[str, bytes]) -> None:
 def check_metrics(lines: bytes) -> None:
     for number, line in enumerate(lines.splitlines(), 1):
         _check_metric(line, number)
+
+
+def _check_adapter_array(name: str, array: np.ndarray, rank: int) -> None:
+    kind = kind_of(name_in_memory(name) or "")  # known: `read_adapter` has read it
+    if array.dtype != np.float32 or array.ndim != kind.num_dims:
+        raise fault(WEIGHTS_FILE, f"{name} does not have {kind.num_dims} dims of float32.")
+    if kind.rank_dim is not None and array.shape[kind.rank_dim] != rank:
+        raise fault(WEIGHTS_FILE, f"{name} is not of rank {rank}.")
 
 
 def read_tensors(files: Mapping[str, bytes], name: str) -> dict[str, np.ndarray]:

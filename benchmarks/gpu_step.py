@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     compile_seconds = time.perf_counter() - started
     assembly = plan.assembly
     base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)
-    state = place_state(assembly, seed=0)
+    state = place_state(assembly, seed=0, base=base)
     generator = np.random.default_rng(0)
     batches = [put_batch(random_batch(generator, args, config.vocab_size), assembly.mesh) for _ in range(4)]
 

@@ -154,7 +154,7 @@ def ready_to_run(plan: Any, shape: argparse.Namespace, vocab_size: int) -> Calla
 
     assembly = plan.assembly
     base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)
-    state = place_state(assembly, seed=0)
+    state = place_state(assembly, seed=0, base=base)
     batch = put_batch(random_batch(np.random.default_rng(0), shape, vocab_size), assembly.mesh)
 
     def step() -> float:

@@ -20,7 +20,7 @@ import torch
 from trillora.engine.loss import chunked_loss, token_losses
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree, stack, unstack
-from trillora.model.lora import LoraSpec
+from trillora.model.lora_spec import LoraSpec
 
 ROWS, TOKENS = 2, 24
 DOCUMENTS = (13, 11)  # lengths of two documents packed into one sequence

@@ -25,6 +25,14 @@ def peft_losses(recipe: Recipe, folder: Path, batches: Batches, adapter_layout: 
     start = unstack(initial_adapter(adapter_layout, train.seed), adapter_layout)
     trained = load_start(model, start)
     optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay)
+    return train_model(model, optimizer, batches, train.max_grad_norm, num_steps)
+
+
+def train_model(
+    model: Any, optimizer: torch.optim.Optimizer, batches: Batches, max_grad_norm: float, num_steps: int
+) -> list[float]:
+    """The losses of `num_steps` steps."""
+    trained = [p for p in model.parameters() if p.requires_grad]
     losses = []
     for step in range(num_steps):
         batch = {name: torch.tensor(array) for name, array in batches.batch(step).items()}
@@ -32,7 +40,7 @@ def peft_losses(recipe: Recipe, folder: Path, batches: Batches, adapter_layout: 
         loss = mean_loss(logits, batch["targets"].long(), batch["weights"])
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, train.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(trained, max_grad_norm)
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -48,7 +56,11 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
 def load_start(model: Any, start: dict[str, np.ndarray]) -> list[torch.nn.Parameter]:
     """Copies our initial adapter into PEFT's parameters, and checks that all of them are set."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    names = {"lora_a": "lora_A.default.weight", "lora_b": "lora_B.default.weight"}
+    names = {
+        "lora_a": "lora_A.default.weight",
+        "lora_b": "lora_B.default.weight",
+        "lora_magnitude": "lora_magnitude_vector.default.weight",
+    }
     for name, array in start.items():
         layer, kind = name.rsplit(".", 1)
         with torch.no_grad():

@@ -31,7 +31,8 @@ from trillora.model.adapters import (
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import stack, unstack
 from trillora.model.loading.source import base_name
-from trillora.model.lora import LoraSpec, initial_adapter
+from trillora.model.lora import initial_adapter
+from trillora.model.lora_spec import LoraSpec
 
 pytestmark = pytest.mark.core
 
@@ -194,12 +195,9 @@ def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
     ("key", "value"),
     [
         ("peft_type", "IA3"),
-        ("use_dora", True),
         ("bias", "all"),
         ("lora_bias", True),
         ("modules_to_save", ["lm_head"]),
-        ("rank_pattern", {"q_proj": 8}),
-        ("alpha_pattern", {"q_proj": 8}),
         ("layer_replication", [[0, 2]]),
         ("target_parameters", ["mlp.experts.down_proj"]),
         ("trainable_token_indices", [1]),

@@ -22,7 +22,8 @@ from trillora.errors import TrilloraError
 from trillora.model import lora
 from trillora.model.bridge import CausalLM, build_module
 from trillora.model.layout import Tree, stack, unstack
-from trillora.model.lora import LoraSpec, add_lora, initial_adapter, linear_layers, select_targets
+from trillora.model.lora import add_lora, initial_adapter, linear_layers
+from trillora.model.lora_spec import LoraSpec, select_targets
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.trace import Trace, tracing
 

@@ -19,7 +19,7 @@ from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
-from trillora.step.build import lora_spec
+from trillora.step.adapter_spec import lora_spec
 from trillora.training.trainer import train
 
 

@@ -356,6 +356,12 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
             "org/coded": files_of(write_hostile(tmp_path / "coded", tmp_path / "code-was-run")),
             "org/native": files_of(write_hostile(tmp_path / "native", tmp_path / "code-was-run", model_type="llama")),
             "org/gated": whole,
+            "org/adapter": {
+                "adapter_config.json": b"{}",
+                "adapter_model.safetensors": b"{}",
+                "adapter_model.bin": b"{}",
+            },
+            "org/pickled-adapter": {"adapter_config.json": b"{}", "adapter_model.bin": b"\x80\x04pickle"},
         },
         gated={"org/gated"},
     )
@@ -372,10 +378,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 FIND = """
 import json, sys
 from trillora.errors import TrilloraError
-from trillora.model.loading.source import find_model
+from trillora.model.loading.source import find_adapter, find_model
 for name, how in json.loads(sys.argv[1]):
+    find = find_adapter if how.pop("adapter", False) else find_model
     try:
-        answer = {"folder": str(find_model(name, **how))}
+        answer = {"folder": str(find(name, **how))}
     except TrilloraError as error:
         answer = {"what": error.what, "where": error.where, "do": error.do}
     print("ANSWER " + json.dumps(answer))
@@ -458,6 +465,18 @@ def test_hub_model_without_safetensors_is_refused(name: str, what: str, hub: Hub
     assert answer["where"] == f"hub model {name}"
     assert "safetensors" in answer["do"] or "save_pretrained" in answer["do"]
     assert not {"pytorch_model.bin", "model.Q4.gguf"} & set(hub.fetched)
+
+
+def test_hub_adapters_are_found_and_others_refused(hub: Hub, tmp_path: Path) -> None:
+    names = ("org/adapter", "org/adapter@main", "org/pickled-adapter", "org/whole", "org/adaptor", "org/gated")
+    calls = [(name, {"adapter": True}) for name in names]
+    found, same, pickled, model, unknown, gated = find_all_in_process(hub.address, tmp_path, *calls)
+    assert set(hub.fetched) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert found == same and Path(found["folder"]).name == COMMIT
+    assert "no adapter_model.safetensors" in pickled["what"] and "adapter_model.bin is a pickle" in pickled["what"]
+    assert "no adapter_config.json" in model["what"] and model["where"] == "hub model org/whole"
+    assert "no model 'org/adaptor'" in unknown["what"] and "did you mean 'org/adapter'?" in unknown["do"]
+    assert "gated" in gated["what"] and "hf auth login" in gated["do"]
 
 
 def test_hub_code_needs_trust_and_a_commit(hub: Hub, tmp_path: Path) -> None:

@@ -24,21 +24,26 @@ Tree = Any
 
 
 def make_optimizer(
-    name: OptimizerName, weight_decay: float, decayed: Mapping[str, bool] | None = None
+    name: OptimizerName,
+    weight_decay: float,
+    decayed: Mapping[str, bool] | None = None,
+    factors: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformation:
     """An optimizer with PyTorch's default hyperparameters and decoupled weight decay (Loshchilov and Hutter, 2019).
-    `decayed` says which parameters decay; None: all of them."""
+    `decayed` says which parameters decay; None: all of them. The direction of each parameter is multiplied by its
+    factor, a number or an array; None: by one."""
     makers: dict[str, Callable[[], optax.GradientTransformation]] = {
         "adamw": optax.scale_by_adam,
         "lion": optax.scale_by_lion,
         "lion-8bit": scale_by_lion_8bit,
         "adafactor": scale_by_adafactor,
     }
-    direction = makers[name]()
-    if not weight_decay:
-        return direction
-    mask = None if decayed is None else dict(decayed)
-    return optax.chain(direction, optax.add_decayed_weights(weight_decay, mask))
+    parts = [makers[name]()]
+    if weight_decay:
+        parts.append(optax.add_decayed_weights(weight_decay, None if decayed is None else dict(decayed)))
+    if factors is not None:
+        parts.append(optax.stateless(lambda direction, _: {key: d * factors[key] for key, d in direction.items()}))
+    return optax.chain(*parts) if len(parts) > 1 else parts[0]
 
 
 def scale_by_adafactor() -> optax.GradientTransformation:

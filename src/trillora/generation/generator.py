@@ -35,7 +35,7 @@ from trillora.model.layout import Tree
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
-from trillora.model.lora import LoraSpec
+from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import is_run, load_model_section, load_run_recipe
 from trillora.recipe.schema import Auto, Dtype, Quantize, Recipe, stages_of
 from trillora.step.autotune import fastest_attention, fastest_dtype, formats_to_try, memory_limit

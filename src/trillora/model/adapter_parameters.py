@@ -25,11 +25,12 @@ class Kind:
     decays: bool  # whether weight decay applies
     rank_dim: int | None = None  # which dim is the adapter's rank
     is_zero_at_start: bool = False
+    is_fast: bool = False  # whether LoRA+ raises its learning rate; PEFT includes vectors
 
 
 LORA_A = Kind(".lora_a", ".lora_A.weight", 2, decays=True, rank_dim=0)  # [R, D]
-LORA_B = Kind(".lora_b", ".lora_B.weight", 2, decays=True, rank_dim=1, is_zero_at_start=True)  # [E, R]
-MAGNITUDE = Kind(".lora_magnitude", ".lora_magnitude_vector", 1, decays=False)  # [E], of DoRA
+LORA_B = Kind(".lora_b", ".lora_B.weight", 2, decays=True, rank_dim=1, is_zero_at_start=True, is_fast=True)  # [E, R]
+MAGNITUDE = Kind(".lora_magnitude", ".lora_magnitude_vector", 1, decays=False, is_fast=True)  # [E], of DoRA
 KINDS = (LORA_A, LORA_B, MAGNITUDE)
 SUFFIXES = tuple(kind.suffix for kind in KINDS)
 

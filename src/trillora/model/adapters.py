@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,9 +29,11 @@ from trillora.errors import TrilloraError
 from trillora.files.checksums import FORMAT, find_damage, read_checksums
 from trillora.files.read_json import parse_json
 from trillora.files.storage import MARK
-from trillora.model.adapter_parameters import LORA_B, name_in_file, name_in_memory
+from trillora.model.adapter_parameters import LORA_A, LORA_B, MAGNITUDE, name_in_file, name_in_memory
 from trillora.model.layout import Layout
-from trillora.model.lora import LoraSpec, linear_layers
+from trillora.model.loading.tensor_files import stored_shapes
+from trillora.model.lora import linear_layers
+from trillora.model.lora_spec import LayerLora, LoraSpec, adapted_layers, bounded_regex
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +42,10 @@ TEMPLATE_FILE = "chat_template.jinja"  # only if the run had its own
 
 # Options that change W + scale * B A to another formula, with the value that means "not used".
 _UNSUPPORTED: dict[str, Any] = {
-    "use_dora": False,
     "use_bdlora": None,
     "bias": "none",
     "lora_bias": False,
     "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
     "layer_replication": None,
     "trainable_token_indices": None,
     "target_parameters": None,
@@ -57,16 +58,24 @@ _UNSUPPORTED: dict[str, Any] = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+Rank = Annotated[int, Field(ge=1, le=1 << 16)]
+Alpha = Annotated[float, Field(gt=0, le=1e9)]
+
+
 class AdapterConfig(BaseModel):
-    """The part of PEFT's `adapter_config.json` that plain LoRA needs, in its ranges. Other keys are kept."""
+    """The part of PEFT's `adapter_config.json` that LoRA needs, in its ranges. Other keys are kept."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     peft_type: str
-    r: Annotated[int, Field(ge=1, le=1 << 16)]
-    lora_alpha: Annotated[float, Field(gt=0, le=1e9)]
+    r: Rank
+    lora_alpha: Alpha
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: Annotated[dict[str, Rank], Field(max_length=4096)] | None = None
+    alpha_pattern: Annotated[dict[str, Alpha], Field(max_length=4096)] | None = None
+    base_model_name_or_path: str | None = None
 
 
 def adapter_files(
@@ -74,14 +83,21 @@ def adapter_files(
 ) -> dict[str, bytes]:
     """PEFT's two files for an adapter given by parameter name (`….q_proj.lora_a`). PEFT loads the base model from
     `base_name`. Equal adapters give equal bytes."""
+    usual = spec.in_file(LayerLora(spec.rank, spec.alpha))
+    layers = {
+        name: spec.in_file(layer) for name, layer in adapted_layers(module, list(linear_layers(module)), spec).items()
+    }
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
-        "r": spec.rank,
-        "lora_alpha": spec.alpha,
+        "r": usual.rank,
+        "lora_alpha": usual.alpha,
         "lora_dropout": spec.dropout,
         "use_rslora": spec.rslora,
+        "use_dora": spec.dora,
+        "rank_pattern": _peft_pattern({name: layer.rank for name, layer in layers.items()}, usual.rank),
+        "alpha_pattern": _peft_pattern({name: layer.alpha for name, layer in layers.items()}, usual.alpha),
         "target_modules": _target_names(module, targets),
         "fan_in_fan_out": any(isinstance(module.get_submodule(name), Conv1D) for name in targets),
         "bias": "none",
@@ -122,12 +138,20 @@ def read_adapter(weights: bytes, where: str = WEIGHTS_FILE) -> dict[str, np.ndar
 
 
 def check_changes_something(adapter: dict[str, np.ndarray], where: str) -> None:
-    if not any(array.any() for name, array in adapter.items() if name.endswith(LORA_B.suffix)):
+    targets = [name.removesuffix(LORA_B.suffix) for name in adapter if name.endswith(LORA_B.suffix)]
+    if not any(_changes(adapter[f"{name}.lora_a"], adapter[f"{name}.lora_b"]) for name in targets):
         raise TrilloraError(
             "The adapter changes nothing: every B matrix is zero.",
             where=where,
             do="train for at least one step with a learning rate above zero and rows that have supervised tokens",
         )
+
+
+def _changes(a_RD: np.ndarray, b_ER: np.ndarray) -> bool:
+    """False if B is zero, or if PiSSA's two halves still cancel each other."""
+    half = len(a_RD) // 2
+    cancels = np.array_equal(a_RD[:half], a_RD[half:]) and np.array_equal(b_ER[:, :half], -b_ER[:, half:])
+    return bool(b_ER.any()) and not cancels
 
 
 def check_written(folder: Path, files: dict[str, bytes]) -> None:
@@ -145,30 +169,96 @@ def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, np.ndarray]]:
     files = _read_verified(folder)
     config = _read_config(files[CONFIG_FILE], folder / CONFIG_FILE)
     adapter = read_adapter(files[WEIGHTS_FILE], str(folder / WEIGHTS_FILE))
-    # PEFT has many rules to select targets. The file contains the result.
-    targets = tuple(sorted({name.rsplit(".", 1)[0] for name in adapter}))
-    for target in targets:
-        a, b = adapter.get(f"{target}.lora_a"), adapter.get(f"{target}.lora_b")
-        if a is None or b is None or a.ndim != 2 or b.ndim != 2 or not a.shape[0] == b.shape[1] == config.r:
-            raise TrilloraError(
-                f"The adapter's {target} does not have matrices of rank {config.r}: "
-                f"A is {'missing' if a is None else a.shape}, B is {'missing' if b is None else b.shape}.",
-                where=str(folder / WEIGHTS_FILE),
-                do=f"use the {CONFIG_FILE} and {WEIGHTS_FILE} of the same adapter",
-            )
-    spec = LoraSpec(config.r, config.lora_alpha, config.use_rslora, config.lora_dropout, targets)
+    spec = spec_of(config, {name: array.shape for name, array in adapter.items()}, str(folder / WEIGHTS_FILE))
     return spec, adapter
+
+
+@dataclass(frozen=True)
+class AdapterHead:
+    """What an adapter's files say about its matrices, which are not read."""
+
+    spec: LoraSpec
+    shapes: dict[str, tuple[int, ...]]  # by parameter name
+    base_name: str | None
+
+
+def read_head(folder: Path) -> AdapterHead:
+    _check_present(folder)
+    config = _read_config((folder / CONFIG_FILE).read_bytes(), folder / CONFIG_FILE)
+    where = str(folder / WEIGHTS_FILE)
+    shapes = {_from_peft(name, where): shape for name, shape in stored_shapes([folder / WEIGHTS_FILE]).items()}
+    return AdapterHead(spec_of(config, shapes, where), shapes, config.base_model_name_or_path)
+
+
+def spec_of(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], where: str) -> LoraSpec:
+    """The options of an adapter with these matrices. PEFT has many rules to select targets; the file contains the
+    result. So does it for ranks, and they must be possible: where two patterns match, the first one counts, but PEFT
+    sorts the patterns when it writes them."""
+    targets = sorted({name.rsplit(".", 1)[0] for name in shapes})
+    described = str(Path(where).with_name(CONFIG_FILE))
+    ranks = _peft_values(targets, config.rank_pattern or {}, config.r, described)
+    alphas = _peft_values(targets, config.alpha_pattern or {}, config.lora_alpha, described)
+    for target in targets:
+        a, b = shapes.get(target + LORA_A.suffix), shapes.get(target + LORA_B.suffix)
+        if a is None or b is None or len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] not in ranks[target]:
+            raise _inconsistent(
+                f"The adapter's {target} does not have matrices of rank {' or '.join(map(str, ranks[target]))}: "
+                f"A is {'missing' if a is None else a}, B is {'missing' if b is None else b}.",
+                where,
+            )
+        if len(alphas[target]) > 1:
+            logger.warning("%s: two alpha patterns match %s; the first is used, as by PEFT", described, target)
+        magnitude = shapes.get(target + MAGNITUDE.suffix)
+        if magnitude != ((b[0],) if config.use_dora else None):
+            raise _inconsistent(
+                f"The adapter's {target} has magnitudes of shape {magnitude}, but use_dora is {config.use_dora}."
+                if magnitude
+                else f"The adapter's {target} has no magnitudes, but use_dora is true.",
+                where,
+            )
+    return LoraSpec(
+        config.r,
+        config.lora_alpha,
+        config.use_rslora,
+        config.lora_dropout,
+        tuple(targets),
+        rank_pattern=tuple((name, rank) for name in targets if (rank := shapes[name + LORA_A.suffix][0]) != config.r),
+        alpha_pattern=tuple((name, alpha) for name, (alpha, *_) in alphas.items() if alpha != config.lora_alpha),
+        dora=config.use_dora,
+        file=where,
+    )
+
+
+def _inconsistent(what: str, where: str) -> TrilloraError:
+    return TrilloraError(what, where=where, do=f"use the {CONFIG_FILE} and {WEIGHTS_FILE} of the same adapter")
+
+
+def _peft_values(targets: list[str], patterns: dict[str, Any], usual: Any, where: str) -> dict[str, list[Any]]:
+    """The values of each target by PEFT's rule: those of the patterns that match the end of its name, first the one
+    that counts."""
+    regexes = [(bounded_regex(key, where), value) for key, value in patterns.items()]
+
+    def values_of(target: str) -> list[Any]:
+        parts = target.split(".")
+        ends = [".".join(parts[i:]) for i in range(len(parts))]
+        return [value for regex, value in regexes if any(map(regex.fullmatch, ends))]
+
+    return {target: list(dict.fromkeys(values_of(target))) or [usual] for target in targets}
+
+
+def _peft_pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
+    """PEFT's pattern that gives the targets these values: by short names where that is exact, else by full names."""
+    different = {name: value for name, value in values.items() if value != usual}
+    short = {name.rsplit(".", 1)[-1]: value for name, value in different.items()}
+    if _peft_values(list(values), short, usual, CONFIG_FILE) == {name: [value] for name, value in values.items()}:
+        return short
+    # Longest first: the first match counts, and a full name may be the end of another.
+    return {re.escape(name): different[name] for name in sorted(different, key=lambda name: (-len(name), name))}
 
 
 def _read_verified(folder: Path) -> dict[str, bytes]:
     """The bytes of every file that Trillora reads from an adapter's folder, compared with their checksums."""
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise TrilloraError(
-                f"There is no adapter here: {name} is missing.",
-                where=str(folder),
-                do="use the folder that contains adapter_config.json and adapter_model.safetensors",
-            )
+    _check_present(folder)
     names = [name for name in (CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, MARK) if (folder / name).is_file()]
     try:
         files = {name: (folder / name).read_bytes() for name in names}
@@ -187,6 +277,16 @@ def _read_verified(folder: Path) -> dict[str, bytes]:
             f"the last checkpoint; if you changed the file yourself, remove {MARK}",
         )
     return files
+
+
+def _check_present(folder: Path) -> None:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise TrilloraError(
+                f"There is no adapter here: {name} is missing.",
+                where=str(folder),
+                do="use the folder that contains adapter_config.json and adapter_model.safetensors",
+            )
 
 
 def _find_damage(files: dict[str, bytes]) -> tuple[str, str] | None:
@@ -235,9 +335,17 @@ def fitting(where: str) -> Iterator[None]:
 
 def fit_adapter(adapter: dict[str, np.ndarray], layout: Layout, where: str) -> dict[str, np.ndarray]:
     """Stacks a loaded adapter by a model's layout. An adapter that does not fit raises an error with the matrix."""
+    check_shapes({name: array.shape for name, array in adapter.items()}, layout, where)
+    return {
+        key: np.stack([adapter[name] for name in leaf.names]) if leaf.stacked else adapter[leaf.names[0]]
+        for key, leaf in layout.items()
+    }
+
+
+def check_shapes(shapes: dict[str, tuple[int, ...]], layout: Layout, where: str) -> None:
     expected = {name: leaf.part_shape for leaf in layout.values() for name in leaf.names}
-    for name in sorted(expected.keys() | adapter.keys()):
-        found, needed = adapter[name].shape if name in adapter else None, expected.get(name)
+    for name in sorted(expected.keys() | shapes.keys()):
+        found, needed = shapes.get(name), expected.get(name)
         if found != needed:
             raise AdapterDoesNotFit(
                 f"The adapter does not fit this model: {name} is {found or 'missing'}, the model needs "
@@ -245,10 +353,6 @@ def fit_adapter(adapter: dict[str, np.ndarray], layout: Layout, where: str) -> d
                 where=where,
                 do="use the base model and the targets that the adapter was trained with (see its adapter_config.json)",
             )
-    return {
-        key: np.stack([adapter[name] for name in leaf.names]) if leaf.stacked else adapter[leaf.names[0]]
-        for key, leaf in layout.items()
-    }
 
 
 def _target_names(module: torch.nn.Module, targets: list[str]) -> list[str]:

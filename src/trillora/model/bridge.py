@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from torchax import interop
 from torchax.ops import mappings
@@ -38,7 +39,8 @@ from trillora.engine.quantize import Format
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import SUFFIXES
 from trillora.model.layout import Layout, Leaf, Tree
-from trillora.model.lora import LoraSpec, add_lora, linear_layers
+from trillora.model.lora import FrozenLayer, add_lora, initial_adapter, linear_layers
+from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides import attention as attention_functions
 from trillora.model.overrides import experts
 from trillora.model.overrides.recurrent import packing_aware
@@ -77,6 +79,7 @@ class CausalLM:
             within, _ = decoder_layers(self.module) or ("", [])
             self._quantized = quantize_layers(self.module, linear_layers(self.module), within, quantize)
         self.targets = add_lora(self.module, lora)
+        self.initial = "default" if lora is None else lora.init
         self.has_dropout = lora is not None and lora.dropout > 0
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
         self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
@@ -97,6 +100,23 @@ class CausalLM:
         decoder = {id(m) for m in (self.decoder or self.module).modules()}
         outside = {name for name in self.targets if id(self.module.get_submodule(name)) not in decoder}
         return {key: a for key, a in adapter.items() if key.rsplit(".", 1)[0] in outside}
+
+    def initial_adapter(self, base: Tree, seed: int, layout: Layout | None = None) -> Tree:
+        """The adapter before the first step. Some kinds start from the weights of the base. `layout`: of an adapter
+        with a smaller rank."""
+        where = {name: (key, i) for key, leaf in self.layout.items() for i, name in enumerate(leaf.names)}
+        name_of = {id(parameter): name for name, parameter in self.module.named_parameters()}  # tied ones have one name
+
+        def frozen(target: str) -> FrozenLayer:
+            layer = self.module.get_submodule(target)
+            key, i = where[name_of[id(layer.weight)]]
+            weight = base[key][i] if self.layout[key].stacked else base[key]
+            if not weight.is_fully_addressable:  # parts of it are on other hosts
+                weight = multihost_utils.process_allgather(weight, tiled=True)
+            weight_ED = np.array(weight.T if isinstance(layer, Conv1D) else weight, np.float32)
+            return FrozenLayer(weight_ED, layer.lora_scale)
+
+        return initial_adapter(layout or self.adapter_layout, seed, self.initial, frozen)
 
     def hidden(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None = None) -> jax.Array:
         """The decoder's last hidden state [B, T, D]; `head` turns it into logits.

@@ -12,11 +12,11 @@ Legend: R rank, D inputs, E outputs.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import math
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,30 +29,14 @@ from torchax import interop
 from transformers.pytorch_utils import Conv1D
 
 from trillora.engine.hash_random import keep_mask
-from trillora.errors import TrilloraError, nearest
-from trillora.model.adapter_parameters import kind_of
+from trillora.errors import TrilloraError
+from trillora.model.adapter_parameters import LORA_A, LORA_B, MAGNITUDE, kind_of
 from trillora.model.layout import Layout, Tree
+from trillora.model.lora_spec import Initial, LayerLora, LoraSpec, adapted_layers
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import current
 
-ALL_LINEAR = "all-linear"
 SAVED_NAME = "linear"  # the name of a linear layer's output in remat policies
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """The adapter's hyperparameters. `targets` is "all-linear", or names, dotted suffixes or patterns of linear layers.
-    Dropout does not apply to an adapted head, which is called for each chunk of the loss."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    rslora: bool = False
-    dropout: float = 0.0
-    targets: str | tuple[str, ...] = ALL_LINEAR
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class _LinearOutput:
@@ -64,8 +48,10 @@ class _LinearOutput:
 
     lora_a: torch.nn.Parameter
     lora_b: torch.nn.Parameter
+    lora_magnitude: torch.nn.Parameter  # of DoRA only
     lora_scale: float
     lora_dropout: float
+    lora_init: str
     lora_stream: int  # a number for the dropout key, different for each adapted projection of a layer
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -79,9 +65,33 @@ class _LinearOutput:
                     "The forward pass of this model runs adapted layers under torch.no_grad.",
                     do="choose an architecture from docs/ARCHITECTURES.md: JAX would ignore no_grad",
                 )
-            a, b = interop.jax_view(self.lora_a), interop.jax_view(self.lora_b)
-            y = y + self._lora_delta(interop.jax_view(x), a, b).astype(y.dtype)
+            a, b = self._matrices()
+            delta = self._lora_delta(interop.jax_view(x), a, b)
+            y = self._dora(y, delta, a, b) if hasattr(self, "lora_magnitude") else y + delta.astype(y.dtype)
         return interop.torch_view(checkpoint_name(y, SAVED_NAME))
+
+    def frozen_weight(self) -> jax.Array:
+        """The weight [E, D] of the base."""
+        weight = interop.jax_view(self.weight)  # type: ignore[attr-defined]
+        return weight.T if isinstance(self, Conv1D) else weight
+
+    def _matrices(self) -> tuple[jax.Array, jax.Array]:
+        """A and B. With PiSSA, their second half is minus what they were at the start, and never changes."""
+        a, b = interop.jax_view(self.lora_a), interop.jax_view(self.lora_b)
+        if self.lora_init == "default":
+            return a, b
+        half = a.shape[0] // 2
+        a = jnp.concatenate([a[:half], jax.lax.stop_gradient(a[half:])])
+        return a, jnp.concatenate([b[:, :half], jax.lax.stop_gradient(b[:, half:])], axis=1)
+
+    def _dora(self, y: jax.Array, delta: jax.Array, a_RD: jax.Array, b_ER: jax.Array) -> jax.Array:
+        """DoRA as in PEFT: each row of W + s B A gets a trained length, and its own length counts as a constant. In
+        float32, because bfloat16 would round most changes of the length away."""
+        norm_E = row_norms(self.frozen_weight(), a_RD, b_ER, self.lora_scale)
+        ratio_E = interop.jax_view(self.lora_magnitude) / checkpoint_name(norm_E, SAVED_NAME)
+        bias: Any = getattr(self, "bias", None)
+        bias_E = 0.0 if bias is None else interop.jax_view(bias).astype(jnp.float32)
+        return (bias_E + ratio_E * (y.astype(jnp.float32) - bias_E + delta.astype(jnp.float32))).astype(y.dtype)
 
     def _lora_delta(self, x: jax.Array, a_RD: jax.Array, b_ER: jax.Array) -> jax.Array:
         trace = current()
@@ -90,6 +100,21 @@ class _LinearOutput:
             kept = keep_mask(key, 1 - self.lora_dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.lora_dropout), 0).astype(x.dtype)
         return (x @ a_RD.astype(x.dtype).T) @ b_ER.astype(x.dtype).T * self.lora_scale
+
+
+def row_norms(w_ED: jax.Array, a_RD: jax.Array, b_ER: jax.Array, scale: float) -> jax.Array:
+    """The lengths of the rows of W + s B A, without computing B A:
+
+        |w + s b A|² = |w|² + 2 s b·(A w) + s² b·(A Aᵀ) b       for a row w of W and the row b of B
+
+    No gradient flows through them.
+    """
+    w_ED, a_RD, b_ER = jax.lax.stop_gradient((w_ED, a_RD.astype(jnp.float32), b_ER.astype(jnp.float32)))
+    squares_E = jnp.square(w_ED.astype(jnp.float32)).sum(-1)
+    products_ER = jnp.einsum("ed,rd->er", w_ED, a_RD.astype(w_ED.dtype), preferred_element_type=jnp.float32)
+    gram_RR = a_RD @ a_RD.T
+    squares_E += 2 * scale * (b_ER * products_ER).sum(-1) + scale**2 * ((b_ER @ gram_RR) * b_ER).sum(-1)
+    return jnp.sqrt(jnp.maximum(squares_E, jnp.finfo(jnp.float32).tiny))
 
 
 @functools.cache
@@ -102,20 +127,26 @@ def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     linear = linear_layers(model)
-    targets = [] if spec is None else select_targets(model, list(linear), spec.targets)
+    layers = {} if spec is None else adapted_layers(model, list(linear), spec)
     for name, module in linear.items():
         cls: Any = type(module)
         module.__class__ = _with_output(cls)
-        if spec is None or name not in targets:
-            continue
-        num_in, num_out = features(module)
-        module.lora_a = torch.nn.Parameter(torch.empty(spec.rank, num_in, device="meta"))
-        module.lora_b = torch.nn.Parameter(torch.empty(num_out, spec.rank, device="meta"))
-        module.lora_scale, module.lora_dropout = spec.scale, spec.dropout
-        module.lora_stream = zlib.crc32(
-            re.sub(r"\.\d+\.", ".#.", name).encode()
-        )  # the same in all layers, which share one scan body; the dropout key already contains the layer
-    return targets
+        if spec is not None and name in layers:
+            _add_parameters(name, module, layers[name], spec)
+    return list(layers)
+
+
+def _add_parameters(name: str, module: Any, layer: LayerLora, spec: LoraSpec) -> None:
+    num_in, num_out = features(module)
+    rank = 2 * layer.rank if spec.pissa else layer.rank
+    module.lora_a = torch.nn.Parameter(torch.empty(rank, num_in, device="meta"))
+    module.lora_b = torch.nn.Parameter(torch.empty(num_out, rank, device="meta"))
+    if spec.dora:
+        module.lora_magnitude = torch.nn.Parameter(torch.empty(num_out, device="meta"))
+    module.lora_scale, module.lora_dropout, module.lora_init = spec.scale_of(layer), spec.dropout, spec.init
+    module.lora_stream = zlib.crc32(
+        re.sub(r"\.\d+\.", ".#.", name).encode()
+    )  # the same in all layers, which share one scan body; the dropout key already contains the layer
 
 
 def linear_layers(model: torch.nn.Module) -> dict[str, Any]:
@@ -145,36 +176,41 @@ def features(module: Any) -> tuple[int, int]:
     return (out_features, in_features) if isinstance(module, Conv1D) else (in_features, out_features)
 
 
-def select_targets(model: Any, linear: list[str], targets: str | tuple[str, ...]) -> list[str]:
-    """Names of the linear layers that match. "all-linear" does not include the head."""
-    if targets == ALL_LINEAR:
-        head = model.get_output_embeddings()
-        return [name for name in linear if model.get_submodule(name) is not head]
-    chosen: set[str] = set()
-    for i, target in enumerate((targets,) if isinstance(targets, str) else targets):
-        matches = [name for name in linear if _matches(name, target)]
-        if not matches:
-            short = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear))
-            guess = nearest(target, [*short, *linear])
-            hint = f"did you mean {guess!r}? " if guess else ""
-            raise TrilloraError(
-                f"LoRA target {target!r} matches no linear layer of {type(model).__name__}.",
-                where=f"lora.targets[{i}]",
-                do=f"{hint}Linear layers here: {' '.join(short)}",
-            )
-        chosen.update(matches)
-    return [name for name in linear if name in chosen]
+@dataclass(frozen=True)
+class FrozenLayer:
+    """What the initial adapter of a layer depends on."""
+
+    weight_ED: np.ndarray  # float32
+    scale: float
 
 
-def _matches(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}") or fnmatch.fnmatchcase(name, target)
-
-
-def initial_adapter(layout: Layout, seed: int) -> Tree:
+def initial_adapter(
+    layout: Layout, seed: int, init: Initial = "default", frozen: Callable[[str], FrozenLayer] | None = None
+) -> Tree:
     """A is Kaiming-uniform and B is zero, so the adapted model starts equal to the base. The numbers depend only on the
-    seed and the parameter's name, so they do not change with the stacking of layers or the number of devices."""
+    seed and the parameter's name, so they do not change with the stacking of layers or the number of devices.
+
+    DoRA and PiSSA start from the base: `frozen` returns the layer that has this name.
+    """
+
+    @functools.cache
+    def factors(target: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        assert frozen is not None
+        return principal_factors(frozen(target), rank, init, _seed_of(seed, target))
+
+    def initial(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        kind = kind_of(name)
+        target = name.removesuffix(kind.suffix)
+        if kind is MAGNITUDE:
+            assert frozen is not None
+            return np.linalg.norm(frozen(target).weight_ED, axis=1)
+        if kind in (LORA_A, LORA_B) and init != "default":
+            a_RD, b_ER = factors(target, shape[kind.rank_dim or 0] // 2)
+            return np.concatenate([a_RD, a_RD]) if kind is LORA_A else np.concatenate([b_ER, -b_ER], axis=1)
+        return _initial(name, shape, seed)
+
     return {
-        key: np.stack([_initial(name, leaf.part_shape, seed) for name in leaf.names]).reshape(leaf.shape)
+        key: np.stack([initial(name, leaf.part_shape) for name in leaf.names]).reshape(leaf.shape)
         for key, leaf in layout.items()
     }
 
@@ -183,5 +219,24 @@ def _initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     if kind_of(name).is_zero_at_start:
         return np.zeros(shape, np.float32)
     bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), PEFT's default
-    generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    generator = np.random.default_rng(_seed_of(seed, name))
     return generator.uniform(-bound, bound, shape).astype(np.float32)
+
+
+def _seed_of(seed: int, name: str) -> list[int]:
+    return [seed, zlib.crc32(name.encode())]
+
+
+def principal_factors(layer: FrozenLayer, rank: int, init: Initial, seed: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """PiSSA's A [R, D] and B [E, R]: scale * B A is the part of the weight with the largest singular values.
+    `pissa_niter_16` finds them by 16 steps of subspace iteration from random numbers, which is far faster."""
+    weight = torch.from_numpy(layer.weight_ED)
+    if init == "pissa":
+        u_EK, values_K, vt_KD = torch.linalg.svd(weight, full_matrices=False)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(np.random.default_rng(seed).integers(2**63)))
+            u_EK, values_K, v_DK = torch.svd_lowrank(weight, rank, niter=int(init.rpartition("_")[2]))
+        vt_KD = v_DK.T
+    roots_R = (values_K[:rank] / layer.scale).sqrt()
+    return (roots_R[:, None] * vt_KD[:rank]).numpy(), (u_EK[:, :rank] * roots_R).numpy()

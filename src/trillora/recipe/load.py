@@ -172,7 +172,7 @@ def options() -> dict[str, Option]:
 
     def visit(prefix: str, section: type[Section]) -> None:
         for name, field in section.model_fields.items():
-            path = f"{prefix}{name}"
+            path = f"{prefix}{field.alias or name}"
             found[path] = Option.of(path, field)
             inner = found[path].section
             if inner is not None:
@@ -289,7 +289,7 @@ _DATA_SUFFIX = re.compile(r"\.(jsonl|ndjson|json|txt|md|csv|tsv|parquet|gz|zst|t
 
 def _locate(tree: dict[str, Any], folder: Path) -> None:
     """Makes the paths of a tree absolute, in place. URLs and hub ids stay as they are."""
-    data, model, train = (tree.get(name) for name in ("data", "model", "train"))
+    data, model, train, lora = (tree.get(name) for name in ("data", "model", "train", "lora"))
     if isinstance(data, Mapping):
         tree["data"] = _located_data(data, folder, "data")
     for part in LISTS:
@@ -297,6 +297,8 @@ def _locate(tree: dict[str, Any], folder: Path) -> None:
             tree[part] = _each(tree[part], _located_stage, folder, part)
     if isinstance(train, Mapping) and isinstance(to := train.get("checkpoint_dir"), str):
         tree["train"] = {**train, "checkpoint_dir": _located(to, folder, "train.checkpoint_dir")}
+    if isinstance(lora, Mapping) and isinstance(start := lora.get("from"), str):
+        tree["lora"] = {**lora, "from": _data_path(start, folder, "lora.from")}
     if isinstance(model, Mapping) and isinstance(name := model.get("name"), str) and name:
         # A bare word may be a hub id: only a value that starts like a path is a folder.
         is_path = name.startswith(("./", "../", "~"))

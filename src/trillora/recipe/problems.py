@@ -42,6 +42,10 @@ ELSEWHERE = {
     "r": "lora.rank",
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
+    "use_dora": "lora.dora",
+    "init_lora_weights": "lora.init",
+    "exclude_modules": "lora.exclude",
+    "loraplus_lr_ratio": "lora.loraplus_ratio",
     "use_rslora": "lora.rslora",
     "target_modules": "lora.targets",
     "lora_target_modules": "lora.targets",
@@ -246,13 +250,19 @@ def _phrase(kind: Any, constraints: Iterable[Any]) -> str:
         return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
     if get_origin(kind) is tuple:
         inner_section = _section(kind)
-        of = "names or patterns" if inner_section is None else f"mappings of {', '.join(inner_section.model_fields)}"
+        of = "names or patterns" if inner_section is None else f"mappings of {_names(inner_section)}"
         return f"a list of {of}"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return f"a mapping of {', '.join(kind.model_fields)}"
+        return f"a mapping of {_names(kind)}"
+    if get_origin(kind) is dict:
+        return f"a mapping of names or patterns to {_phrase(get_args(kind)[1], ())}"
     words = {int: "a whole number", float: "a number", bool: "yes or no", str: "text"}[kind]
     bounds = " and ".join(text for c in constraints if (text := _bound(c))).replace(" and of ", " and ")
     return f"{words} {bounds}".strip()
+
+
+def _names(section: type[BaseModel]) -> str:
+    return ", ".join(info.alias or name for name, info in section.model_fields.items())
 
 
 def _bound(constraint: Any) -> str | None:

@@ -28,8 +28,9 @@ from pydantic import (
 from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.group_section import MAX_ADAPTERS, MergeSection, SweepSection
+from trillora.recipe.lora import LoraSection
 from trillora.recipe.merge import merged
-from trillora.recipe.section import Auto, Count, Devices, Rank, Rate, Section, Sequences, Tokens, conflict
+from trillora.recipe.section import Auto, Count, Devices, Rate, Section, Sequences, Tokens, conflict
 
 _DURATION = r"^([0-9]{1,6}h([0-9]{1,6}m)?|[0-9]{1,6}m([0-9]{1,6}s)?|[0-9]{1,6}s)$"
 MAX_STEPS = 10**9  # of a stage
@@ -68,20 +69,6 @@ class ModelSection(Section):
         if "://" in name:
             raise ValueError("a model is not opened by its URL")
         return name
-
-
-class LoraSection(Section):
-    """The adapter."""
-
-    rank: Rank = Field(
-        default=16, description="Rank of the adapter. A higher rank can learn more and needs more memory."
-    )
-    alpha: Rate = Field(default=32.0, description="Scaling: the adapter's output is multiplied by alpha / rank.")
-    rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead, better for high ranks.")
-    dropout: float = Field(default=0.0, ge=0, le=0.99, description="Dropout probability on the adapter's inputs.")
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        default="all-linear", description="Layers that get an adapter: all-linear, or a list of names or patterns."
-    )
 
 
 class PhaseOptions(Section):

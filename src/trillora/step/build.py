@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -24,9 +25,10 @@ from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_st
 from trillora.model.adapter_parameters import kind_of
 from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Layout, Leaf, Tree
-from trillora.model.lora import LoraSpec
+from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.resolve import StepSettings
-from trillora.recipe.schema import LoraSection, StageRecipe
+from trillora.recipe.schema import StageRecipe
+from trillora.step.adapter_spec import check_layers, lora_spec
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -113,9 +115,11 @@ def assemble(
         mesh=mesh,
         trust_remote_code=recipe.model.trust_remote_code,
     )
+    check_layers(recipe.lora, spec, model)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     chunk = loss_chunk_positions(settings.loss_chunk, settings.micro_batch_size // shards, train.sequence_length)
-    optimizer = make_optimizer(train.optimizer, train.weight_decay, decayed_leaves(model.adapter_layout))
+    factors = update_factors(model.adapter_layout, recipe.lora.loraplus_ratio, pissa=spec.pissa)
+    optimizer = make_optimizer(train.optimizer, train.weight_decay, decayed_leaves(model.adapter_layout), factors)
     train_step = make_train_step(
         loss_function(model, chunk, packed=data.pack),
         optimizer,
@@ -143,10 +147,6 @@ def assemble(
             for name, dtype in BATCH_DTYPES.items()
         },
     )
-
-
-def lora_spec(lora: LoraSection) -> LoraSpec:
-    return LoraSpec(lora.rank, lora.alpha, lora.rslora, lora.dropout, lora.targets)
 
 
 def loss_chunk_positions(tokens: int, rows_per_device: int, sequence_length: int) -> int:
@@ -221,6 +221,24 @@ def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
 def decayed_leaves(layout: Layout) -> dict[str, bool]:
     """Whether weight decay applies to each leaf of the adapter."""
     return {key: kind_of(key).decays for key in layout}
+
+
+def update_factors(layout: Layout, loraplus_ratio: float, *, pissa: bool) -> dict[str, Any] | None:
+    """What the update of each leaf is multiplied by: the ratio of LoRA+, and zero for the half of PiSSA's matrices that
+    keeps their initial values. None: nothing is multiplied."""
+    if loraplus_ratio == 1 and not pissa:
+        return None
+
+    def factor(key: str, leaf: Leaf) -> Any:
+        kind = kind_of(key)
+        ratio = loraplus_ratio if kind.is_fast else 1.0
+        if not pissa or kind.rank_dim is None:
+            return ratio
+        rank = leaf.part_shape[kind.rank_dim]
+        trained_R = np.where(np.arange(rank) < rank // 2, np.float32(ratio), np.float32(0))
+        return trained_R[:, None] if kind.rank_dim == 0 else trained_R
+
+    return {key: factor(key, leaf) for key, leaf in layout.items()}
 
 
 def _shapes(layout: Layout, shardings: dict[str, NamedSharding]) -> Tree:

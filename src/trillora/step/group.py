@@ -33,6 +33,7 @@ from trillora.engine.group import (
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.step import Batch, TrainState
 from trillora.errors import TrilloraError
+from trillora.model.adapter_parameters import LORA_B, kind_of
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
@@ -85,6 +86,7 @@ def assemble_group(
     """The step for `width` adapters at once, by default as many as the settings say."""
     width = width or settings.adapters_at_once
     recipe = widest(members)
+    check_ranks_differ_simply(members)
     one = assemble(recipe, settings, config, mesh, 1, mapped=True)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     rows = width * settings.micro_batch_size // shards
@@ -147,7 +149,7 @@ def options_of(members: Sequence[Stage], num_steps: Sequence[int]) -> AdapterOpt
 
 def scaled(adapter: Mapping[str, Any], scale: Any) -> Tree:
     """The adapter with its change multiplied by `scale`."""
-    return {key: array * scale if key.endswith(".lora_b") else array for key, array in adapter.items()}
+    return {key: array * scale if key.endswith(LORA_B.suffix) else array for key, array in adapter.items()}
 
 
 def scaled_loss(loss: Any) -> ScaledLoss:
@@ -158,12 +160,28 @@ def scaled_loss(loss: Any) -> ScaledLoss:
     return own
 
 
-def with_rank(layout: Layout, rank: int) -> Layout:
+def padding_of(members: Sequence[Stage], recipe: StageRecipe) -> int:
+    """How much smaller the rank of an adapter is than the largest one."""
+    return widest(members).lora.rank - recipe.lora.rank
+
+
+def check_ranks_differ_simply(members: Sequence[Stage]) -> None:
+    lora = widest(members).lora
+    if any(padding_of(members, member.recipe) for member in members) and (lora.rank_pattern or lora.init != "default"):
+        option = "lora.rank_pattern" if lora.rank_pattern else f"lora.init: {lora.init}"
+        raise TrilloraError(
+            f"A sweep over ranks cannot be combined with {option}.",
+            where="sweep.rank",
+            do="remove one of them, or make one run for each rank",
+        )
+
+
+def without_padding(layout: Layout, padding: int) -> Layout:
     """The layout of an adapter with a smaller rank."""
 
     def smaller(key: str, leaf: Leaf) -> Leaf:
         dim = _rank_dim(key, len(leaf.shape))
-        shape = leaf.shape if dim is None else (*leaf.shape[:dim], rank, *leaf.shape[dim + 1 :])
+        shape = leaf.shape if dim is None else (*leaf.shape[:dim], leaf.shape[dim] - padding, *leaf.shape[dim + 1 :])
         return dataclasses.replace(leaf, shape=shape)
 
     return {key: smaller(key, leaf) for key, leaf in layout.items()}
@@ -177,17 +195,16 @@ def padded(adapter: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.nd
     }
 
 
-def cut(name: str, array: np.ndarray, rank: int) -> np.ndarray:
-    """The part of a padded matrix that belongs to an adapter of this rank."""
+def cut(name: str, array: np.ndarray, padding: int) -> np.ndarray:
+    """The part of a padded matrix that belongs to the adapter."""
     dim = _rank_dim(name, array.ndim)
-    return array if dim is None else array.take(range(rank), axis=dim)
+    return array if dim is None else array.take(range(array.shape[dim] - padding), axis=dim)
 
 
 def _rank_dim(name: str, num_dims: int) -> int | None:
-    """Which dim of a parameter is the rank: A is [R, D], B is [E, R]."""
-    if name.endswith(".lora_a"):
-        return num_dims - 2
-    return num_dims - 1 if name.endswith(".lora_b") else None
+    """Which dim of a parameter is the rank: A is [R, D], B is [E, R]. The first dim may be the stack of layers."""
+    kind = kind_of(name)
+    return None if kind.rank_dim is None else num_dims - kind.num_dims + kind.rank_dim
 
 
 def _group_shapes(one: Assembly, num_adapters: int) -> TrainState:

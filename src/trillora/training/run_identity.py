@@ -26,6 +26,7 @@ FREE = (
     # Compared by content.
     *("model.name", "model.revision", "data.path", "data.validation"),
     *(f"{part}.data.{option}" for part in ("stages", "phases") for option in ("path", "validation")),
+    "lora.from",
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

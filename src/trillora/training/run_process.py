@@ -32,6 +32,7 @@ from trillora.model.loading.weights import load_weights
 from trillora.recipe.resolve import ResolvedRecipe, keep_dates, keep_fixed
 from trillora.recipe.schema import Recipe, stages_of
 from trillora.secrets import mask_values
+from trillora.step.adapter_spec import Start, open_start
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch
 from trillora.tracking import tracking_listener
@@ -76,6 +77,7 @@ class RunProcess:
         self._accept_changes = accept_changes
         self._record = RunRecord(folder)
         self._of_run: dict[str, Any] = {}  # the content of run.json
+        self._start: Start | None = None  # the adapter that a new run starts from
 
     def _start_folder(self, saved: tuple[int, dict[str, bytes]] | None) -> None:
         """Sets the files of the run's folder to the state of the checkpoint."""
@@ -130,6 +132,9 @@ class RunProcess:
             identity = {"model": weights.result(), "tokenizer": _tokenizer_digest(opened.tokenizer)}
         for data in stages:
             identity |= data.identity()
+        self._start = open_start(self._recipe.lora, opened.base_name, self._listener)
+        if self._start is not None:
+            identity["lora.from"] = self._start.digest
         return stages, identity
 
     def _check_unchanged(

@@ -32,7 +32,6 @@ from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.events import METRICS
 from trillora.files.read_json import parse_json
-from trillora.model.adapter_parameters import kind_of, name_in_memory
 from trillora.model.adapters import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -40,8 +39,10 @@ from trillora.model.adapters import (
     adapter_files,
     fit_adapter,
     read_adapter,
+    spec_of,
 )
 from trillora.model.layout import unstack
+from trillora.model.lora_spec import LayerLora, LoraSpec
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Attention, Backend, Dtype, Layers, Quantize, Remat
 from trillora.step.build import Assembly
@@ -247,13 +248,12 @@ def _check(step: int, files: dict[str, bytes]) -> None:
     if (found := facts["position"]["global_step"]) != step:
         raise fault(FACTS_FILE, f"position.global_step is {found}, not {step}.")
     config = parse_json(files[CONFIG_FILE], AdapterConfig, where=CONFIG_FILE, do=DO)
-    used = {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout, "rslora": config.use_rslora}
-    for option, value in used.items():
-        if (stored := facts["options"].get(f"lora.{option}", value)) != value:
-            raise fault(CONFIG_FILE, f"Its {option} is {value}, but {FACTS_FILE} has {stored!r}.")
-    read_adapter(files[WEIGHTS_FILE])
+    _check_options(config, facts["options"])
+    adapter = read_adapter(files[WEIGHTS_FILE])
+    spec_of(config, {name: array.shape for name, array in adapter.items()}, WEIGHTS_FILE)
     for name, array in read_tensors(files, WEIGHTS_FILE).items():
-        _check_adapter_array(name, array, config.r)
+        if array.dtype != np.float32:
+            raise fault(WEIGHTS_FILE, f"{name} is not float32.")
     for name, array in read_tensors(files, STATE_FILE).items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise fault(STATE_FILE, f"{name} has values that are not finite.")
@@ -265,12 +265,18 @@ def check_metrics(lines: bytes) -> None:
         _check_metric(line, number)
 
 
-def _check_adapter_array(name: str, array: np.ndarray, rank: int) -> None:
-    kind = kind_of(name_in_memory(name) or "")  # known: `read_adapter` has read it
-    if array.dtype != np.float32 or array.ndim != kind.num_dims:
-        raise fault(WEIGHTS_FILE, f"{name} does not have {kind.num_dims} dims of float32.")
-    if kind.rank_dim is not None and array.shape[kind.rank_dim] != rank:
-        raise fault(WEIGHTS_FILE, f"{name} is not of rank {rank}.")
+def _check_options(config: AdapterConfig, options: dict[str, Any]) -> None:
+    """The adapter's configuration has the values of the recipe. Those of `lora.from` are not in the recipe."""
+    used = {"dropout": config.lora_dropout, "rslora": config.use_rslora}
+    given = {option: options.get(f"lora.{option}", value) for option, value in used.items()}
+    if "lora.rank" in options and "lora.alpha" in options:
+        spec = LoraSpec(rslora=config.use_rslora, init=options.get("lora.init", "default"))
+        layer = spec.in_file(LayerLora(options["lora.rank"], options["lora.alpha"]))
+        used |= {"rank": config.r, "alpha": config.lora_alpha}
+        given |= {"rank": layer.rank, "alpha": layer.alpha}
+    for option, value in used.items():
+        if given[option] != value:
+            raise fault(CONFIG_FILE, f"Its {option} is {value}, but {FACTS_FILE} has {given[option]!r}.")
 
 
 def read_tensors(files: Mapping[str, bytes], name: str) -> dict[str, np.ndarray]:

@@ -30,14 +30,14 @@ from trillora.files.cache_dir import cache_root
 from trillora.files.checksums import with_checksums
 from trillora.files.owner import lock_run, own_checkpoints
 from trillora.files.storage import LocalStorage, open_storage
-from trillora.model.adapters import check_changes_something, check_written, read_adapter
+from trillora.model.adapters import check_changes_something, check_written, fit_adapter, read_adapter
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
-from trillora.model.lora import initial_adapter
 from trillora.recipe import run_file
 from trillora.recipe.group import group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
+from trillora.step.adapter_spec import Start
 from trillora.step.autotune import Plan, choose
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import Planned, Programs, Shape, describe, shape_text
@@ -145,7 +145,11 @@ class _Training(RunProcess):
 
         base = read_base(opened.folder, assembly, listener)
         where = self._checkpoints.where(position.global_step)
-        state = from_files(saved[1], assembly, where) if saved else place_state(assembly, recipe.train.seed)
+        state = (
+            from_files(saved[1], assembly, where)
+            if saved
+            else place_state(assembly, recipe.train.seed, base, self._start)
+        )
         self._start_folder(saved)
         del saved  # as large as the state
         with self._tracking(position.global_step + 1, filled) as events, self._saver(events) as saver:
@@ -333,13 +337,16 @@ def resolve_recipe(
     return ResolvedRecipe(tuple(resolved), max(1, math.ceil(num_steps / 10)) if every == "auto" else every)
 
 
-def place_state(assembly: Assembly, seed: int) -> TrainState:
-    """The state before the first step, on the devices."""
+def place_state(assembly: Assembly, seed: int, base: Tree, start: Start | None = None) -> TrainState:
+    """The state before the first step, on the devices. `start`: the adapter to begin with."""
 
     def first_state(adapter: Tree) -> TrainState:
         return initial_state(adapter, assembly.optimizer, seed)
 
-    adapter = initial_adapter(assembly.model.adapter_layout, seed)
+    if start is not None:
+        adapter = fit_adapter(start.arrays, assembly.model.adapter_layout, start.where)
+    else:
+        adapter = assembly.model.initial_adapter(base, seed)
     return jax.jit(first_state, out_shardings=_shardings(assembly))(adapter)
 
 

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 EMBEDDED = "smollm2"
 SINGLE_FILE = "model.safetensors"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "*.txt")  # sentencepiece, tiktoken, merges and vocabularies
 DESCRIPTION_FILES = ("*.json", "*.jinja", *TOKENIZER_FILES)
@@ -87,6 +88,33 @@ def find_model(
     if not HUB_ID.fullmatch(name) or name.startswith((".", "~")):
         raise _no_such_folder(name, folder)
     return _from_hub(name, revision, trust_remote_code, with_weights)
+
+
+def find_adapter(name: str) -> Path:
+    """The local folder of an adapter in PEFT's format. `name` is a folder, also of a run, or a hub id `org/name`,
+    optionally with `@revision`."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        inside = folder / "adapter"  # of a run
+        return inside if inside.is_dir() and not (folder / ADAPTER_FILES[0]).is_file() else folder
+    hub_id, _, revision = name.partition("@")
+    if not HUB_ID.fullmatch(hub_id) or name.startswith((".", "~")):
+        raise TrilloraError(
+            f"There is no adapter '{name}'.",
+            where=f"lora.from: {folder} is not a folder, and a hub id has the form org/name",
+            do="give the folder with adapter_config.json, a run's folder, or a hub id",
+        )
+    found = download(hub_id, "model", revision=revision or None, allow=ADAPTER_FILES)
+    if missing := [file for file in ADAPTER_FILES if not (found / file).is_file()]:
+        files = list_files(hub_id, revision or "main") or set()
+        pickled = next((file for file in sorted(files) if file.endswith(PICKLE_SUFFIXES)), None)
+        raise TrilloraError(
+            f"{hub_id} is not an adapter that can be used: it has no {missing[0]}."
+            + (f" {pickled} is a pickle file, which can run code when it is opened." if pickled else ""),
+            where=f"hub model {hub_id}",
+            do="choose a repository with adapter_config.json and adapter_model.safetensors",
+        )
+    return found
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:

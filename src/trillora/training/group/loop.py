@@ -57,7 +57,7 @@ class Member:
 
     stage: StageData
     measures: Measures
-    rank: int
+    padding: int  # of its rank, up to the largest one
 
     @property
     def name(self) -> str:
@@ -339,7 +339,7 @@ class GroupLoop:
         """Copy an adapter to the host: it is what this one leaves if nothing better comes."""
         member = self._run.members[number]
         flat = unstack(jax.tree.map(np.asarray, stored), self._run.assembly.model.adapter_layout)
-        self._kept[member.name] = {name: cut(name, array, member.rank) for name, array in flat.items()}
+        self._kept[member.name] = {name: cut(name, array, member.padding) for name, array in flat.items()}
 
     def _keep_last(self, number: int, stored: Tree) -> None:
         own, evaluate = self._position.members[number], self._run.members[number].stage.recipe.evaluate

@@ -29,7 +29,7 @@ from trillora.model.loading.source import OpenModel
 from trillora.recipe.group import Group
 from trillora.recipe.schema import LoraSection, Recipe
 from trillora.step.build import Assembly, assemble, lora_spec
-from trillora.step.group import padded, scaled, widest, with_rank
+from trillora.step.group import padded, padding_of, scaled, widest, without_padding
 from trillora.training.group.loop import GroupRun, Member
 from trillora.training.group.position import GroupPosition
 from trillora.training.group.state_files import Kept
@@ -192,10 +192,10 @@ class GroupResults:
         assembly, members = self._run.assembly, self._group.members
         layout = assembly.model.adapter_layout
         if name is None:
-            tree: Mapping[str, np.ndarray] = {key: np.zeros(leaf.shape, np.float32) for key, leaf in layout.items()}
+            tree: Mapping[str, np.ndarray] = assembly.model.initial_adapter(self._base, 0)
         else:
             recipe = next(member.recipe for member in members if member.name == name)
-            kept, own = self._kept[name], with_rank(layout, recipe.lora.rank)
+            kept, own = self._kept[name], without_padding(layout, padding_of(members, recipe))
             stacked = {
                 key: np.stack([kept[part] for part in leaf.names]) if leaf.stacked else kept[leaf.names[0]]
                 for key, leaf in own.items()

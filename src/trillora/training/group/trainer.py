@@ -25,17 +25,26 @@ from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.events import AdaptersStarted, Chosen, Note
 from trillora.files.cache_dir import cache_root
+from trillora.model.adapters import fit_adapter
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
-from trillora.model.lora import initial_adapter
 from trillora.recipe import run_file
 from trillora.recipe.group import Group, group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage, StepSettings, given_settings
 from trillora.recipe.schema import Stage, StageRecipe
+from trillora.step.adapter_spec import Start
 from trillora.step.autotune import DoesNotFit, Plan, choose
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import Planned, describe
-from trillora.step.group import GroupAssembly, assemble_group, options_of, padded, widest, with_rank
+from trillora.step.group import (
+    GroupAssembly,
+    assemble_group,
+    options_of,
+    padded,
+    padding_of,
+    widest,
+    without_padding,
+)
 from trillora.step.group_plan import Selection, halvings, planned_widths, selections
 from trillora.training import manifest
 from trillora.training.divergence import DivergenceMonitor
@@ -98,7 +107,7 @@ class GroupTraining(RunProcess):
             where = self._checkpoints.where(position.step)
             state, kept = from_files(saved[1], assembly, [one.name for one in data], where)
         else:
-            state = place_group(assembly, group.members)
+            state = place_group(assembly, group.members, base, self._start)
         self._start_folder(saved)
         del saved  # as large as the state
         with self._tracking(position.step + 1, filled) as events, self._saver(events) as saver:
@@ -242,7 +251,8 @@ class GroupTraining(RunProcess):
             sampler = None
             if plan.prompts is not None and plan.questions:
                 sampler = Sampler(assembly, base, plan.prompts, plan.max_tokens)
-            members.append(Member(one, Measures(own, sampler, plan.questions), one.recipe.lora.rank))
+            padding = padding_of(group.members, one.recipe)
+            members.append(Member(one, Measures(own, sampler, plan.questions), padding))
         return tuple(members)
 
     def _to_the_end(
@@ -344,18 +354,23 @@ def planned_programs(
     return [*found, Planned("one adapter of the group"), Planned("the copy of the state for a checkpoint")]
 
 
-def place_group(assembly: GroupAssembly, members: Sequence[Stage]) -> TrainState:
+def place_group(
+    assembly: GroupAssembly, members: Sequence[Stage], base: Tree, start: Start | None = None
+) -> TrainState:
     """The state before the first step, on the devices: each adapter starts as it would alone."""
     layout = assembly.model.adapter_layout
     adapters = []
     for member in members:
-        own = with_rank(layout, member.recipe.lora.rank)
-        adapters.append(padded(initial_adapter(own, member.recipe.train.seed), layout))
+        own = without_padding(layout, padding_of(members, member.recipe))
+        if start is not None:
+            adapters.append(fit_adapter(start.arrays, layout, start.where))
+        else:
+            adapters.append(padded(assembly.model.initial_adapter(base, member.recipe.train.seed, own), layout))
     stacked = {key: np.stack([adapter[key] for adapter in adapters]) for key in layout}
     keys = jnp.stack([jax.random.key(member.recipe.train.seed) for member in members])
-    start = functools.partial(group_state, optimizer=assembly.optimizer)
+    first_state = functools.partial(group_state, optimizer=assembly.optimizer)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, assembly.state_shapes)
-    return jax.jit(lambda a, k: start(a, keys_N=k), out_shardings=shardings)(stacked, keys)
+    return jax.jit(lambda a, k: first_state(a, keys_N=k), out_shardings=shardings)(stacked, keys)
 
 
 def _everywhere(assembly: GroupAssembly) -> Any:

@@ -1,0 +1,80 @@
+"""The section `lora` of a recipe: the adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+
+from trillora.recipe.section import Rank, Rate, Section, conflict
+
+Patterns = tuple[Annotated[str, Field(min_length=1)], ...]
+_VARIANTS = ("exclude", "rank_pattern", "alpha_pattern", "dora", "init", "loraplus_ratio")
+
+
+class LoraSection(Section):
+    """The adapter."""
+
+    rank: Rank = Field(
+        default=16, description="Rank of the adapter. A higher rank can learn more and needs more memory."
+    )
+    alpha: Rate = Field(default=32.0, description="Scaling: the adapter's output is multiplied by alpha / rank.")
+    rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead, better for high ranks.")
+    dropout: float = Field(default=0.0, ge=0, le=0.99, description="Dropout probability on the adapter's inputs.")
+    targets: Literal["all-linear"] | Annotated[Patterns, Field(min_length=1)] = Field(
+        default="all-linear",
+        description="Layers that get an adapter: all-linear, or a list of names or patterns. A pattern is the end of a "
+        "name, a glob, or a regular expression after re:.",
+    )
+    exclude: Patterns = Field(default=(), description="Names or patterns of targets that get no adapter.")
+    rank_pattern: dict[str, Rank] = Field(
+        default_factory=dict, description="Other ranks for some targets, by name or pattern."
+    )
+    alpha_pattern: dict[str, Rate] = Field(
+        default_factory=dict, description="Other alphas for some targets, by name or pattern."
+    )
+    dora: bool = Field(
+        default=False, description="DoRA: also train the length of each weight row. Slower, better for low ranks."
+    )
+    init: Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16"] = Field(
+        default="default",
+        description="Initial values. pissa: the largest singular vectors of each weight, which learns faster; "
+        "pissa_niter_16 computes them approximately, in a fraction of the time.",
+    )
+    loraplus_ratio: Rate = Field(
+        default=1.0, description="LoRA+: learning rate of the B matrices divided by that of the A matrices, e.g. 16."
+    )
+    from_: str | None = Field(
+        default=None,
+        alias="from",
+        min_length=1,
+        description="An adapter to start from: a folder, or a Hugging Face id. Its rank, alpha, targets and variant "
+        "are used.",
+    )
+
+    @field_validator("rank_pattern", "alpha_pattern", mode="before")
+    @classmethod
+    def _no_booleans(cls, value: Any) -> Any:
+        if isinstance(value, dict) and any(isinstance(number, bool) for number in value.values()):
+            raise ValueError("yes and no are not numbers")
+        return value
+
+    @model_validator(mode="after")
+    def _starts_once(self) -> LoraSection:
+        if self.from_ is not None and self.init != "default":
+            raise conflict("init", f"Both lora.from and lora.init: {self.init} are given.", "remove one of them")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _only_used_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """With `from`, the options that were given; the file has the others. Else without the variants that are not
+        used."""
+        values = handler(self)
+        fields = type(self).model_fields
+        if self.from_ is not None:
+            given = {name: values[name] for name in fields if name in self.model_fields_set and name != "from_"}
+            return {"from": self.from_, **given}
+        unused = {
+            name for name in _VARIANTS if getattr(self, name) == fields[name].get_default(call_default_factory=True)
+        }
+        return {name: value for name, value in values.items() if name not in unused and name != "from_"}

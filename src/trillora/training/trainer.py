@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -145,11 +146,8 @@ class _Training(RunProcess):
 
         base = read_base(opened.folder, assembly, listener)
         where = self._checkpoints.where(position.global_step)
-        state = (
-            from_files(saved[1], assembly, where)
-            if saved
-            else place_state(assembly, recipe.train.seed, base, self._start)
-        )
+        new = functools.partial(place_state, assembly, recipe.train.seed, base, self._start)
+        state = from_files(saved[1], assembly, where) if saved else new()
         self._start_folder(saved)
         del saved  # as large as the state
         with self._tracking(position.global_step + 1, filled) as events, self._saver(events) as saver:

@@ -13,6 +13,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Chosen, Listener, Note
 from trillora.files.cache_dir import with_cache
 from trillora.files.read_json import read_json
+from trillora.model.loading.growth import trained_tokens
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.schema import StageRecipe
 
@@ -28,6 +29,14 @@ def with_template_date(recipe: StageRecipe, tokenizer: Tokenizer, listener: List
     today = datetime.date.today().isoformat()
     listener(Chosen("data.template_date", today, TEMPLATE_DATE_REASON))
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_date": today})})
+
+
+def with_token_ids(recipe: StageRecipe, tokenizer: Tokenizer) -> StageRecipe:
+    """The recipe with the numbers of all tokens whose embeddings are trained. `tokenizer` has the new ones."""
+    ids = trained_tokens(tokenizer, recipe.tokens or (), recipe.lora.train_tokens)
+    if not ids:
+        return recipe
+    return recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_tokens": ids})})
 
 
 def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, *, lenient: bool = False) -> Dataset:

@@ -9,11 +9,12 @@ from typing import Any
 from trillora.data.batches import Batches
 from trillora.data.documents import NOTHING_LOST, Documents, Lost
 from trillora.data.excerpt import pieces_of
-from trillora.data.open import chat_template, open_dataset, with_template_date
+from trillora.data.open import chat_template, open_dataset, with_template_date, with_token_ids
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.digests import text_digest
+from trillora.model.loading.growth import tokenizer_files
 from trillora.recipe.schema import Stage, StageRecipe
 
 EXAMPLE_TOKENS = 600  # of the row shown in the report
@@ -24,13 +25,20 @@ class StageData:
     """What a stage is trained and evaluated on."""
 
     name: str
-    recipe: StageRecipe  # with a date for the chat template, if it needs one
+    recipe: StageRecipe  # with a date for the chat template, if it needs one, and the numbers of trained tokens
     restarts_optimizer: bool
     dataset: Dataset
     batches: Batches
     evaluation: Documents | None
     num_steps: int
     template: str | None  # the chat template of the recipe, if it gives one
+    tokenizer_files: dict[str, bytes]  # if the recipe has new tokens
+
+    def files_with_adapter(self) -> dict[str, bytes]:
+        """The files that belong to an adapter of this stage: it was trained with this template and these tokens, not
+        with those of the base."""
+        template = {} if self.template is None else {"chat_template.jinja": self.template.encode()}
+        return {**self.tokenizer_files, **template}
 
     def identity(self) -> dict[str, str]:
         """Digests of the tokenized rows, which depend on files, tokenizer, template and options."""
@@ -71,7 +79,7 @@ class StageData:
 
 def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
     """Reads and tokenizes the data of a stage. Errors name the stage."""
-    recipe = with_template_date(stage.recipe, tokenizer, listener)
+    recipe = with_token_ids(with_template_date(stage.recipe, tokenizer, listener), tokenizer)
     try:
         dataset = open_dataset(recipe, tokenizer, listener)
         batches = training_batches(dataset, recipe)
@@ -92,6 +100,7 @@ def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
         evaluation=evaluation,
         num_steps=train.num_steps(batches.steps_per_epoch),
         template=None if recipe.data.chat_template is None else chat_template(recipe.data, tokenizer),
+        tokenizer_files=tokenizer_files(tokenizer) if recipe.tokens else {},
     )
 
 

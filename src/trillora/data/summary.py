@@ -146,7 +146,7 @@ def inspect(recipe: StageRecipe, listener: Listener = ignore_events, *, hide_tor
     )
     if hide_torch and not model.trust_remote_code:  # after find_model: converting the embedded model needs torch
         _hide_torch()
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, recipe.tokens or ())
     recipe = with_template_date(recipe, tokenizer, listener)
     dataset = open_dataset(recipe, tokenizer, listener, lenient=True)
     documents = dataset.documents("train", recipe.train.seed)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trillora.data.batches import Batches
@@ -98,7 +97,12 @@ def evaluate(
     folder = check_run(user_path(run, where="the run"), adapter)
     recipe = recipe_with_data(load_run_recipe(folder, overrides), folder, data, adapter)
     source = recipe.model
-    opened = OpenModel.open(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+    opened = OpenModel.open(
+        source.name,
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+        tokens=recipe.tokens or (),
+    )
     name, documents = read_rows(recipe, opened.tokenizer, data is None, max_rows, listener)
     num_rows = len(np.unique(documents.rows_N))
 
@@ -113,7 +117,7 @@ def evaluate(
     )
     adapters = {"adapter": generator.adapter}
     if with_base:
-        adapters["base"] = jax.tree.map(jnp.zeros_like, generator.adapter)
+        adapters["base"] = generator.neutral_adapter
     metrics = token_metrics(generator, adapters, recipe, documents, batch_size, listener)
 
     found = (question_of(documents[index]) for index in range(len(documents)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,10 @@ class Generator:
         source = load_model_section(name, overrides) if recipe is None else recipe.model
         trusted = source.trust_remote_code
         listener(Note(f"Model {source.name}" + (f" with {adapter_folder}" if adapter_folder else "")))
-        opened = opened or OpenModel.open(source.name, revision=source.revision, trust_remote_code=trusted)
+        tokens = recipe.tokens if recipe is not None and with_adapter else None  # the base has no rows for them
+        opened = opened or OpenModel.open(
+            source.name, revision=source.revision, trust_remote_code=trusted, tokens=tokens or ()
+        )
         if recipe is not None and not OTHER_MODEL.intersection(given.partition("=")[0] for given in overrides):
             _check_base(opened, run)
         spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})
@@ -143,6 +147,13 @@ class Generator:
     @property
     def mesh(self) -> Mesh:
         return self._mesh
+
+    @cached_property
+    def neutral_adapter(self) -> Tree:
+        """An adapter that changes nothing: it gives the base's answers."""
+        return jax.device_put(
+            self.model.initial_adapter(self._base, seed=0), shard_adapter(self.model.adapter_layout, self._mesh)
+        )
 
     @property
     def num_compiles(self) -> int:
@@ -231,7 +242,7 @@ class Generator:
             starts[b], rows[b] = bucket.num_prompt - len(prompts[i]), numbers[i]
             tokens[b, starts[b] :] = prompts[i]
         rule = jax.device_put(_as_arrays(sampling), replicated(self._mesh))
-        adapter = self.adapter if adapted else jax.tree.map(jnp.zeros_like, self.adapter)
+        adapter = self.adapter if adapted else self.neutral_adapter
         inputs = jax.device_put((tokens, starts, rows), batch_sharding(self._mesh))
         stops = jax.device_put(_stop_array(self.prompts.stops), replicated(self._mesh))
         read, write = self._compiled(bucket, adapter, inputs, rule, stops)

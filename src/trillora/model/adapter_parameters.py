@@ -21,17 +21,27 @@ class Kind:
 
     suffix: str  # of the name in memory
     in_file: str  # the suffix in PEFT's file
-    num_dims: int  # of one array, without the stack of layers
-    decays: bool  # whether weight decay applies
+    num_dims: int | None  # of one array, without the stack of layers; None: any
+    decays: bool  # whether weight decay applies, if it is a matrix
     rank_dim: int | None = None  # which dim is the adapter's rank
     is_zero_at_start: bool = False
+    from_base: bool = False  # starts as a copy of the base's values
     is_fast: bool = False  # whether LoRA+ raises its learning rate; PEFT includes vectors
 
 
 LORA_A = Kind(".lora_a", ".lora_A.weight", 2, decays=True, rank_dim=0)  # [R, D]
 LORA_B = Kind(".lora_b", ".lora_B.weight", 2, decays=True, rank_dim=1, is_zero_at_start=True, is_fast=True)  # [E, R]
 MAGNITUDE = Kind(".lora_magnitude", ".lora_magnitude_vector", 1, decays=False, is_fast=True)  # [E], of DoRA
-KINDS = (LORA_A, LORA_B, MAGNITUDE)
+# Of an embedding [V, D], whose inputs are tokens: [R, V] and [D, R]. PEFT starts with A at zero.
+EMBEDDING_A = Kind(".lora_embedding_a", ".lora_embedding_A", 2, decays=True, rank_dim=0, is_zero_at_start=True)
+EMBEDDING_B = Kind(".lora_embedding_b", ".lora_embedding_B", 2, decays=True, rank_dim=1)
+# [tokens, D], values of single tokens
+TOKEN_ROWS = Kind(".token_rows", ".token_adapter.trainable_tokens_delta", 2, decays=True, from_base=True)
+# Of modules that are trained as a whole
+SAVED_WEIGHT = Kind(".saved_weight", ".weight", None, decays=True, from_base=True)
+SAVED_BIAS = Kind(".saved_bias", ".bias", None, decays=True, from_base=True)
+# In this order: the end of lora_A.weight is also the end of a whole weight.
+KINDS = (LORA_A, LORA_B, MAGNITUDE, EMBEDDING_A, EMBEDDING_B, TOKEN_ROWS, SAVED_WEIGHT, SAVED_BIAS)
 SUFFIXES = tuple(kind.suffix for kind in KINDS)
 
 
@@ -40,14 +50,25 @@ def kind_of(name: str) -> Kind:
     return next(kind for kind in KINDS if name.endswith(kind.suffix))
 
 
+def is_of_lora(name: str) -> bool:
+    """Whether it belongs to a target of LoRA: not a token's row, and not a whole weight."""
+    return not kind_of(name).from_base
+
+
 def name_in_file(name: str) -> str:
     kind = kind_of(name)
     return f"{_PREFIX}{name.removesuffix(kind.suffix)}{kind.in_file}"
 
 
 def name_in_memory(name: str) -> str | None:
-    """The inverse of `name_in_file`; None for an array that is not of a known kind."""
+    """The inverse of `name_in_file`; None for an array that is not of a known kind. PEFT may add copies of the base's
+    embedding, as `base_layer`. It loads them over the base, so they are whole weights."""
     for kind in KINDS:
         if name.startswith(_PREFIX) and name.endswith(kind.in_file):
-            return name.removeprefix(_PREFIX).removesuffix(kind.in_file) + kind.suffix
+            stem = name.removeprefix(_PREFIX).removesuffix(kind.in_file)
+            if kind in (SAVED_WEIGHT, SAVED_BIAS):
+                stem = stem.removesuffix(".base_layer").removesuffix(".token_adapter")
+                if "lora_" in stem.rpartition(".")[2]:  # an unknown part of LoRA
+                    return None
+            return stem + kind.suffix
     return None

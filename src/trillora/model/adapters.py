@@ -29,11 +29,21 @@ from trillora.errors import TrilloraError
 from trillora.files.checksums import FORMAT, find_damage, read_checksums
 from trillora.files.read_json import parse_json
 from trillora.files.storage import MARK
-from trillora.model.adapter_parameters import LORA_A, LORA_B, MAGNITUDE, name_in_file, name_in_memory
+from trillora.model.adapter_parameters import (
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    is_of_lora,
+    name_in_file,
+    name_in_memory,
+)
 from trillora.model.layout import Layout
 from trillora.model.loading.tensor_files import stored_shapes
-from trillora.model.lora import linear_layers
+from trillora.model.lora import adaptable_layers
 from trillora.model.lora_spec import LayerLora, LoraSpec, adapted_layers, bounded_regex
+from trillora.model.whole_weights import Indices, in_config, is_used, other_parts, sorted_rows
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +55,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "use_bdlora": None,
     "bias": "none",
     "lora_bias": False,
-    "modules_to_save": None,
     "layer_replication": None,
-    "trainable_token_indices": None,
     "target_parameters": None,
     "alora_invocation_tokens": None,
     "use_qalora": False,
@@ -75,6 +83,8 @@ class AdapterConfig(BaseModel):
     use_dora: bool = False
     rank_pattern: Annotated[dict[str, Rank], Field(max_length=4096)] | None = None
     alpha_pattern: Annotated[dict[str, Alpha], Field(max_length=4096)] | None = None
+    trainable_token_indices: Indices = None
+    modules_to_save: Annotated[list[str], Field(max_length=4096)] | None = None
     base_model_name_or_path: str | None = None
 
 
@@ -85,7 +95,8 @@ def adapter_files(
     `base_name`. Equal adapters give equal bytes."""
     usual = spec.in_file(LayerLora(spec.rank, spec.alpha))
     layers = {
-        name: spec.in_file(layer) for name, layer in adapted_layers(module, list(linear_layers(module)), spec).items()
+        name: spec.in_file(layer)
+        for name, layer in adapted_layers(module, list(adaptable_layers(module, spec)), spec).items()
     }
     config = {
         "peft_type": "LORA",
@@ -98,10 +109,11 @@ def adapter_files(
         "use_dora": spec.dora,
         "rank_pattern": _peft_pattern({name: layer.rank for name, layer in layers.items()}, usual.rank),
         "alpha_pattern": _peft_pattern({name: layer.alpha for name, layer in layers.items()}, usual.alpha),
-        "target_modules": _target_names(module, targets),
+        "target_modules": _target_names(module, targets, set(adaptable_layers(module, spec))),
         "fan_in_fan_out": any(isinstance(module.get_submodule(name), Conv1D) for name in targets),
         "bias": "none",
         "inference_mode": True,
+        **in_config(adapter, spec.tokens),
     }
     return peft_files(adapter, config)
 
@@ -139,7 +151,9 @@ def read_adapter(weights: bytes, where: str = WEIGHTS_FILE) -> dict[str, np.ndar
 
 def check_changes_something(adapter: dict[str, np.ndarray], where: str) -> None:
     targets = [name.removesuffix(LORA_B.suffix) for name in adapter if name.endswith(LORA_B.suffix)]
-    if not any(_changes(adapter[f"{name}.lora_a"], adapter[f"{name}.lora_b"]) for name in targets):
+    changed = (_changes(adapter[f"{name}.lora_a"], adapter[f"{name}.lora_b"]) for name in targets)
+    of_embedding = (array.any() for name, array in adapter.items() if name.endswith(EMBEDDING_A.suffix))
+    if not any(changed) and not any(of_embedding):
         raise TrilloraError(
             "The adapter changes nothing: every B matrix is zero.",
             where=where,
@@ -168,8 +182,9 @@ def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, np.ndarray]]:
     """Reads an adapter written by Trillora or PEFT; its matrices are by parameter name."""
     files = _read_verified(folder)
     config = _read_config(files[CONFIG_FILE], folder / CONFIG_FILE)
-    adapter = read_adapter(files[WEIGHTS_FILE], str(folder / WEIGHTS_FILE))
-    spec = spec_of(config, {name: array.shape for name, array in adapter.items()}, str(folder / WEIGHTS_FILE))
+    where = str(folder / WEIGHTS_FILE)
+    adapter = sorted_rows(read_adapter(files[WEIGHTS_FILE], where), config.trainable_token_indices, where)
+    spec = spec_of(config, {name: array.shape for name, array in adapter.items()}, where)
     return spec, adapter
 
 
@@ -187,25 +202,30 @@ def read_head(folder: Path) -> AdapterHead:
     config = _read_config((folder / CONFIG_FILE).read_bytes(), folder / CONFIG_FILE)
     where = str(folder / WEIGHTS_FILE)
     shapes = {_from_peft(name, where): shape for name, shape in stored_shapes([folder / WEIGHTS_FILE]).items()}
-    return AdapterHead(spec_of(config, shapes, where), shapes, config.base_model_name_or_path)
+    used = {name: shape for name, shape in shapes.items() if is_used(name, shapes)}
+    return AdapterHead(spec_of(config, shapes, where), used, config.base_model_name_or_path)
 
 
 def spec_of(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], where: str) -> LoraSpec:
     """The options of an adapter with these matrices. PEFT has many rules to select targets; the file contains the
     result. So does it for ranks, and they must be possible: where two patterns match, the first one counts, but PEFT
     sorts the patterns when it writes them."""
-    targets = sorted({name.rsplit(".", 1)[0] for name in shapes})
+    targets = sorted({name.rsplit(".", 1)[0] for name in shapes if is_of_lora(name)})
+    others = other_parts(config.trainable_token_indices, config.modules_to_save or [], shapes, where)
     described = str(Path(where).with_name(CONFIG_FILE))
     ranks = _peft_values(targets, config.rank_pattern or {}, config.r, described)
     alphas = _peft_values(targets, config.alpha_pattern or {}, config.lora_alpha, described)
+    found = {}
     for target in targets:
-        a, b = shapes.get(target + LORA_A.suffix), shapes.get(target + LORA_B.suffix)
+        a = shapes.get(target + LORA_A.suffix) or shapes.get(target + EMBEDDING_A.suffix)
+        b = shapes.get(target + LORA_B.suffix) or shapes.get(target + EMBEDDING_B.suffix)
         if a is None or b is None or len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] not in ranks[target]:
             raise _inconsistent(
                 f"The adapter's {target} does not have matrices of rank {' or '.join(map(str, ranks[target]))}: "
                 f"A is {'missing' if a is None else a}, B is {'missing' if b is None else b}.",
                 where,
             )
+        found[target] = a[0]
         if len(alphas[target]) > 1:
             logger.warning("%s: two alpha patterns match %s; the first is used, as by PEFT", described, target)
         magnitude = shapes.get(target + MAGNITUDE.suffix)
@@ -222,9 +242,10 @@ def spec_of(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], where: st
         config.use_rslora,
         config.lora_dropout,
         tuple(targets),
-        rank_pattern=tuple((name, rank) for name in targets if (rank := shapes[name + LORA_A.suffix][0]) != config.r),
+        rank_pattern=tuple((name, rank) for name, rank in found.items() if rank != config.r),
         alpha_pattern=tuple((name, alpha) for name, (alpha, *_) in alphas.items() if alpha != config.lora_alpha),
         dora=config.use_dora,
+        **others._asdict(),
         file=where,
     )
 
@@ -259,9 +280,12 @@ def _peft_pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
 def _read_verified(folder: Path) -> dict[str, bytes]:
     """The bytes of every file that Trillora reads from an adapter's folder, compared with their checksums."""
     _check_present(folder)
-    names = [name for name in (CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, MARK) if (folder / name).is_file()]
+    names = {name for name in (CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, MARK) if (folder / name).is_file()}
     try:
-        files = {name: (folder / name).read_bytes() for name in names}
+        if MARK in names:  # a grown tokenizer has files here too
+            listed = (read_checksums((folder / MARK).read_bytes()) or {}).get("files", {})
+            names |= {name for name in listed if Path(name).name == name and (folder / name).is_file()}
+        files = {name: (folder / name).read_bytes() for name in sorted(names)}
     except OSError as error:
         raise TrilloraError(
             f"The adapter cannot be read: {error.strerror}.", where=str(folder), do="check the disk and the permissions"
@@ -355,11 +379,11 @@ def check_shapes(shapes: dict[str, tuple[int, ...]], layout: Layout, where: str)
             )
 
 
-def _target_names(module: torch.nn.Module, targets: list[str]) -> list[str]:
+def _target_names(module: torch.nn.Module, targets: list[str], adaptable: set[str]) -> list[str]:
     """Short names if PEFT's rule (the name, or a path ending in .name) selects exactly the targets, else full names."""
     short = sorted({name.rsplit(".", 1)[-1] for name in targets})
     selected = {name for name, _ in module.named_modules() if name.rsplit(".", 1)[-1] in short}
-    return short if selected == set(targets) and selected <= set(linear_layers(module)) else sorted(targets)
+    return short if selected == set(targets) and selected <= adaptable else sorted(targets)
 
 
 def _from_peft(name: str, where: str) -> str:

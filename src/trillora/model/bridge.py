@@ -47,7 +47,9 @@ from trillora.model.overrides.recurrent import packing_aware
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.quantized import part_leaves, quantize_layers
 from trillora.model.stack import LayerStack, Remat, decoder_layers
+from trillora.model.token_rows import add_token_rows
 from trillora.model.trace import Trace, tracing
+from trillora.model.whole_weights import add_whole_weights, select_modules, values_from_base, with_whole_weights
 
 Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments
 
@@ -79,7 +81,10 @@ class CausalLM:
             within, _ = decoder_layers(self.module) or ("", [])
             self._quantized = quantize_layers(self.module, linear_layers(self.module), within, quantize)
         self.targets = add_lora(self.module, lora)
-        self.initial = "default" if lora is None else lora.init
+        self.lora = lora or LoraSpec()
+        self.whole = select_modules(self.module, self.lora)
+        add_token_rows(self.module, self.lora.tokens, self.whole)
+        add_whole_weights(self.module, self.whole, self.lora.num_tokens, self.targets)
         self.has_dropout = lora is not None and lora.dropout > 0
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
         self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
@@ -98,12 +103,16 @@ class CausalLM:
     def head_adapter(self, adapter: Tree) -> Tree:
         """The part of an adapter that the head uses."""
         decoder = {id(m) for m in (self.decoder or self.module).modules()}
-        outside = {name for name in self.targets if id(self.module.get_submodule(name)) not in decoder}
-        return {key: a for key, a in adapter.items() if key.rsplit(".", 1)[0] in outside}
+        outside = [m for m in self.module.modules() if id(m) not in decoder]
+        used = {id(parameter) for m in outside for parameter in m.parameters(recurse=False)}
+        # By identity: a tied head uses token rows that are named after the embedding.
+        ours = {name for name, parameter in self.module.named_parameters() if id(parameter) in used}
+        return {key: array for key, array in adapter.items() if key in ours}
 
     def initial_adapter(self, base: Tree, seed: int, layout: Layout | None = None) -> Tree:
-        """The adapter before the first step. Some kinds start from the weights of the base. `layout`: of an adapter
-        with a smaller rank."""
+        """The adapter before the first step. It does not change the base; some kinds start from its weights. `layout`:
+        of an adapter with a smaller rank."""
+        layout = layout or self.adapter_layout
         where = {name: (key, i) for key, leaf in self.layout.items() for i, name in enumerate(leaf.names)}
         name_of = {id(parameter): name for name, parameter in self.module.named_parameters()}  # tied ones have one name
 
@@ -116,7 +125,8 @@ class CausalLM:
             weight_ED = np.array(weight.T if isinstance(layer, Conv1D) else weight, np.float32)
             return FrozenLayer(weight_ED, layer.lora_scale)
 
-        return initial_adapter(layout or self.adapter_layout, seed, self.initial, frozen)
+        of_lora = initial_adapter(layout, seed, self.lora.init, frozen)
+        return {**of_lora, **values_from_base(layout, self.lora.tokens, base)}
 
     def hidden(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None = None) -> jax.Array:
         """The decoder's last hidden state [B, T, D]; `head` turns it into logits.
@@ -179,7 +189,7 @@ class CausalLM:
         if dropout_key is not None:  # split like the batch, so that each device computes only its own masks
             dropout_key = dropout_key._replace(index_B=split_rows(dropout_key.index_B, self.mesh))
         trace = Trace(
-            weights={**base, **adapter},
+            weights=with_whole_weights(base, adapter),
             segments_BT=inputs.get("segments"),
             positions_BT=inputs.get("positions"),
             attention=self.attention,

@@ -23,6 +23,7 @@ from trillora.model.layout import Tree, unstack
 from trillora.model.limits import why_not_decode
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import Slots, Trace
+from trillora.model.whole_weights import with_whole_weights
 
 OWN_ATTENTION = "{name} computes attention in its own code, which does not use our cache."
 
@@ -83,7 +84,7 @@ class Decoder:
     def _trace(self, base: Tree, adapter: Tree, positions: jax.Array) -> Trace:
         model = self.model
         trace = Trace(
-            weights={**unstack(base, model.layout), **unstack(adapter, model.adapter_layout)},
+            weights=with_whole_weights(unstack(base, model.layout), unstack(adapter, model.adapter_layout)),
             positions_BT=positions,
             attention=model.attention,
             interpret=model.interpret,

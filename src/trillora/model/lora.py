@@ -30,10 +30,11 @@ from transformers.pytorch_utils import Conv1D
 
 from trillora.engine.hash_random import keep_mask
 from trillora.errors import TrilloraError
-from trillora.model.adapter_parameters import LORA_A, LORA_B, MAGNITUDE, kind_of
+from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNITUDE, is_of_lora, kind_of
 from trillora.model.layout import Layout, Tree
 from trillora.model.lora_spec import Initial, LayerLora, LoraSpec, adapted_layers
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
+from trillora.model.token_rows import token_logits, weight_replaced
 from trillora.model.trace import current
 
 SAVED_NAME = "linear"  # the name of a linear layer's output in remat policies
@@ -68,6 +69,8 @@ class _LinearOutput:
             a, b = self._matrices()
             delta = self._lora_delta(interop.jax_view(x), a, b)
             y = self._dora(y, delta, a, b) if hasattr(self, "lora_magnitude") else y + delta.astype(y.dtype)
+        if hasattr(self, "token_rows"):
+            y = token_logits(self, interop.jax_view(x), y)
         return interop.torch_view(checkpoint_name(y, SAVED_NAME))
 
     def frozen_weight(self) -> jax.Array:
@@ -117,23 +120,57 @@ def row_norms(w_ED: jax.Array, a_RD: jax.Array, b_ER: jax.Array, scale: float) -
     return jnp.sqrt(jnp.maximum(squares_E, jnp.finfo(jnp.float32).tiny))
 
 
+class _EmbeddingOutput:
+    """A mixin for an embedding that is a target: adds scale * B @ A[:, token] to the row of a token. As in PEFT, there
+    is no dropout, and a tied head does not get it. The original class computes A[:, token], so scaling is included."""
+
+    lora_embedding_a: torch.nn.Parameter
+    lora_embedding_b: torch.nn.Parameter
+    lora_scale: float
+
+    def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(tokens, *args, **kwargs)  # type: ignore[misc]
+        if not isinstance(out, TORCHAX_TENSORS):
+            return out
+        with weight_replaced(self, self.lora_embedding_a.T):
+            columns = interop.jax_view(super().forward(tokens, *args, **kwargs))  # type: ignore[misc]
+        y, b_DR = interop.jax_view(out), interop.jax_view(self.lora_embedding_b)
+        delta = columns @ b_DR.astype(columns.dtype).T * self.lora_scale
+        return interop.torch_view(y + delta.astype(y.dtype))
+
+
 @functools.cache
-def _with_output(cls: Any) -> type:
-    return type(cls.__name__, (_LinearOutput, cls), {"__module__": cls.__module__})
+def _with_output(cls: Any, mixin: type = _LinearOutput) -> type:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 
 def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
     """Adds adapter parameters (on the meta device) to the targets of `spec`, and returns the targets' names."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    linear = linear_layers(model)
-    layers = {} if spec is None else adapted_layers(model, list(linear), spec)
-    for name, module in linear.items():
+    adaptable = linear_layers(model) if spec is None else adaptable_layers(model, spec)
+    layers = {} if spec is None else adapted_layers(model, list(adaptable), spec)
+    for name, module in adaptable.items():
         cls: Any = type(module)
-        module.__class__ = _with_output(cls)
+        is_embedding = isinstance(module, torch.nn.Embedding)
+        module.__class__ = _with_output(cls, _EmbeddingOutput if is_embedding else _LinearOutput)
         if spec is not None and name in layers:
-            _add_parameters(name, module, layers[name], spec)
+            add = _add_to_embedding if is_embedding else _add_parameters
+            add(name, module, layers[name], spec)
     return list(layers)
+
+
+def _add_to_embedding(name: str, module: Any, layer: LayerLora, spec: LoraSpec) -> None:
+    if spec.dora or spec.pissa:
+        raise TrilloraError(
+            f"{name} is an embedding, which can be a target of plain LoRA only.",
+            where=spec.file or "lora.targets",
+            do="remove it from lora.targets, or remove lora.dora and lora.init",
+        )
+    num_in, num_out = features(module)
+    module.lora_embedding_a = torch.nn.Parameter(torch.empty(layer.rank, num_in, device="meta"))
+    module.lora_embedding_b = torch.nn.Parameter(torch.empty(num_out, layer.rank, device="meta"))
+    module.lora_scale = spec.scale_of(layer)
 
 
 def _add_parameters(name: str, module: Any, layer: LayerLora, spec: LoraSpec) -> None:
@@ -147,6 +184,17 @@ def _add_parameters(name: str, module: Any, layer: LayerLora, spec: LoraSpec) ->
     module.lora_stream = zlib.crc32(
         re.sub(r"\.\d+\.", ".#.", name).encode()
     )  # the same in all layers, which share one scan body; the dropout key already contains the layer
+
+
+def adaptable_layers(model: Any, spec: LoraSpec) -> dict[str, Any]:
+    """The layers that patterns select from: all linear ones; and the embedding, if it is named."""
+    linear = linear_layers(model)
+    if isinstance(spec.targets, str) or not hasattr(model, "get_input_embeddings"):
+        return linear
+    embedding = model.get_input_embeddings()
+    name = next((name for name, module in model.named_modules() if module is embedding), "")
+    is_named = any(name == target or name.endswith(f".{target}") for target in spec.targets)
+    return {name: embedding, **linear} if is_named else linear
 
 
 def linear_layers(model: torch.nn.Module) -> dict[str, Any]:
@@ -171,9 +219,10 @@ def _returns_one_tensor(module: Any) -> bool:
 
 
 def features(module: Any) -> tuple[int, int]:
-    """Numbers of inputs and outputs. Conv1D stores its weight transposed."""
+    """Numbers of inputs and outputs. Conv1D stores its weight transposed; the inputs of an embedding are tokens."""
     out_features, in_features = module.weight.shape
-    return (out_features, in_features) if isinstance(module, Conv1D) else (in_features, out_features)
+    is_transposed = isinstance(module, Conv1D | torch.nn.Embedding)
+    return (out_features, in_features) if is_transposed else (in_features, out_features)
 
 
 @dataclass(frozen=True)
@@ -212,6 +261,7 @@ def initial_adapter(
     return {
         key: np.stack([initial(name, leaf.part_shape) for name in leaf.names]).reshape(leaf.shape)
         for key, leaf in layout.items()
+        if is_of_lora(key)
     }
 
 
@@ -220,6 +270,8 @@ def _initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return np.zeros(shape, np.float32)
     bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), PEFT's default
     generator = np.random.default_rng(_seed_of(seed, name))
+    if kind_of(name) is EMBEDDING_B:
+        return generator.standard_normal(shape).astype(np.float32)
     return generator.uniform(-bound, bound, shape).astype(np.float32)
 
 

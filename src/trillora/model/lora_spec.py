@@ -34,6 +34,15 @@ _MAX_REPETITIONS, _MAX_LETTERS = 3, 300
 
 
 @dataclass(frozen=True)
+class TrainedTokens:
+    """The tokens whose rows of the embedding are trained (`token_rows.py`)."""
+
+    ids: tuple[int, ...]  # in increasing order
+    first_new: int | None = None  # tokens from here on are new: they start at the mean. None: those without a base row
+    modules: tuple[str, ...] | None = None  # that have rows; None: the embedding, and a head that is not tied
+
+
+@dataclass(frozen=True)
 class LoraSpec:
     """The adapter's options. Dropout does not apply to an adapted head, which is called for each chunk of the loss."""
 
@@ -47,6 +56,9 @@ class LoraSpec:
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     dora: bool = False
     init: Initial = "default"
+    tokens: TrainedTokens | None = None  # whose embeddings are trained
+    whole: tuple[str, ...] = ()  # modules that are trained as a whole
+    num_tokens: int = 0  # rows of an embedding or head that is trained as a whole, if more than the base has
     file: str | None = field(default=None, compare=False)  # the adapter that has these options; None: the recipe
 
     @property

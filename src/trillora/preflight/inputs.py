@@ -21,6 +21,7 @@ from trillora.events import Listener
 from trillora.files.atomic import write_file
 from trillora.files.cache_dir import with_cache, writing_cache
 from trillora.files.digests import file_digest, text_digest
+from trillora.model.loading.growth import grow
 from trillora.model.loading.source import EMBEDDED, find_model, load_config, load_tokenizer
 from trillora.preflight.client import versions
 from trillora.recipe.group import Group, group_of
@@ -66,7 +67,7 @@ class PreflightInput:
 def read_inputs(recipe: Recipe, listener: Listener) -> PreflightInput:
     folder, notes = describe_model(recipe)
     config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
-    tokenizer, tokenizer_notes = _tokenizer(folder, recipe.model.name)
+    tokenizer, tokenizer_notes = _tokenizer(folder, recipe)
     stages = [_stage_input(read_stage(stage, tokenizer, listener)) for stage in stages_of(recipe)]
     warnings = tuple(_warnings(stages, config))
     if (group := group_of(recipe)) is not None:
@@ -137,12 +138,15 @@ def _written_config(cache: Path, name: str, config: Any) -> Path:
     return folder
 
 
-def _tokenizer(folder: Path, name: str) -> tuple[Any, list[str]]:
+def _tokenizer(folder: Path, recipe: Recipe) -> tuple[Any, list[str]]:
+    name, notes = recipe.model.name, []
     try:
-        return load_tokenizer(folder), []
+        tokenizer = load_tokenizer(folder)
     except TrilloraError:
-        note = f"The tokenizer of {name} is not available: tokens were counted with the embedded model's tokenizer."
-        return load_tokenizer(find_model(EMBEDDED)), [note]
+        notes = [f"The tokenizer of {name} is not available: tokens were counted with the embedded model's tokenizer."]
+        tokenizer = load_tokenizer(find_model(EMBEDDED))
+    grow(tokenizer, recipe.tokens or ())
+    return tokenizer, notes
 
 
 def _warnings(stages: list[StageInput], config: Any) -> Iterator[str]:

@@ -263,8 +263,9 @@ def _expanded(tree: Mapping[str, Any]) -> dict[str, Any]:
     expanded = dict(tree)
     for name, field in Recipe.model_fields.items():
         section = Option.of(name, field).section
-        assert section is not None
-        if name in expanded and name not in LISTS and not (expanded[name] is None and field.default is None):
+        if section is None or name not in expanded or name in LISTS:
+            continue
+        if not (expanded[name] is None and field.default is None):
             expanded[name] = as_mapping(section, expanded[name])
     for name in LISTS:
         if isinstance(parts := expanded.get(name), list):

@@ -8,8 +8,20 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 
 from trillora.recipe.section import Rank, Rate, Section, conflict
 
+TokenText = Annotated[str, Field(pattern=r"\S", max_length=200)]
+TokenId = Annotated[int, Field(strict=True, ge=0, le=2**24)]
+Names = tuple[Annotated[str, Field(min_length=1)], ...]
 Patterns = tuple[Annotated[str, Field(min_length=1)], ...]
-_VARIANTS = ("exclude", "rank_pattern", "alpha_pattern", "dora", "init", "loraplus_ratio")
+_VARIANTS = (
+    "exclude",
+    "rank_pattern",
+    "alpha_pattern",
+    "dora",
+    "init",
+    "loraplus_ratio",
+    "train_tokens",
+    "modules_to_save",
+)
 
 
 class LoraSection(Section):
@@ -44,6 +56,14 @@ class LoraSection(Section):
     loraplus_ratio: Rate = Field(
         default=1.0, description="LoRA+: learning rate of the B matrices divided by that of the A matrices, e.g. 16."
     )
+    train_tokens: tuple[TokenId | TokenText, ...] = Field(
+        default=(),
+        max_length=2**16,
+        description="Existing tokens, by text or number, whose embeddings are trained too.",
+    )
+    modules_to_save: Names = Field(
+        default=(), description="Modules that are trained as a whole and saved, such as lm_head or norm."
+    )
     from_: str | None = Field(
         default=None,
         alias="from",
@@ -63,6 +83,17 @@ class LoraSection(Section):
     def _starts_once(self) -> LoraSection:
         if self.from_ is not None and self.init != "default":
             raise conflict("init", f"Both lora.from and lora.init: {self.init} are given.", "remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _trains_once(self) -> LoraSection:
+        targets = () if isinstance(self.targets, str) else self.targets
+        if both := sorted({*self.modules_to_save} & {*targets}):
+            raise conflict(
+                "modules_to_save",
+                f"{both[0]} is both in lora.targets and in lora.modules_to_save.",
+                "remove it from one of them: a module that is trained as a whole needs no LoRA",
+            )
         return self
 
     @model_serializer(mode="wrap")

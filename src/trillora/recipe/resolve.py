@@ -184,6 +184,9 @@ class ResolvedRecipe:
         for name, section in _masked(self.fill(recipe).model_dump(mode="json")).items():
             if section is None:
                 continue
+            if name == "tokens":
+                lines.append(f"{name}: {yaml.write(section)}")
+                continue
             lines.append(f"{name}:")
             if name not in ("stages", "phases"):
                 lines += _lines(section, self._reasons(0, name, recipe.stages is None), "  ")

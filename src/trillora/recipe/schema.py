@@ -28,12 +28,13 @@ from pydantic import (
 from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.group_section import MAX_ADAPTERS, MergeSection, SweepSection
-from trillora.recipe.lora import LoraSection
+from trillora.recipe.lora import LoraSection, TokenText
 from trillora.recipe.merge import merged
 from trillora.recipe.section import Auto, Count, Devices, Rate, Section, Sequences, Tokens, conflict
 
 _DURATION = r"^([0-9]{1,6}h([0-9]{1,6}m)?|[0-9]{1,6}m([0-9]{1,6}s)?|[0-9]{1,6}s)$"
 MAX_STEPS = 10**9  # of a stage
+MAX_NEW_TOKENS = 1000
 MAX_TOKENS_PER_STEP = 2**31 - 1
 Backend = Literal["cpu", "gpu", "tpu"]
 Dtype = Literal["float32", "bfloat16"]
@@ -332,6 +333,9 @@ class Recipe(Section):
 
     model: ModelSection = Field(description="The base model: a name, or a mapping.")
     data: DataSection | None = Field(default=None, description="The training data: a path, or a mapping.")
+    tokens: tuple[TokenText, ...] | None = Field(
+        default=None, description="New tokens for the tokenizer. Their embeddings are trained with the adapter."
+    )
     lora: LoraSection = Field(default_factory=LoraSection, description="The adapter.")
     train: TrainSection = Field(default_factory=TrainSection, description="How to train.")
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection, description="Evaluation during training.")
@@ -347,6 +351,17 @@ class Recipe(Section):
     )
     sweep: SweepSection | None = Field(default=None, description="Several values of an option, trained together.")
     merge: MergeSection | None = Field(default=None, description="Merge the adapters of all phases at the end.")
+
+    @model_validator(mode="after")
+    def _tokens_are_different(self) -> Recipe:
+        tokens = self.tokens or ()
+        if len(tokens) > MAX_NEW_TOKENS:
+            what = f"The recipe has {len(tokens):,} new tokens; the limit is {MAX_NEW_TOKENS:,}."
+            raise conflict("tokens", what, "keep those that no short sequence of existing tokens can replace")
+        for number, token in enumerate(tokens):
+            if token in tokens[:number]:
+                raise conflict(f"tokens[{number}]", f"The token {token!r} is given twice.", "remove one of them")
+        return self
 
     @model_validator(mode="after")
     def _has_data(self) -> Recipe:
@@ -391,6 +406,10 @@ class Recipe(Section):
         if used and self.data is not None and self.data.num_length_buckets > 1:
             what = f"data.num_length_buckets is for runs with one adapter, not for {used[0]}."
             raise conflict("data.num_length_buckets", what, "remove it: all adapters have sequences of one length")
+        if used and (self.tokens or self.lora.train_tokens):
+            option = "tokens" if self.tokens else "lora.train_tokens"
+            what = f"{option} is for runs with one adapter, not for {used[0]}."
+            raise conflict(option, what, "train one adapter, or remove it")
         has_axis = self.hardware.mesh != "auto" and self.hardware.mesh.adapter > 1
         if not used and (self.train.adapters_at_once != "auto" or has_axis):
             option = "hardware.mesh.adapter" if has_axis else "train.adapters_at_once"

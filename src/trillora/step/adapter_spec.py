@@ -18,11 +18,11 @@ from trillora.files.digests import file_digest, text_digest
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, check_shapes, load_adapter, read_head
 from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import find_adapter
-from trillora.model.lora import features, linear_layers
-from trillora.model.lora_spec import LayerLora, LoraSpec, adapted_layers, check_ranks
+from trillora.model.lora import adaptable_layers, features
+from trillora.model.lora_spec import LayerLora, LoraSpec, TrainedTokens, adapted_layers, check_ranks
 from trillora.recipe.schema import LoraSection
 
-_SINGLE = ("rank", "alpha", "rslora", "dora")
+_SINGLE = ("rank", "alpha", "rslora", "dora")  # compared as they are
 _SELECTION = ("targets", "exclude", "rank_pattern", "alpha_pattern")
 
 
@@ -35,11 +35,29 @@ class Start:
     where: str
 
 
-def lora_spec(lora: LoraSection) -> LoraSpec:
+def lora_spec(lora: LoraSection, num_new_tokens: int = 0) -> LoraSpec:
+    """The tokens of `lora` are numbers (`with_token_ids`), and the last `num_new_tokens` of them are new."""
     given = _given(lora)
+    ids = tuple(token for token in lora.train_tokens if isinstance(token, int))
+    assert len(ids) >= max(len(lora.train_tokens), num_new_tokens), "tokens without their numbers"
     if lora.from_ is None:
-        return LoraSpec(**given)
+        tokens = TrainedTokens(ids, ids[-num_new_tokens] if num_new_tokens else None) if ids else None
+        return LoraSpec(**given, tokens=tokens, num_tokens=max(ids, default=-1) + 1)
     stored = read_head(find_adapter(lora.from_)).spec
+    if ids and (stored.tokens is None or ids != stored.tokens.ids):
+        raise TrilloraError(
+            f"The recipe trains {len(ids)} tokens that are not exactly those of the adapter to start from.",
+            where=f"tokens or lora.train_tokens, and {stored.file}",
+            do="give the tokens of the run that made the adapter; or start without lora.from",
+        )
+    matched = {name for name in stored.whole for end in lora.modules_to_save if f".{name}".endswith(f".{end}")}
+    if lora.modules_to_save and matched != {*stored.whole}:
+        raise TrilloraError(
+            "lora.modules_to_save does not name the modules that the adapter to start from has as a whole: "
+            f"{', '.join(stored.whole[:5]) or 'none'}.",
+            where=f"lora.modules_to_save, and {stored.file}",
+            do="remove lora.modules_to_save: they come from the adapter; or start without lora.from",
+        )
     for option in _SINGLE:
         if option in lora.model_fields_set and given[option] != getattr(stored, option):
             raise TrilloraError(
@@ -53,7 +71,7 @@ def lora_spec(lora: LoraSection) -> LoraSpec:
 
 def check_layers(lora: LoraSection, spec: LoraSpec, model: CausalLM) -> None:
     """Compares the recipe with the model and with the adapter to start from."""
-    module, linear = model.module, linear_layers(model.module)
+    module, linear = model.module, adaptable_layers(model.module, spec)
     layers = adapted_layers(module, list(linear), spec)
     if lora.from_ is None:
         check_ranks(layers, {name: features(linear[name]) for name in layers})
@@ -62,7 +80,7 @@ def check_layers(lora: LoraSection, spec: LoraSpec, model: CausalLM) -> None:
     check_shapes(head.shapes, model.adapter_layout, str(spec.file))
     given = {name: _given(lora)[name] for name in _SELECTION if name in lora.model_fields_set}
     other = dataclasses.replace(spec, file=None, **{"rank_pattern": (), "alpha_pattern": (), **given})
-    wanted = adapted_layers(module, list(linear), other) if given else layers
+    wanted = adapted_layers(module, list(adaptable_layers(module, other)), other) if given else layers
     for name in sorted(layers.keys() | wanted.keys()):
         has, wants = layers.get(name), wanted.get(name)
         if has and wants:  # what is not given comes from the file
@@ -106,4 +124,5 @@ def _given(lora: LoraSection) -> dict[str, Any]:
         "alpha_pattern": tuple(lora.alpha_pattern.items()),
         "dora": lora.dora,
         "init": lora.init,
+        "whole": lora.modules_to_save,
     }

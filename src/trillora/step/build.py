@@ -102,7 +102,7 @@ def assemble(
     """Builds the step of a stage for the model described by `config`. The mesh may be of devices that are not here.
     `mapped`: the loss will be mapped over several adapters."""
     train, data = recipe.train, recipe.data
-    spec = lora_spec(recipe.lora)
+    spec = lora_spec(recipe.lora, num_new_tokens=len(recipe.tokens or ()))
     model = CausalLM(
         config,
         dtype=settings.dtype,
@@ -220,7 +220,7 @@ def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
 
 def decayed_leaves(layout: Layout) -> dict[str, bool]:
     """Whether weight decay applies to each leaf of the adapter."""
-    return {key: kind_of(key).decays for key in layout}
+    return {key: kind_of(key).decays and len(leaf.part_shape) >= 2 for key, leaf in layout.items()}
 
 
 def update_factors(layout: Layout, loraplus_ratio: float, *, pissa: bool) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ from trillora.engine.group import (
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.step import Batch, TrainState
 from trillora.errors import TrilloraError
-from trillora.model.adapter_parameters import LORA_B, kind_of
+from trillora.model.adapter_parameters import EMBEDDING_B, LORA_B, kind_of
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
@@ -149,7 +149,8 @@ def options_of(members: Sequence[Stage], num_steps: Sequence[int]) -> AdapterOpt
 
 def scaled(adapter: Mapping[str, Any], scale: Any) -> Tree:
     """The adapter with its change multiplied by `scale`."""
-    return {key: array * scale if key.endswith(LORA_B.suffix) else array for key, array in adapter.items()}
+    of_b = (LORA_B.suffix, EMBEDDING_B.suffix)
+    return {key: array * scale if key.endswith(of_b) else array for key, array in adapter.items()}
 
 
 def scaled_loss(loss: Any) -> ScaledLoss:

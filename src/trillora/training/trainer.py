@@ -119,7 +119,12 @@ class _Training(RunProcess):
         wanted, named = recipe.hardware, recipe.model
         devices = find_devices(wanted.backend, None if wanted.devices == "auto" else wanted.devices)
         listener(Note(f"Model {named.name}"))
-        opened = OpenModel.open(named.name, revision=named.revision, trust_remote_code=named.trust_remote_code)
+        opened = OpenModel.open(
+            named.name,
+            revision=named.revision,
+            trust_remote_code=named.trust_remote_code,
+            tokens=recipe.tokens or (),
+        )
         saved = self._newest()
         facts = read_facts(saved[1]) if saved else None
         before = ResolvedRecipe.from_dict(facts["resolved"]) if facts else None
@@ -288,9 +293,7 @@ class _Training(RunProcess):
         chosen = choose_checkpoint(self._checkpoints, evaluated, position.global_step, run.listener)
         kept = {name: chosen.files[name] for name in ADAPTER_FILES}
         check_changes_something(read_adapter(kept[WEIGHTS_FILE]), str(folder))
-        if stage.template is not None:
-            # The adapter was trained with this template, not with the one of the base's tokenizer.
-            kept["chat_template.jinja"] = stage.template.encode()
+        kept |= stage.files_with_adapter()
         source = {"step": chosen.step, "evaluation_loss": evaluated.get(chosen.step), "why": chosen.why}
         self._folder.write("run.json", json.dumps({**self._of_run, "adapter": source}, indent=1) + "\n")
         with self._folder.reported(folder):

@@ -77,9 +77,12 @@ class Encoder:
         special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         special |= {id_: token.content for id_, token in added.items() if token.special}
         self.special_words = list(special.values())
-        self.added_words = [token.content for token in added.values()]
         if chat_template is None and tokenizer.chat_template:
             chat_template = tokenizer.get_chat_template()
+        # New tokens of the recipe are text, unless the template has them literally: `<tool>` looks like a mark with a
+        # role in it, as in `'<' + role + '>'`.
+        text = {word for word in getattr(tokenizer, "new_tokens", ()) if word not in (chat_template or "")}
+        self.added_words = [token.content for token in added.values() if token.content not in text]
         words = ControlWords.of(self.special_words, self.added_words, chat_template)
         self.control_words, self._control = words.words, words.control
         self._first_characters = {word[0] for word in words.words}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from trillora.model.loading.description import (
     read_index,
 )
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID, smollm2_folder
+from trillora.model.loading.growth import grow
 from trillora.model.loading.tensor_files import stored_shapes
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,12 @@ class OpenModel:
     base_name: str  # loads the same model in PEFT and transformers: a hub id or the path of a folder
 
     @classmethod
-    def open(cls, name: str, *, revision: str | None, trust_remote_code: bool) -> OpenModel:
+    def open(cls, name: str, *, revision: str | None, trust_remote_code: bool, tokens: Sequence[str] = ()) -> OpenModel:
+        """`tokens` are added to the tokenizer."""
         folder = find_model(name, revision=revision, trust_remote_code=trust_remote_code)
         config = load_config(folder, trust_remote_code=trust_remote_code)
         check_weights(config, stored_shapes(weight_files(folder)), str(folder / CONFIG_FILE))
-        return cls(folder, config, load_tokenizer(folder), base_name(name))
+        return cls(folder, config, load_tokenizer(folder, tokens), base_name(name))
 
 
 def base_name(name: str) -> str:
@@ -177,8 +179,9 @@ def tokenizer_errors() -> Iterator[None]:
 
 
 @tokenizer_errors()
-def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer. Missing files are an error: transformers would create an empty tokenizer."""
+def load_tokenizer(folder: Path, tokens: Sequence[str] = ()) -> Any:
+    """Loads the tokenizer and adds `tokens`. Missing files are an error: transformers would create an empty
+    tokenizer."""
     from transformers import AutoTokenizer
 
     known = ("tokenizer.json", "vocab.json", "tekken.json", *TOKENIZER_FILES)
@@ -207,6 +210,7 @@ def load_tokenizer(folder: Path) -> Any:
         if only is None:
             logger.warning("The tokenizer's chat templates have no default, so none is used: %s", ", ".join(templates))
         tokenizer.chat_template = only
+    grow(tokenizer, tokens)
     return tokenizer
 
 

@@ -1,0 +1,94 @@
+"""New tokens for a tokenizer, from the recipe (`tokens: ["<tool>", "</tool>"]`).
+
+    tokenizer = load_tokenizer(folder)          # 49,152 tokens
+    grow(tokenizer, ("<tool>", "</tool>"))      # "<tool>" is one token now: 49152, and "</tool>" is 49153
+    trained_tokens(tokenizer, ("<tool>", "</tool>"), existing=("<|im_end|>",))  # ids (2, 49152, 49153)
+
+The new tokens are ordinary text, not special tokens: rows may contain them, answers show them, and the model learns to
+write them. Their embeddings belong to the adapter (`model/token_rows.py`), so the base model stays as it is.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trillora.errors import TrilloraError
+
+_SAVED = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # files of a tokenizer
+
+
+def grow(tokenizer: Any, tokens: Sequence[str]) -> None:
+    """Adds each text as one token. `tokenizer.model_vocab_size` follows: the adapter has embeddings for them."""
+    if not tokens:
+        return
+    from tokenizers import AddedToken
+
+    for number, text in enumerate(tokens):
+        if (known := _single_token(tokenizer, text)) is not None:
+            raise TrilloraError(
+                f"The tokenizer already has {text!r} as one token, number {known}.",
+                where=f"tokens[{number}]",
+                do="remove it from tokens; to train its embedding, add it to lora.train_tokens",
+            )
+    before = num_ids(tokenizer)
+    stored = tokenizer.model_vocab_size
+    # Not normalized: a tokenizer that changes the case or the accents of text must still find these.
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in tokens])
+    ids = tokenizer.convert_tokens_to_ids(list(tokens))
+    found = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in tokens]
+    if ids != list(range(before, before + len(tokens))) or any(
+        id_ not in row for id_, row in zip(ids, found, strict=True)
+    ):
+        raise TrilloraError(
+            "This tokenizer cannot take new tokens: it does not give them the numbers after its last one.",
+            where="tokens",
+            do="remove tokens, or use a model with a tokenizer.json of the usual kind",
+        )
+    tokenizer.new_tokens = tuple(tokens)  # the encoder of rows and prompts treats them as text
+    tokenizer.stored_vocab_size = stored
+    tokenizer.model_vocab_size = None if stored is None else max(stored, num_ids(tokenizer))
+
+
+def trained_tokens(tokenizer: Any, new: Sequence[str], existing: Iterable[str | int]) -> tuple[int, ...]:
+    """The ids of the tokens whose embeddings are trained, in order: the new ones, and the existing ones that the recipe
+    names by text or id. A tokenizer may have had more tokens than the model before it was grown: these are included,
+    because ids have no gaps."""
+    ids = set()
+    for number, token in enumerate(existing):
+        id_ = token if isinstance(token, int) else _single_token(tokenizer, token)
+        if id_ is None or not 0 <= id_ < num_ids(tokenizer):
+            raise TrilloraError(
+                f"The tokenizer has no token {token!r}.",
+                where=f"lora.train_tokens[{number}]",
+                do="use the text of one token, or its number; a new token belongs in tokens",
+            )
+        ids.add(id_)
+    if new:
+        first_new = num_ids(tokenizer) - len(new)
+        stored = tokenizer.stored_vocab_size
+        ids.update(range(first_new if stored is None else min(first_new, stored), num_ids(tokenizer)))
+    return tuple(sorted(ids))
+
+
+def num_ids(tokenizer: Any) -> int:
+    """The number after the last token. There may be fewer tokens, if some numbers are not used."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    """The files of the tokenizer. PEFT grows the base model itself if they are next to the adapter."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = [file for file in sorted(Path(folder).iterdir()) if file.is_file() and file.suffix in _SAVED]
+        return {file.name: file.read_bytes() for file in files}
+
+
+def _single_token(tokenizer: Any, text: str) -> int | None:
+    """The token that this text is, if it is exactly one."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1 or (ids[0] == tokenizer.unk_token_id and text != tokenizer.unk_token):
+        return None
+    return int(ids[0])

@@ -205,7 +205,10 @@ def cut(name: str, array: np.ndarray, padding: int) -> np.ndarray:
 def _rank_dim(name: str, num_dims: int) -> int | None:
     """Which dim of a parameter is the rank: A is [R, D], B is [E, R]. The first dim may be the stack of layers."""
     kind = kind_of(name)
-    return None if kind.rank_dim is None else num_dims - kind.num_dims + kind.rank_dim
+    if kind.rank_dim is None:
+        return None
+    assert kind.num_dims is not None
+    return num_dims - kind.num_dims + kind.rank_dim
 
 
 def _group_shapes(one: Assembly, num_adapters: int) -> TrainState:

@@ -27,7 +27,7 @@ from trillora.model.layout import Tree, stack, unstack
 from trillora.model.loading.source import OpenModel
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora_spec import LoraSpec
-from trillora.model.whole_weights import sorted_rows
+from trillora.model.parts.whole_weights import sorted_rows
 from trillora.recipe.schema import Recipe, stages_of
 from trillora.step.adapter_spec import lora_spec
 

@@ -28,7 +28,7 @@ from trillora.model.bridge import CausalLM
 from trillora.model.loading.growth import grow, num_ids, trained_tokens
 from trillora.model.loading.source import find_model, load_tokenizer
 from trillora.model.lora_spec import LoraSpec, TrainedTokens
-from trillora.model.token_rows import rows_from_base
+from trillora.model.parts.token_rows import rows_from_base
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 

@@ -43,7 +43,7 @@ from trillora.model.layout import Layout
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.lora import adaptable_layers
 from trillora.model.lora_spec import LayerLora, LoraSpec, adapted_layers, bounded_regex
-from trillora.model.whole_weights import Indices, in_config, is_used, other_parts, sorted_rows
+from trillora.model.parts.whole_weights import Indices, in_config, is_used, other_parts, sorted_rows
 
 logger = logging.getLogger(__name__)
 

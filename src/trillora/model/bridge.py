@@ -45,11 +45,11 @@ from trillora.model.overrides import attention as attention_functions
 from trillora.model.overrides import experts
 from trillora.model.overrides.recurrent import packing_aware
 from trillora.model.overrides.torchax_fixes import environment
+from trillora.model.parts.token_rows import add_token_rows
+from trillora.model.parts.whole_weights import add_whole_weights, select_modules, values_from_base, with_whole_weights
 from trillora.model.quantized import part_leaves, quantize_layers
 from trillora.model.stack import LayerStack, Remat, decoder_layers
-from trillora.model.token_rows import add_token_rows
 from trillora.model.trace import Trace, tracing
-from trillora.model.whole_weights import add_whole_weights, select_modules, values_from_base, with_whole_weights
 
 Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments
 

@@ -22,8 +22,8 @@ from trillora.model.kv_cache import DO, Arrays, StaticCache, check_cache
 from trillora.model.layout import Tree, unstack
 from trillora.model.limits import why_not_decode
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
+from trillora.model.parts.whole_weights import with_whole_weights
 from trillora.model.trace import Slots, Trace
-from trillora.model.whole_weights import with_whole_weights
 
 OWN_ATTENTION = "{name} computes attention in its own code, which does not use our cache."
 

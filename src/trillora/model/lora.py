@@ -34,7 +34,7 @@ from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNI
 from trillora.model.layout import Layout, Tree
 from trillora.model.lora_spec import Initial, LayerLora, LoraSpec, adapted_layers
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
-from trillora.model.token_rows import token_logits, weight_replaced
+from trillora.model.parts.token_rows import token_logits, weight_replaced
 from trillora.model.trace import current
 
 SAVED_NAME = "linear"  # the name of a linear layer's output in remat policies

@@ -35,7 +35,7 @@ _MAX_REPETITIONS, _MAX_LETTERS = 3, 300
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """The tokens whose rows of the embedding are trained (`token_rows.py`)."""
+    """The tokens whose rows of the embedding are trained (`parts/token_rows.py`)."""
 
     ids: tuple[int, ...]  # in increasing order
     first_new: int | None = None  # tokens from here on are new: they start at the mean. None: those without a base row

@@ -5,7 +5,7 @@
     trained_tokens(tokenizer, ("<tool>", "</tool>"), existing=("<|im_end|>",))  # ids (2, 49152, 49153)
 
 The new tokens are ordinary text, not special tokens: rows may contain them, answers show them, and the model learns to
-write them. Their embeddings belong to the adapter (`model/token_rows.py`), so the base model stays as it is.
+write them. Their embeddings belong to the adapter (`model/parts/token_rows.py`), so the base model stays as it is.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from trillora.errors import TrilloraError, nearest
 from trillora.model.adapter_parameters import EMBEDDING_A, SAVED_BIAS, SAVED_WEIGHT, SUFFIXES, TOKEN_ROWS
 from trillora.model.layout import Layout, Tree
 from trillora.model.lora_spec import LoraSpec, TrainedTokens
-from trillora.model.token_rows import is_tied, rows_from_base
+from trillora.model.parts.token_rows import is_tied, rows_from_base
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 24)]
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)]

@@ -1,0 +1,1 @@
+"""What an adapter may have in addition to LoRA of linear layers."""

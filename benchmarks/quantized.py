@@ -52,7 +52,8 @@ def measure(format: str, steps: int, backend: str, overrides: list[str]) -> dict
         "hardware": {"backend": backend, "devices": 1},
     }
     with tempfile.TemporaryDirectory() as work:
-        train(load_recipe(recipe, overrides), Path(work) / "run")
+        if stopped := train(load_recipe(recipe, overrides), Path(work) / "run").stopped:
+            raise SystemExit(f"The run with {format} was stopped by {stopped}.")
         lines = [json.loads(line) for line in (Path(work) / "run" / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["seconds"] for line in lines if line["kind"] == "step"]
     losses = [line["loss"] for line in lines if line["kind"] == "step"]

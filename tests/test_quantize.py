@@ -45,6 +45,7 @@ from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree, stack, stored_weights, unstack
 from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights, random_weights
+from trillora.model.lora_spec import LoraSpec
 from trillora.model.quantized import frozen_weight
 from trillora.preflight.compiler_process import by_estimate
 from trillora.recipe.load import load_recipe, load_run_recipe
@@ -305,6 +306,21 @@ def test_frozen_weight_is_the_dequantized_one() -> None:
         expected = reference.get_submodule(module_name).weight.detach().numpy()
         expected = expected.T if isinstance(module, Conv1D) else expected
         assert np.array_equal(np.asarray(jax.jit(weight)(tree_of(model, flat))), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_dora_starts_from_the_norms_of_the_dequantized_weights(name: str) -> None:
+    model = CausalLM(tiny_models.configuration(name), lora=LoraSpec(rank=2, dora=True), quantize="nf4")
+    reference, flat = with_dequantized_weights(name, model)
+    started = unstack(model.initial_adapter(tree_of(model, flat), seed=0), model.adapter_layout)
+    magnitudes = {key: value for key, value in started.items() if key.endswith(".lora_magnitude")}
+    assert len(magnitudes) == len(model.targets)
+    for key, norms in magnitudes.items():
+        module = reference.get_submodule(key.removesuffix(".lora_magnitude"))
+        weight = module.weight.detach().numpy()
+        np.testing.assert_allclose(
+            norms, np.linalg.norm(weight, axis=0 if isinstance(module, Conv1D) else 1), rtol=1e-5
+        )
 
 
 def test_unknown_format_is_refused() -> None:

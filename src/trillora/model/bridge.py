@@ -38,7 +38,7 @@ from trillora.engine.hash_random import MaskKey
 from trillora.engine.quantize import Format
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import SUFFIXES
-from trillora.model.layout import Layout, Leaf, Tree
+from trillora.model.layout import Layout, Leaf, Tree, stored_weights
 from trillora.model.lora import FrozenLayer, add_lora, initial_adapter, linear_layers
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides import attention as attention_functions
@@ -47,7 +47,7 @@ from trillora.model.overrides.recurrent import packing_aware
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.parts.token_rows import add_token_rows
 from trillora.model.parts.whole_weights import add_whole_weights, select_modules, values_from_base, with_whole_weights
-from trillora.model.quantized import part_leaves, quantize_layers
+from trillora.model.quantized import part_leaves, quantize_layers, whole_weight
 from trillora.model.stack import LayerStack, Remat, decoder_layers
 from trillora.model.trace import Trace, tracing
 
@@ -113,15 +113,16 @@ class CausalLM:
         """The adapter before the first step. It does not change the base; some kinds start from its weights. `layout`:
         of an adapter with a smaller rank."""
         layout = layout or self.adapter_layout
-        where = {name: (key, i) for key, leaf in self.layout.items() for i, name in enumerate(leaf.names)}
+        where = {n: (w, i) for w in stored_weights(self.layout).values() for i, n in enumerate(w[0].names)}
         name_of = {id(parameter): name for name, parameter in self.module.named_parameters()}  # tied ones have one name
 
         def frozen(target: str) -> FrozenLayer:
             layer = self.module.get_submodule(target)
-            key, i = where[name_of[id(layer.weight)]]
-            weight = base[key][i] if self.layout[key].stacked else base[key]
-            if not weight.is_fully_addressable:  # parts of it are on other hosts
-                weight = multihost_utils.process_allgather(weight, tiled=True)
+            (leaf, parts), i = where[name_of[id(layer.weight)]]
+            arrays = {key: base[key][i] if leaf.stacked else base[key] for key in parts}
+            if not all(array.is_fully_addressable for array in arrays.values()):  # parts are on other hosts
+                arrays = multihost_utils.process_allgather(arrays, tiled=True)
+            weight = whole_weight(arrays, parts)
             weight_ED = np.array(weight.T if isinstance(layer, Conv1D) else weight, np.float32)
             return FrozenLayer(weight_ED, layer.lora_scale)
 

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trillora.engine.quantize import Format, Parts, dequantize, linear, part_names, shapes
 from trillora.errors import TrilloraError
-from trillora.model.layout import Layout, Leaf, QuantizedPart
+from trillora.model.layout import Layout, Leaf, QuantizedPart, Tree
 
 WEIGHT = "weight_"  # + the name of a part: the buffers that hold the parts
 
@@ -108,6 +108,16 @@ def part_leaves(key: str, weight: Leaf, format: Format, *, inputs_first: bool) -
         about = QuantizedPart(part, format, key, weight, inputs_first)
         leaves[f"{key}_{part}"] = Leaf(names, weight.stacked, stacked, np.dtype(array.dtype), about)
     return leaves
+
+
+def whole_weight(arrays: Tree, parts: Layout) -> jax.Array:
+    """A weight as the checkpoint stores it, from its array or from the parts of its quantized form."""
+    about = next(iter(parts.values())).quantized
+    if about is None:
+        return next(iter(arrays.values()))
+    codes = {leaf.quantized.name: arrays[key] for key, leaf in parts.items() if leaf.quantized}
+    weight = dequantize(codes, about.weight.part_shape[0 if about.inputs_first else 1])
+    return weight.T if about.inputs_first else weight
 
 
 def frozen_weight(module: Any) -> jax.Array:

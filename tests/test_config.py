@@ -307,7 +307,7 @@ def test_resolved_recipe_reads_back_the_same_with_its_reasons(tmp_path: Path) ->
     recipe = load_recipe(SMALLEST, ["train.steps=120"])
     resolved = ResolvedRecipe((ResolvedStage("train", SETTINGS, None, REASONS),), evaluate_every=12)
     filled = resolved.fill(recipe)
-    assert given_settings(stages_of(filled)[0].recipe) == vars(SETTINGS)
+    assert {**given_settings(stages_of(filled)[0].recipe), "adapters_at_once": 1} == vars(SETTINGS)
     text = resolved.dump(recipe)
     assert text == resolved.dump(filled)
     assert load_recipe(recipe_file(tmp_path, text)) == filled
@@ -353,8 +353,8 @@ def test_schema_has_no_option_the_recipe_lacks_and_none_too_few() -> None:
         for node in definition["properties"].values():
             assert node["description"]
             described += 1
-    # A stage's data has the options of data, described once.
-    repeated = sum(path.startswith("stages.data.") for path in options())
+    # The data of a stage or phase has the options of data, described once.
+    repeated = sum(path.startswith(("stages.data.", "phases.data.")) for path in options())
     assert described + len(schema["properties"]) == len(options()) - repeated
 
 

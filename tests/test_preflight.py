@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import trillora
 from trillora.cli import app
+from trillora.data.stage import read_stage
 from trillora.devices.slices import find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, ignore_events
@@ -36,7 +37,7 @@ from trillora.preflight.result import LargeBuffer, StageResult, Trial
 from trillora.preflight.verdict import ladder, preflight, relax
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import given_settings
-from trillora.recipe.schema import StageRecipe
+from trillora.recipe.schema import StageRecipe, stages_of
 from trillora.step import autotune
 from trillora.training import trainer
 
@@ -96,7 +97,7 @@ def test_preflight_builds_the_step_that_trains(folder: Path, tmp_path: Path, mon
 def test_steps_and_tokens_are_counted_from_the_real_data(folder: Path) -> None:
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": None, "epochs": 2, "batch_size": 4}))
     (stage,) = read_inputs(recipe, ignore_events).stages
-    batches = trainer.read_stage(trainer.stages_of(recipe)[0], _tokenizer(recipe), ignore_events).batches
+    batches = read_stage(stages_of(recipe)[0], _tokenizer(recipe), ignore_events).batches
     assert stage.num_steps == 2 * batches.steps_per_epoch
     assert stage.num_tokens == 2 * batches.summary()["tokens"]
     assert sum(stage.steps_by_length.values()) == stage.num_steps

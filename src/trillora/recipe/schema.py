@@ -287,6 +287,10 @@ class MeshSection(Section):
     def size(self) -> int:
         return self.data * self.fsdp * self.tensor * self.adapter
 
+    @model_serializer(mode="wrap")
+    def _without_unused_axis(self, handler: SerializerFunctionWrapHandler) -> dict[str, int]:
+        return {axis: size for axis, size in handler(self).items() if axis != "adapter" or size > 1}
+
 
 class HardwareSection(Section):
     """Where to run."""

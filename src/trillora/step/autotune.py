@@ -120,7 +120,7 @@ def choose(
     compiler: Compiler = compile_step,
     mesh_devices: list[Any] | None = None,
     guess: Callable[[Assembly], float] | None = None,
-    build: Builder = assemble,
+    build: Builder | None = None,
 ) -> Plan:
     """Decides what the recipe leaves open, compiles the step, and reports each decision.
 
@@ -141,7 +141,7 @@ def choose(
 
     def candidate(size: int, remat: str) -> Candidate:
         settings = StepSettings(**{**decisions.values, "micro_batch_size": size, "remat": remat})
-        return Candidate(settings, build(recipe, settings, config, mesh, num_steps))
+        return Candidate(settings, (build or assemble)(recipe, settings, config, mesh, num_steps))
 
     attempts = decide_quantization(decisions, lambda: candidate(sizes[-1], remats[-1]), compiler, limit)
     for size in sizes:

@@ -228,7 +228,7 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
 def read_facts(files: dict[str, bytes]) -> dict[str, Any]:
     """The content of `FACTS_FILE`. It has the fields and types that `CheckpointFacts` declares."""
     facts = parse_json(files[FACTS_FILE], CheckpointFacts, where=FACTS_FILE, do=DO)
-    return facts.model_dump()
+    return facts.model_dump(exclude_unset=True)
 
 
 def find_fault(step: int, files: dict[str, bytes]) -> str | None:

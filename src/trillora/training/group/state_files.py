@@ -159,7 +159,7 @@ def read_kept(files: Mapping[str, bytes], names: Sequence[str]) -> Kept:
 
 def read_group_facts(files: Mapping[str, bytes]) -> dict[str, Any]:
     """The content of `FACTS_FILE`, with the fields and types that `GroupFacts` declares."""
-    return parse_json(files[FACTS_FILE], GroupFacts, where=FACTS_FILE, do=DO).model_dump()
+    return parse_json(files[FACTS_FILE], GroupFacts, where=FACTS_FILE, do=DO).model_dump(exclude_unset=True)
 
 
 def find_group_fault(step: int, files: dict[str, bytes]) -> str | None:

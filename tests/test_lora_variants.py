@@ -432,6 +432,17 @@ def test_no_optimizer_moves_the_frozen_half(name: Any) -> None:
         np.testing.assert_allclose(moved, 0.1 if key.endswith("lora_a") else 0.2, rtol=1e-6)
 
 
+@full_dose_only
+@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+def test_variants_start_from_the_quantized_base(quantize: str, folder: Path, tmp_path: Path) -> None:
+    losses = []
+    for lora in ({"rank": 4}, EVERYTHING):
+        settings = {**recipe_of(folder, lora, steps=2), "model": {"name": str(folder / "model"), "quantize": quantize}}
+        losses.append(train(load_recipe(settings), tmp_path / f"run{len(losses)}").losses)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)  # both start equal to the base
+    assert losses[1][1] < losses[1][0]
+
+
 # ---- bad input
 
 

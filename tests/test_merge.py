@@ -193,6 +193,20 @@ def test_ranks_rslora_and_layers_may_differ(tmp_path: Path) -> None:
     assert sum(each.share for each in result.inputs) == pytest.approx(1)
 
 
+def test_layers_with_ranks_and_alphas_of_their_own_are_merged(tmp_path: Path) -> None:
+    patterns = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.0.self_attn.q_proj": 20.0}}
+    model = peft_model((4, 2), [["q_proj", "k_proj"]] * 2, **patterns)
+    folders = saved(model, tmp_path)
+    expected = weighted_sum(folders, (1.0, 0.5))
+    by_peft = {
+        layer: peft_changes(model, "skill0")[layer] + 0.5 * change
+        for layer, change in peft_changes(model, "skill1").items()
+    }
+    assert distance(expected, by_peft) < ROUNDING
+    merge_adapters(folders, MergeOptions("linear", weights=(1.0, 0.5)), tmp_path / "merged", with_logits=False)
+    assert distance(our_changes(tmp_path / "merged"), expected) < ROUNDING
+
+
 def test_linear_finds_the_true_rank(tmp_path: Path) -> None:
     """The second adapter changes the same directions as the first, so their sum has the rank of one."""
     first = saved(peft_model((4,), [["q_proj"]]), tmp_path / "inputs")[0]

@@ -117,7 +117,7 @@ def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dic
                 where=str(file),
                 do="use an adapter that has only LoRA matrices of linear layers",
             )
-    alphas = dict(getattr(spec, "alpha_pattern", ()))  # by layer
+    alphas = dict(spec.alpha_pattern)  # by layer
     changes = {}
     for layer in sorted({name.rpartition(".")[0] for name in matrices}):
         a, b = matrices[f"{layer}.lora_a"], matrices[f"{layer}.lora_b"]

@@ -120,6 +120,10 @@ def evaluate(
     no_base: Annotated[
         bool, typer.Option("--no-base", help="Evaluate only the adapter, which takes half the time.")
     ] = False,
+    stage: Annotated[
+        str | None,
+        typer.Option("--stage", metavar="NAME", help="Stage or phase whose rows are used (default: the last stage)."),
+    ] = None,
     adapter: OtherAdapter = None,
     trust: TrustCode = False,
     as_json: JsonResult = False,
@@ -131,6 +135,7 @@ def evaluate(
         result = evaluation.evaluate(
             run,
             data,
+            stage=stage,
             adapter=_adapter(adapter),
             overrides=_overrides(overrides, trust),
             max_rows=rows,

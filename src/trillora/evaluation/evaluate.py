@@ -43,6 +43,7 @@ from trillora.recipe.schema import StageRecipe, stages_of
 from trillora.step.build import evaluation_function, loss_chunk_positions
 
 FILE = "eval.json"
+PHASES = "adapters"  # the folder with the adapters of the phases
 NUM_EXAMPLES = 20
 SPARE_TOKENS = 16  # an answer may be this much longer than the longest expected one
 MAX_TOKENS = 512  # default limit of an answer: a base may never stop
@@ -79,6 +80,7 @@ def evaluate(
     run: str | Path,
     data: str | Path | None = None,
     *,
+    stage: str | None = None,
     adapter: Path | None = None,
     overrides: Sequence[str] = (),
     max_rows: int | None = None,
@@ -92,10 +94,14 @@ def evaluate(
 
     `max_rows` limits the test to that many evenly spaced rows. `max_tokens` limits each answer (default: slightly more
     than the longest expected answer). `overrides` replace options of the run's recipe, such as the address of its data.
-    `adapter` is the folder of an adapter that is tested instead of the run's own; then nothing is written.
+    `adapter` is the folder of an adapter that is tested instead of the run's own; then nothing is written. `stage` is
+    the name of the stage or phase whose rows are tested (default: the last stage); a phase has an adapter of its own.
     """
-    folder = check_run(user_path(run, where="the run"), adapter)
-    recipe = recipe_with_data(load_run_recipe(folder, overrides), folder, data, adapter)
+    folder = user_path(run, where="the run")
+    if stage is not None and adapter is None and (folder / PHASES / stage).is_dir():
+        adapter = folder / PHASES / stage
+    check_run(folder, adapter)
+    recipe = recipe_with_data(load_run_recipe(folder, overrides), folder, data, adapter, stage)
     source = recipe.model
     opened = OpenModel.open(
         source.name,
@@ -152,6 +158,13 @@ def check_run(folder: Path, adapter: Path | None = None) -> Path:
             where=str(folder),
             do=f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do,
         )
+    if adapter is None and (folder / PHASES).is_dir() and not (folder / "adapter").is_dir():
+        names = sorted(phase.name for phase in (folder / PHASES).iterdir())
+        raise TrilloraError(
+            "This run has several adapters, one for each phase.",
+            where=str(folder),
+            do=f"choose one with --stage: {' '.join(names)}",
+        )
     if adapter is None and not (folder / "adapter").is_dir():
         raise TrilloraError(
             "This run has no adapter yet, so there is nothing to test.",
@@ -162,11 +175,17 @@ def check_run(folder: Path, adapter: Path | None = None) -> Path:
 
 
 def recipe_with_data(
-    run_recipe: RunRecipe, run: Path, data: str | Path | None, adapter: Path | None = None
+    run_recipe: RunRecipe,
+    run: Path,
+    data: str | Path | None,
+    adapter: Path | None = None,
+    name: str | None = None,
 ) -> StageRecipe:
-    """The recipe of the run's last stage, with the test rows as its data, in the chat template of the adapter."""
+    """The recipe of a stage, by default the run's last one, with the test rows as its data, in the chat template of the
+    adapter."""
     stages = stages_of(run_recipe.recipe)
-    stage = stages[-1].recipe
+    number = _stage_number(run_recipe, [stage.name for stage in stages], name, needs_name=data is None)
+    stage = stages[number].recipe
     section = stage.data
     changes: dict[str, Any] = {}
     template = (adapter or run / "adapter") / TEMPLATE_FILE
@@ -181,9 +200,23 @@ def recipe_with_data(
             do="give a file of rows it was not trained on with --data FILE; or train with data.split: {test: 0.1}",
         )
     else:
-        prefix = f"stages.{len(stages) - 1}." if run_recipe.recipe.stages else ""
+        part = "stages" if run_recipe.recipe.stages else "phases" if run_recipe.recipe.phases else None
+        prefix = f"{part}.{number}." if part else ""
         run_recipe.require(f"{prefix}data.path")
     return stage.model_copy(update={"data": section.model_copy(update=changes)})
+
+
+def _stage_number(run_recipe: RunRecipe, names: list[str], name: str | None, *, needs_name: bool) -> int:
+    if name is None and needs_name and run_recipe.recipe.phases is not None:
+        raise TrilloraError(
+            "Each phase of this run has test rows of its own.",
+            where=str(run_recipe.file),
+            do=f"choose one with --stage: {' '.join(names)}; or give rows with --data FILE",
+        )
+    if name is not None and name not in names:
+        what = f"There is no stage '{name}' in this run."
+        raise TrilloraError(what, where="--stage", do=f"use one of: {' '.join(names)}")
+    return len(names) - 1 if name is None else names.index(name)
 
 
 def read_rows(

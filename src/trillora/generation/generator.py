@@ -349,6 +349,13 @@ def _stop_array(stops: Sequence[int]) -> np.ndarray:
 
 def _adapter_folder(run: Path) -> Path:
     folder = run / "adapter"
+    if not folder.is_dir() and (run / "adapters").is_dir():
+        names = sorted(phase.name for phase in (run / "adapters").iterdir())
+        raise TrilloraError(
+            "This run has several adapters, one for each phase.",
+            where=str(run),
+            do=f"choose one with --adapter {run}/adapters/NAME: {' '.join(names)}",
+        )
     if not folder.is_dir():
         raise TrilloraError(
             "This run has no adapter yet.", where=str(run), do="finish the run, or use its base model with --base"

@@ -126,6 +126,23 @@ def evaluate(
         adapters["base"] = generator.neutral_adapter
     metrics = token_metrics(generator, adapters, recipe, documents, batch_size, listener)
 
+    evaluation = _evaluation(name, num_rows, generator, adapters, metrics, documents, max_tokens, listener)
+    if adapter is None:
+        _save(folder / FILE, evaluation, listener)
+    return evaluation
+
+
+def _evaluation(
+    name: str,
+    num_rows: int,
+    generator: Generator,
+    adapters: dict[str, Tree],
+    metrics: dict[str, TokenMetrics],
+    documents: Documents,
+    max_tokens: int | None,
+    listener: Listener,
+) -> Evaluation:
+    """Asks every question of the documents, and compares the answers with the expected ones."""
     found = (question_of(documents[index]) for index in range(len(documents)))
     questions = [question for question in found if question is not None]
     expected = [generator.prompts.decode(without_stop(q.expected, generator.prompts.stops)) for q in questions]
@@ -142,10 +159,7 @@ def evaluate(
     shown = [generator.prompts.shown_question(question.prompt) for question in questions[:NUM_EXAMPLES]]
     of_base: Sequence[str | None] = answers.get("base", [None] * len(questions))
     examples = tuple(map(Example, shown, expected, of_base, answers["adapter"]))
-    evaluation = Evaluation(name, num_rows, scores.get("base"), scores["adapter"], majority(expected), examples)
-    if adapter is None:
-        _save(folder / FILE, evaluation, listener)
-    return evaluation
+    return Evaluation(name, num_rows, scores.get("base"), scores["adapter"], majority(expected), examples)
 
 
 def check_run(folder: Path, adapter: Path | None = None) -> Path:

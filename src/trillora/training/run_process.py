@@ -18,10 +18,11 @@ import jax
 
 from trillora.data.stage import StageData, read_stage
 from trillora.devices.chips import peak_tflops
-from trillora.devices.mesh import same_everywhere
+from trillora.devices.mesh import find_devices, remember_programs, same_everywhere
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note
 from trillora.files.atomic import remove_unfinished
+from trillora.files.cache_dir import cache_root
 from trillora.files.digests import text_digest
 from trillora.files.storage import LocalStorage
 from trillora.model.layout import Layout, Tree, stored_weights
@@ -78,6 +79,20 @@ class RunProcess:
         self._record = RunRecord(folder)
         self._of_run: dict[str, Any] = {}  # the content of run.json
         self._start: Start | None = None  # the adapter that a new run starts from
+
+    def _open(self) -> tuple[list[Any], OpenModel]:
+        """The devices and the model of the run."""
+        remember_programs(cache_root() / "programs")
+        wanted, named = self._recipe.hardware, self._recipe.model
+        devices = find_devices(wanted.backend, None if wanted.devices == "auto" else wanted.devices)
+        self._listener(Note(f"Model {named.name}"))
+        opened = OpenModel.open(
+            named.name,
+            revision=named.revision,
+            trust_remote_code=named.trust_remote_code,
+            tokens=self._recipe.tokens or (),
+        )
+        return devices, opened
 
     def _start_folder(self, saved: tuple[int, dict[str, bytes]] | None) -> None:
         """Sets the files of the run's folder to the state of the checkpoint."""

@@ -23,17 +23,15 @@ import jax
 from trillora.data.batches import Batches
 from trillora.data.open import TEMPLATE_DATE_REASON
 from trillora.data.stage import StageData
-from trillora.devices.mesh import any_process, find_devices, join_cluster, remember_programs
+from trillora.devices.mesh import any_process, join_cluster
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
-from trillora.files.cache_dir import cache_root
 from trillora.files.checksums import with_checksums
 from trillora.files.owner import lock_run, own_checkpoints
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, fit_adapter, read_adapter
 from trillora.model.layout import Tree
-from trillora.model.loading.source import OpenModel
 from trillora.recipe import run_file
 from trillora.recipe.group import group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage
@@ -115,16 +113,7 @@ class _Training(RunProcess):
 
     def run(self) -> TrainResult:
         recipe, listener = self._recipe, self._listener
-        remember_programs(cache_root() / "programs")
-        wanted, named = recipe.hardware, recipe.model
-        devices = find_devices(wanted.backend, None if wanted.devices == "auto" else wanted.devices)
-        listener(Note(f"Model {named.name}"))
-        opened = OpenModel.open(
-            named.name,
-            revision=named.revision,
-            trust_remote_code=named.trust_remote_code,
-            tokens=recipe.tokens or (),
-        )
+        devices, opened = self._open()
         saved = self._newest()
         facts = read_facts(saved[1]) if saved else None
         before = ResolvedRecipe.from_dict(facts["resolved"]) if facts else None

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from trillora.data.stage import StageData, batches_of
-from trillora.devices.mesh import any_process, find_devices, remember_programs
+from trillora.devices.mesh import any_process
 from trillora.engine.group import group_state
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.events import AdaptersStarted, Chosen, Note
-from trillora.files.cache_dir import cache_root
 from trillora.model.adapters import fit_adapter
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
@@ -72,11 +71,7 @@ class GroupTraining(RunProcess):
 
     def run(self) -> TrainResult:
         recipe, listener = self._recipe, self._listener
-        remember_programs(cache_root() / "programs")
-        wanted, named = recipe.hardware, recipe.model
-        devices = find_devices(wanted.backend, None if wanted.devices == "auto" else wanted.devices)
-        listener(Note(f"Model {named.name}"))
-        opened = OpenModel.open(named.name, revision=named.revision, trust_remote_code=named.trust_remote_code)
+        devices, opened = self._open()
         saved = self._newest()
         facts = read_group_facts(saved[1]) if saved else None
         before = ResolvedRecipe.from_dict(facts["resolved"]) if facts else None

@@ -196,7 +196,9 @@ def test_phases_are_merged_and_scored(folder: Path, tmp_path: Path, method: str)
     assert losses["merged", "sums"] < losses["base", "sums"] and losses["merged", "pairs"] < losses["base", "pairs"]
     summary = json.loads((tmp_path / "run" / "group.json").read_text())
     assert summary["merged"]["method"] == method and summary["merged"]["rank"] == (8 if method == "cat" else 4)
-    assert (tmp_path / "run" / "adapter" / "merge.json").exists()
+    facts = json.loads((tmp_path / "run" / "adapter" / "merge.json").read_text())
+    assert facts["adapter"] == str(tmp_path / "run" / "adapter")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if "merged" in path.name) == []
 
 
 def test_fewer_adapters_at_once_give_the_same_result(

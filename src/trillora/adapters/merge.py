@@ -24,6 +24,7 @@ from trillora.adapters.logits_check import LogitsCheck, compare_logits
 from trillora.adapters.methods import METHODS, ROUNDING, Change, MergedLayer, definition, merge_layer
 from trillora.errors import Bug, TrilloraError
 from trillora.events import Alarm, Listener, Note, Progress, ignore_events
+from trillora.files.atomic import write_file
 from trillora.files.checksums import with_checksums
 from trillora.files.storage import LocalStorage
 from trillora.files.user_path import user_path
@@ -265,6 +266,15 @@ def _result(
     )
 
 
+def write_merge_facts(result: MergeResult) -> None:
+    """Writes `merge.json` again, after the merged adapter was moved."""
+    write_file(result.adapter / FACTS_FILE, _facts(result))
+
+
+def _facts(result: MergeResult) -> str:
+    return json.dumps({"format": 1, **result.to_dict()}, indent=1) + "\n"
+
+
 def _write(
     folder: Path,
     files: dict[str, bytes],
@@ -278,9 +288,9 @@ def _write(
     elif (template := inputs[0].template) is not None:
         files = {**files, TEMPLATE_FILE: template}
     tokenizer = next((each.tokenizer for each in inputs if each.tokenizer), {})
-    facts = (json.dumps({"format": 1, **result.to_dict()}, indent=1) + "\n").encode()
     try:
-        LocalStorage(folder.parent).write(folder.name, {FACTS_FILE: facts, **tokenizer, **with_checksums(0, files)})
+        facts = {FACTS_FILE: _facts(result).encode()}
+        LocalStorage(folder.parent).write(folder.name, {**facts, **tokenizer, **with_checksums(0, files)})
     except OSError as error:
         raise TrilloraError(
             f"The merged adapter cannot be written: {error.strerror}.",

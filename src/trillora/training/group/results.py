@@ -7,8 +7,11 @@ runs/skills/group.json           how each adapter ended, and which one was chose
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +19,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from trillora.adapters.merge import MergeResult, merge_adapters
+from trillora.adapters.merge import MergeResult, merge_adapters, write_merge_facts
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.stage import StageData
-from trillora.events import Alarm, Note, Score, Scored
+from trillora.errors import TrilloraError
+from trillora.events import Alarm, Note, Progress, Score, Scored
 from trillora.files.checksums import with_checksums
 from trillora.files.storage import LocalStorage
 from trillora.model.adapters import adapter_files, check_changes_something, check_written, fit_adapter, load_adapter
@@ -36,6 +40,8 @@ from trillora.training.group.state_files import Kept
 from trillora.training.loop import Diverged
 from trillora.training.run_folder import GROUP_FILE
 from trillora.training.validation import Evaluator
+
+UNFINISHED = "merged-unfinished"  # the merged adapter, until it is scored
 
 
 class GroupResults:
@@ -72,6 +78,10 @@ class GroupResults:
         merged = self._merge(folders, diverged)
         if self._group.kind == "phases":
             self._score(merged)
+        if merged is not None:  # now, because a run with this folder counts as finished
+            adapter = run.folder.path / "adapter"
+            os.rename(merged.adapter, adapter)
+            write_merge_facts(dataclasses.replace(merged, adapter=adapter))
         self._write_summary(best, folders, merged)
         if diverged and self._group.kind == "phases":
             raise self._diverged(f"{', '.join(diverged)} diverged; the adapters of the other phases are written.")
@@ -86,16 +96,21 @@ class GroupResults:
             run.listener(Alarm(f"The phases are not merged, because {', '.join(diverged)} diverged."))
             return None
         run.listener(Note(f"Merging {len(folders)} adapters: {section.method}"))
-        # The changes are compared with their definition; for logits the base would be loaded a second time.
-        target = run.folder.path / "adapter"
-        return merge_adapters(
-            [folders[name] for name in run.names],
-            section.options,
-            target,
-            prefix="merge.",
-            with_logits=False,
-            listener=run.listener,
-        )
+        target = run.folder.path / UNFINISHED
+        shutil.rmtree(target, ignore_errors=True)  # left by a process that was killed
+        try:
+            # The changes are compared with their definition; for logits the base would be loaded a second time.
+            return merge_adapters(
+                [folders[name] for name in run.names],
+                section.options,
+                target,
+                prefix="merge.",
+                with_logits=False,
+                listener=run.listener,
+            )
+        except TrilloraError as error:  # the adapters themselves are written
+            run.listener(Alarm(f"The phases are not merged: {error.what} `trillora merge` can merge them later."))
+            return None
 
     def _ends(self) -> list[tuple[str, Any]]:
         return list(zip(self._run.names, self._position.members, strict=True))
@@ -141,16 +156,20 @@ class GroupResults:
         which: Literal["test", "validation"] = "test" if all(part == "test" for _, part, _ in rows) else "validation"
         adapters = {"base": self._placed(None)}
         adapters |= {name: self._placed(name) for name in self._run.names if name in self._kept}
-        scores, evaluator, of_merged = [], None, None
+        scores: list[Score] = []
+        evaluator = of_merged = None
         whole = None if merged is None else self._merged_model(merged.adapter)
+        total = len(rows) * (len(adapters) + (whole is not None))
         for stage, _, documents in rows:
             assert documents is not None
             evaluator = self._evaluator(self._run.assembly, stage, documents, evaluator)
             for name, adapter in adapters.items():
+                self._run.listener(Progress("Scores of the adapters", len(scores), total))
                 scores.append(_measured(evaluator, name, stage, adapter, self._base))
             if whole is not None:
                 of_merged = self._evaluator(whole[0], stage, documents, of_merged, is_new=of_merged is None)
                 scores.append(_measured(of_merged, "merged", stage, whole[1], self._base))
+        self._run.listener(Progress("Scores of the adapters", total, total))
         self._run.listener(Scored(self._position.step, which, tuple(scores)))
 
     def _merged_model(self, folder: Path) -> tuple[Assembly, Tree]:
@@ -158,7 +177,7 @@ class GroupResults:
         run = self._run
         spec, matrices = load_adapter(folder)
         recipe, config = widest(self._group.members), run.assembly.model.module.config
-        lora = LoraSection(rank=spec.rank, alpha=spec.alpha, targets=recipe.lora.targets)
+        lora = LoraSection(rank=spec.rank, alpha=spec.alpha, targets=recipe.lora.targets, exclude=recipe.lora.exclude)
         own = recipe.model_copy(update={"lora": lora})
         assembly = assemble(own, run.settings, config, run.assembly.mesh, 1)
         fitted = fit_adapter(matrices, assembly.model.adapter_layout, where=str(folder))

@@ -241,6 +241,7 @@ def test_a_signal_after_the_run_was_stopped_does_not_change_the_exit_code(has_st
     program = f"""
 import os, signal, sys
 from trillora.training.signals import Stop, ignore_after_stop
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored under nohup
 ignore_after_stop()
 stop = Stop()
 with stop.listening():

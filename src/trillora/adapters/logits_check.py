@@ -18,13 +18,14 @@ from trillora.devices.mesh import MeshShape, find_devices, make_mesh
 from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.hub import find_cached
-from trillora.model.adapters import AdapterDoesNotFit, fit_adapter, fitting
+from trillora.model.adapters import fit_adapter, fitting
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.source import EMBEDDED, OpenModel
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
+from trillora.model.lora_spec import AdapterDoesNotFit
 from trillora.step.autotune import memory_limit
 from trillora.step.build import shard_adapter, weight_shardings
 

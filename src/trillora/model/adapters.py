@@ -42,7 +42,7 @@ from trillora.model.adapter_parameters import (
 from trillora.model.layout import Layout
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.lora import adaptable_layers
-from trillora.model.lora_spec import LayerLora, LoraSpec, adapted_layers, bounded_regex
+from trillora.model.lora_spec import AdapterDoesNotFit, LayerLora, LoraSpec, adapted_layers, bounded_regex
 from trillora.model.parts.whole_weights import Indices, in_config, is_used, other_parts, sorted_rows
 
 logger = logging.getLogger(__name__)
@@ -335,10 +335,6 @@ def _read_config(data: bytes, path: Path) -> AdapterConfig:
     if str(options.get("init_lora_weights")).startswith(_CHANGES_BASE):
         raise _unsupported(path, "init_lora_weights", options["init_lora_weights"])
     return config
-
-
-class AdapterDoesNotFit(TrilloraError):
-    """The adapter was made for another model."""
 
 
 @contextlib.contextmanager

@@ -33,6 +33,10 @@ _REPETITION = re.compile(r"[*+{?]")
 _MAX_REPETITIONS, _MAX_LETTERS = 3, 300
 
 
+class AdapterDoesNotFit(TrilloraError):
+    """The adapter was made for another model."""
+
+
 @dataclass(frozen=True)
 class TrainedTokens:
     """The tokens whose rows of the embedding are trained (`parts/token_rows.py`)."""
@@ -123,8 +127,9 @@ def select_targets(
     for i, target in enumerate((targets,) if isinstance(targets, str) else targets):
         matches = matching(target, linear, f"lora.targets[{i}]")
         if not matches and file is not None:
-            raise TrilloraError(
-                f"The adapter has matrices for {target}, which is not a linear layer of this {type(model).__name__}.",
+            raise AdapterDoesNotFit(
+                f"The adapter does not fit this model: it has matrices for {target}, which is not a linear layer of "
+                f"{type(model).__name__}.",
                 where=file,
                 do="use the base model that the adapter was trained with (see its adapter_config.json)",
             )

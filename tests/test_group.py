@@ -250,6 +250,15 @@ def test_auto_drops_learning_rates_until_one_is_left(folder: Path, tmp_path: Pat
         ({"sweep": {"rank": [0, 4]}}, "sweep.rank"),
         ({"sweep": {"seed": [1, 2]}, "train": {"learning_rate": "auto"}}, "both sweep and train.learning_rate: auto"),
         ({"merge": {"method": "ties"}}, "only to a recipe with phases"),
+        (
+            {
+                "merge": {},
+                "lora": {"dora": True},
+                "data": None,
+                "phases": [{"name": n, "data": "x.jsonl"} for n in "ab"],
+            },
+            "cannot be merged",
+        ),
         ({"train": {"adapters_at_once": 2}}, "several adapters"),
         ({"sweep": {"seed": [1, 2]}, "stages": [{"name": "a", "data": "x.jsonl"}], "data": None}, "with stages"),
     ],

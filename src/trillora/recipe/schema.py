@@ -425,6 +425,10 @@ class Recipe(Section):
     def _merges_phases(self) -> Recipe:
         if self.merge is not None and self.phases is None:
             raise conflict("merge", "merge applies only to a recipe with phases.", "remove merge, or give phases")
+        if self.merge is not None and (self.lora.dora or self.lora.modules_to_save):
+            option = "lora.dora" if self.lora.dora else "lora.modules_to_save"
+            what = f"Adapters with {option} cannot be merged: they are not only a sum of changes."
+            raise conflict("merge", what, f"remove merge or {option}")
         weights = self.merge.weights if self.merge is not None else None
         if weights is not None and len(weights) != len(self.phases or ()):
             what = f"merge.weights has {len(weights)} values for {len(self.phases or ())} phases."

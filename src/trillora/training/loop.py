@@ -49,7 +49,7 @@ class Diverged(TrilloraError):
     exit_code = 76
 
 
-class _Abandoned(Exception):
+class Abandoned(Exception):
     """A signal arrived during an evaluation. The resumed run repeats it."""
 
 
@@ -274,7 +274,7 @@ class StageLoop:
             metrics = evaluator.measure(adapter, self._base, self._check_signal) if evaluator is not None else None
             self._check_signal()
             samples = self._answers(sampler, adapter) if sampler is not None else ()
-        except _Abandoned:
+        except Abandoned:
             return False
         improved = metrics is not None and self._judge(metrics)
         if samples:
@@ -307,27 +307,42 @@ class StageLoop:
         return improved
 
     def _check_signal(self) -> None:
-        # Several processes evaluate together: one of them must not leave alone.
-        if self._run.stop.signalled and jax.process_count() == 1:
-            raise _Abandoned
+        check_signal(self._run.stop)
 
     def _stop_is_due(self) -> bool:
         return self._run.stop.reason(self._next_seconds()) is not None
 
     def _next_seconds(self) -> float:
         """Estimated time of one more step and a checkpoint."""
-        return 1.5 * self._step_seconds + (self._run.saver.seconds or 0.0)
+        return step_and_save_seconds(self._step_seconds, self._run.saver)
 
     def _save_is_due(self) -> bool:
-        every, saver = self._options.checkpoint_every, self._run.saver
-        if every != "auto":
-            return self._position.global_step % every == 0
-        interval = min(max((saver.seconds or 0.0) / SAVE_SHARE, SAVE_SECONDS[0]), SAVE_SECONDS[1])
-        return not saver.busy and time.perf_counter() - self._last_save > interval
+        every, step = self._options.checkpoint_every, self._position.global_step
+        return save_is_due(every, step, self._run.saver, self._last_save)
 
     def _save(self, state: TrainState) -> None:
         self._run.save(state, self._position)
         self._last_save = time.perf_counter()
+
+
+def check_signal(stop: Stop) -> None:
+    """Abandons an evaluation if a signal has arrived."""
+    # Several processes evaluate together: one of them must not leave alone.
+    if stop.signalled and jax.process_count() == 1:
+        raise Abandoned
+
+
+def step_and_save_seconds(step_seconds: float, saver: Saver) -> float:
+    """Estimated time of one more step and a checkpoint."""
+    return 1.5 * step_seconds + (saver.seconds or 0.0)
+
+
+def save_is_due(every: int | str, step: int, saver: Saver, last_save: float) -> bool:
+    """Whether to save after this step. `every` is a number of steps or `auto`."""
+    if isinstance(every, int):
+        return step % every == 0
+    interval = min(max((saver.seconds or 0.0) / SAVE_SHARE, SAVE_SECONDS[0]), SAVE_SECONDS[1])
+    return not saver.busy and time.perf_counter() - last_save > interval
 
 
 def placed_batches(batches: Batches, steps: range, mesh: Mesh) -> Iterator[dict[str, jax.Array]]:

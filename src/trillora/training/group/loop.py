@@ -38,17 +38,13 @@ from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.group.position import GroupPosition, MemberPosition, Status
 from trillora.training.group.rates import best, score
 from trillora.training.group.state_files import Kept, to_files
-from trillora.training.loop import NUM_AHEAD, SAVE_SECONDS, SAVE_SHARE
+from trillora.training.loop import NUM_AHEAD, Abandoned, check_signal, save_is_due, step_and_save_seconds
 from trillora.training.run_folder import RunFolder
 from trillora.training.signals import Stop
 from trillora.training.state_files import METRICS_FILE
 from trillora.training.validation import Measures, peak_memory_gib
 
 ALL = "all"  # the stage of `Step` events, which are means over the adapters
-
-
-class _Abandoned(Exception):
-    """A signal arrived during an evaluation. The resumed run repeats it."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +284,7 @@ class GroupLoop:
         try:
             for number in due:
                 found.append((number, *self._measured(state, number, known)))
-        except _Abandoned:
+        except Abandoned:
             return False
         for number, metrics, samples, stored in found:
             self._judge(number, metrics, stored)
@@ -381,23 +377,16 @@ class GroupLoop:
     # ---- stopping and saving
 
     def _check_signal(self) -> None:
-        # Several processes evaluate together: one of them must not leave alone.
-        if self._run.stop.signalled and jax.process_count() == 1:
-            raise _Abandoned
+        check_signal(self._run.stop)
 
     def _stop_is_due(self) -> bool:
         return self._run.stop.reason(self._next_seconds()) is not None
 
     def _next_seconds(self) -> float:
-        """Estimated time of one more step and a checkpoint."""
-        return 1.5 * self._step_seconds + (self._run.saver.seconds or 0.0)
+        return step_and_save_seconds(self._step_seconds, self._run.saver)
 
     def _save_is_due(self) -> bool:
-        every, saver = self._run.checkpoint_every, self._run.saver
-        if isinstance(every, int):
-            return self._position.step % every == 0
-        interval = min(max((saver.seconds or 0.0) / SAVE_SHARE, SAVE_SECONDS[0]), SAVE_SECONDS[1])
-        return not saver.busy and time.perf_counter() - self._last_save > interval
+        return save_is_due(self._run.checkpoint_every, self._position.step, self._run.saver, self._last_save)
 
     def _save(self, state: TrainState) -> None:
         """Copy the state, and write the copy in the background."""

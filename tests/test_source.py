@@ -358,8 +358,8 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
             "org/gated": whole,
             "org/adapter": {
                 "adapter_config.json": b"{}",
-                "adapter_model.safetensors": b"{}",
-                "adapter_model.bin": b"{}",
+                "adapter_model.safetensors": b"weights",  # files of equal content would be downloaded once
+                "adapter_model.bin": b"\x80\x04pickle",
             },
             "org/pickled-adapter": {"adapter_config.json": b"{}", "adapter_model.bin": b"\x80\x04pickle"},
         },

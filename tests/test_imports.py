@@ -28,8 +28,10 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("generation",),
     ("evaluation",),
     ("preflight", "tracking", "doctor", "adapters"),
+    ("export",),
+    ("certify",),
     ("report",),
-    ("training",),
+    ("training", "serving"),
     ("quickstart",),
     ("",),  # trillora/__init__.py: the Python API
     ("cli",),
@@ -39,16 +41,25 @@ HEIGHT = {part: height for height, tier in enumerate(TIERS) for part in tier}
 
 # Outside libraries with few homes; everything else goes through them.
 ONLY_IN: dict[str, set[str]] = {
-    "torch": {"model"},
+    "torch": {"model", "certify"},
     "torchax": {"model"},
-    "transformers": {"model"},
-    "jax": {"devices", "engine", "model", "step", "generation", "evaluation", "preflight", "adapters", "training"},
+    "transformers": {"model", "certify"},
+    "jax": {
+        *("devices", "engine", "model", "step", "generation", "evaluation", "preflight", "adapters", "training"),
+        *("certify", "serving"),
+    },
     "jaxlib": {"devices", "engine", "model", "step"},
     "optax": {"engine", "step"},
-    "pydantic": {"files", "recipe", "model", "preflight", "training"},
+    "pydantic": {"files", "recipe", "model", "preflight", "training", "certify", "serving"},
     "typer": {"cli"},
     "rich": {"", "cli", "report"},
-    "peft": set(),
+    "peft": {"certify"},  # the independent reader
+    "xllamacpp": {"certify", "export"},
+    "gguf": {"model", "export", "certify"},
+    "starlette": {"serving"},
+    "uvicorn": {"serving"},
+    "lm_eval": {"evaluation"},
+    "sacrebleu": {"evaluation"},
 }
 
 # The engine is arithmetic: it uses no files and no environment.

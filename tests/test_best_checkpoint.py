@@ -20,10 +20,10 @@ from tiny_run import checkpoints_of
 from trillora.errors import TrilloraError
 from trillora.evaluation.token_metrics import TokenMetrics
 from trillora.events import Alarm, ignore_events
+from trillora.files.checkpoints import Checkpoints, Damaged
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.recipe.load import load_recipe
 from trillora.training.best_checkpoint import choose_checkpoint
-from trillora.training.checkpoint import Checkpoints, Damaged
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import StageLoop
 from trillora.training.run_folder import evaluation_losses

@@ -20,8 +20,9 @@ import pytest
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Saved, ignore_events
+from trillora.files.checkpoints import Checkpoints, Damaged
 from trillora.files.storage import MARK, LocalStorage, open_storage
-from trillora.training.checkpoint import Checkpoints, Damaged, Saver
+from trillora.training.saver import Saver
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
 SOURCE = Path(__file__).parent.parent / "src"
@@ -249,7 +250,7 @@ def test_the_checksums_are_last_and_readable(tmp_path: Path) -> None:
 WRITER = """
 import random, sys
 sys.path.insert(0, sys.argv[1])
-from trillora.training.checkpoint import Checkpoints
+from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import open_storage
 checkpoints = Checkpoints(open_storage(sys.argv[2]))
 checkpoints.clean()

@@ -24,11 +24,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Note, Saved, ignore_events
 from trillora.files import owner, storage
+from trillora.files.checkpoints import Checkpoints
 from trillora.files.owner import lock_run, own_checkpoints
 from trillora.files.storage import LocalStorage, Storage, open_storage
-from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.run_folder import RunFolder
 from trillora.training.saved_record import RunRecord
+from trillora.training.saver import Saver
 
 SOURCE = Path(__file__).parent.parent / "src"
 FILES = {"state.json": b"{}"}
@@ -39,7 +40,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from trillora.errors import TrilloraError
 from trillora.files.storage import open_storage
-from trillora.training.checkpoint import Checkpoints
+from trillora.files.checkpoints import Checkpoints
 from trillora.files.owner import own_checkpoints
 storage = open_storage(sys.argv[2])
 try:

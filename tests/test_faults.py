@@ -17,9 +17,9 @@ from safetensors.numpy import load, load_file, save_file
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Skipped, Step
+from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.recipe.load import load_recipe
-from trillora.training.checkpoint import Checkpoints
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Diverged
 from trillora.training.run_folder import RunFolder, read_lines

@@ -30,11 +30,11 @@ from safetensors.numpy import load, save
 from trillora.engine.step import GradNormStats, TrainState
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Step, to_metrics_line
+from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import open_storage
 from trillora.model.layout import Leaf
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import ResolvedRecipe
-from trillora.training.checkpoint import Checkpoints
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Position
 from trillora.training.state_files import (

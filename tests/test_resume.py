@@ -21,9 +21,9 @@ from tiny_run import assert_same, checkpoints_of, metrics
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Note
+from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import open_storage
 from trillora.recipe.load import load_recipe
-from trillora.training.checkpoint import Checkpoints
 from trillora.training.run_process import TrainResult
 from trillora.training.trainer import train
 

@@ -28,10 +28,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Saved
 from trillora.files import atomic
+from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import MARK, LocalStorage, RemoteStorage, Storage, open_storage
 from trillora.secrets import without_secrets
-from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.run_folder import RunFolder
+from trillora.training.saver import Saver
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
 NUM_MIXTURES = 40 if FULL_DOSE else 4  # random mixtures of lost and kept data, in addition to the four pure cases
@@ -568,7 +569,7 @@ def test_a_link_in_place_of_a_checkpoint_is_never_written_through(tmp_path: Path
 
 def test_these_modules_import_nothing_heavy() -> None:
     code = (
-        "import sys, trillora.training.checkpoint, trillora.files.owner\n"
+        "import sys, trillora.training.saver, trillora.files.owner\n"
         "print({'jax', 'torch', 'numpy', 'fsspec', 'pydantic', 'psutil', 'trillora.recipe.load'} & set(sys.modules))"
     )
     done = subprocess.run(

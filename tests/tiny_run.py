@@ -10,10 +10,10 @@ import torch
 from chat_tokenizers import chat_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import open_storage
 from trillora.recipe.resolve import StepSettings, given_settings
 from trillora.recipe.schema import MeshSection, Recipe
-from trillora.training.checkpoint import Checkpoints
 
 TIMES = {
     "seconds",

@@ -102,7 +102,7 @@ def read_input(name: str | Path) -> AdapterInput:
         changes=changes,
         digest=_digest(changes),
         base=base if isinstance(base, str) and base else None,
-        base_digest=_base_digest(folder),
+        base_digest=recorded_base_digest(folder),
         config=config,
         template=_read(folder / TEMPLATE_FILE),
         tokenizer={name: data for name in TOKENIZER_FILES if (data := _read(folder / name)) is not None},
@@ -202,7 +202,7 @@ def _normal(base: str) -> str:
     return os.path.realpath(folder) if os.path.isdir(folder) else name.rstrip("/").lower()
 
 
-def _base_digest(folder: Path) -> str | None:
+def recorded_base_digest(folder: Path) -> str | None:
     """What a run recorded of its base model; the adapter is in RUN/adapter or RUN/adapters/NAME."""
     for run in (folder.parent, folder.parent.parent):
         if is_run(run) and (run / "run.json").is_file():

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _MAKING = ".making-"
@@ -101,6 +103,31 @@ def make_folder(path: Path) -> None:
             if not os.path.isdir(folder):
                 raise
         sync_folder(folder.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A hidden folder to write files into. It becomes `path` at the end of the block, when all its files are on the
+    disk; if the block raises, nothing remains. `path` must not exist, or be an empty folder."""
+    make_folder(path.parent)
+    making = path.parent / f".{path.name}{_MAKING}{os.getpid()}-{threading.get_ident()}"
+    shutil.rmtree(making, ignore_errors=True)  # left by a killed process with the same id
+    try:
+        os.mkdir(making)
+        yield making
+        for folder, _, files in os.walk(making):
+            for file in files:
+                descriptor = os.open(os.path.join(folder, file), os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            sync_folder(Path(folder))
+        os.rename(making, path)
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
+    sync_folder(path.parent)
 
 
 def remove_unfinished(folder: Path) -> list[str]:

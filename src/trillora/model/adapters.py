@@ -330,7 +330,7 @@ def _read_config(data: bytes, path: Path) -> AdapterConfig:
         raise _unsupported(path, "peft_type", config.peft_type)
     options = config.model_extra or {}
     for key, unused in _UNSUPPORTED.items():
-        if options.get(key, unused) not in (unused, None):
+        if options.get(key, unused) not in (unused, None, []):
             raise _unsupported(path, key, options[key])
     if str(options.get("init_lora_weights")).startswith(_CHANGES_BASE):
         raise _unsupported(path, "init_lora_weights", options["init_lora_weights"])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener
-from trillora.training.checkpoint import Checkpoints, Damaged
+from trillora.files.checkpoints import Checkpoints, Damaged
 
 
 @dataclass(frozen=True)

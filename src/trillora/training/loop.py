@@ -27,13 +27,14 @@ from trillora.engine.step import WHY_SKIPPED, StepMetrics, TrainState
 from trillora.errors import TrilloraError
 from trillora.evaluation.token_metrics import TokenMetrics
 from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, Skipped, Step
+from trillora.files.checkpoints import Checkpoints
 from trillora.model.layout import Tree
 from trillora.report.run.write import write_report
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Programs, shape_text
-from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.run_folder import RunFolder
+from trillora.training.saver import Saver
 from trillora.training.signals import Stop
 from trillora.training.state_files import METRICS_FILE, to_files
 from trillora.training.validation import Measures, Sampler, peak_memory_gib

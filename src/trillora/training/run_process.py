@@ -23,6 +23,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note
 from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
+from trillora.files.checkpoints import Checkpoints
 from trillora.files.digests import text_digest
 from trillora.files.storage import LocalStorage
 from trillora.model.layout import Layout, Tree, stored_weights
@@ -38,10 +39,10 @@ from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch
 from trillora.tracking import tracking_listener
 from trillora.training import manifest
-from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.run_folder import RunFolder
 from trillora.training.run_identity import differences, fixed_options, refuse
 from trillora.training.saved_record import RunRecord
+from trillora.training.saver import Saver
 from trillora.training.signals import Stop
 from trillora.training.state_files import METRICS_FILE, find_fault, read_facts
 

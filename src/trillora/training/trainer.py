@@ -27,6 +27,7 @@ from trillora.devices.mesh import any_process, join_cluster
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
+from trillora.files.checkpoints import Checkpoints
 from trillora.files.checksums import with_checksums
 from trillora.files.owner import lock_run, own_checkpoints
 from trillora.files.storage import LocalStorage, open_storage
@@ -42,7 +43,6 @@ from trillora.step.build import Assembly
 from trillora.step.compile_guard import Planned, Programs, Shape, describe, shape_text
 from trillora.training import manifest
 from trillora.training.best_checkpoint import choose_checkpoint
-from trillora.training.checkpoint import Checkpoints
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.group.trainer import GroupTraining
 from trillora.training.loop import Diverged, Position, Run, StageLoop

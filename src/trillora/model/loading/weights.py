@@ -174,10 +174,10 @@ def _codes(weight: jax.Array, format: Format, inputs_first: bool) -> dict[str, j
 
 def resolve_sources(folder: Path, module: torch.nn.Module, layout: Layout) -> dict[str, Source]:
     """Where each parameter of `layout` comes from. Checks everything that can be checked without reading values."""
-    stored = _read_headers(folder)
-    known, unused = _match_names(stored, module)
+    stored = read_headers(folder)
+    known, unused = match_names(stored, module)
     buffers = dict(module.named_buffers())
-    ties = _tied_groups(module)
+    ties = tied_groups(module)
     names = {name: leaf for leaf in layout.values() for name in leaf.names}
     sources: dict[str, Source] = {}
     missing: list[str] = []
@@ -199,7 +199,7 @@ def resolve_sources(folder: Path, module: torch.nn.Module, layout: Layout) -> di
     return sources
 
 
-def _read_headers(folder: Path) -> dict[str, Stored]:
+def read_headers(folder: Path) -> dict[str, Stored]:
     """Name, file, shape and type of every tensor. Opens each file, so a damaged file is found now."""
     stored: dict[str, Stored] = {}
     for file in weight_files(folder):
@@ -210,7 +210,7 @@ def _read_headers(folder: Path) -> dict[str, Stored]:
     return stored
 
 
-def _match_names(stored: dict[str, Stored], module: Any) -> tuple[dict[str, Source], list[str]]:
+def match_names(stored: dict[str, Stored], module: Any) -> tuple[dict[str, Source], list[str]]:
     """The source of each parameter, by the module's names; and the stored tensors that no parameter uses."""
     transforms = get_model_conversion_mapping(module)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -257,7 +257,7 @@ def _convert(source: Converted, module: Any, read: Callable[[Stored], torch.Tens
     return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
 
-def _tied_groups(module: Any) -> dict[str, tuple[str, ...]]:
+def tied_groups(module: Any) -> dict[str, tuple[str, ...]]:
     """The other names of each tied parameter."""
     groups: dict[str, list[str]] = defaultdict(list)
     for alias, original in module.all_tied_weights_keys.items():

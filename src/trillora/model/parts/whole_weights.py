@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 
 from trillora.errors import TrilloraError, nearest
-from trillora.model.adapter_parameters import EMBEDDING_A, SAVED_BIAS, SAVED_WEIGHT, SUFFIXES, TOKEN_ROWS
+from trillora.model.adapter_parameters import EMBEDDING_A, LORA_A, SAVED_BIAS, SAVED_WEIGHT, SUFFIXES, TOKEN_ROWS
 from trillora.model.layout import Layout, Tree
 from trillora.model.lora_spec import LoraSpec, TrainedTokens
 from trillora.model.parts.token_rows import is_tied, rows_from_base
@@ -185,8 +185,8 @@ def other_parts(
 
 def sorted_rows(adapter: dict[str, np.ndarray], indices: Indices, where: str) -> dict[str, np.ndarray]:
     """The arrays of a file in the form that we use: trained rows in the order of their tokens. Where the file has a
-    whole matrix too, they are rows of that matrix. PEFT stores the base's matrix with LoRA of an embedding; it has
-    not changed, and is left out."""
+    whole matrix too, they are rows of that matrix. PEFT stores the base's matrix with LoRA of an embedding or head; it
+    has not changed, and is left out."""
     result = {name: array for name, array in adapter.items() if not _is_copy(name, adapter)}
     shapes = {name: array.shape for name, array in result.items()}
     for module, ids in _ids_by_module(indices, shapes, where).items():
@@ -211,7 +211,7 @@ def is_used(name: str, names: Container[str]) -> bool:
 
 def _is_copy(name: str, names: Container[str]) -> bool:
     module, _, _ = name.rpartition(".")
-    return base_key(name) is not None and module + EMBEDDING_A.suffix in names
+    return base_key(name) is not None and any(module + kind.suffix in names for kind in (EMBEDDING_A, LORA_A))
 
 
 def _ids_by_module(indices: Indices, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, list[int]]:

@@ -28,18 +28,19 @@ from trillora.engine.group import AdapterOptions, Lanes
 from trillora.engine.step import WHY_SKIPPED, StepMetrics, TrainState
 from trillora.evaluation.token_metrics import TokenMetrics
 from trillora.events import AdapterEnded, AdapterStep, Alarm, Evaluated, Listener, Sampled, Skipped, Step
+from trillora.files.checkpoints import Checkpoints
 from trillora.model.layout import Tree, unstack
 from trillora.recipe.resolve import StepSettings
 from trillora.report.run.write import write_report
 from trillora.step.compile_guard import CompileWatch
 from trillora.step.group import GroupAssembly, cut
 from trillora.step.group_plan import Selection
-from trillora.training.checkpoint import Checkpoints, Saver
 from trillora.training.group.position import GroupPosition, MemberPosition, Status
 from trillora.training.group.rates import best, score
 from trillora.training.group.state_files import Kept, to_files
 from trillora.training.loop import NUM_AHEAD, Abandoned, check_signal, save_is_due, step_and_save_seconds
 from trillora.training.run_folder import RunFolder
+from trillora.training.saver import Saver
 from trillora.training.signals import Stop
 from trillora.training.state_files import METRICS_FILE
 from trillora.training.validation import Measures, peak_memory_gib

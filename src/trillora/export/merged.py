@@ -1,0 +1,161 @@
+"""A merged model as transformers reads it: safetensors in shards, config, tokenizer, chat template and a model card.
+
+    exported = export_merged(open_source("runs/first"), Path("merged"))
+
+Shards are written piece by piece, so the memory does not grow with the model. Tensors that the adapter does not change
+are copied byte by byte, with the names of the base's files; that includes a vision tower.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from trillora.errors import TrilloraError
+from trillora.events import Listener, Progress, ignore_events
+from trillora.export.merged_weights import MergedWeights
+from trillora.export.safetensors_file import Planned, write_tensors
+from trillora.export.source import Exported, ExportSource
+from trillora.files.atomic import new_folder
+from trillora.files.bounded import read_bounded
+from trillora.model.loading.checkpoint import DTYPES
+from trillora.model.loading.description import CONFIG_FILE, INDEX_FILE
+from trillora.model.loading.source import SINGLE_FILE, code_files
+
+SHARD_BYTES = 5_000_000_000
+MAX_BYTES = 64 << 20  # of a file that is copied
+FLOATS = {"float32": ("F32", np.float32), "float16": ("F16", np.float16), "bfloat16": ("BF16", ml_dtypes.bfloat16)}
+# What a base may have in addition, for its own generation and for the images of a multimodal model.
+OTHER_FILES = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+_CODES = {name: code for code, name in DTYPES.items()}
+
+
+def export_merged(
+    source: ExportSource,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    listener: Listener = ignore_events,
+) -> Exported:
+    """Writes the base model with the adapter merged into it to the new folder `out`. `dtype` is "float32", "float16"
+    or "bfloat16"; None keeps the type of each tensor."""
+    if dtype is not None and dtype not in FLOATS:
+        raise TrilloraError(
+            f"A merged model cannot be stored as {dtype}.", where="--type", do=f"use {' or '.join(FLOATS)}"
+        )
+    weights = MergedWeights(source)
+    shards = _shards(weights, dtype, max_shard_bytes)
+    notes = list(source.notes)
+    if weights.is_untied:
+        notes.append("The head has a weight of its own now: the base's is its embedding, and the adapter changes one.")
+    with writing(out), new_folder(out) as folder:
+        _write_shards(folder, weights, shards, listener)
+        for name, data in _other_files(source, weights, dtype).items():
+            (folder / name).write_bytes(data)
+        files = sorted(entry.name for entry in folder.iterdir())
+        num_bytes = sum((folder / name).stat().st_size for name in files)
+    return Exported("merged", out, tuple(files), num_bytes, tuple(notes))
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """For a block that writes the folder of an export: refuses one that has files, and explains a full disk."""
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+        raise TrilloraError(
+            "The output folder already exists.", where=str(out), do="choose another --out, or remove it"
+        )
+    try:
+        yield
+    except OSError as error:
+        raise TrilloraError(
+            f"The export cannot be written: {error.strerror or error}.",
+            where=str(out),
+            do="free disk space, or choose another --out; nothing was left behind",
+        ) from error
+
+
+def _shards(weights: MergedWeights, dtype: str | None, max_bytes: int) -> dict[str, list[Planned]]:
+    """The tensors of each file. A tensor that is larger than `max_bytes` has a file of its own."""
+    shards: list[list[Planned]] = [[]]
+    size = 0
+    for name in weights.names:
+        own = weights.dtype(name)
+        stored = dtype if dtype is not None and own in (*FLOATS, "float64") else own
+        tensor = Planned(name, _CODES.get(stored, stored), weights.shape(name))
+        if shards[-1] and size + tensor.num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.num_bytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": part for number, part in enumerate(shards, 1)}
+
+
+def _write_shards(folder: Path, weights: MergedWeights, shards: dict[str, list[Planned]], listener: Listener) -> None:
+    total, done = sum(tensor.num_bytes for part in shards.values() for tensor in part), 0
+
+    def pieces(tensor: Planned) -> Iterator[np.ndarray]:
+        nonlocal done
+        for piece in _pieces(weights, tensor):
+            yield piece
+            done += piece.nbytes
+            listener(Progress("Merging weights", done, total, "bytes"))
+
+    for file, tensors in shards.items():
+        write_tensors(folder / file, tensors, pieces)
+    if len(shards) > 1:
+        parameters = sum(math.prod(tensor.shape) for part in shards.values() for tensor in part)
+        index = {
+            "metadata": {"total_parameters": parameters, "total_size": total},
+            "weight_map": {tensor.name: file for file, tensors in shards.items() for tensor in tensors},
+        }
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+
+
+def _pieces(weights: MergedWeights, tensor: Planned) -> Iterator[np.ndarray]:
+    """The bytes of a tensor in the type that it is stored in."""
+    own = weights.dtype(tensor.name)
+    if not weights.is_changed(tensor.name) and _CODES.get(own, own) == tensor.dtype:
+        yield from weights.raw_chunks(tensor.name)
+        return
+    kinds = dict(FLOATS.values())
+    for chunk in weights.chunks(tensor.name):
+        with np.errstate(over="ignore"):
+            stored = chunk.astype(kinds.get(tensor.dtype, np.float64))
+        if not np.isfinite(stored).all():
+            largest = float(np.abs(chunk).max())
+            raise TrilloraError(
+                f"{tensor.name} has values up to {largest:g}, which {DTYPES[tensor.dtype]} cannot hold.",
+                where=tensor.name,
+                do="use --type bfloat16 or --type float32",
+            )
+        yield stored.reshape(-1).view(np.uint8)
+
+
+def _other_files(source: ExportSource, weights: MergedWeights, dtype: str | None) -> dict[str, bytes]:
+    config = weights.config()
+    if dtype is not None:
+        config.pop("torch_dtype", None)  # the older name
+        config["dtype"] = dtype
+    base = source.base.folder
+    copied = [file for file in (base / name for name in OTHER_FILES) if file.is_file()]
+    copied += code_files(base)  # of a model whose code the user trusts
+    return {
+        CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
+        **{file.name: read_bounded(file, MAX_BYTES) for file in copied},
+        **source.tokenizer_files(),
+    }

@@ -1,0 +1,199 @@
+"""What is exported: an adapter, its base model and the run that it comes from.
+
+    source = open_source("runs/first", listener=listener)
+    source.base_id              "HuggingFaceTB/SmolLM2-135M-Instruct", as adapter_config.json names it
+    source.matrices             {"model.layers.0.mlp.up_proj.lora_a": …}
+    source.notes                ("The run has not finished: this is its checkpoint of step 120.",)
+
+A run that has not finished has no adapter yet. Then the newest valid checkpoint is used, and a note says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trillora.adapters.inputs import recorded_base_digest
+from trillora.adapters.logits_check import open_local
+from trillora.errors import TrilloraError
+from trillora.events import Listener, Note, ignore_events
+from trillora.files.checkpoints import Checkpoints
+from trillora.files.checksums import with_checksums
+from trillora.files.storage import LocalStorage, open_storage
+from trillora.files.user_path import user_path
+from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, load_adapter, read_head
+from trillora.model.loading.digest import weights_digest
+from trillora.model.loading.embedded import SMOLLM2_HUB_ID
+from trillora.model.loading.growth import tokenizer_files
+from trillora.model.loading.source import EMBEDDED, OpenModel, load_tokenizer, weight_files
+from trillora.model.lora_spec import LoraSpec
+from trillora.recipe.load import is_run, load_run_recipe
+from trillora.recipe.schema import Recipe
+
+EXPORTS = "exports"  # the folder of a run that exports go to
+TOKENIZER_FILE = "tokenizer_config.json"  # of a complete tokenizer beside an adapter
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """An adapter with everything that an export needs. The weights of the base are not read yet."""
+
+    name: str  # for people: the name of the run's folder, or of the adapter's
+    run: Path | None
+    adapter: Path  # folder
+    base: OpenModel  # with the tokenizer that the adapter was trained with
+    base_id: str  # a hub id or path, as in adapter_config.json
+    spec: LoraSpec
+    matrices: dict[str, np.ndarray]  # by parameter name
+    recipe: Recipe | None
+    notes: tuple[str, ...]
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files and the chat template, as the adapter was trained with them."""
+        files = tokenizer_files(self.base.tokenizer)
+        template = self.adapter / TEMPLATE_FILE
+        return {**files, TEMPLATE_FILE: template.read_bytes()} if template.is_file() else files
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote."""
+
+    kind: str
+    folder: Path
+    files: tuple[str, ...]
+    num_bytes: int
+    notes: tuple[str, ...]
+
+
+def open_source(
+    name: str,
+    *,
+    adapter: str | Path | None = None,
+    base: str | None = None,
+    overrides: Sequence[str] = (),
+    listener: Listener = ignore_events,
+) -> ExportSource:
+    """Opens a run's folder or an adapter's folder. `adapter` chooses one of several adapters of a run: its name or its
+    folder. `base` replaces the base model; `overrides` replace options of the run's recipe."""
+    given = user_path(name, where="the run or adapter")
+    run = given if is_run(given) else _run_of(given)
+    recipe = load_run_recipe(run, overrides).recipe if run is not None else None
+    notes: list[str] = []
+    folder = _adapter_folder(given, run, adapter)
+    if folder is None:
+        assert run is not None and recipe is not None
+        folder, step = _last_checkpoint(run, recipe, listener)
+        notes.append(f"The run has not finished: this is its checkpoint of step {step}.")
+    spec, matrices = load_adapter(folder)
+    base_id = read_head(folder).base_name or ""
+    opened = _open_base(base, base_id, recipe, folder)
+    if base is None and recipe is not None:
+        _check_base(opened, folder, run)
+    if recipe is not None and recipe.model.quantize not in ("auto", "none"):
+        notes.append(f"The run trained on a base in {recipe.model.quantize}; this uses its full-precision weights.")
+    for note in notes:
+        listener(Note(note))
+    shown = given.resolve().name if run is None or given == run else f"{run.resolve().name}-{given.resolve().name}"
+    return ExportSource(shown, run, folder, opened, base_id or opened.base_name, spec, matrices, recipe, tuple(notes))
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run that an adapter's folder belongs to: RUN/adapter or RUN/adapters/NAME."""
+    folder = folder.absolute()
+    parents = {"adapter": folder.parent, "adapters": folder.parent.parent}
+    run = parents["adapter"] if folder.name == "adapter" else None
+    run = parents["adapters"] if folder.parent.name == "adapters" else run
+    return run if run is not None and is_run(run) else None
+
+
+def _adapter_folder(given: Path, run: Path | None, adapter: str | Path | None) -> Path | None:
+    """The finished adapter; None if the run has none yet."""
+    if adapter is not None:
+        inside = None if run is None else run / "adapters" / str(adapter)
+        chosen = inside if inside is not None and inside.is_dir() else user_path(adapter, where="--adapter")
+        return chosen / "adapter" if is_run(chosen) else chosen
+    if run is None or given != run:
+        return given  # load_adapter refuses a folder without an adapter
+    if (run / "adapter").is_dir():
+        return run / "adapter"
+    several = sorted(entry.name for entry in (run / "adapters").glob("*") if (entry / CONFIG_FILE).is_file())
+    if several:
+        raise TrilloraError(
+            f"This run has {len(several)} adapters.",
+            where=str(run),
+            do=f"choose one with --adapter NAME: {' '.join(several[:8])}",
+        )
+    return None
+
+
+def _last_checkpoint(run: Path, recipe: Recipe, listener: Listener) -> tuple[Path, int]:
+    """Writes the adapter of the newest valid checkpoint to a folder of its own, and returns it with its step. The
+    checkpoint itself may be elsewhere, and the run may remove it at any time."""
+    checkpoints = Checkpoints(open_storage(recipe.train.checkpoint_dir or run / "checkpoints"))
+    found = checkpoints.newest_valid(listener)
+    if found is None:
+        raise TrilloraError(
+            "This run has no adapter and no checkpoint yet.", where=str(run), do="train it for at least one step"
+        )
+    step, files = found
+    if WEIGHTS_FILE not in files:
+        raise TrilloraError(
+            "This run trains several adapters together and has not finished, so none of them is written yet.",
+            where=str(run),
+            do="run the training command again to finish it",
+        )
+    name = f"adapter-step-{step}"
+    adapter = {file: files[file] for file in (WEIGHTS_FILE, CONFIG_FILE)}
+    try:
+        LocalStorage(run / EXPORTS).write(name, with_checksums(step, adapter))
+    except OSError as error:
+        raise TrilloraError(
+            f"The checkpoint's adapter cannot be written: {error.strerror}.",
+            where=str(run / EXPORTS / name),
+            do="free disk space, or copy the run to a folder that you can write to",
+        ) from error
+    return run / EXPORTS / name, step
+
+
+def _open_base(base: str | None, base_id: str, recipe: Recipe | None, adapter: Path) -> OpenModel:
+    """The base model. It is downloaded only if the user named it, in the recipe or with --base."""
+    if base is not None or recipe is not None:
+        section = recipe.model if recipe is not None and base is None else None
+        opened = OpenModel.open(
+            base or (section.name if section else ""),
+            revision=section.revision if section else None,
+            trust_remote_code=section.trust_remote_code if section else False,
+            tokens=(recipe.tokens or ()) if recipe is not None else (),
+        )
+    else:
+        found = open_local(base_id) if base_id else None
+        if found is None:
+            raise TrilloraError(
+                f"The base model {base_id} is not on this machine." if base_id else "The adapter names no base model.",
+                where=str(adapter / CONFIG_FILE),
+                do=f"name it, and it is downloaded: --base {base_id or 'MODEL'}",
+            )
+        opened = found
+    has_own = (adapter / TOKENIZER_FILE).is_file() and any((adapter / name).is_file() for name in _VOCABULARIES)
+    tokenizer = load_tokenizer(adapter) if has_own else opened.tokenizer
+    name = SMOLLM2_HUB_ID if base_id in (EMBEDDED, SMOLLM2_HUB_ID) and base is None else opened.base_name
+    return OpenModel(opened.folder, opened.config, tokenizer, name)
+
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+def _check_base(opened: OpenModel, adapter: Path, run: Path | None) -> None:
+    """An adapter is right only for the weights that it was trained on."""
+    recorded = recorded_base_digest(adapter if run is None else run / "adapter")
+    if recorded is not None and recorded != weights_digest(opened.folder, weight_files(opened.folder)):
+        raise TrilloraError(
+            "The base model is not the one that this run was trained on: its weights, config or code have changed.",
+            where=os.fspath(opened.folder),
+            do="restore the original model; or use this one with --base MODEL",
+        )

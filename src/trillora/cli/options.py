@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -71,3 +71,22 @@ OtherAdapter = Annotated[
     typer.Option("--adapter", metavar="FOLDER", help="Use this adapter: its folder, or the folder of its run."),
 ]
 OnlyBase = Annotated[bool, typer.Option("--base", help="Use the run's base model without the adapter.")]
+
+
+def parse_format(text: str) -> str:
+    if text not in FORMATS:
+        raise typer.BadParameter(f"'{text[:30]}' is none of {', '.join(FORMATS)}.")
+    return text
+
+
+Format = Literal["none", "int8", "int4", "nf4", "fp8"]
+FORMATS: tuple[str, ...] = get_args(Format)
+QuantizeBase = Annotated[
+    Format | None,
+    typer.Option(
+        "--quantize",
+        metavar="FORMAT",
+        parser=parse_format,
+        help=f"Number format of the base: {', '.join(FORMATS)} (default: that of the run).",
+    ),
+]

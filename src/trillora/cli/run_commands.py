@@ -17,6 +17,7 @@ from trillora.cli.options import (
     OnlyBase,
     OtherAdapter,
     Overrides,
+    QuantizeBase,
     RunOrModel,
     Seed,
     Temperature,
@@ -42,6 +43,7 @@ def generate(
     seed: Seed = 0,
     base: OnlyBase = False,
     adapter: OtherAdapter = None,
+    quantize: QuantizeBase = None,
     trust: TrustCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON.")] = False,
 ) -> None:
@@ -51,7 +53,9 @@ def generate(
         from trillora.generation.generator import Generator
 
         given, other = _overrides(overrides, trust), _adapter(adapter, base)
-        generator = Generator.open(name, overrides=given, with_adapter=not base, adapter=other, listener=listener)
+        generator = Generator.open(
+            name, overrides=given, with_adapter=not base, adapter=other, quantize=quantize, listener=listener
+        )
         sampling = Sampling(temperature, top_p, seed=seed)
         answers = generator.generate(prompts, max_tokens=max_tokens, sampling=sampling)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -72,6 +76,7 @@ def chat(
     seed: Seed = 0,
     base: OnlyBase = False,
     adapter: OtherAdapter = None,
+    quantize: QuantizeBase = None,
     trust: TrustCode = False,
 ) -> None:
     """Chat with a trained run or a model."""
@@ -81,7 +86,9 @@ def chat(
         from trillora.generation.generator import Generator
 
         given, other = _overrides(overrides, trust), _adapter(adapter, base)
-        generator = Generator.open(name, overrides=given, with_adapter=not base, adapter=other, listener=listener)
+        generator = Generator.open(
+            name, overrides=given, with_adapter=not base, adapter=other, quantize=quantize, listener=listener
+        )
 
     def say(text: str) -> None:
         print(text, end="", flush=True)

@@ -1,9 +1,13 @@
-"""Memory, peak arithmetic and bandwidth of each TPU and GPU. No jax."""
+"""Memory, peak arithmetic and bandwidth of each TPU and GPU, and what each generation of GPUs can compute. No jax."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from trillora.errors import TrilloraError
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,22 @@ GPUS: dict[str, Chip] = {
     "V100": Chip(15.8, 125, 900, 150, 0, 1.53, 16),
 }
 
+
+@dataclass(frozen=True)
+class Generation:
+    """What GPUs from this compute capability on can compute."""
+
+    since: float  # compute capability
+    has_bfloat16: bool  # products of bfloat16; without them XLA converts every operand to float32
+    widest_head: int  # of cuDNN's flash attention, as jax allows it; 0: there is none
+
+
+# NVIDIA's compute capabilities, newest first: Hopper and Blackwell; Ampere and Ada, which include the consumer cards
+# since the RTX 30 series; Volta (V100), Turing (T4, RTX 20) and older. Heads: jax's checks before cuDNN is called.
+GENERATIONS = (Generation(9.0, True, 256), Generation(8.0, True, 128), Generation(0.0, False, 0))
+OTHER_GPU = Generation(0.0, True, 0)  # AMD: bfloat16, no cuDNN
+CAPABILITY_VARIABLE = "TRILLORA_COMPUTE_CAPABILITY"  # the choices for another card, to try them on this one
+
 # The names of TPUs in jax.
 DEVICE_KINDS = {
     "TPU v2": "v2",
@@ -69,6 +89,20 @@ def chip_of(device_kind: str) -> Chip | None:
         return CHIPS[DEVICE_KINDS[device_kind]]
     words = set(device_kind.replace("-", " ").split())
     return next((chip for name, chip in GPUS.items() if words.issuperset(name.split())), None)
+
+
+def generation_of(device: Any) -> Generation:
+    """The generation of a GPU in jax. Its `compute_capability` is a number on NVIDIA GPUs, a name (gfx942) on AMD's."""
+    asked = os.environ.get(CAPABILITY_VARIABLE)
+    try:
+        capability = float(asked or getattr(device, "compute_capability", ""))
+        return next(generation for generation in GENERATIONS if capability >= generation.since)
+    except (ValueError, StopIteration):
+        if asked:
+            raise TrilloraError(
+                f"'{asked}' is not a compute capability.", where=CAPABILITY_VARIABLE, do="use a number such as 7.5"
+            ) from None
+        return OTHER_GPU
 
 
 def peak_tflops(device_kind: str) -> float | None:

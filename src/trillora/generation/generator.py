@@ -9,6 +9,7 @@ compiled when the bucket is first used. Temperature, seed and stop tokens are in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +40,7 @@ from trillora.model.loading.weights import load_weights
 from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import is_run, load_model_section, load_run_recipe
 from trillora.recipe.schema import Auto, Dtype, Quantize, Recipe, stages_of
-from trillora.step.autotune import fastest_attention, fastest_dtype, formats_to_try, memory_limit
+from trillora.step.autotune import choose_dtype, fastest_attention, formats_to_try, memory_limit
 from trillora.step.build import shard_adapter, weight_shardings
 
 SHORTEST_BUCKET = 32  # prompt slots
@@ -99,6 +100,7 @@ class Generator:
         opened: OpenModel | None = None,
         with_adapter: bool = True,
         adapter: Path | None = None,
+        quantize: Quantize | None = None,
         backend: str = "auto",
         longest: int | None = None,
         batch_size: int = 8,
@@ -106,7 +108,8 @@ class Generator:
     ) -> Generator:
         """Opens a run's folder, a model's folder, a hub id or `smollm2`. `overrides` replace options of the run's
         recipe; only they can allow a model's Python code to run. `adapter` is the folder of an adapter that is used
-        instead of the run's own. `opened`: the model, if it is already open."""
+        instead of the run's own. `quantize`: format of the base; None: that of the run. `opened`: the model, if it is
+        already open."""
         run = user_path(name, where="the run or model")
         recipe = load_run_recipe(run, overrides).recipe if is_run(run) else None
         adapter_folder = adapter
@@ -122,12 +125,15 @@ class Generator:
         if recipe is not None and not OTHER_MODEL.intersection(given.partition("=")[0] for given in overrides):
             _check_base(opened, run)
         spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})
+        if quantize is not None and quantize != source.quantize and adapter_folder is not None:
+            was = f"in {source.quantize}" if source.quantize not in ("none", "auto") else "not quantized"
+            now = "is not quantized" if quantize == "none" else f"is quantized to {quantize}"
+            listener(Note(f"The base {now}. In training it was {was}, so answers may differ."))
         devices = find_devices(backend, None)
-        dtype = fastest_dtype(devices[0].platform)
-        if source.dtype == "float32":
-            dtype = "float32"
         with fitting(str(adapter_folder)):
-            model, mesh = _place(opened.config, devices, spec, dtype, source.quantize, trust_remote_code=trusted)
+            model, mesh = _place(
+                opened.config, devices, spec, source.dtype, quantize or source.quantize, trust_remote_code=trusted
+            )
         prompts = _prompts(opened, recipe, adapter or (run / "adapter" if recipe is not None else None))
         folder = opened.folder
         base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)
@@ -395,33 +401,33 @@ def _place(
     config: Any,
     devices: list[Any],
     spec: LoraSpec | None,
-    dtype: Dtype,
+    dtype: Auto | Dtype,
     quantize: Auto | Quantize,
     *,
     trust_remote_code: bool,
 ) -> tuple[CausalLM, Mesh]:
     """The model on one device if the weights fit there; otherwise with tensor parallelism over all devices."""
-    platform = devices[0].platform
+    platform, text = devices[0].platform, config.get_text_config()
 
     def build(mesh: Mesh, quantize: Quantize) -> CausalLM:
+        number = "float32" if dtype == "float32" else choose_dtype(devices, text, quantize)[0]
         return CausalLM(
             config,
-            dtype=dtype,
+            dtype=number,
             quantize=stored_format(quantize, platform),
             lora=spec,
             scan=False,
             remat="none",
-            attention=fastest_attention(platform, dtype),
+            attention=fastest_attention(devices[0], number, text),
             mesh=mesh,
             trust_remote_code=trust_remote_code,
         )
 
-    mesh = make_mesh(devices[:1], MeshShape())
     limit = None if platform == "cpu" else memory_limit(devices)
     formats = formats_to_try(platform) if quantize == "auto" else (quantize,)
-    for format in formats:
+    meshes = (make_mesh(devices[:1], MeshShape()), make_mesh(devices, MeshShape(tensor=len(devices))))
+    for mesh, format in itertools.product(meshes, formats):
         model = build(mesh, format)
-        if limit is None or sum(leaf.num_bytes for leaf in model.layout.values()) <= FULL_DEVICE * limit:
-            return model, mesh
-    mesh = make_mesh(devices, MeshShape(tensor=len(devices)))
-    return build(mesh, formats[0]), mesh
+        if limit is None or sum(leaf.num_bytes for leaf in model.layout.values()) <= FULL_DEVICE * limit * mesh.size:
+            break
+    return model, mesh  # the last ones, if nothing fits: they need the least memory

@@ -18,7 +18,7 @@ import jax
 import psutil
 from jax.sharding import Mesh
 
-from trillora.devices.chips import chip_of
+from trillora.devices.chips import chip_of, generation_of
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.quantize import item_bytes
 from trillora.errors import TrilloraError
@@ -239,7 +239,7 @@ def decide_by_hardware(decisions: Decisions, recipe: StageRecipe, config: Any, d
     text = config.get_text_config()
     decisions.decide("backend", platform, f"jax found {devices[0].device_kind}")
     decisions.decide("num_devices", num_devices, "all devices")
-    decisions.decide("dtype", fastest_dtype(platform), f"the fastest format with enough range on {platform}")
+    decisions.decide("dtype", *choose_dtype(devices, text, decisions.values.get("quantize", "none")))
     if decisions.is_open("mesh"):
         base_bytes = _base_bytes(text, decisions["dtype"], decisions.values.get("quantize", "none"))
         shape, reason = choose_mesh(num_devices, recipe.train.batch_size, base_bytes, memory_limit(devices))
@@ -249,7 +249,14 @@ def decide_by_hardware(decisions: Decisions, recipe: StageRecipe, config: Any, d
     else:
         decisions.decide("layers", "scan", f"compiles one layer instead of all; {platform}")
     dtype = decisions["dtype"]
-    decisions.decide("attention", fastest_attention(platform, dtype), f"the kernel for {dtype} on {platform}")
+    kernel = fastest_attention(devices[0], dtype, text)
+    decisions.decide("attention", kernel, f"the kernel for {dtype} on {platform}")
+    if decisions["attention"] == "cudnn" and platform == "gpu" and not generation_of(devices[0]).widest_head:
+        raise TrilloraError(
+            f"cuDNN has no flash attention for {devices[0].device_kind}.",
+            where="engine.attention",
+            do="use engine.attention=auto",
+        )
     tokens = 2 ** int(math.log2(max(CHUNK_LOGITS.get(platform, 2**27) // text.vocab_size, 128)))
     decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
 
@@ -258,15 +265,35 @@ def formats_to_try(platform: str) -> tuple[Quantize, ...]:
     return ("none", *FASTEST_QUANTIZED[platform])
 
 
-def fastest_dtype(platform: str) -> Dtype:
-    return "float32" if platform == "cpu" else "bfloat16"
+def choose_dtype(devices: list[Any], config: Any, quantize: str) -> tuple[Dtype, str]:
+    """The number format of the base and of activations, with the reason. Never float16: activations of some models
+    exceed its range, and training in it would need a scaled loss."""
+    platform = devices[0].platform
+    if platform == "cpu":
+        return "float32", "the fastest format with enough range on cpu"
+    if platform != "gpu" or generation_of(devices[0]).has_bfloat16:
+        return "bfloat16", f"the fastest format with enough range on {platform}"
+    base_bytes, limit = _base_bytes(config, "float32", quantize), memory_limit(devices)
+    if limit is None or base_bytes <= SMALL_BASE * limit:
+        return "float32", "this GPU has no bfloat16 arithmetic, and float16 does not have enough range"
+    return "bfloat16", (
+        f"the base in float32 ({_gib(base_bytes)}) is too large; this GPU converts bfloat16 to float32 to compute"
+    )
 
 
-def fastest_attention(platform: str, dtype: Dtype) -> Attention:
-    """cuDNN has no float32 kernel."""
-    if platform == "tpu":
+def fastest_attention(device: Any, dtype: Dtype, config: Any) -> Attention:
+    """The kernel for a device. cuDNN has none for float32, none for GPUs before Ampere, and none for wide heads."""
+    if device.platform == "tpu":
         return "splash"
-    return "cudnn" if platform == "gpu" and dtype == "bfloat16" else "xla"
+    if device.platform != "gpu" or dtype != "bfloat16":
+        return "xla"
+    return "cudnn" if _head_width(config) <= generation_of(device).widest_head else "xla"
+
+
+def _head_width(config: Any) -> int:
+    """Of the widest heads."""
+    heads = _largest(config, "num_attention_heads") or 1
+    return _largest(config, "head_dim", "v_head_dim") or config.hidden_size // heads
 
 
 def choose_mesh(num_devices: int, batch_size: int, base_bytes: int, limit: float | None) -> tuple[MeshSection, str]:

@@ -196,7 +196,7 @@ class Generator:
         self._check([tokens], max_tokens, sampling)
 
         def one_by_one() -> Iterator[int]:
-            for written in self._write([tokens], [0], max_tokens, sampling, adapted, at_once=1):
+            for written in self.write([tokens], max_tokens=max_tokens, sampling=sampling, adapted=adapted, at_once=1):
                 if written[0, -1] in self.prompts.stops:
                     return
                 yield int(written[0, -1])
@@ -220,26 +220,36 @@ class Generator:
             rows = order[first : first + self.batch_size]
             num_rows = self.batch_size if len(order) > self.batch_size else None
             parts = list(
-                self._write([prompts[i] for i in rows], rows, max_tokens, sampling, adapted, num_rows=num_rows)
+                self.write(
+                    [prompts[i] for i in rows],
+                    max_tokens=max_tokens,
+                    sampling=sampling,
+                    adapted=adapted,
+                    numbers=rows,
+                    num_rows=num_rows,
+                )
             )
             for i, row in zip(rows, np.concatenate(parts, axis=1)[:, :max_tokens].tolist(), strict=False):
                 end = next((at for at, token in enumerate(row) if token in self.prompts.stops), None)
                 answers[i] = (row[:end], end is not None)
         return [answers[i] for i in range(len(prompts))]
 
-    def _write(
+    def write(
         self,
         prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
-        max_tokens: int,
-        sampling: Sampling,
-        adapted: bool,
         *,
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        adapted: bool = True,
+        numbers: Sequence[int] | None = None,
         at_once: int = TOKENS_PER_CALL,
         num_rows: int | None = None,
     ) -> Iterator[np.ndarray]:
-        """Yields tokens [B, n] as they are generated: first one, then at most `at_once` per call, until all sequences
-        have stopped. The last part may be padded beyond the limit."""
+        """Yields tokens [B, n] of one batch as they are generated: first one, then at most `at_once` per call, until
+        all sequences have stopped. The last part may be padded beyond the limit. `numbers` are those of the prompts,
+        for their random keys; `num_rows` is the size of the batch, if it should be larger than the number of prompts.
+        """
+        numbers = range(len(prompts)) if numbers is None else numbers
         bucket = self._bucket(prompts, max_tokens, num_rows)
         tokens = np.zeros((bucket.num_rows, bucket.num_prompt), np.int32)
         starts, rows = np.zeros(bucket.num_rows, np.int32), np.zeros(bucket.num_rows, np.int32)

@@ -55,6 +55,18 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.A
     )
 
 
+def choose_each(logits_BV: jax.Array, keys_B: jax.Array, sampling_B: Sampling) -> jax.Array:
+    """The next token of every sequence, by a rule for each of them: the fields of `sampling_B` are arrays [B]."""
+    logits = logits_BV.astype(jnp.float32)
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    draws = jnp.asarray(sampling_B.temperature) > 0
+    return jax.lax.cond(
+        draws.any(),
+        lambda: jnp.where(draws, jax.vmap(_draw)(logits, keys_B, sampling_B), likeliest),
+        lambda: likeliest,
+    )
+
+
 def _draw(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     order = jnp.argsort(-logits_V)  # most likely first; the sort is stable, so ties keep the order of the vocabulary
     ranked = logits_V[order] / jnp.maximum(sampling.temperature, 1e-6)

@@ -74,7 +74,8 @@ class Decoder:
         starts_B: jax.Array,
         num_slots: int,
     ) -> tuple[jax.Array, Arrays]:
-        """Logits [B, V] after one more token in each sequence, and the cache with this token in `slot`."""
+        """Logits [B, V] after one more token in each sequence, and the cache with this token in `slot`: a scalar, or
+        [B] with a slot for each sequence."""
         trace = self._trace(base, adapter, (slot - starts_B)[:, None])
         trace.slots = Slots(slot, starts_B, num_slots)
         logits, new = self._call(trace, tokens_B[:, None], StaticCache(self.config, num_slots, slot, cache), {})

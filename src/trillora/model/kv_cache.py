@@ -8,8 +8,12 @@ first generated token (x) is written to slot 4:
     sequence 0  .   .   a   b   x   .     starts_B = [2, 0], slot = 4
     sequence 1  c   d   e   f   x   .
 
-A layer with a sliding window of W tokens keeps only W slots, used as a ring buffer: the token of slot p is stored at
-p modulo W. With W = 3, slots 2, 3 and 4 are stored at 2, 0 and 1.
+Sequences that join at different times have a slot each: `slot` is then an array [B].
+
+Every layer is a ring buffer: the token of slot p is stored at p modulo the number of slots it keeps. A layer with a
+sliding window of W tokens keeps only W: with W = 3, slots 2, 3 and 4 are stored at 2, 0 and 1. The other layers keep
+all. There, a sequence that goes past the end continues in the slots of its own padding: a cache of S slots has room
+for sequences of S tokens, wherever they start.
 
 The objects exist for one trace. They are created from arrays, and `export` returns the arrays for the next call.
 
@@ -42,14 +46,36 @@ def visible_in_cache(rule: MaskRule, slots: Slots, num_held: int) -> jax.Array:
     """
     if num_held < slots.num_slots and (rule.window is None or rule.window > num_held):
         raise TrilloraError(f"A layer stores {num_held} tokens but attends to more.", do=DO)
-    now, starts = slots.slot, slots.starts_B[:, None]
-    held = (now - (now - jnp.arange(num_held)) % num_held)[None]  # the latest p <= now with p % num_held == index
+    now, starts = slots.slot.reshape(-1, 1), slots.starts_B[:, None]
+    held = held_slots(now, num_held)
     mask = held >= starts  # false for padding, and for slots not yet written, where `held` is negative
     if rule.window is not None:
         mask &= now - held < rule.window
     if rule.chunk is not None:
         mask &= (now - starts) // rule.chunk == (held - starts) // rule.chunk
     return mask[:, None, None]
+
+
+def held_slots(now: jax.Array, num_held: int) -> jax.Array:
+    """The slot whose token is stored at each index of a ring: the latest p <= now with p % num_held == index."""
+    return now - (now - jnp.arange(num_held)) % num_held
+
+
+def resized(config: Any, arrays: Arrays, last_B: jax.Array, num_slots: int) -> Arrays:
+    """The cache with another number of slots, for sequences of at most `num_slots` tokens whose last one is in slot
+    `last_B`. Recurrent states have no slots: they stay as they are."""
+
+    def moved(array: jax.Array, size: int) -> jax.Array:
+        if array.shape[2] == size:
+            return array
+        # Indices of tokens that the old ring does not have get another token. They are never visible.
+        index_BS = held_slots(last_B[:, None], size) % array.shape[2]
+        return jnp.take_along_axis(array, index_BS[:, None, :, None], axis=2)
+
+    return [
+        {name: moved(a, layer.num_slots) if name in ("keys", "values") else a for name, a in kept.items()}
+        for kept, layer in zip(arrays, StaticCache(config, num_slots).layers, strict=True)
+    ]
 
 
 class _KeysAndValues(cache_utils.CacheLayerMixin):
@@ -76,7 +102,7 @@ class _KeysAndValues(cache_utils.CacheLayerMixin):
             return keys, values
         at = self.slot % self.num_slots
         self.keys, self.values = (
-            interop.torch_view(jax.lax.dynamic_update_slice_in_dim(old, array.astype(old.dtype), at, axis=2))
+            interop.torch_view(_written(old, array.astype(old.dtype), at))
             for old, array in zip((interop.jax_view(self.keys), interop.jax_view(self.values)), new, strict=True)
         )
         return self.keys, self.values
@@ -93,10 +119,17 @@ class _KeysAndValues(cache_utils.CacheLayerMixin):
         return (query_length if self.slot is None else self.num_slots), 0
 
     def get_seq_length(self) -> Any:
-        return 0 if self.slot is None else interop.torch_view(self.slot)
+        return 0 if self.slot is None else interop.torch_view(self.slot.max())
 
     def get_max_length(self) -> int:
         return self.num_slots
+
+
+def _written(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+    """The buffer [B, K, S, D] with one token more: at the same index in all sequences, or at one index in each."""
+    if at.ndim == 0:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=2)
+    return old.at[jnp.arange(len(at)), :, at].set(new[:, :, 0], mode="promise_in_bounds", unique_indices=True)
 
 
 class _Recurrent(cache_utils.LinearAttentionCacheLayerMixin):

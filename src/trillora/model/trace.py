@@ -27,7 +27,7 @@ from trillora.engine.hash_random import MaskKey
 class Slots:
     """Where decoding one token writes to the cache, and what it may read there (see `kv_cache`)."""
 
-    slot: jax.Array  # a scalar: all prompts end at the same slot, so all sequences write to the same one
+    slot: jax.Array  # a scalar if all sequences write to the same slot, else [B]: the slot of each sequence
     starts_B: jax.Array  # the first slot of each sequence that is not padding
     num_slots: int
 

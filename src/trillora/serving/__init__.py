@@ -1,0 +1,1 @@
+"""The OpenAI protocol over HTTP: requests join and leave one batch between decode steps."""

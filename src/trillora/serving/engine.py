@@ -1,0 +1,213 @@
+"""The engine: one thread that owns the device. Jobs wait in a bounded queue, join a batch, and leave it when done.
+
+Each turn of the thread
+
+1. lets waiting jobs join, in order, while rows and memory last,
+2. enqueues the next call of every lane that has rows (one lane per adapter, and one for the base),
+3. reads the calls before, and delivers their text while the device computes.
+
+Memory is bounded: the caches of all lanes together are at most `num_rows` rows of `max_length` slots. A job joins only
+if that holds even when all answers become as long as they may, so a running answer never waits for memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from trillora.errors import TrilloraError, as_error
+from trillora.serving.job import Job, Piece
+from trillora.serving.lane import Lane
+from trillora.serving.programs import Compiler, Shape
+
+JOINS_PER_TURN = 4  # while others are running: reading a prompt takes as long as several of their tokens
+IDLE_SECONDS = 5.0  # between looks at cancelled jobs that wait for a program
+
+
+class QueueFull(TrilloraError):
+    """Too many jobs are waiting."""
+
+
+class Stopping(TrilloraError):
+    """The server takes no new jobs."""
+
+
+class Engine:
+    """Runs the jobs of all lanes, by the name of the model."""
+
+    def __init__(
+        self,
+        lanes: Mapping[str, Lane],
+        compiler: Compiler,
+        *,
+        num_rows: int,
+        max_length: int,
+        max_waiting: int,
+        report: Callable[[TrilloraError], None] = lambda error: None,
+    ) -> None:
+        self.num_rows, self.max_length, self.max_waiting = num_rows, max_length, max_waiting
+        self._lanes, self._compiler, self._report = dict(lanes), compiler, report
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._changed = threading.Condition()
+        self._deadline: float | None = None  # set when the engine stops
+        self._is_asleep_until_compiled = False
+        self._budget = max(lane.num_bytes(Shape(num_rows, max_length)) for lane in lanes.values())
+        compiler.when_ready = self._wake
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(lane.running) for lane in self._lanes.values())
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Adds the jobs of one request: all of them or, with an error, none."""
+        with self._changed:
+            if self._deadline is not None:
+                raise Stopping("The server is stopping.", do="send the request again later")
+            if len(self._waiting) + len(jobs) > self.max_waiting + self.num_rows:
+                what = f"The server is busy: {len(self._waiting)} answers are waiting."
+                raise QueueFull(what, do="send the request again later, or start the server with a longer --queue")
+            self._waiting.extend(jobs)
+            self._changed.notify_all()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """The jobs are not wanted any more."""
+        for job in jobs:
+            job.is_cancelled = True
+        self._wake()
+
+    def stop(self, seconds: float) -> None:
+        """Takes no new jobs, and ends those that are not finished after this time with an error."""
+        with self._changed:
+            self._deadline = min(self._deadline or float("inf"), time.monotonic() + seconds)
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Waits until the thread has ended, after `stop`."""
+        self._thread.join()
+        self._compiler.close()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._is_asleep_until_compiled = False
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._has_work():
+                    self._changed.wait(IDLE_SECONDS)
+                    self._is_asleep_until_compiled = False
+                if self._deadline is not None and (self._is_idle() or time.monotonic() >= self._deadline):
+                    break
+            try:
+                self._turn()
+            except Exception as error:  # a bug of ours: the jobs fail, the server stays
+                self._fail_everything(as_error(error))
+        self._fail_everything(Stopping("The server was stopped before the answer was complete.", do="send it again"))
+
+    def _has_work(self) -> bool:
+        if self._deadline is not None:
+            return True
+        return not self._is_idle() and not self._is_asleep_until_compiled
+
+    def _is_idle(self) -> bool:
+        return not self._waiting and all(lane.is_empty for lane in self._lanes.values())
+
+    def _turn(self) -> None:
+        has_joined = self._let_join()
+        busy = [lane for lane in self._lanes.values() if not lane.is_empty]
+        has_advanced = False
+        for lane in busy:
+            has_advanced |= self._guarded(lane, lane.advance)
+        for lane in busy:
+            self._guarded(lane, lambda lane=lane: bool(lane.collect(all_calls=not lane.running)))
+        if not has_joined and not has_advanced and not self._is_idle():
+            for lane in busy:  # all that is left waits for a program: read everything, then sleep
+                self._guarded(lane, lambda lane=lane: bool(lane.collect(all_calls=True)))
+            with self._changed:
+                self._is_asleep_until_compiled = not self._is_idle()
+            if self._deadline is not None:
+                time.sleep(0.01)
+
+    def _let_join(self) -> bool:
+        """Starts waiting jobs in order. One whose program is being compiled lets others pass; one without a row or
+        memory does not, or a large request could wait forever."""
+        with self._changed:
+            waiting = [job for job in self._waiting if not job.is_cancelled]
+            self._waiting = collections.deque(waiting)
+        num_running = self.num_running
+        most = self.num_rows if num_running == 0 else JOINS_PER_TURN
+        num_joined = 0
+        for job in waiting:
+            lane = self._lanes[job.model]
+            free = self.num_rows - num_running - num_joined
+            expected = sum(other.model == job.model for other in waiting[: free + num_joined]) - num_joined
+            num_expected = self._num_that_fit(lane, job, max(min(expected, free), 1))
+            if num_joined >= most or free < 1 or num_expected == 0:
+                break
+            try:
+                if not lane.join(job, num_expected):
+                    continue
+            except Exception as error:
+                self._fail(lane, as_error(error), and_job=job)
+            with self._changed:
+                self._waiting.remove(job)
+            num_joined += 1
+        return num_joined > 0
+
+    def _num_that_fit(self, lane: Lane, job: Job, num_expected: int) -> int:
+        """How many jobs like this one the lane has memory for, beside the other lanes at their largest: as many as
+        expected, or one, or none."""
+        others = sum(
+            other.num_bytes(other.largest([], other.shape.num_rows))
+            for other in self._lanes.values()
+            if other is not lane and other.shape is not None and other.running
+        )
+        present = lane.shape.num_rows if lane.shape is not None else 1
+        for number in dict.fromkeys((num_expected, 1)):
+            num_rows = max(len(lane.running) + number, present)
+            if num_rows <= self.num_rows and others + lane.num_bytes(lane.largest([job], num_rows)) <= self._budget:
+                return number
+        return 0
+
+    def _guarded(self, lane: Lane, work: Callable[[], bool]) -> bool:
+        try:
+            return work()
+        except Exception as error:
+            self._fail(lane, as_error(error))
+            return True
+
+    def _fail(self, lane: Lane, error: TrilloraError, and_job: Job | None = None) -> None:
+        """Ends all jobs of a lane: a call that fails may have used up the arrays of the batch."""
+        self._report(error)
+        jobs = [running.job for running in lane.running if not running.is_done]
+        lane.reset()
+        for job in [*jobs, *([and_job] if and_job is not None else [])]:
+            _tell(job, error)
+
+    def _fail_everything(self, error: TrilloraError) -> None:
+        for lane in self._lanes.values():
+            self._fail(lane, error)
+        with self._changed:
+            waiting, self._waiting = list(self._waiting), collections.deque()
+        for job in waiting:
+            _tell(job, error)
+
+
+def _tell(job: Job, error: TrilloraError) -> None:
+    if not job.is_cancelled:
+        job.receive(Piece(error=error))

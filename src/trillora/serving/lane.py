@@ -1,0 +1,283 @@
+"""The rows of one adapter: a batch that requests join and leave between calls.
+
+The device is always one call ahead: `advance` only enqueues the next call, and `collect` reads the one before, so that
+text is made and sent while the device computes.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from trillora.devices.mesh import batch_sharding, replicated
+from trillora.engine.rows import NOTHING, Rows, Written
+from trillora.errors import TrilloraError
+from trillora.model.layout import Tree
+from trillora.serving.job import Chosen, Finish, Job, Piece
+from trillora.serving.programs import SHORTEST_PROMPT, TOKENS_PER_CALL, Programs, Shape, rule_of
+from trillora.serving.text import AnswerText
+
+SECONDS_PER_CALL = 0.04  # a call generates as many tokens as fit, so that text arrives evenly and others can join
+SHRINK_AFTER = 8  # calls with rows to spare
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shapes a batch can have."""
+
+    rows: tuple[int, ...]
+    slots: tuple[int, ...]
+
+    @classmethod
+    def up_to(cls, num_rows: int, num_slots: int, fewest_slots: int) -> Sizes:
+        rows, slots = [1], [min(fewest_slots, num_slots)]
+        while rows[-1] < num_rows:
+            rows.append(min(rows[-1] * 4, num_rows))
+        while slots[-1] < num_slots:
+            slots.append(min(slots[-1] * 2, num_slots))
+        return cls(tuple(rows), tuple(slots))
+
+    def shape(self, num_rows: int, num_slots: int) -> Shape:
+        return Shape(
+            next(size for size in self.rows if size >= num_rows), next(size for size in self.slots if size >= num_slots)
+        )
+
+
+@dataclass(eq=False)
+class Running:
+    """A job that has a row."""
+
+    job: Job
+    text: AnswerText
+    num_ahead: int = 1  # tokens that the device may have generated
+    is_done: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        """That the device may have used after the next call."""
+        return min(len(self.job.prompt) + self.num_ahead + TOKENS_PER_CALL, self.job.num_reserved)
+
+
+class Lane:
+    """The batch of one adapter. All methods run in the engine's thread."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        base: Tree,
+        adapter: Tree,
+        decode: Callable[[Any], str],
+        sizes: Sizes,
+        mesh: Mesh,
+    ) -> None:
+        self.programs, self.sizes = programs, sizes
+        self._base, self._adapter, self._decode = base, adapter, decode
+        self._by_row, self._everywhere = batch_sharding(mesh), replicated(mesh)
+        self.shape: Shape | None = None
+        self._rows: Rows | None = None
+        self._places: list[Running | None] = []
+        self._unread: collections.deque[tuple[Written, list[tuple[int, Running]], int]] = collections.deque()
+        self._seconds_per_token, self._last_read, self._num_spare = 0.0, 0.0, 0
+
+    @property
+    def running(self) -> list[Running]:
+        return [running for running in self._places if running is not None]
+
+    @property
+    def is_empty(self) -> bool:
+        return self.shape is None
+
+    def num_bytes(self, shape: Shape | None) -> int:
+        return self.programs.num_bytes(shape) if shape is not None else 0
+
+    def largest(self, jobs: list[Job], num_rows: int) -> Shape:
+        """The shape when all answers, and those of `jobs`, are as long as they may become."""
+        all_jobs = [*(running.job for running in self.running), *jobs]
+        return self.sizes.shape(num_rows, max(job.num_reserved for job in all_jobs))
+
+    def join(self, job: Job, num_expected: int) -> bool:
+        """Starts a job. False while one of the programs that it needs is being compiled. `num_expected`: the jobs, this
+        one included, that will join now."""
+        num_prompt = _prompt_slots(len(job.prompt), self.sizes.slots[-1])
+        running = Running(job, AnswerText(self._decode, job.stop_texts))
+        first, needed = Shape(1, num_prompt + 1), running.num_slots
+        shape = self.shape
+        if shape is None or None not in self._places or shape.num_slots < needed:
+            most = max([needed, *(other.num_slots for other in self.running)])
+            shape = self.sizes.shape(len(self.running) + num_expected, most)
+        programs = self.programs
+        wanted = [programs.prefill(num_prompt), programs.advance(shape)]
+        if self.shape is None:
+            wanted += [programs.reshape(first, shape)]
+        else:
+            wanted += [programs.reshape(first, Shape(1, shape.num_slots)), programs.insert(shape)]
+            if shape != self.shape:
+                wanted += [programs.reshape(self.shape, shape)]
+        if not _ready(wanted):
+            return False
+        prefill, _, fit, *rest = (future.result() for future in wanted)
+        row, told = prefill(self._base, self._adapter, *self._prompt(job, num_prompt))
+        if self.shape is None:
+            self._rows = fit(row, self._put(np.zeros(shape.num_rows, np.int32)))
+            self.shape, self._places = shape, [None] * shape.num_rows
+        else:
+            self._change(shape)
+            number = np.int32(self._places.index(None))
+            one = fit(row, self._put(np.zeros(1, np.int32)))
+            self._rows = rest[0](self._rows, one, jax.device_put(number, self._everywhere))
+        self._places[self._places.index(None)] = running
+        self._unread.append((told, [(0, running)], 0))
+        return True
+
+    def advance(self) -> bool:
+        """Enqueues the next call. False if there is nothing to do until a program is compiled."""
+        self.sweep()
+        if self.shape is None or not self.running:
+            return False
+        if not self._fit():
+            return False
+        program = self.programs.advance(self.shape)
+        if not program.done():
+            return False
+        active = np.array([running is not None for running in self._places])
+        num_steps = self._num_steps()
+        steps = jax.device_put(np.int32(num_steps), self._everywhere)
+        self._rows, told = program.result()(self._base, self._adapter, self._rows, self._put(active), steps)
+        placed = [(place, running) for place, running in enumerate(self._places) if running is not None]
+        for _, running in placed:
+            running.num_ahead += num_steps
+        self._unread.append((told, placed, num_steps))
+        return True
+
+    def sweep(self) -> None:
+        """Makes the rows free whose answers have ended."""
+        for place, running in enumerate(self._places):
+            if running is not None and (running.is_done or running.job.is_cancelled):
+                self._places[place] = None
+
+    def collect(self, *, all_calls: bool) -> None:
+        """Reads what was generated, up to the last call but one, or all. Frees the memory of an empty batch."""
+        while len(self._unread) > (0 if all_calls else 1):
+            told, placed, num_steps = self._unread.popleft()
+            host = Written(*(np.asarray(array) for array in told))
+            now = time.monotonic()
+            if num_steps:
+                each = (now - self._last_read) / num_steps
+                self._seconds_per_token = min(each, 2 * self._seconds_per_token) if self._seconds_per_token else each
+            self._last_read = now
+            for place, running in placed:
+                if not running.is_done and not running.job.is_cancelled:
+                    self._deliver(running, host, place)
+        self.sweep()
+        if not self._unread and not self.running:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+        self.shape, self._rows, self._places, self._num_spare = None, None, [], 0
+        self._unread.clear()
+
+    def _deliver(self, running: Running, told: Written, place: int) -> None:
+        job, text, shown = running.job, running.text, ""
+        finish: Finish | None = None
+        for i, token in enumerate(told.tokens_BN[place].tolist()):
+            if token == NOTHING or finish is not None:
+                break
+            if token in job.stop_tokens:
+                finish = "stop"
+                break
+            top = tuple(
+                zip(
+                    told.top_tokens_BNK[place, i, : job.num_top].tolist(),
+                    told.top_logprobs_BNK[place, i, : job.num_top].tolist(),
+                    strict=True,
+                )
+            )
+            shown += text.add(Chosen(token, float(told.logprobs_BN[place, i]), top))
+            finish = "stop" if text.is_stopped else "length" if text.num_tokens >= job.max_tokens else None
+        if finish is not None:
+            shown += text.rest()
+            finish = "stop" if text.is_stopped else finish
+            running.is_done = True
+        if shown or finish is not None:
+            chosen = text.chosen(at_end=finish is not None)
+            job.receive(Piece(shown, chosen, text.num_tokens, finish))
+
+    def _fit(self) -> bool:
+        """Gives the batch a shape that the next call fits in. False while the programs for it are being compiled."""
+        assert self.shape is not None
+        needed = self.sizes.shape(len(self.running), max(running.num_slots for running in self.running))
+        if needed.num_slots > self.shape.num_slots:
+            target = Shape(self.shape.num_rows, needed.num_slots)
+            if not _ready([self.programs.reshape(self.shape, target), self.programs.advance(target)]):
+                return False
+            self._change(target)
+            return True
+        self._compile_next()
+        is_smaller = needed.num_rows < self.shape.num_rows or 2 * needed.num_slots <= self.shape.num_slots
+        self._num_spare = self._num_spare + 1 if is_smaller else 0
+        if self._num_spare >= SHRINK_AFTER and _ready(
+            [self.programs.reshape(self.shape, needed), self.programs.advance(needed)]
+        ):
+            self._change(needed)
+        return True
+
+    def _compile_next(self) -> None:
+        """Starts to compile the programs for more slots when half of the present ones are used."""
+        assert self.shape is not None
+        reserved = max(running.job.num_reserved for running in self.running)
+        used = max(running.num_slots for running in self.running)
+        if reserved > self.shape.num_slots and 2 * used > self.shape.num_slots:
+            larger = Shape(self.shape.num_rows, self.sizes.shape(1, self.shape.num_slots + 1).num_slots)
+            _ready([self.programs.advance(larger), self.programs.reshape(self.shape, larger)])
+
+    def _change(self, shape: Shape) -> None:
+        """Moves the running rows to a batch of another shape."""
+        if shape == self.shape:
+            return
+        assert self.shape is not None
+        kept = [place for place, running in enumerate(self._places) if running is not None]
+        numbers = np.array([*kept, *[0] * (shape.num_rows - len(kept))], np.int32)
+        program = self.programs.reshape(self.shape, shape).result()
+        self._rows = program(self._rows, self._put(numbers))
+        self._places = [*(self._places[place] for place in kept), *[None] * (shape.num_rows - len(kept))]
+        self.shape, self._num_spare = shape, 0
+
+    def _num_steps(self) -> int:
+        if not self._seconds_per_token:
+            return 1
+        return min(max(int(SECONDS_PER_CALL / self._seconds_per_token), 1), TOKENS_PER_CALL)
+
+    def _prompt(self, job: Job, num_prompt: int) -> Any:
+        tokens = np.zeros((1, num_prompt), np.int32)
+        start = num_prompt - len(job.prompt)
+        tokens[0, start:] = job.prompt
+        return jax.device_put((tokens, np.array([start], np.int32), rule_of(job)), self._by_row)
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, self._by_row)
+
+
+def _prompt_slots(length: int, most: int) -> int:
+    slots = SHORTEST_PROMPT
+    while slots < length:
+        slots *= 2
+    return max(min(slots, most), length)
+
+
+def _ready(programs: list[Future[Any]]) -> bool:
+    """Whether all are compiled. One that failed raises its error."""
+    for program in programs:
+        if program.done() and (error := program.exception()) is not None:
+            if isinstance(error, TrilloraError):
+                raise error
+            raise RuntimeError(f"A program did not compile: {error}") from error
+    return all(program.done() for program in programs)

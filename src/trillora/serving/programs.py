@@ -1,0 +1,175 @@
+"""The compiled programs of a server: prefill, advance, insert and reshape, in a bounded number of shapes.
+
+A batch has a shape, (rows, slots). It grows and shrinks in few sizes, so few programs exist: with at most 32 rows and
+2048 slots these are
+
+    prefill   1 row, 64 to 2048 prompt slots         6 programs
+    advance   1, 4, 16 or 32 rows, 256 to 2048 slots  16 programs, each of them only when it is first needed
+
+`insert` puts a prefilled row into a batch, and `reshape` copies rows to a batch of another shape; they contain no
+model, so they are small. All are compiled ahead of time in a thread of their own: while one is compiled, rows that do
+not need it continue, and another shape is an error, never a hidden compilation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from trillora.devices.mesh import batch_sharding, replicated
+from trillora.engine.rows import MOST_STOPS, NOTHING, Rows, Rule, Written, advance, begin_rows
+from trillora.engine.sampling import Sampling
+from trillora.model.decode import Decoder
+from trillora.model.kv_cache import resized
+from trillora.model.layout import Tree
+from trillora.serving.job import Job
+
+SHORTEST_PROMPT = 64  # slots
+FEWEST_SLOTS = 256
+TOKENS_PER_CALL = 16  # at most, before the host reads them
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_rows: int
+    num_slots: int
+
+
+class Compiler:
+    """Compiles in one thread: transformers' modules can only be traced by one at a time. `when_ready` is called after
+    each program."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compiler")
+        self._futures: dict[Hashable, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self.when_ready: Callable[[], None] = lambda: None
+
+    def program(self, key: Hashable, build: Callable[[], Any]) -> Future[Any]:
+        """The program, perhaps not compiled yet. One that failed is tried again."""
+        with self._lock:
+            known = self._futures.get(key)
+            if known is None or (known.done() and known.exception() is not None):
+                known = self._futures[key] = self._thread.submit(build)
+                known.add_done_callback(lambda _: self.when_ready())
+            return known
+
+    @property
+    def num_programs(self) -> int:
+        with self._lock:
+            return len(self._futures)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Programs:
+    """The programs for one model and all adapters of the same shapes."""
+
+    def __init__(self, decoder: Decoder, base: Tree, adapter: Tree, mesh: Mesh, compiler: Compiler) -> None:
+        self._decoder, self._base, self._mesh, self._compiler = decoder, base, mesh, compiler
+        self._adapter = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), adapter)
+        self._rows, self._everywhere = batch_sharding(mesh), replicated(mesh)
+        traced = self._traced_prefill(SHORTEST_PROMPT)
+        self._row, told = traced.out_info  # the shapes of one prefilled row
+        self._num_top = told.top_tokens_BNK.shape[-1]
+        self._shapes: dict[Shape, Rows] = {}
+        self._start("prefill", SHORTEST_PROMPT, build=lambda: traced.lower().compile())
+
+    def prefill(self, num_prompt: int) -> Future[Any]:
+        """(base, adapter, tokens [1, P], starts [1], rule) -> a row of P + 1 slots, and its first token."""
+        return self._start("prefill", num_prompt, build=lambda: self._traced_prefill(num_prompt).lower().compile())
+
+    def _traced_prefill(self, num_prompt: int) -> Any:
+        def read(base: Tree, adapter: Tree, tokens: Any, starts: Any, rule: Rule) -> tuple[Rows, Written]:
+            logits, cache = self._decoder.prefill(base, adapter, tokens, starts, num_prompt + 1)
+            return begin_rows(logits, cache, num_prompt, starts, rule)
+
+        inputs = jax.device_put((np.zeros((1, num_prompt), np.int32), np.zeros(1, np.int32), rule_of(None)), self._rows)
+        return jax.jit(read, out_shardings=self._rows).trace(self._base, self._adapter, *inputs)
+
+    def advance(self, shape: Shape) -> Future[Any]:
+        """(base, adapter, rows, active [B], number of tokens) -> rows, what was written. `rows` is used up."""
+
+        def write(base: Tree, adapter: Tree, rows: Rows, active: Any, num_steps: Any) -> tuple[Rows, Written]:
+            def forward(cache: Any, tokens: Any, slots: Any, starts: Any) -> tuple[jax.Array, Any]:
+                return self._decoder.decode(base, adapter, cache, tokens, slots, starts, shape.num_slots)
+
+            return advance(forward, rows, active, num_steps, TOKENS_PER_CALL, self._num_top)
+
+        def build() -> Any:
+            active = jax.ShapeDtypeStruct((shape.num_rows,), jnp.bool_, sharding=self._rows)
+            steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
+            jitted = jax.jit(write, donate_argnums=2, out_shardings=self._rows)
+            return jitted.lower(self._base, self._adapter, self.shapes(shape), active, steps).compile()
+
+        return self._start("advance", shape, build=build)
+
+    def insert(self, shape: Shape) -> Future[Any]:
+        """(rows, one row, number) -> rows with this row in place of that number. `rows` is used up."""
+
+        def put(rows: Rows, row: Rows, number: Any) -> Rows:
+            return jax.tree.map(lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, number, 0), rows, row)
+
+        def build() -> Any:
+            number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
+            one = self.shapes(Shape(1, shape.num_slots))
+            jitted = jax.jit(put, donate_argnums=0, out_shardings=self._rows)
+            return jitted.lower(self.shapes(shape), one, number).compile()
+
+        return self._start("insert", shape, build=build)
+
+    def reshape(self, old: Shape, new: Shape) -> Future[Any]:
+        """(rows, numbers [B]) -> those of the rows, in a batch of the new shape."""
+
+        def build() -> Any:
+            numbers = jax.ShapeDtypeStruct((new.num_rows,), jnp.int32, sharding=self._rows)
+            jitted = jax.jit(lambda rows, n: self._reshaped(rows, n, new.num_slots), out_shardings=self._rows)
+            return jitted.lower(self.shapes(old), numbers).compile()
+
+        return self._start("reshape", (old, new), build=build)
+
+    def shapes(self, shape: Shape) -> Rows:
+        """The arrays of a batch, without their values."""
+        if shape not in self._shapes:
+            numbers = jax.ShapeDtypeStruct((shape.num_rows,), jnp.int32)
+            found = jax.eval_shape(lambda row, n: self._reshaped(row, n, shape.num_slots), self._row, numbers)
+            placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._rows), found)
+            self._shapes[shape] = placed
+        return self._shapes[shape]
+
+    def num_bytes(self, shape: Shape) -> int:
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self.shapes(shape)))
+
+    def _reshaped(self, rows: Rows, numbers: jax.Array, num_slots: int) -> Rows:
+        taken: Rows = jax.tree.map(lambda a: a[numbers], rows)
+        return taken._replace(cache=resized(self._decoder.config, taken.cache, taken.slot_B - 1, num_slots))
+
+    def _start(self, name: str, shape: Hashable, *, build: Callable[[], Any]) -> Future[Any]:
+        return self._compiler.program((id(self), name, shape), build)
+
+
+def rule_of(job: Job | None) -> Rule:
+    """The rule of one row, as arrays [1]."""
+    t, p, k, seed = job.sampling if job is not None else Sampling()
+    stops = [*(job.stop_tokens if job is not None else ())][:MOST_STOPS]
+    return Rule(
+        Sampling(
+            np.array([t], np.float32),  # type: ignore[arg-type]
+            np.array([p], np.float32),  # type: ignore[arg-type]
+            np.array([k], np.int32),  # type: ignore[arg-type]
+            np.array([int(seed) % 2**32], np.uint32),  # type: ignore[arg-type]
+        ),
+        np.array([job.number if job is not None else 0], np.int32),  # type: ignore[arg-type]
+        np.array([job.max_tokens if job is not None else 1], np.int32),  # type: ignore[arg-type]
+        np.array([[*stops, *[NOTHING] * (MOST_STOPS - len(stops))]], np.int32),  # type: ignore[arg-type]
+        np.array([job is not None and job.num_top > 0]),  # type: ignore[arg-type]
+    )

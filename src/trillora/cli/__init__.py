@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import trillora
-from trillora.cli import adapter_commands, recipe_commands, run_commands, setup_commands
+from trillora.cli import adapter_commands, recipe_commands, run_commands, serve_commands, setup_commands
 from trillora.cli.errors import EXIT_MISTAKE, OWN_PROCESS, TRACEBACK, Verbs
 from trillora.report.output import flush_output
 from trillora.training.signals import ignore_after_stop
@@ -62,6 +62,7 @@ app.command()(recipe_commands.preflight)
 app.command()(recipe_commands.inspect)
 app.command()(run_commands.generate)
 app.command()(run_commands.chat)
+app.command()(serve_commands.serve)
 app.command("eval")(run_commands.evaluate)
 app.command()(adapter_commands.merge)
 app.command()(setup_commands.quickstart)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +39,7 @@ class Prompts:
     def __init__(
         self, tokenizer: Any, *, template: str | None, template_date: str | None = None, stops: Iterable[int] = ()
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.template, self._date = tokenizer, template, template_date
         self._encoder = Encoder(tokenizer, template)
         date = datetime.date.fromisoformat(template_date) if template_date else datetime.date.today()
         settings = RenderSettings(
@@ -56,10 +57,25 @@ class Prompts:
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.stops = tuple(sorted({*stops, *own, *self._stop_of_template()}))
 
+    def with_template(self, template: str | None) -> Prompts:
+        """The same tokenizer and stop tokens with another chat template."""
+        if template == self.template:
+            return self
+        return Prompts(self._tokenizer, template=template, template_date=self._date, stops=self.stops)
+
+    @property
+    def own_template(self) -> str | None:
+        """The chat template of the tokenizer."""
+        return self._tokenizer.get_chat_template() if self._tokenizer.chat_template else None
+
+    def keep_trying(self) -> None:
+        """For prompts of strangers: many that use up their limits do not stop the others."""
+        self._worker.max_past_limit = sys.maxsize
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens that the answer follows."""
         if isinstance(prompt, str) and not self.has_template:
-            return self._encode_script(self._rendered({"text": prompt}, "text"))[:-1]  # without the final EOS
+            return self.encode_text(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if not self.has_template:
             raise TrilloraError(
@@ -67,6 +83,10 @@ class Prompts:
                 do='use the chat ("instruct") version of the model, or give plain text to continue',
             )
         return self._encode_script(self._rendered({"messages": messages}, PROMPT))
+
+    def encode_text(self, text: str) -> list[int]:
+        """The tokens of a text to continue, without a chat template."""
+        return self._encode_script(self._rendered({"text": text}, "text"))[:-1]  # without the final EOS
 
     def _rendered(self, row: dict[str, Any], format: str) -> RenderedRow:
         outcome = self._outcome(row, format)
@@ -92,6 +112,10 @@ class Prompts:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of an answer. Spaces are not cleaned up: that would change text that was already streamed."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, also of a control token."""
+        return self._with_words([token])
 
     def shown_question(self, tokens: Sequence[int]) -> str:
         """A prompt for display: the last message, without the text of the chat template around it."""

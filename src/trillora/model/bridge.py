@@ -73,6 +73,20 @@ class CausalLM:
         mesh: Mesh | None = None,
         trust_remote_code: bool = False,
     ) -> None:
+        self._build = functools.partial(
+            CausalLM,
+            config,
+            dtype=dtype,
+            quantize=quantize,
+            scan=scan,
+            unroll=unroll,
+            remat=remat,
+            attention=attention,
+            interpret=interpret,
+            mapped=mapped,
+            mesh=mesh,
+            trust_remote_code=trust_remote_code,
+        )
         self.module = build_module(config, dtype, trust_remote_code=trust_remote_code)
         self.name = type(self.module).__name__
         self.attention_style = attention_functions.choose_style(self.module)
@@ -94,6 +108,10 @@ class CausalLM:
         layout = self._layout()
         self.layout = {key: leaf for key, leaf in layout.items() if not key.endswith(SUFFIXES)}
         self.adapter_layout = {key: leaf for key, leaf in layout.items() if key.endswith(SUFFIXES)}
+
+    def with_lora(self, lora: LoraSpec | None) -> CausalLM:
+        """The same model with other adapters. Both use the same base weights."""
+        return self._build(lora=lora)
 
     @property
     def has_separate_head(self) -> bool:

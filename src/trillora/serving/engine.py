@@ -152,18 +152,22 @@ class Engine:
         num_running = self.num_running
         most = self.num_rows if num_running == 0 else JOINS_PER_TURN
         num_joined = 0
-        for job in waiting:
-            lane = self._lanes[job.model]
-            free = self.num_rows - num_running - num_joined
-            expected = sum(other.model == job.model for other in waiting[: free + num_joined]) - num_joined
-            num_expected = self._num_that_fit(lane, job, max(min(expected, free), 1))
-            if num_joined >= most or free < 1 or num_expected == 0:
+        for i, job in enumerate(waiting):
+            lane, free = self._lanes[job.model], self.num_rows - num_running - num_joined
+            if num_joined >= most or free < 1:
+                break
+            num_alike = sum(other.model == job.model for other in waiting[i : i + free])
+            num_expected = self._num_that_fit(lane, job, num_alike)
+            if num_expected == 0:
                 break
             try:
                 if not lane.join(job, num_expected):
                     continue
             except Exception as error:
-                self._fail(lane, as_error(error), and_job=job)
+                if lane.is_broken:
+                    self._fail(lane, as_error(error))
+                self._report(as_error(error))
+                _tell(job, as_error(error))
             with self._changed:
                 self._waiting.remove(job)
             num_joined += 1
@@ -191,12 +195,13 @@ class Engine:
             self._fail(lane, as_error(error))
             return True
 
-    def _fail(self, lane: Lane, error: TrilloraError, and_job: Job | None = None) -> None:
+    def _fail(self, lane: Lane, error: TrilloraError) -> None:
         """Ends all jobs of a lane: a call that fails may have used up the arrays of the batch."""
-        self._report(error)
+        if lane.running:
+            self._report(error)
         jobs = [running.job for running in lane.running if not running.is_done]
         lane.reset()
-        for job in [*jobs, *([and_job] if and_job is not None else [])]:
+        for job in jobs:
             _tell(job, error)
 
     def _fail_everything(self, error: TrilloraError) -> None:

@@ -84,6 +84,7 @@ class Lane:
         self.shape: Shape | None = None
         self._rows: Rows | None = None
         self._places: list[Running | None] = []
+        self.is_broken = False  # during a call that uses up the arrays of the batch
         self._unread: collections.deque[tuple[Written, list[tuple[int, Running]], int]] = collections.deque()
         self._seconds_per_token, self._last_read, self._num_spare = 0.0, 0.0, 0
 
@@ -132,7 +133,9 @@ class Lane:
             self._change(shape)
             number = np.int32(self._places.index(None))
             one = fit(row, self._put(np.zeros(1, np.int32)))
+            self.is_broken = True
             self._rows = rest[0](self._rows, one, jax.device_put(number, self._everywhere))
+            self.is_broken = False
         self._places[self._places.index(None)] = running
         self._unread.append((told, [(0, running)], 0))
         return True
@@ -182,7 +185,7 @@ class Lane:
 
     def reset(self) -> None:
         """Forgets all rows."""
-        self.shape, self._rows, self._places, self._num_spare = None, None, [], 0
+        self.shape, self._rows, self._places, self._num_spare, self.is_broken = None, None, [], 0, False
         self._unread.clear()
 
     def _deliver(self, running: Running, told: Written, place: int) -> None:

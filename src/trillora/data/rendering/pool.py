@@ -52,7 +52,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
         self._is_stopped = False
-        self._max_past_limit = max_past_limit
+        self.max_past_limit = max_past_limit
         self._past_limit: list[BadRow] = []  # rows that used up their limit
         self._num_rendered = 0  # all others
 
@@ -61,7 +61,7 @@ class Worker:
         outcomes: list[Outcome] = []
         is_searching = False  # a row killed the process: they are sent one by one until it is found
         while (done := len(outcomes)) < len(rows):
-            limit = self._max_past_limit if self._num_rendered else min(self._max_past_limit, MAX_AT_START)
+            limit = self.max_past_limit if self._num_rendered else min(self.max_past_limit, MAX_AT_START)
             if len(self._past_limit) >= limit:
                 return outcomes + [self._not_tried()] * (len(rows) - done)
             end = done + 1 if is_searching or not self._num_rendered else len(rows)

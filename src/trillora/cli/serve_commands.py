@@ -1,0 +1,116 @@
+"""The command that offers a run or a model to other programs: serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import trillora
+from trillora.cli.options import OnlyBase, Overrides, RunOrModel, TrustCode, number_parser
+from trillora.cli.output import progress_on_stderr
+from trillora.errors import TrilloraError
+
+if TYPE_CHECKING:
+    import socket
+
+    from trillora.serving.served import Service
+
+PAGE = Path(trillora.__file__).parent / "serving" / "page"  # the files of the web page
+
+
+def serve(
+    name: RunOrModel,
+    overrides: Overrides = None,
+    *,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="FOLDER", help="Serve this adapter too. May be repeated."),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", parser=number_parser(int, 0, 65535), help="Port; 0 takes a free one.")
+    ] = 8000,
+    key_env: Annotated[
+        str | None,
+        typer.Option("--key-env", metavar="NAME", help="Environment variable with the key that clients must send."),
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            "--rows",
+            metavar="N",
+            parser=number_parser(int, 1, 1024),
+            help="Answers to generate at the same time (default: what fits into memory, at most 32).",
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max-length",
+            metavar="N",
+            parser=number_parser(int, 2, 2**20),
+            help="Maximum length of prompt and answer together, in tokens (default: the model's, at most 4096).",
+        ),
+    ] = None,
+    queue: Annotated[
+        int,
+        typer.Option(
+            "--queue", metavar="N", parser=number_parser(int, 0, 100_000), help="Answers that may wait for a row."
+        ),
+    ] = 256,
+    quantize: Annotated[
+        str | None,
+        typer.Option("--quantize", metavar="FORMAT", help="Store the base's weights as int8, nf4 or none."),
+    ] = None,
+    page: Annotated[bool, typer.Option("--page", help="Also serve a web page to chat with the models.")] = False,
+    base: OnlyBase = False,
+    trust: TrustCode = False,
+) -> None:
+    """Serve a run or a model over the OpenAI protocol."""
+    if base and adapters:
+        what = "--base and --adapter contradict each other."
+        raise TrilloraError(what, where="--adapter", do="leave out one of them")
+    from trillora.serving.server import open_socket, read_key
+
+    key = read_key(host, key_env)
+    opened = open_socket(host, port)
+    with progress_on_stderr() as listener:
+        from trillora.serving.served import open_service
+
+        given = [*(overrides or ()), *(["model.trust_remote_code=true"] if trust else [])]
+        given += [f"model.quantize={quantize}"] if quantize is not None else []
+        service = open_service(
+            name,
+            adapters=adapters or (),
+            only_base=base,
+            overrides=given,
+            num_rows=rows,
+            max_length=max_length,
+            max_waiting=queue,
+            listener=listener,
+        )
+    _run(service, opened, host, key, with_page=page)
+
+
+def _run(service: Service, opened: socket.socket, host: str, key: str | None, *, with_page: bool) -> None:
+    import asyncio
+
+    from trillora.serving.app import App
+    from trillora.serving.server import Server, is_loopback
+
+    app = App(service, key=key, only_loopback=is_loopback(host), page=PAGE if with_page else None)
+    server, engine = Server(app, service.engine, opened), service.engine
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{opened.getsockname()[1]}"
+
+    def say() -> None:
+        print(f"Models: {', '.join(service.models)}")
+        print(f"Up to {engine.num_rows} answers at the same time, each of at most {engine.max_length} tokens.")
+        print(
+            f"Serving at {address}/v1" + (f", page at {address}/" if with_page else "") + "  (Ctrl+C stops)", flush=True
+        )
+
+    asyncio.run(server.run_until_stopped(say))
+    print("Stopped.")

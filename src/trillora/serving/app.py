@@ -1,0 +1,210 @@
+"""The HTTP interface: the paths of the OpenAI protocol, and who may use them.
+
+GET  /health  /v1/models  /v1/models/NAME        POST /v1/chat/completions  /v1/completions
+GET  /report  the run's report.html              GET  /  a page to chat with, if the server has one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route, Router
+
+from trillora.serving.completions import RETRY_SECONDS, Completions
+from trillora.serving.protocol import HttpError
+from trillora.serving.served import Service
+from trillora.serving.stream import ClientGone, Receive, Send, as_json
+
+MAX_BODY_BYTES = 4 << 20
+MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: clients read the answer only after they have sent it
+BODY_SECONDS = 30.0
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+# A page may load only its own files, and no other site may show it in a frame.
+FILE_HEADERS = {
+    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self' "
+    "'unsafe-inline'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+Scope = Any
+Answer = Callable[[bytes, Receive, Send], Awaitable[dict[str, Any] | None]]
+
+
+class App:
+    """The application of one service. `key`: what clients must send; `only_loopback`: refuse requests that reach this
+    machine under another name, as those of a web page do that has changed its own address (DNS rebinding)."""
+
+    def __init__(
+        self, service: Service, *, key: str | None = None, only_loopback: bool = True, page: Path | None = None
+    ) -> None:
+        self._service, self._key, self._only_loopback = service, key, only_loopback
+        self._page, self._created = page, int(time.time())
+        self._completions = Completions(service)
+        self._num_posts = 0  # being read or answered
+        routes = [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/chat/completions", _Post(self, self._completions.chat), methods=["POST"]),
+            Route("/v1/completions", _Post(self, self._completions.complete), methods=["POST"]),
+            Route("/report", self._report),
+            Route("/", self._show_page),
+            Route("/{file}", self._show_page),
+        ]
+        self._router = Router(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        scope["app"] = self  # so that the router raises for unknown paths
+        started = False
+
+        async def noting(message: Any) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            self._check_sender(scope)
+            await self._router(scope, receive, noting)
+        except HttpError as error:
+            await _error(error)(scope, receive, send)
+        except HTTPException as error:
+            await _error(HttpError(error.status_code, f"{error.detail}: {scope['path']}"))(scope, receive, send)
+        except ClientGone:
+            return
+        except Exception:
+            if started:
+                raise
+            problem = HttpError(500, "The server failed. It stays up; the request may be sent again.")
+            await _error(problem)(scope, receive, send)
+            raise
+
+    def close(self) -> None:
+        self._completions.close()
+
+    def _check_sender(self, scope: Scope) -> None:
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get("host", "")
+        if self._only_loopback and _host_name(host) not in LOOPBACK:
+            raise HttpError(403, "This server only answers requests to localhost.", code="wrong_host")
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise HttpError(403, "Web pages of other sites may not use this server.", code="wrong_origin")
+        if self._key is None or not scope["path"].startswith(("/v1/", "/report")):
+            return
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._key.encode()):
+            raise HttpError(401, "The key is missing or wrong.", code="invalid_api_key")
+
+    async def _health(self, request: Request) -> Response:
+        engine = self._service.engine
+        counts = {"running": engine.num_running, "waiting": engine.num_waiting}
+        alive = engine.is_alive
+        return _json({"status": "ok" if alive else "stopping", **counts}, 200 if alive else 503)
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._described(name) for name in self._service.models]})
+
+    async def _model(self, request: Request) -> Response:
+        return _json(self._described(self._completions.served(request.path_params["name"]).name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        service = self._service
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "trillora",
+            "parent": None if name == service.base else service.base,
+            "max_model_len": service.engine.max_length,
+            "has_chat_template": service.models[name].prompts.has_template,
+        }
+
+    async def _report(self, request: Request) -> Response:
+        report = self._service.report
+        if report is None or not report.is_file():
+            raise HttpError(404, "There is no report: this is not a run, or it has no report.html.")
+        return FileResponse(report, headers=FILE_HEADERS)
+
+    async def _show_page(self, request: Request) -> Response:
+        name = request.path_params.get("file", "index.html")
+        file = self._page / name if self._page is not None else None
+        # The router passes one part of a path, so the name has no slash.
+        if file is None or name.startswith(".") or not file.is_file():
+            raise HttpError(404, f"There is nothing at {request.url.path}.")
+        return FileResponse(file, headers=FILE_HEADERS)
+
+    async def answer(self, how: Answer, receive: Receive, send: Send) -> Response | None:
+        """Reads and answers a request, unless more are open than the engine can queue."""
+        engine = self._service.engine
+        if self._num_posts >= engine.num_rows + engine.max_waiting:
+            headers = {"retry-after": str(RETRY_SECONDS)}
+            raise HttpError(429, "Too many requests are open.", code="queue_full", headers=headers)
+        self._num_posts += 1
+        try:
+            found = await how(await _read(receive), receive, send)
+        finally:
+            self._num_posts -= 1
+        return None if found is None else _json(found)
+
+
+class _Post:
+    """An endpoint that sends its answer itself. Not a function: the router gives those a `Request` instead."""
+
+    def __init__(self, app: App, how: Answer) -> None:
+        self._app, self._how = app, how
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._app.answer(self._how, receive, send)
+        if response is not None:
+            await response(scope, receive, send)
+
+
+async def _read(receive: Receive) -> bytes:
+    """The body of a request, within limits of size and time."""
+    parts: list[bytes] = []
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part, more = message.get("body", b""), message.get("more_body", False)
+                size += len(part)
+                parts.append(part)
+                if size > MAX_BODY_BYTES:
+                    parts.clear()
+                if size > MAX_DISCARDED_BYTES:
+                    break
+    except TimeoutError:
+        raise HttpError(408, f"The request did not arrive within {BODY_SECONDS:g} seconds.") from None
+    if size > MAX_BODY_BYTES:
+        raise HttpError(413, f"The request is too large: at most {MAX_BODY_BYTES >> 20} MiB are possible.")
+    return b"".join(parts)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(as_json(value), status, headers, "application/json")
+
+
+def _error(error: HttpError) -> Response:
+    return _json(error.body(), error.status, error.headers)
+
+
+def _host_name(host: str) -> str:
+    """Without the port: "[::1]:8000" -> "::1"."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

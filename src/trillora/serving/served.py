@@ -1,0 +1,244 @@
+"""The models that a server offers: the base, and every adapter on it.
+
+    serve runs/first                        -> base, first
+    serve runs/skills (a run with phases)   -> base, and one model per phase
+    serve MODEL --adapter A --adapter B     -> base, A, B
+
+The base's weights are loaded once. Adapters with the same options share the compiled programs, and the base is an
+adapter that changes nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from trillora.adapters.inputs import find_adapter
+from trillora.data.rendering.chat_templates import find_template
+from trillora.errors import TrilloraError
+from trillora.events import Listener, Note, ignore_events
+from trillora.files.user_path import user_path
+from trillora.generation.generator import Generator
+from trillora.generation.prompts import Prompts
+from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, fit_adapter, fitting, load_adapter
+from trillora.model.bridge import CausalLM
+from trillora.model.decode import Decoder
+from trillora.model.layout import Tree
+from trillora.model.loading.source import base_name
+from trillora.recipe.load import is_run, load_model_section, load_run_recipe
+from trillora.serving.engine import Engine
+from trillora.serving.job import Job, Piece
+from trillora.serving.lane import Lane, Sizes
+from trillora.serving.programs import FEWEST_SLOTS, Compiler, Programs, Shape
+from trillora.step.autotune import memory_limit
+from trillora.step.build import shard_adapter
+
+GIB = 2**30
+LONGEST = 4096  # slots of a row, unless the user asks for more: few conversations are longer
+ROWS = {"cpu": (8, 4, 1)}  # to try, from the most
+ROWS_OF_ACCELERATOR = (32, 16, 8, 4, 1)
+MARGIN = 0.1  # of a device's memory, for what the programs need beside weights and caches
+
+
+@dataclass(frozen=True)
+class Served:
+    """One model of a server."""
+
+    name: str
+    prompts: Prompts
+    adapter: Tree
+    programs: Programs
+    num_tokens: int  # of the vocabulary
+
+
+@dataclass(frozen=True)
+class Service:
+    """All models of a server, and the engine that runs them."""
+
+    models: dict[str, Served]
+    base: str  # the name of the base
+    engine: Engine
+    report: Path | None  # the run's report.html
+
+
+def open_service(
+    name: str,
+    *,
+    adapters: Sequence[str] = (),
+    only_base: bool = False,
+    overrides: Sequence[str] = (),
+    num_rows: int | None = None,
+    max_length: int | None = None,
+    max_waiting: int = 256,
+    fewest_slots: int = FEWEST_SLOTS,
+    listener: Listener = ignore_events,
+) -> Service:
+    """Opens a run or a model with its adapters, and starts the engine."""
+    run = user_path(name, where="the run or model")
+    folders = {} if only_base else _adapter_folders(run, adapters)
+    first = next(iter(folders.values()), None)
+    generator = Generator.open(
+        name, overrides=overrides, with_adapter=first is not None, adapter=first, listener=listener
+    )
+    compiler = Compiler()
+    base = _base_id(run, name, overrides)
+    models = _models(generator, base, folders, compiler)
+    length = _length(generator, max_length)
+    shape = _fitting_shape(generator.mesh, next(iter(models.values())).programs, num_rows, max_length, length)
+    sizes = Sizes.up_to(shape.num_rows, shape.num_slots, fewest_slots)
+    lanes = {
+        n: Lane(m.programs, generator.base, m.adapter, m.prompts.decode, sizes, generator.mesh)
+        for n, m in models.items()
+    }
+    engine = Engine(
+        lanes,
+        compiler,
+        num_rows=shape.num_rows,
+        max_length=shape.num_slots,
+        max_waiting=max_waiting,
+        report=lambda error: listener(Note(f"A request failed: {error.what}")),
+    )
+    engine.start()
+    _warm_up(engine, models, listener)
+    report = run / "report.html" if is_run(run) else None
+    return Service(models, base, engine, report)
+
+
+def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> None:
+    """Generates two tokens with each set of programs: they are compiled before the first request, and they work."""
+    listener(Note("Compiling the first programs"))
+    each = {id(model.programs): model for model in models.values()}.values()
+    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    jobs = [Job(model.name, (0,), 2, pieces.put) for model in each]
+    engine.submit(jobs)
+    num_open = len(jobs)
+    while num_open:
+        piece = pieces.get()
+        if piece.error is not None:
+            engine.stop(0.0)
+            raise piece.error
+        num_open -= piece.is_last
+
+
+def _adapter_folders(run: Path, given: Sequence[str]) -> dict[str, Path]:
+    """The adapters by the name of their model: those of the run, then those of the command line."""
+    found: list[Path] = []
+    if is_run(run):
+        several = sorted(entry for entry in (run / "adapters").glob("*") if (entry / CONFIG_FILE).is_file())
+        found = several if several and not (run / "adapter").is_dir() else [find_adapter(run)]
+    found += [find_adapter(folder) for folder in given]
+    folders: dict[str, Path] = {}
+    for folder in found:
+        name = folder.absolute().parent.name if folder.name == "adapter" else folder.name
+        if folders.setdefault(name, folder) != folder:
+            raise _same_name(name, folders[name], folder)
+    return folders
+
+
+def _base_id(run: Path, name: str, overrides: Sequence[str]) -> str:
+    """The hub id of the base, or the name of its folder."""
+    model = (load_run_recipe(run, overrides).recipe.model if is_run(run) else load_model_section(name, overrides)).name
+    found = base_name(model)
+    return Path(found).name if Path(found).is_dir() else found
+
+
+def _models(generator: Generator, base: str, folders: dict[str, Path], compiler: Compiler) -> dict[str, Served]:
+    model, mesh = generator.model, generator.mesh
+    programs = Programs(Decoder(model), generator.base, generator.adapter, mesh, compiler)
+    prompts = generator.prompts.with_template(generator.prompts.own_template)
+    num_tokens = int(model.module.config.get_text_config().vocab_size)
+    unchanged = generator.neutral_adapter if folders else generator.adapter
+    models = {base: Served(base, prompts, unchanged, programs, num_tokens)}
+    known: list[tuple[CausalLM, Programs]] = [(model, programs)]
+    for number, (name, folder) in enumerate(folders.items()):
+        if name in models:
+            raise _same_name(name, Path(base), folder)
+        if number == 0:
+            models[name] = Served(name, generator.prompts, generator.adapter, programs, num_tokens)
+            continue
+        spec, matrices = load_adapter(folder)
+        alike = next((k for k in known if replace(k[0].lora, dropout=0.0) == replace(spec, dropout=0.0)), None)
+        if alike is None:
+            with fitting(str(folder)):
+                own = model.with_lora(spec)
+            adapter = _placed(matrices, own, mesh, folder)
+            alike = (own, Programs(Decoder(own), generator.base, adapter, mesh, compiler))
+            known.append(alike)
+        template = _template(folder) or generator.prompts.own_template
+        adapter = _placed(matrices, alike[0], mesh, folder)
+        own_prompts = generator.prompts.with_template(template)
+        models[name] = Served(name, own_prompts, adapter, alike[1], num_tokens)
+    for served in models.values():
+        served.prompts.keep_trying()
+    return models
+
+
+def _placed(matrices: dict[str, Any], model: CausalLM, mesh: Mesh, folder: Path) -> Tree:
+    fitted = fit_adapter(matrices, model.adapter_layout, where=str(folder))
+    shardings = shard_adapter(model.adapter_layout, mesh)
+    return {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
+
+
+def _template(folder: Path) -> str | None:
+    own = folder / TEMPLATE_FILE
+    return find_template(str(own), (), None) if own.is_file() else None
+
+
+def _length(generator: Generator, wanted: int | None) -> int:
+    """The most tokens of a prompt and its answer."""
+    limit = generator.longest
+    rope = getattr(generator.model.module.config.get_text_config(), "rope_parameters", None) or {}
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        # The frequencies change for the whole batch when one sequence exceeds this length.
+        if one.get("rope_type") == "longrope" and (original := one.get("original_max_position_embeddings")):
+            limit = min(limit or original, original)
+    if wanted is not None and limit is not None and wanted > limit:
+        what = f"The model reads at most {limit} tokens, not {wanted}."
+        raise TrilloraError(what, where="--max-length", do=f"use --max-length {limit} or less")
+    return wanted or min(limit or LONGEST, LONGEST)
+
+
+def _fitting_shape(mesh: Mesh, programs: Programs, rows: int | None, given_length: int | None, length: int) -> Shape:
+    """The rows and slots of the caches: as given, or the most that fit into memory."""
+    devices = list(mesh.devices.flat)
+    platform = devices[0].platform
+    free = _free_bytes(devices)
+    all_rows = (rows,) if rows is not None else ROWS.get(platform, ROWS_OF_ACCELERATOR)
+    lengths = (length,) if given_length is not None else tuple(length // 2**i for i in range(4) if length >= 2**i)
+    shapes = [Shape(r, n) for n in lengths for r in all_rows]
+    many = [shape for shape in shapes if shape.num_rows >= 4]
+    for shape in (*many, *shapes):
+        # While a batch changes its shape, the old and the new one exist.
+        if free is None or 2 * programs.num_bytes(shape) <= free:
+            return shape
+    least = shapes[-1]
+    assert free is not None
+    needed = 2 * programs.num_bytes(least) / GIB
+    raise TrilloraError(
+        f"The cache for {least.num_rows} rows of {least.num_slots} tokens needs {needed:.2f} GiB, but only "
+        f"{free / GIB:.2f} GiB are free.",
+        where="--rows and --max-length",
+        do="use fewer --rows, a smaller --max-length or --quantize",
+    )
+
+
+def _free_bytes(devices: list[Any]) -> float | None:
+    limit = memory_limit(devices)
+    if limit is None or devices[0].platform == "cpu":  # there, the limit is what is free now
+        return None if limit is None else limit * (1 - MARGIN)
+    used = (devices[0].memory_stats() or {}).get("bytes_in_use", 0)
+    return limit * (1 - MARGIN) - used
+
+
+def _same_name(name: str, one: Path, other: Path) -> TrilloraError:
+    return TrilloraError(
+        f"Two models would have the name {name}.",
+        where=f"{one} and {other}",
+        do="rename one of the folders, or serve them one by one",
+    )

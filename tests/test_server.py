@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import jax
+import jax.numpy as jnp
 import openai
+import psutil
 import pytest
 import tiny_run
 import torch
+from dose import dose
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +29,7 @@ from trillora.engine.sampling import Sampling
 from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
 from trillora.serving.app import App
+from trillora.serving.lane import Lane
 from trillora.serving.served import Service, open_service
 from trillora.serving.server import Server, open_socket, read_key
 
@@ -62,6 +67,7 @@ class Running:
 
     def post(self, body: Any, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json", **{name.replace("_", "-"): v for name, v in headers.items()}}
         return httpx.post(self.url + path, content=content, headers=headers, timeout=60)
 
     def stop(self) -> None:
@@ -124,3 +130,281 @@ def test_a_stream_is_the_whole_answer_in_parts(running: Running) -> None:
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
     assert len(chunks) > 5  # it came in parts
+
+
+def test_32_clients_at_once_get_the_answers_they_get_alone(running: Running) -> None:
+    client = running.client(max_retries=2)
+
+    def ask(i: int) -> str | None:
+        messages = [{"role": "user", "content": f"What is {i} plus {'and ' * (i % 7)}{i}?"}]
+        options: dict[str, Any] = {"model": ("model", "one", "two")[i % 3], "messages": messages, "temperature": 0}
+        if i % 2:
+            return client.chat.completions.create(**options, max_tokens=8 + i % 5).choices[0].message.content
+        chunks = client.chat.completions.create(**options, max_tokens=8 + i % 5, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    with concurrent.futures.ThreadPoolExecutor(32) as threads:
+        together = list(threads.map(ask, range(32)))
+    assert together == [ask(i) for i in range(32)]
+    assert len(set(together)) > 16
+
+
+def test_sampling_repeats_for_a_seed_and_equals_the_generator(running: Running, generator: Generator) -> None:
+    client = running.client()
+    options: dict[str, Any] = {"model": "one", "messages": QUESTION, "max_tokens": 10, "temperature": 1.2, "top_p": 0.9}
+    found = client.chat.completions.create(**options, seed=7, n=3).choices
+    again = client.chat.completions.create(**options, seed=7, n=3).choices
+    assert [one.message.content for one in found] == [one.message.content for one in again]
+    assert len({one.message.content for one in found}) > 1
+    expected = generator.generate([QUESTION], max_tokens=10, sampling=Sampling(1.2, 0.9, seed=7))[0]
+    assert found[0].message.content == expected.text
+    without = {client.chat.completions.create(**options).choices[0].message.content for _ in range(4)}
+    assert len(without) > 1
+
+
+def test_probabilities_are_those_of_the_model(running: Running, generator: Generator) -> None:
+    client = running.client()
+    answer = client.chat.completions.create(
+        model="one", messages=QUESTION, max_tokens=4, temperature=0, logprobs=True, top_logprobs=5
+    ).choices[0]
+    assert answer.logprobs is not None and answer.logprobs.content is not None
+    assert len(answer.logprobs.content) == 4
+    prompt = generator.prompts.encode(QUESTION)
+    [(tokens, _)] = generator.continue_tokens([prompt], max_tokens=4)
+    inputs = {"tokens": jnp.asarray([prompt + tokens])}
+    logits = generator.model.logits(generator.base, generator.adapter, inputs)[0]
+    for i, one in enumerate(answer.logprobs.content):
+        expected = jax.nn.log_softmax(logits[len(prompt) - 1 + i].astype(jnp.float32))
+        assert one.logprob == pytest.approx(float(expected[tokens[i]]), abs=1e-4)  # float32, another order of sums
+        assert [top.logprob for top in one.top_logprobs] == pytest.approx(
+            jnp.sort(expected)[::-1][:5].tolist(), abs=1e-4
+        )
+        assert one.token == one.top_logprobs[0].token == generator.prompts.token_text(tokens[i])
+
+
+def test_a_stop_string_ends_the_answer_and_is_never_shown(running: Running) -> None:
+    client = running.client()
+    options: dict[str, Any] = {"model": "two", "messages": QUESTION, "max_tokens": 40, "temperature": 0}
+    whole = client.chat.completions.create(**options).choices[0].message.content or ""
+    stop = whole[9:13]  # in the middle of tokens
+    place = whole.index(stop)
+    answer = client.chat.completions.create(**options, stop=[stop, "never met"]).choices[0]
+    assert (answer.message.content, answer.finish_reason) == (whole[:place], "stop")
+    chunks = list(client.chat.completions.create(**options, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole[:place]
+    unmet = client.chat.completions.create(**options, stop="\u2603 never met").choices[0]
+    assert unmet.message.content == whole
+
+
+def test_completions_continue_texts_and_tokens(running: Running, generator: Generator) -> None:
+    client, prompts = running.client(), generator.prompts
+    tokens = prompts.encode_text("The capital of France")
+    [(expected, _)] = generator.continue_tokens([tokens], max_tokens=9)
+    options: dict[str, Any] = {"model": "one", "max_tokens": 9, "temperature": 0}
+    by_text = client.completions.create(prompt="The capital of France", **options).choices[0]
+    by_tokens = client.completions.create(prompt=[tokens, tokens[:3]], logprobs=2, **options).choices
+    assert by_text.text == by_tokens[0].text == prompts.decode(expected)
+    assert by_tokens[0].logprobs is not None and by_tokens[0].logprobs.tokens is not None
+    assert "".join(by_tokens[0].logprobs.tokens) == by_text.text
+    echoed = client.completions.create(prompt="The capital", echo=True, **options).choices[0].text
+    assert echoed.startswith("The capital")
+    chunks = list(client.completions.create(prompt=tokens, stream=True, **options))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == by_text.text
+
+
+CHAT: dict[str, Any] = {"model": "one", "messages": QUESTION, "max_tokens": 2}
+BAD: list[tuple[Any, int, str]] = [
+    (b"{", 400, "JSON"),
+    (b"\xff\xfe", 400, "JSON"),
+    (b"[" * 100_000, 400, "JSON"),
+    ([], 400, "object"),
+    ({**CHAT, "messages": "hi"}, 400, "messages"),
+    ({**CHAT, "messages": []}, 400, "messages"),
+    ({**CHAT, "messages": [{"role": "user", "content": 5}]}, 400, "content"),
+    ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content"),
+    ({**CHAT, "messages": QUESTION * 3000}, 400, "2048"),
+    ({**CHAT, "temperature": "hot"}, 400, "temperature"),
+    ({**CHAT, "temperature": -1}, 400, "temperature"),
+    ({**CHAT, "top_p": 0}, 400, "top_p"),
+    ({**CHAT, "max_tokens": 0}, 400, "max_tokens"),
+    ({**CHAT, "max_tokens": 1.5}, 400, "max_tokens"),
+    ({**CHAT, "n": 1000}, 400, "n"),
+    ({**CHAT, "stop": [""]}, 400, "stop"),
+    ({**CHAT, "stop": ["a"] * 99}, 400, "stop"),
+    ({**CHAT, "seed": "x"}, 400, "seed"),
+    ({**CHAT, "top_logprobs": 3}, 400, "logprobs"),
+    ({**CHAT, "tools": [{}]}, 400, "tools"),
+    ({**CHAT, "presence_penalty": 1.0}, 400, "presence_penalty"),
+    ({**CHAT, "model": "three"}, 404, "one, two"),
+    ({"messages": QUESTION}, 400, "model"),
+    ({**CHAT, "messages": [{"role": "user", "content": "word " * 2000}]}, 400, "256"),
+    ({**CHAT, "messages": [{"role": "user"}]}, 400, "template"),
+    ({**CHAT, "messages": [{"role": "user", "content": "x" * (5 << 20)}]}, 413, "4 MiB"),
+]
+
+
+def test_bad_requests_get_an_error_that_says_why(running: Running) -> None:
+    for body, status, text in BAD:
+        answer = running.post(body)
+        error = answer.json()["error"]
+        assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"}), body
+        assert text in f"{error['message']} {error['param']}", (text, error)
+    for body in ({"model": "one", "prompt": [10**9]}, {"model": "one", "prompt": []}, {"model": "one", "prompt": [""]}):
+        assert running.post(body, "/v1/completions").status_code == 400
+    assert running.post(CHAT, content_type="text/plain").status_code == 415
+    assert running.post(CHAT, "/v1/nothing").status_code == 404
+    assert httpx.get(f"{running.url}/v1/chat/completions").status_code == 405
+    assert httpx.get(f"{running.url}/report").status_code == 404
+    with pytest.raises(openai.NotFoundError, match="no model 'three'"):
+        running.client().chat.completions.create(model="three", messages=QUESTION)  # type: ignore[arg-type]
+    assert running.post({**CHAT, "unknown": 1, "user": "me", "store": False}).status_code == 200
+
+
+def test_control_tokens_in_a_message_stay_text(running: Running) -> None:
+    def num_tokens(text: str) -> int:
+        return running.post({**CHAT, "messages": [{"role": "user", "content": text}]}).json()["usage"]["prompt_tokens"]
+
+    assert num_tokens("<|im_end|>") > num_tokens("a") + 2
+
+
+def test_only_local_pages_and_names_are_answered(running: Running) -> None:
+    port = running.url.rpartition(":")[2]
+    for name in ("127.0.0.1", "localhost"):
+        assert running.post(CHAT, host=f"{name}:{port}").status_code == 200
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
+        assert running.post(CHAT, host=host).status_code in (400, 403)
+    assert running.post(CHAT, origin="http://evil.example").status_code == 403
+    assert running.post(CHAT, origin="null").status_code == 403
+    answer = running.post(CHAT, origin=running.url)
+    assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+
+
+def test_a_key_is_required_where_others_can_connect(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrilloraError, match="needs a key"):
+        read_key("0.0.0.0", None)
+    monkeypatch.setenv("SERVER_KEY", "short")
+    with pytest.raises(TrilloraError, match="no key of at least 8"):
+        read_key("0.0.0.0", "SERVER_KEY")
+    monkeypatch.setenv("SERVER_KEY", "a long key 123")
+    assert read_key("0.0.0.0", "SERVER_KEY") == "a long key 123"
+    assert read_key("127.0.0.1", None) is None
+    app = running.server.config.app
+    monkeypatch.setattr(app, "_key", "a long key 123")
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        running.client(api_key="wrong").models.list()
+    assert running.client(api_key="a long key 123").models.list().data
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of the device takes a while."""
+    advance = Lane.advance
+
+    def slowly(lane: Lane) -> bool:
+        time.sleep(0.03)
+        return advance(lane)
+
+    monkeypatch.setattr(Lane, "advance", slowly)
+    monkeypatch.setattr(Lane, "_num_steps", lambda lane: 1)
+
+
+def wait_until(condition: Any, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_client_that_disconnects_frees_its_row(running: Running) -> None:
+    engine = running.service.engine
+    endless = {"model": "one", "messages": QUESTION, "max_tokens": 200, "extra_body": {"ignore_eos": True}, "n": 4}
+    streams = [running.client().chat.completions.create(**endless, stream=True) for _ in range(3)]  # type: ignore
+    wait_until(lambda: engine.num_running == 4 and engine.num_waiting == 8)
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: engine.num_running == engine.num_waiting == 0)
+
+    def give_up() -> None:
+        with pytest.raises(httpx.TimeoutException):
+            body = {**CHAT, "max_tokens": 200, "ignore_eos": True}
+            httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=0.5)
+
+    whole = threading.Thread(target=give_up)
+    whole.start()
+    wait_until(lambda: engine.num_running == 1)
+    wait_until(lambda: engine.num_running == 0)
+    whole.join()
+
+
+def test_200_requests_at_once_are_answered_or_told_to_wait(running: Running) -> None:
+    def ask(i: int) -> httpx.Response:
+        return running.post({**CHAT, "max_tokens": 6, "temperature": 0})
+
+    with concurrent.futures.ThreadPoolExecutor(200) as threads:
+        answers = list(threads.map(ask, range(200)))
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) <= {200, 429} and statuses.count(200) >= 64  # 4 rows and a queue of 60
+    assert all(answer.headers["retry-after"] == "5" for answer in answers if answer.status_code == 429)
+    assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers if answer.is_success}) == 1
+    assert running.post(CHAT).status_code == 200
+
+
+def test_a_client_that_does_not_read_does_not_stop_the_others(running: Running) -> None:
+    body = json.dumps(
+        {
+            "model": "one",
+            "messages": QUESTION,
+            "stream": True,
+            "n": 4,
+            "ignore_eos": True,
+            "logprobs": True,
+            "top_logprobs": 20,
+        }
+    ).encode()
+    lines = ("POST /v1/chat/completions HTTP/1.1", "host: localhost", "content-type: application/json")
+    head = "\r\n".join([*lines, f"content-length: {len(body)}", "", ""])
+    port = int(running.url.rpartition(":")[2])
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        deaf.connect(("127.0.0.1", port))
+        deaf.sendall(head.encode() + body)
+        wait_until(lambda: running.service.engine.num_running > 0)
+        assert running.post({**CHAT, "max_tokens": 20}).status_code == 200
+        wait_until(lambda: running.service.engine.num_running == 0)
+
+
+def test_a_failure_of_the_engine_fails_its_requests_and_the_server_stays_up(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    for place in ("_prompt", "_num_steps"):  # reading the prompt, and decoding
+        with monkeypatch.context() as patch:
+            patch.setattr(Lane, place, fail)
+            answer = running.post({**CHAT, "max_tokens": 9})
+            assert answer.status_code == 500 and "out of memory" in answer.json()["error"]["message"]
+            with pytest.raises(openai.APIError, match="out of memory"):
+                list(running.client().chat.completions.create(**{**CHAT, "max_tokens": 9}, stream=True))
+        assert running.post(CHAT).status_code == 200
+
+
+def test_memory_stays_flat_over_many_requests(running: Running) -> None:
+    process = psutil.Process()
+
+    def ask(i: int) -> None:
+        bad = {**CHAT, "messages": [{"role": "user", "content": "x" * 300_000}]}
+        running.post(bad if i % 4 == 0 else {**CHAT, "max_tokens": 4, "seed": i})
+
+    def used(num: int) -> int:
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            list(threads.map(ask, range(num)))
+        gc.collect()
+        return process.memory_info().rss
+
+    used(dose(60, 200))
+    before = used(dose(60, 200))
+    after = used(dose(120, 2000))
+    assert after - before < 20 << 20  # allocators keep some pages; one leaked row of each request would be 60 MB

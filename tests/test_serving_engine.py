@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import queue
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from dose import slow_case
 from test_generate import random_prompts, tiny_generator
 
 from trillora.engine.sampling import Sampling
-from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
 from trillora.model.decode import Decoder
-from trillora.model.kv_cache import held_slots
-from trillora.serving.engine import Engine, QueueFull
-from trillora.serving.job import Chosen, Job, Piece
+from trillora.serving.engine import Engine
+from trillora.serving.job import Job, Piece
 from trillora.serving.lane import Lane, Sizes
-from trillora.serving.programs import Compiler, Programs, Shape
-from trillora.serving.text import AnswerText
+from trillora.serving.programs import Compiler, Programs
 
 LONGEST = 96
 Started = tuple[Job, "queue.SimpleQueue[Piece]"]
@@ -34,9 +27,7 @@ Started = tuple[Job, "queue.SimpleQueue[Piece]"]
 def running_engine(generator: Generator, num_rows: int = 8, max_waiting: int = 64) -> Iterator[Engine]:
     """An engine with the adapter and the base of a generator. Caches start with 32 slots, so that they have to grow."""
     compiler = Compiler()
-    programs = Programs(
-        Decoder(generator.model), generator.base, generator.adapter, generator.mesh, compiler
-    )
+    programs = Programs(Decoder(generator.model), generator.base, generator.adapter, generator.mesh, compiler)
     sizes = Sizes.up_to(num_rows, LONGEST, fewest_slots=32)
     trees = {"adapter": generator.adapter, "base": generator.neutral_adapter}
     lanes = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import trillora
-from trillora.cli.options import OnlyBase, Overrides, RunOrModel, TrustCode, number_parser
+from trillora.cli.options import OnlyBase, Overrides, QuantizeBase, RunOrModel, TrustCode, number_parser
 from trillora.cli.output import progress_on_stderr
 from trillora.errors import TrilloraError
 
@@ -60,10 +60,7 @@ def serve(
             "--queue", metavar="N", parser=number_parser(int, 0, 100_000), help="Answers that may wait for a row."
         ),
     ] = 256,
-    quantize: Annotated[
-        str | None,
-        typer.Option("--quantize", metavar="FORMAT", help="Store the base's weights as int8, nf4 or none."),
-    ] = None,
+    quantize: QuantizeBase = None,
     page: Annotated[bool, typer.Option("--page", help="Also serve a web page to chat with the models.")] = False,
     base: OnlyBase = False,
     trust: TrustCode = False,
@@ -80,12 +77,12 @@ def serve(
         from trillora.serving.served import open_service
 
         given = [*(overrides or ()), *(["model.trust_remote_code=true"] if trust else [])]
-        given += [f"model.quantize={quantize}"] if quantize is not None else []
         service = open_service(
             name,
             adapters=adapters or (),
             only_base=base,
             overrides=given,
+            quantize=quantize,
             num_rows=rows,
             max_length=max_length,
             max_waiting=queue,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -165,6 +166,9 @@ class _Post:
         self._app, self._how = app, how
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # other kinds can be sent by a web page of any site
+            raise HttpError(415, "Send JSON, with the header content-type: application/json.")
         response = await self._app.answer(self._how, receive, send)
         if response is not None:
             await response(scope, receive, send)

@@ -32,6 +32,7 @@ from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
 from trillora.model.loading.source import base_name
 from trillora.recipe.load import is_run, load_model_section, load_run_recipe
+from trillora.recipe.schema import Quantize
 from trillora.serving.engine import Engine
 from trillora.serving.job import Job, Piece
 from trillora.serving.lane import Lane, Sizes
@@ -73,6 +74,7 @@ def open_service(
     adapters: Sequence[str] = (),
     only_base: bool = False,
     overrides: Sequence[str] = (),
+    quantize: Quantize | None = None,
     num_rows: int | None = None,
     max_length: int | None = None,
     max_waiting: int = 256,
@@ -84,7 +86,12 @@ def open_service(
     folders = {} if only_base else _adapter_folders(run, adapters)
     first = next(iter(folders.values()), None)
     generator = Generator.open(
-        name, overrides=overrides, with_adapter=first is not None, adapter=first, listener=listener
+        name,
+        overrides=overrides,
+        with_adapter=first is not None,
+        adapter=first,
+        quantize=quantize,
+        listener=listener,
     )
     compiler = Compiler()
     base = _base_id(run, name, overrides)

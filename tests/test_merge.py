@@ -316,7 +316,10 @@ def test_peft_computes_with_the_merged_adapter_what_the_definition_says(
 
 def test_the_folder_says_what_it_was_merged_from(merged: MergeResult, folder: Path, runs: list[Path]) -> None:
     names = {file.name for file in merged.adapter.iterdir()}
-    assert names == {CONFIG_FILE, WEIGHTS_FILE, "checksums.json", "merge.json"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert names == {CONFIG_FILE, WEIGHTS_FILE, "checksums.json", "merge.json", "README.md", *tokenizer}
+    card = (merged.adapter / "README.md").read_text("utf-8")
+    assert "Merged from 2 adapters" in card and str(folder) not in card
     facts = json.loads((merged.adapter / "merge.json").read_text())
     assert facts == {"format": 1, **json.loads(json.dumps(merged.to_dict()))}
     assert [each["name"] for each in facts["inputs"]] == [str(run) for run in runs]

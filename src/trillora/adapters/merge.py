@@ -19,16 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from trillora.adapters.inputs import AdapterInput, check_compatible, read_input, target_modules
+from trillora.adapters.card import CARD_FILE, adapter_card
+from trillora.adapters.inputs import MAX_BYTES, AdapterInput, check_compatible, read_input, target_modules
 from trillora.adapters.logits_check import LogitsCheck, compare_logits
 from trillora.adapters.methods import METHODS, ROUNDING, Change, MergedLayer, definition, merge_layer
 from trillora.errors import Bug, TrilloraError
 from trillora.events import Alarm, Listener, Note, Progress, ignore_events
 from trillora.files.atomic import write_file
+from trillora.files.bounded import read_bounded
 from trillora.files.checksums import with_checksums
 from trillora.files.storage import LocalStorage
 from trillora.files.user_path import user_path
-from trillora.model.adapters import TEMPLATE_FILE, WEIGHTS_FILE, check_written, peft_files, read_adapter
+from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, check_written, peft_files, read_adapter
 from trillora.model.lora import LoraSpec
 from trillora.recipe.merge_options import MergeOptions
 
@@ -267,8 +269,20 @@ def _result(
 
 
 def write_merge_facts(result: MergeResult) -> None:
-    """Writes `merge.json` again, after the merged adapter was moved."""
+    """Writes `merge.json` and the card again, after the merged adapter was moved into its run."""
     write_file(result.adapter / FACTS_FILE, _facts(result))
+    config = read_bounded(result.adapter / CONFIG_FILE, MAX_BYTES)
+    write_file(result.adapter / CARD_FILE, _card(result, config, result.adapter.parent))
+
+
+def _card(result: MergeResult, config: bytes, run: Path | None = None) -> str:
+    """The model card. Inputs are named without their folders: RUN/adapter and RUN/adapters/NAME by RUN and NAME."""
+    names = [Path(each.name).resolve() for each in result.inputs]
+    shown = [path.parent.name if path.name == "adapter" else path.name for path in names]
+    parts = ", ".join(f"{name} ({each.weight:g})" for name, each in zip(shown, result.inputs, strict=True))
+    note = f"Merged from {len(shown)} adapters by the method {result.method}, with their weights: {parts}."
+    name = (result.adapter if run is None else run).resolve().name
+    return adapter_card(config, run, name=name, notes=[note])
 
 
 def _facts(result: MergeResult) -> str:
@@ -282,15 +296,17 @@ def _write(
     result: MergeResult,
     listener: Listener,
 ) -> None:
-    templates = {each.template for each in inputs}
+    templates = {each.template for each in inputs if each.template is not None}
     if len(templates) > 1:
         listener(Alarm("The adapters have different chat templates: the merged one uses that of the base model."))
-    elif (template := inputs[0].template) is not None:
-        files = {**files, TEMPLATE_FILE: template}
+    elif templates:
+        files = {**files, TEMPLATE_FILE: templates.pop()}
     tokenizer = next((each.tokenizer for each in inputs if each.tokenizer), {})
     try:
-        facts = {FACTS_FILE: _facts(result).encode()}
-        LocalStorage(folder.parent).write(folder.name, {**facts, **tokenizer, **with_checksums(0, files)})
+        # Both may be written again: after a move, and by a person.
+        others = {FACTS_FILE: _facts(result).encode(), CARD_FILE: _card(result, files[CONFIG_FILE]).encode()}
+        files = {**tokenizer, **files}
+        LocalStorage(folder.parent).write(folder.name, {**others, **with_checksums(0, files)})
     except OSError as error:
         raise TrilloraError(
             f"The merged adapter cannot be written: {error.strerror}.",

@@ -15,6 +15,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.digests import text_digest
 from trillora.model.loading.growth import tokenizer_files
+from trillora.model.loading.source import OpenModel
 from trillora.recipe.schema import Stage, StageRecipe
 
 EXAMPLE_TOKENS = 600  # of the row shown in the report
@@ -32,13 +33,12 @@ class StageData:
     evaluation: Documents | None
     num_steps: int
     template: str | None  # the chat template of the recipe, if it gives one
-    tokenizer_files: dict[str, bytes]  # if the recipe has new tokens
 
-    def files_with_adapter(self) -> dict[str, bytes]:
-        """The files that belong to an adapter of this stage: it was trained with this template and these tokens, not
-        with those of the base."""
+    def files_with_adapter(self, opened: OpenModel) -> dict[str, bytes]:
+        """The files that belong to an adapter of this stage: the tokenizer, which may have new tokens, and the chat
+        template that it was trained with, which may not be the base's."""
         template = {} if self.template is None else {"chat_template.jinja": self.template.encode()}
-        return {**self.tokenizer_files, **template}
+        return {**tokenizer_files(opened.tokenizer, opened.folder), **template}
 
     def identity(self) -> dict[str, str]:
         """Digests of the tokenized rows, which depend on files, tokenizer, template and options."""
@@ -100,7 +100,6 @@ def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
         evaluation=evaluation,
         num_steps=train.num_steps(batches.steps_per_epoch),
         template=None if recipe.data.chat_template is None else chat_template(recipe.data, tokenizer),
-        tokenizer_files=tokenizer_files(tokenizer) if recipe.tokens else {},
     )
 
 

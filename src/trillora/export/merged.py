@@ -18,6 +18,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from trillora.adapters.card import CARD_FILE
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.export.merged_weights import MergedWeights
@@ -63,7 +64,8 @@ def export_merged(
         notes.append("The head has a weight of its own now: the base's is its embedding, and the adapter changes one.")
     with writing(out), new_folder(out) as folder:
         _write_shards(folder, weights, shards, listener)
-        for name, data in _other_files(source, weights, dtype).items():
+        others = {CARD_FILE: _card(source, notes), **_other_files(source, weights, dtype)}
+        for name, data in others.items():
             (folder / name).write_bytes(data)
         files = sorted(entry.name for entry in folder.iterdir())
         num_bytes = sum((folder / name).stat().st_size for name in files)
@@ -144,6 +146,18 @@ def _pieces(weights: MergedWeights, tensor: Planned) -> Iterator[np.ndarray]:
                 do="use --type bfloat16 or --type float32",
             )
         yield stored.reshape(-1).view(np.uint8)
+
+
+def _card(source: ExportSource, notes: list[str]) -> bytes:
+    usage = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+here = "THIS_REPOSITORY_OR_FOLDER"
+model = AutoModelForCausalLM.from_pretrained(here, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(here)
+```"""
+    form = "A fine-tuned version, with its LoRA adapter merged into the weights,"
+    return source.card(relation="finetune", form=form, library="transformers", usage=usage, notes=notes)
 
 
 def _other_files(source: ExportSource, weights: MergedWeights, dtype: str | None) -> dict[str, bytes]:

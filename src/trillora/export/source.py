@@ -12,27 +12,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from trillora.adapters.card import CardFacts, Relation, model_card
 from trillora.adapters.inputs import recorded_base_digest
 from trillora.adapters.logits_check import open_local
+from trillora.data.open import chat_template
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.checksums import with_checksums
+from trillora.files.read_json import read_json
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.files.user_path import user_path
 from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, load_adapter, read_head
 from trillora.model.loading.digest import weights_digest
-from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.growth import tokenizer_files
-from trillora.model.loading.source import EMBEDDED, OpenModel, load_tokenizer, weight_files
+from trillora.model.loading.source import OpenModel, load_tokenizer, weight_files
 from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import is_run, load_run_recipe
-from trillora.recipe.schema import Recipe
+from trillora.recipe.schema import Recipe, stages_of
 
 EXPORTS = "exports"  # the folder of a run that exports go to
 TOKENIZER_FILE = "tokenizer_config.json"  # of a complete tokenizer beside an adapter
@@ -54,9 +57,26 @@ class ExportSource:
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files and the chat template, as the adapter was trained with them."""
-        files = tokenizer_files(self.base.tokenizer)
+        files = tokenizer_files(self.base.tokenizer, self.adapter if _has_tokenizer(self.adapter) else self.base.folder)
         template = self.adapter / TEMPLATE_FILE
         return {**files, TEMPLATE_FILE: template.read_bytes()} if template.is_file() else files
+
+    def card(
+        self,
+        *,
+        relation: Relation,
+        form: str,
+        library: str | None,
+        usage: str,
+        tags: Sequence[str] = (),
+        notes: Sequence[str] = (),
+    ) -> bytes:
+        """The model card of something that is made from this adapter: README.md. `form` starts its first sentence, such
+        as "A fine-tuned version"; `usage` says how to load it."""
+        config = read_json(self.adapter / CONFIG_FILE, dict[str, Any], do="copy the file again")
+        part = self.adapter.name if self.adapter.parent.name == "adapters" else None
+        facts = CardFacts(self.name, self.base_id, relation, form, self.run, part, config, notes, library, tags, usage)
+        return model_card(facts).encode()
 
 
 @dataclass(frozen=True)
@@ -85,13 +105,18 @@ def open_source(
     recipe = load_run_recipe(run, overrides).recipe if run is not None else None
     notes: list[str] = []
     folder = _adapter_folder(given, run, adapter)
+    opened = None
     if folder is None:
         assert run is not None and recipe is not None
-        folder, step = _last_checkpoint(run, recipe, listener)
+        opened = _open_named(base, recipe)
+        folder, step = _last_checkpoint(run, recipe, opened, listener)
         notes.append(f"The run has not finished: this is its checkpoint of step {step}.")
     spec, matrices = load_adapter(folder)
     base_id = read_head(folder).base_name or ""
-    opened = _open_base(base, base_id, recipe, folder)
+    if opened is None:
+        opened = _open_local(base_id, folder) if base is None and recipe is None else _open_named(base, recipe)
+    if _has_tokenizer(folder):
+        opened = replace(opened, tokenizer=load_tokenizer(folder))
     if base is None and recipe is not None:
         _check_base(opened, folder, run)
     if recipe is not None and recipe.model.quantize not in ("auto", "none"):
@@ -131,7 +156,7 @@ def _adapter_folder(given: Path, run: Path | None, adapter: str | Path | None) -
     return None
 
 
-def _last_checkpoint(run: Path, recipe: Recipe, listener: Listener) -> tuple[Path, int]:
+def _last_checkpoint(run: Path, recipe: Recipe, opened: OpenModel, listener: Listener) -> tuple[Path, int]:
     """Writes the adapter of the newest valid checkpoint to a folder of its own, and returns it with its step. The
     checkpoint itself may be elsewhere, and the run may remove it at any time."""
     checkpoints = Checkpoints(open_storage(recipe.train.checkpoint_dir or run / "checkpoints"))
@@ -148,7 +173,11 @@ def _last_checkpoint(run: Path, recipe: Recipe, listener: Listener) -> tuple[Pat
             do="run the training command again to finish it",
         )
     name = f"adapter-step-{step}"
+    data = stages_of(recipe)[-1].recipe.data
     adapter = {file: files[file] for file in (WEIGHTS_FILE, CONFIG_FILE)}
+    adapter |= tokenizer_files(opened.tokenizer, opened.folder)
+    if data.chat_template is not None and (template := chat_template(data, opened.tokenizer)) is not None:
+        adapter[TEMPLATE_FILE] = template.encode()
     try:
         LocalStorage(run / EXPORTS).write(name, with_checksums(step, adapter))
     except OSError as error:
@@ -160,32 +189,30 @@ def _last_checkpoint(run: Path, recipe: Recipe, listener: Listener) -> tuple[Pat
     return run / EXPORTS / name, step
 
 
-def _open_base(base: str | None, base_id: str, recipe: Recipe | None, adapter: Path) -> OpenModel:
-    """The base model. It is downloaded only if the user named it, in the recipe or with --base."""
-    if base is not None or recipe is not None:
-        section = recipe.model if recipe is not None and base is None else None
-        opened = OpenModel.open(
-            base or (section.name if section else ""),
-            revision=section.revision if section else None,
-            trust_remote_code=section.trust_remote_code if section else False,
-            tokens=(recipe.tokens or ()) if recipe is not None else (),
+def _open_named(base: str | None, recipe: Recipe | None) -> OpenModel:
+    """The base model that the user named, in the recipe or with --base. It is downloaded if needed."""
+    tokens = (recipe.tokens or ()) if recipe is not None else ()
+    if base is not None or recipe is None:
+        return OpenModel.open(base or "", revision=None, trust_remote_code=False, tokens=tokens)
+    model = recipe.model
+    return OpenModel.open(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code, tokens=tokens)
+
+
+def _open_local(base_id: str, adapter: Path) -> OpenModel:
+    """The base model that an adapter names. Nothing is downloaded because a file says so."""
+    found = open_local(base_id) if base_id else None
+    if found is None:
+        raise TrilloraError(
+            f"The base model {base_id} is not on this machine." if base_id else "The adapter names no base model.",
+            where=str(adapter / CONFIG_FILE),
+            do=f"name it, and it is downloaded: --base {base_id or 'MODEL'}",
         )
-    else:
-        found = open_local(base_id) if base_id else None
-        if found is None:
-            raise TrilloraError(
-                f"The base model {base_id} is not on this machine." if base_id else "The adapter names no base model.",
-                where=str(adapter / CONFIG_FILE),
-                do=f"name it, and it is downloaded: --base {base_id or 'MODEL'}",
-            )
-        opened = found
-    has_own = (adapter / TOKENIZER_FILE).is_file() and any((adapter / name).is_file() for name in _VOCABULARIES)
-    tokenizer = load_tokenizer(adapter) if has_own else opened.tokenizer
-    name = SMOLLM2_HUB_ID if base_id in (EMBEDDED, SMOLLM2_HUB_ID) and base is None else opened.base_name
-    return OpenModel(opened.folder, opened.config, tokenizer, name)
+    return found
 
 
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+def _has_tokenizer(folder: Path) -> bool:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+    return (folder / TOKENIZER_FILE).is_file() and any((folder / name).is_file() for name in names)
 
 
 def _check_base(opened: OpenModel, adapter: Path, run: Path | None) -> None:

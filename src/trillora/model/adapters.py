@@ -103,12 +103,12 @@ def adapter_files(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "r": usual.rank,
-        "lora_alpha": usual.alpha,
+        "lora_alpha": _whole(usual.alpha),
         "lora_dropout": spec.dropout,
         "use_rslora": spec.rslora,
         "use_dora": spec.dora,
         "rank_pattern": _peft_pattern({name: layer.rank for name, layer in layers.items()}, usual.rank),
-        "alpha_pattern": _peft_pattern({name: layer.alpha for name, layer in layers.items()}, usual.alpha),
+        "alpha_pattern": _peft_pattern({name: _whole(layer.alpha) for name, layer in layers.items()}, usual.alpha),
         "target_modules": _target_names(module, targets, set(adaptable_layers(module, spec))),
         "fan_in_fan_out": any(isinstance(module.get_submodule(name), Conv1D) for name in targets),
         "bias": "none",
@@ -116,6 +116,11 @@ def adapter_files(
         **in_config(adapter, spec.tokens),
     }
     return peft_files(adapter, config)
+
+
+def _whole(alpha: float) -> float:
+    """As an integer if it is one: Ollama cannot read 32.0."""
+    return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def peft_files(adapter: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, bytes]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from trillora.adapters.card import CARD_FILE, adapter_card
 from trillora.data.batches import Batches
 from trillora.data.open import TEMPLATE_DATE_REASON
 from trillora.data.stage import StageData
@@ -52,6 +53,7 @@ from trillora.training.saved_record import RunRecord
 from trillora.training.signals import Interrupted, Stop
 from trillora.training.state_files import (
     ADAPTER_FILES,
+    CONFIG_FILE,
     WEIGHTS_FILE,
     from_files,
     make_copier,
@@ -129,6 +131,7 @@ class _Training(RunProcess):
         filled, assembly = resolved.fill(recipe), plans[min(position.stage, len(plans) - 1)].assembly
         self._folder.write("resolved.yaml", resolved.dump(recipe))
         self._folder.write(run_file.NAME, run_file.dump(filled), mode=run_file.MODE)
+        self._opened = opened
         self._of_run = manifest.of_run(filled, stages, assembly, identity, opened.tokenizer, opened.base_name)
         self._folder.write("run.json", json.dumps(self._of_run, indent=1) + "\n")
         left = range(position.stage, len(stages))
@@ -282,11 +285,13 @@ class _Training(RunProcess):
         chosen = choose_checkpoint(self._checkpoints, evaluated, position.global_step, run.listener)
         kept = {name: chosen.files[name] for name in ADAPTER_FILES}
         check_changes_something(read_adapter(kept[WEIGHTS_FILE]), str(folder))
-        kept |= stage.files_with_adapter()
+        kept |= stage.files_with_adapter(self._opened)
         source = {"step": chosen.step, "evaluation_loss": evaluated.get(chosen.step), "why": chosen.why}
         self._folder.write("run.json", json.dumps({**self._of_run, "adapter": source}, indent=1) + "\n")
+        card = adapter_card(kept[CONFIG_FILE], self._folder.path, name=self._folder.path.resolve().name)
         with self._folder.reported(folder):
-            LocalStorage(self._folder.path).write("adapter", with_checksums(chosen.step, kept))
+            files = {CARD_FILE: card.encode(), **with_checksums(chosen.step, kept)}
+            LocalStorage(self._folder.path).write("adapter", files)
         check_written(folder, kept)
         best = "" if chosen.step == position.global_step else f": step {chosen.step}, which had the best evaluation"
         run.listener(Note(f"Adapter written to {folder}{f': {chosen.why}' if chosen.why else best}"))

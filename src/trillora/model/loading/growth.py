@@ -10,14 +10,24 @@ write them. Their embeddings belong to the adapter (`model/parts/token_rows.py`)
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trillora.errors import TrilloraError
+from trillora.files.bounded import read_bounded
+from trillora.files.read_json import parse_json
 
-_SAVED = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # files of a tokenizer
+_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_FILES = (
+    *("tokenizer.json", _CONFIG, _TEMPLATE, "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tekken.json"),
+)
+_VOCABULARIES = (".model", ".tiktoken")
+_ABOUT_LOADING = ("is_local", "local_files_only", "name_or_path")
+_MAX_BYTES = 64 << 20  # of a file; the largest known has 35 MB
 
 
 def grow(tokenizer: Any, tokens: Sequence[str]) -> None:
@@ -78,12 +88,36 @@ def num_ids(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
-    """The files of the tokenizer. PEFT grows the base model itself if they are next to the adapter."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        files = [file for file in sorted(Path(folder).iterdir()) if file.is_file() and file.suffix in _SAVED]
-        return {file.name: file.read_bytes() for file in files}
+def tokenizer_files(tokenizer: Any, folder: Path) -> dict[str, bytes]:
+    """The files of a tokenizer that lie beside an adapter: those in the model's folder, or new ones if the tokenizer
+    has grown. PEFT grows the base model itself if it sees more tokens there."""
+    if getattr(tokenizer, "new_tokens", ()):
+        with tempfile.TemporaryDirectory() as written:
+            tokenizer.save_pretrained(written)
+            files = _read_all(Path(written))
+    else:
+        files = _read_all(folder)
+    if isinstance(tokenizer.chat_template, str):
+        files[_TEMPLATE] = tokenizer.chat_template.encode()
+    if _CONFIG in files:
+        files[_CONFIG] = _portable(files[_CONFIG], folder / _CONFIG)
+    return files
+
+
+def _read_all(folder: Path) -> dict[str, bytes]:
+    found = (file for file in sorted(folder.iterdir()) if file.is_file())
+    kept = [file for file in found if file.name in _FILES or file.suffix in _VOCABULARIES]
+    return {file.name: read_bounded(file, _MAX_BYTES) for file in kept}
+
+
+def _portable(config: bytes, file: Path) -> bytes:
+    """tokenizer_config.json for other machines and versions: without what transformers adds when it loads a local
+    folder, and with the class name that older versions know too."""
+    content = parse_json(config, dict[str, Any], where=str(file), do="download the file again", allow_infinity=True)
+    kept = {key: value for key, value in content.items() if key not in _ABOUT_LOADING}
+    if kept.get("tokenizer_class") == "TokenizersBackend":
+        kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return config if kept == content else (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _single_token(tokenizer: Any, text: str) -> int | None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from trillora.adapters.card import CARD_FILE, adapter_card
 from trillora.adapters.merge import MergeResult, merge_adapters, write_merge_facts
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
@@ -27,7 +28,14 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Note, Progress, Score, Scored
 from trillora.files.checksums import with_checksums
 from trillora.files.storage import LocalStorage
-from trillora.model.adapters import adapter_files, check_changes_something, check_written, fit_adapter, load_adapter
+from trillora.model.adapters import (
+    CONFIG_FILE,
+    adapter_files,
+    check_changes_something,
+    check_written,
+    fit_adapter,
+    load_adapter,
+)
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.group import Group
@@ -135,11 +143,13 @@ class GroupResults:
         kept, target = self._kept[member.name], folder / name
         check_changes_something(kept, str(target))
         files = adapter_files(kept, model.module, model.targets, spec, self._opened.base_name)
-        if member.stage.template is not None:
-            # The adapter was trained with this template, not with the one of the base's tokenizer.
-            files["chat_template.jinja"] = member.stage.template.encode()
+        files |= member.stage.files_with_adapter(self._opened)
+        title = run.folder.path.resolve().name if name == "adapter" else f"{run.folder.path.resolve().name}-{name}"
+        part = member.stage.name if self._group.kind == "phases" else None
+        card = adapter_card(files[CONFIG_FILE], run.folder.path, name=title, part=part)
         with run.folder.reported(target):
-            LocalStorage(folder).write(name, with_checksums(own.best_step or own.step, files))
+            summed = with_checksums(own.best_step or own.step, files)
+            LocalStorage(folder).write(name, {CARD_FILE: card.encode(), **summed})
         check_written(target, files)
         of_best = f": step {own.best_step}, which had the best evaluation" if own.best_step else ""
         run.listener(Note(f"Adapter {member.name} written to {target}{of_best}"))

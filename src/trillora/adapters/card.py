@@ -1,0 +1,309 @@
+"""The model card: README.md with the hub's metadata, for an adapter's folder and for everything that is made from it.
+
+    ---
+    base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+    library_name: peft
+    …
+    ---
+    # quickstart
+    A LoRA adapter for …
+
+It is made from the run's own files: run.json, recipe.json and eval.json. It contains no path of this machine and no
+secret: files are named without their folders, and the hub refuses a path as a base model or data set. A person may edit
+it, so it has no checksum, and `refresh_card` replaces only a card that nobody has edited.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from trillora.errors import TrilloraError
+from trillora.files.atomic import write_file
+from trillora.files.bounded import read_bounded
+from trillora.files.digests import text_digest
+from trillora.files.read_json import MAX_BYTES, parse_json, read_json, read_text
+from trillora.model.adapters import CONFIG_FILE
+from trillora.model.loading.embedded import SMOLLM2_HUB_ID
+from trillora.model.loading.source import EMBEDDED, HUB_ID
+from trillora.recipe.load import is_run, load_run_recipe
+from trillora.recipe.schema import Recipe, stages_of
+from trillora.safe_text import visible_line
+from trillora.secrets import mask_secrets, secrets_of_environment
+from trillora.version import __version__
+
+CARD_FILE = "README.md"
+Relation = Literal["adapter", "finetune", "quantized", "merge"]  # to the base model, as the hub calls it
+_END = re.compile(r"\n<!-- Written by Trillora\. Digest of the text above: ([0-9a-f]{64}) -->\n\Z")
+_MAX_LISTED = 20
+_LIBRARIES = ("jax", "torch", "transformers", "torchax")
+# What eval.json calls a metric, and what people call it.
+_METRICS = {
+    "loss": "loss",
+    "perplexity": "perplexity",
+    "accuracy": "token accuracy",
+    "exact_match": "exact match",
+    "right_fields": "right fields",
+    "valid_json": "valid JSON",
+    "choice_accuracy": "choice accuracy",
+    "f1": "F1", "chrf": "chrF", "bleu": "BLEU", "rouge_1": "ROUGE-1", "rouge_2": "ROUGE-2", "rouge_l": "ROUGE-L",
+}
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card is about."""
+
+    name: str  # the title
+    base: str | None  # as adapter_config.json names it
+    relation: Relation = "adapter"
+    form: str = "A LoRA adapter"  # how the first sentence starts
+    run: Path | None = None  # whose files have the data, the recipe and the scores
+    part: str | None = None  # the stage or phase that the adapter comes from; None: all of them
+    config: Mapping[str, Any] = field(default_factory=dict)  # adapter_config.json
+    notes: Sequence[str] = ()
+    library: str | None = "peft"
+    tags: Sequence[str] = ()
+    usage: str | None = None  # how to load it; None: with PEFT
+
+
+def model_card(facts: CardFacts) -> str:
+    """The text of README.md."""
+    manifest, evaluated, recipe = _run_files(facts.run)
+    stages = [stage for stage in _list(manifest, "stages") if facts.part in (None, stage.get("name"))]
+    scores = _scores(evaluated)
+    base = hub_id(facts.base)
+    metadata = {
+        **({"base_model": base, "base_model_relation": facts.relation} if base else {}),
+        **({"library_name": facts.library} if facts.library else {}),
+        "pipeline_tag": "text-generation",
+        "tags": _tags(facts, base),
+        **({"datasets": found} if (found := _datasets(recipe, facts.part)) else {}),
+        **({"model-index": _model_index(facts.name, evaluated, scores)} if scores else {}),
+    }
+    sections = [
+        f"# {_plain(facts.name)}",
+        f"{facts.form} of {_base_text(facts.base)}, made with Trillora {__version__}.",
+        *(_plain(note) for note in facts.notes),
+        _section("Use", facts.usage or _peft_usage(base)),
+        _section("Scores", _scores_table(evaluated, scores, manifest)),
+        _section("Data", _data_table(stages)),
+        _section("Recipe", _recipe_table(recipe, facts)),
+        _section("Versions", _versions(manifest)),
+        "The licence and the terms of use of the base model apply to this model too.",
+    ]
+    head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=1000)
+    body = "\n\n".join(part for part in sections if part)
+    text = mask_secrets(f"---\n{head}---\n\n{body}\n", secrets_of_environment())
+    return f"{text}\n<!-- Written by Trillora. Digest of the text above: {text_digest(text)} -->\n"
+
+
+def adapter_card(
+    config: bytes, run: Path | None, *, name: str, part: str | None = None, notes: Sequence[str] = ()
+) -> str:
+    """The card of an adapter with this adapter_config.json."""
+    options = parse_json(config, dict[str, Any], where=CONFIG_FILE, do="copy the file again, or use another adapter")
+    base = options.get("base_model_name_or_path")
+    found = base if isinstance(base, str) else None
+    return model_card(CardFacts(name, found, run=run, part=part, config=options, notes=notes))
+
+
+def is_unedited(text: str) -> bool:
+    """Whether a card is as Trillora wrote it."""
+    found = _END.search(text)
+    return found is not None and text_digest(text[: found.start()]) == found[1]
+
+
+def refresh_card(run: Path) -> bool:
+    """Writes the card of a run's adapter again, with the newest scores. One that a person has edited stays."""
+    folder = run / "adapter"
+    file = folder / CARD_FILE
+    is_edited = file.is_file() and not is_unedited(read_text(file, do="remove this file"))
+    if is_edited or not (folder / CONFIG_FILE).is_file():
+        return False
+    config = read_bounded(folder / CONFIG_FILE, MAX_BYTES)
+    write_file(file, adapter_card(config, run, name=run.resolve().name))
+    return True
+
+
+def hub_id(name: str | None) -> str | None:
+    """The name if it is one of the hub's; None for a path of this machine."""
+    name = SMOLLM2_HUB_ID if name == EMBEDDED else name
+    is_path = name is not None and (name.startswith((".", "~", "/")) or os.path.exists(name))
+    return name if name is not None and not is_path and HUB_ID.fullmatch(name) else None
+
+
+# ---- what the run's files say
+
+
+def _run_files(run: Path | None) -> tuple[dict[str, Any], dict[str, Any], Recipe | None]:
+    if run is None or not is_run(run):
+        return {}, {}, None
+    found: list[dict[str, Any]] = []
+    for name in ("run.json", "eval.json"):
+        try:
+            has_file = (run / name).is_file()
+            found.append(read_json(run / name, dict[str, Any], do="", allow_infinity=True) if has_file else {})
+        except TrilloraError:  # a card without them is better than none
+            found.append({})
+    try:
+        recipe: Recipe | None = load_run_recipe(run).recipe
+    except TrilloraError:
+        recipe = None
+    return found[0], found[1], recipe
+
+
+def _scores(evaluated: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+    """metric -> of the adapter, of the base."""
+    adapter, base = _mapping(evaluated, "adapter"), _mapping(evaluated, "base")
+    values = {name: (_number(adapter.get(name)), _number(base.get(name))) for name in _METRICS}
+    return {name: (own, other) for name, (own, other) in values.items() if own is not None}
+
+
+def _model_index(
+    name: str, evaluated: Mapping[str, Any], scores: Mapping[str, tuple[float, float | None]]
+) -> list[dict[str, Any]]:
+    file = _file_name(evaluated.get("data")) or "held-out rows"
+    metrics = [{"type": key, "name": _METRICS[key], "value": round(own, 6)} for key, (own, _) in scores.items()]
+    data = {"type": (Path(file).suffix.lstrip(".") or "text"), "name": file}
+    task = {"type": "text-generation", "name": "Text generation"}
+    return [{"name": _plain(name), "results": [{"task": task, "dataset": data, "metrics": metrics}]}]
+
+
+def _scores_table(
+    evaluated: Mapping[str, Any], scores: Mapping[str, tuple[float, float | None]], manifest: Mapping[str, Any]
+) -> str:
+    loss = _number(_mapping(manifest, "adapter").get("evaluation_loss"))
+    during = "" if loss is None else f"Loss on held-out rows during training: {loss:.4f}."
+    if not scores:
+        return during
+    lines = [
+        f"| {_METRICS[name]} | {'' if base is None else f'{base:.4g}'} | {own:.4g} |"
+        for name, (own, base) in scores.items()
+    ]
+    rows, file = _number(evaluated.get("num_rows")), _file_name(evaluated.get("data"))
+    title = "By `trillora eval`" + (f" on {rows:.0f} rows" if rows else "") + (f" of {file}" if file else "") + ":"
+    table = "\n".join(["| | base model | this model |", "|---|---|---|", *lines])
+    return "\n\n".join(part for part in (title, table, during) if part)
+
+
+def _data_table(stages: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for stage in stages:
+        files = _list(stage, "files")
+        for file in files[:_MAX_LISTED]:
+            shown = _file_name(file.get("name")) or "?"
+            rows, digest = _number(file.get("num_rows")), _plain(file.get("sha256"))[:16]
+            lines.append(f"| {_plain(stage.get('name'))} | {shown} | {rows or 0:,.0f} | `{digest}` |")
+        if len(files) > _MAX_LISTED:
+            lines.append(f"| {_plain(stage.get('name'))} | and {len(files) - _MAX_LISTED:,} more files | | |")
+    head = ["| stage | file | rows | SHA-256 |", "|---|---|---|---|"]
+    return "\n".join([*head, *lines]) if lines else ""
+
+
+def _recipe_table(recipe: Recipe | None, facts: CardFacts) -> str:
+    config = facts.config
+    values: dict[str, Any] = {"rank": config.get("r"), "alpha": config.get("lora_alpha")}
+    if config.get("use_rslora"):
+        values["rsLoRA"] = "yes"
+    if config.get("use_dora"):
+        values["DoRA"] = "yes"
+    targets = config.get("target_modules")
+    if isinstance(targets, list):
+        values["layers"] = " ".join(map(str, targets[:_MAX_LISTED])) + (" …" if len(targets) > _MAX_LISTED else "")
+    for stage in stages_of(recipe) if recipe is not None else ():
+        if facts.part not in (None, stage.name):
+            continue
+        train, of = stage.recipe.train, "" if recipe is None or recipe.stages is None else f" of {stage.name}"
+        length = f"{train.steps} steps" if train.steps else f"{train.epochs:g} epochs"
+        rate = train.learning_rate if isinstance(train.learning_rate, str) else f"{train.learning_rate:g}"
+        values[f"training{of}"] = f"{length}, batches of {train.batch_size} sequences of {train.sequence_length} tokens"
+        values[f"learning rate{of}"] = f"{rate}, {train.schedule}, {train.optimizer}, seed {train.seed}"
+    if recipe is not None and recipe.model.quantize not in ("auto", "none"):
+        values["base in memory"] = recipe.model.quantize
+    lines = [f"| {_plain(name)} | {_plain(value)} |" for name, value in values.items() if value is not None]
+    return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
+
+
+def _versions(manifest: Mapping[str, Any]) -> str:
+    environment = _mapping(manifest, "environment")
+    found = [f"{name} {_plain(environment[name])}" for name in _LIBRARIES if name in environment]
+    made = manifest.get("trillora")
+    return ", ".join([*([f"Trillora {_plain(made)}"] if made else []), *found])
+
+
+def _datasets(recipe: Recipe | None, part: str | None) -> list[str]:
+    """The hub's data sets among the data; files of this machine are left out."""
+    names: list[str] = []
+    for stage in stages_of(recipe) if recipe is not None else ():
+        path = stage.recipe.data.path
+        for entry in [path] if isinstance(path, str) else path:
+            text = entry if isinstance(entry, str) else entry.path
+            name = hub_id(text.partition("@")[0])
+            if part in (None, stage.name) and name is not None and not Path(name).suffix:
+                names.append(name)
+    return list(dict.fromkeys(names))
+
+
+# ---- text
+
+
+def _tags(facts: CardFacts, base: str | None) -> list[str]:
+    linked = [f"base_model:{facts.relation}:{base}"] if base else []
+    return [*linked, "lora", *(["transformers"] if facts.library else []), *facts.tags, "trillora"]
+
+
+def _base_text(base: str | None) -> str:
+    found = hub_id(base)
+    if found:
+        return f"[{found}](https://huggingface.co/{found})"
+    return f"the model `{_file_name(base)}`" if base else "a base model"
+
+
+def _peft_usage(base: str | None) -> str:
+    return f"""```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+here = "THIS_REPOSITORY_OR_FOLDER"
+base = AutoModelForCausalLM.from_pretrained("{base or "BASE_MODEL"}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(here)
+model = PeftModel.from_pretrained(base, here)
+```"""
+
+
+def _section(title: str, content: str) -> str:
+    return f"## {title}\n{content}" if content else ""
+
+
+def _plain(value: Any) -> str:
+    """Untrusted text in one line, without a meaning in Markdown or HTML."""
+    text = visible_line(str(value))[:300]
+    return re.sub(r"([\\`*\[\]<>|#])", r"\\\1", text)
+
+
+def _file_name(path: Any) -> str:
+    """The last part of a path: folders of this machine are nobody's business."""
+    return _plain(re.split(r"[/\\]", str(path).partition("?")[0].rstrip("/\\"))[-1]) if isinstance(path, str) else ""
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None
+
+
+def _mapping(value: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = value.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _list(value: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    found = value.get(key)
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +15,14 @@ import pytest
 import tiny_run
 import yaml
 from chat_tokenizers import chat_tokenizer
+from dose import slow_case
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from trillora.adapters.card import CARD_FILE, CardFacts, adapter_card, is_unedited, model_card, refresh_card
+from trillora.cli import app
+from trillora.errors import TrilloraError
 from trillora.export.merged import export_merged
 from trillora.export.source import open_source
 from trillora.generation.generator import Generator
@@ -130,3 +139,75 @@ def test_a_run_is_exported_with_its_card_and_tokenizer(run: Path, tmp_path: Path
     assert {*TOKENIZER_FILES, CARD_FILE} <= {*exported.files}
     by_adapter = open_source(str(run / "adapter"))
     assert by_adapter.matrices.keys() == source.matrices.keys() and by_adapter.run is not None
+
+
+@pytest.mark.parametrize("tokens", [(), slow_case(("<tool>",))])
+def test_the_code_on_the_report_runs_as_printed(
+    tokens: tuple[str, ...], run: Path, folder: Path, tmp_path: Path
+) -> None:
+    if tokens:
+        settings = {**tiny_run.recipe(folder, train={"steps": 1}), "tokens": list(tokens)}
+        train(load_recipe(settings), tmp_path / "run")
+        run = tmp_path / "run"
+    page = (run / "report.html").read_text("utf-8")
+    [code] = re.findall(r'<pre class="code">(from peft.*?)</pre>', page, re.DOTALL)
+    script = html.unescape(re.sub(r"<[^>]+>", "", code)) + "\n"
+    check = """
+logits = model(**tokenizer("What is 3 plus 4?", return_tensors="pt")).logits
+print(type(model).__name__, len(tokenizer), logits.shape[-1])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script + check], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    size = len(chat_tokenizer("chatml")) + len(tokens)
+    assert done.stdout.split() == ["PeftModelForCausalLM", str(size), str(size)], done.stderr[-2000:]
+
+
+def test_a_run_without_an_adapter_is_exported_from_its_last_checkpoint(folder: Path, tmp_path: Path) -> None:
+    settings = tiny_run.recipe(folder, train={"steps": 4, "checkpoint_every": 2}, data={"chat_template": "zephyr"})
+    train(load_recipe(settings), tmp_path / "run")
+    finished = load_adapter(tmp_path / "run" / "adapter")[1]
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    source = open_source(str(tmp_path / "run"))
+    assert source.notes == ("The run has not finished: this is its checkpoint of step 4.",)
+    assert all((source.matrices[name] == array).all() for name, array in finished.items())
+    assert "message['role'] + '|>" in source.tokenizer_files()["chat_template.jinja"].decode()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    assert open_source(str(tmp_path / "run")).notes[0].endswith("step 2.")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(TrilloraError, match="no adapter and no checkpoint"):
+        open_source(str(tmp_path / "run"))
+
+
+def test_another_base_is_refused_unless_the_user_names_it(run: Path, folder: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(run, tmp_path / "run")
+    other = shutil.copytree(folder / "model", tmp_path / "model")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    with pytest.raises(TrilloraError, match="not the one that this run was trained on"):
+        open_source(str(copied), overrides=[f"model.name={other}"])
+    assert open_source(str(copied), base=str(other)).base.folder == other
+    lonely = shutil.copytree(run / "adapter", tmp_path / "lonely")
+    config = json.loads((lonely / "adapter_config.json").read_text())
+    (lonely / "checksums.json").unlink()
+    (lonely / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "org/unknown"}))
+    with pytest.raises(TrilloraError, match="not on this machine") as caught:
+        open_source(str(lonely))
+    assert "--base org/unknown" in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--to", "merged"], 0, "Exported to"),
+        (["--to", "merged"], 2, "The output folder already exists"),
+        (["--to", "merged", "--type", "int3", "--out", "x"], 2, "cannot be stored as int3"),
+        (["--to", "mergd"], 2, "did you mean 'merged'"),
+        (["--to", "merged", "--repo", "a/b"], 2, "--repo is for --to hub"),
+        (["--to", "merged", "--adapter", "none"], 2, "There is no adapter here"),
+    ],
+)
+def test_the_export_command(arguments: list[str], code: int, said: str, run: Path) -> None:
+    result = CliRunner().invoke(app, ["export", str(run), *arguments])
+    assert result.exit_code == code and said in result.output, result.output
+    assert (run / "exports" / "merged" / "model.safetensors").is_file()

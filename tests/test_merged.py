@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +17,10 @@ import tiny_models
 import torch
 from architecture_checks import distance
 from chat_tokenizers import chat_tokenizer
-from dose import slow_case
+from dose import full_dose_only, slow_case
 from peft_parity import DIFFERENT, SAME, VOCABULARY, build, quiet_peft, tokens_with
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trillora.errors import TrilloraError
@@ -26,7 +30,9 @@ from trillora.export.merged import export_merged
 from trillora.export.merged_weights import MergedWeights
 from trillora.export.source import ExportSource
 from trillora.model.adapters import load_adapter
+from trillora.model.loading.dequantize import dequantized, find_packed
 from trillora.model.loading.source import OpenModel, load_config
+from trillora.model.loading.weights import Stored
 
 LINEAR = {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
 PATTERNS = {
@@ -236,3 +242,117 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     wrong = replace(source, matrices={**source.matrices, name: source.matrices[name][:-1]})
     with pytest.raises(TrilloraError, match="does not fit this model"):
         export_merged(wrong, tmp_path / "merged")
+
+
+def test_a_multimodal_model_keeps_its_wrapper_and_its_vision_tower(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = tiny_models.configuration("gemma3_text").to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=255)
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    adapted = quiet_peft(model, target_modules=r".*language_model.*\.(q_proj|down_proj)")
+    tokens = tokens_with(())
+    expected = logits_of(adapted, tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted.save_pretrained(tmp_path / "adapter")
+    export_merged(open_folder(tmp_path), tmp_path / "merged")
+    again, info = Gemma3ForConditionalGeneration.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert distance(logits_of(again, tokens), expected) < SAME
+    with (
+        safe_open(tmp_path / "merged" / "model.safetensors", "np") as file,
+        safe_open(tmp_path / "base" / "model.safetensors", "np") as base,
+    ):
+        assert {*file.keys()} == {*base.keys()}
+        vision_names = [name for name in base.keys() if "vision" in name]  # noqa: SIM118
+        assert vision_names
+        for name in vision_names:
+            np.testing.assert_array_equal(file.get_tensor(name), base.get_tensor(name))
+
+
+def write_quantized(folder: Path, quantize: Any, **about: Any) -> dict[str, torch.Tensor]:
+    """Replaces the linear weights of a base by the tensors that `quantize` makes of them. Returns the others."""
+    tensors = load_file(folder / "model.safetensors")
+    changed: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        is_linear = name.endswith("_proj.weight")
+        changed |= {f"{name}{end}": part for end, part in quantize(tensor).items()} if is_linear else {name: tensor}
+    save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    return tensors
+
+
+def test_a_base_in_float8_is_dequantized_and_that_is_said(tmp_path: Path) -> None:
+    source_of(tmp_path, "untied", {"target_modules": ["q_proj"]})
+    expected = {}
+
+    def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        blocks = weight.reshape(weight.shape[0] // 8, 8, weight.shape[1] // 8, 8)
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        whole = (codes.float() * scale[:, None, :, None]).reshape(weight.shape)
+        expected[len(expected)] = whole
+        return {"": codes.reshape(weight.shape), "_scale_inv": scale}
+
+    write_quantized(tmp_path / "base", quantize, quant_method="fp8")
+    source = open_folder(tmp_path)
+    exported = export_merged(source, tmp_path / "merged", dtype="float32")
+    assert any("float8" in note and "dequantized" in note for note in exported.notes)
+    model = loaded(tmp_path / "merged")
+    assert not hasattr(model.config, "quantization_config")
+    merged_linear = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
+    same = sum(any(torch.equal(p, whole) for whole in expected.values()) for p in merged_linear)
+    assert same == len(merged_linear) - 2 and len(expected) == len(merged_linear)  # all but the adapted q_proj
+
+
+def test_weights_of_bitsandbytes_are_read_as_it_dequantizes_them(tmp_path: Path) -> None:
+    golden = json.loads((Path(__file__).parent / "golden" / "nf4-bitsandbytes.json").read_text())
+
+    def array(name: str, dtype: Any) -> torch.Tensor:
+        return torch.tensor(np.frombuffer(base64.b64decode(golden[name]), dtype))
+
+    codes, absmax, first = array("codes_uint8", "u1"), array("absmax_uint8", "u1"), array("first_rows_float32", "f4")
+    scales = torch.tensor(golden["absmax_scale"])
+    state = {"shape": [codes.numel() * 2], "blocksize": 64, "nested_blocksize": 256}
+    state["nested_offset"] = golden["absmax_mean"]
+    tensors = {
+        "w": codes[:, None],
+        "w.absmax": absmax,
+        "w.quant_map": torch.tensor(golden["nf4"]),
+        "w.nested_absmax": scales,
+        "w.nested_quant_map": array("dynamic_float32", "f4"),
+        "w.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    save_file(tensors, tmp_path / "w.safetensors")
+    stored = {
+        name: Stored(
+            name, tmp_path / "w.safetensors", tuple(tensor.shape), "U8" if tensor.dtype == torch.uint8 else "F32"
+        )
+        for name, tensor in tensors.items()
+    }
+    plain, packed = find_packed(stored, lambda tensor: tensors[tensor.name].numpy())
+    assert {*plain} == {"w"} and plain["w"].shape == (codes.numel() * 2,) and packed["w"].format == "nf4"
+    found = dequantized(packed["w"], lambda tensor: tensors[tensor.name].numpy())
+    np.testing.assert_allclose(found[: first.numel()], first.numpy(), rtol=1e-6)
+    wrong = {**tensors, "w": codes[:10, None]}
+    with pytest.raises(TrilloraError, match="do not fit each other"):
+        dequantized(packed["w"], lambda tensor: wrong[tensor.name].numpy())
+
+
+@full_dose_only
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """1.1 GB of weights, 200 MB of them in one tensor, need less than 400 MB more than the libraries."""
+    command = [sys.executable, str(Path(__file__).with_name("merge_in_little_memory.py")), str(tmp_path)]
+    sizes = ["12", "1536", "65536"]
+    subprocess.run([*command, *sizes], check=True)
+    done = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True)
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["model_mb"] > 800 and facts["peak_mb"] - facts["before_mb"] < 400, facts

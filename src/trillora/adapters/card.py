@@ -53,7 +53,12 @@ _METRICS = {
     "right_fields": "right fields",
     "valid_json": "valid JSON",
     "choice_accuracy": "choice accuracy",
-    "f1": "F1", "chrf": "chrF", "bleu": "BLEU", "rouge_1": "ROUGE-1", "rouge_2": "ROUGE-2", "rouge_l": "ROUGE-L",
+    "f1": "F1",
+    "chrf": "chrF",
+    "bleu": "BLEU",
+    "rouge_1": "ROUGE-1",
+    "rouge_2": "ROUGE-2",
+    "rouge_l": "ROUGE-L",
 }
 
 

@@ -13,7 +13,14 @@ from typing import Annotated
 import typer
 
 import trillora
-from trillora.cli import adapter_commands, recipe_commands, run_commands, serve_commands, setup_commands
+from trillora.cli import (
+    adapter_commands,
+    export_commands,
+    recipe_commands,
+    run_commands,
+    serve_commands,
+    setup_commands,
+)
 from trillora.cli.errors import EXIT_MISTAKE, OWN_PROCESS, TRACEBACK, Verbs
 from trillora.report.output import flush_output
 from trillora.training.signals import ignore_after_stop
@@ -65,6 +72,7 @@ app.command()(run_commands.chat)
 app.command()(serve_commands.serve)
 app.command("eval")(run_commands.evaluate)
 app.command()(adapter_commands.merge)
+app.command()(export_commands.export)
 app.command()(setup_commands.quickstart)
 app.command()(setup_commands.doctor)
 app.command()(run_commands.report)

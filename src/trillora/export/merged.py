@@ -59,9 +59,7 @@ def export_merged(
         )
     weights = MergedWeights(source)
     shards = _shards(weights, dtype, max_shard_bytes)
-    notes = list(source.notes)
-    if weights.is_untied:
-        notes.append("The head has a weight of its own now: the base's is its embedding, and the adapter changes one.")
+    notes = [*source.notes, *weights.notes]
     with writing(out), new_folder(out) as folder:
         _write_shards(folder, weights, shards, listener)
         others = {CARD_FILE: _card(source, notes), **_other_files(source, weights, dtype)}

@@ -132,8 +132,22 @@ class MergedWeights:
         stored = self._base.tensors[self._tensors[name].stored].dtype
         return DTYPES.get(stored, stored)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about these weights."""
+        notes = []
+        if self.is_untied:
+            notes.append(
+                "The head has a weight of its own now: the base's is its embedding, and the adapter changes one."
+            )
+        if self._base.formats:
+            notes.append(f"The base's weights are quantized ({', '.join(self._base.formats)}): they were dequantized.")
+        return tuple(notes)
+
     def is_changed(self, name: str) -> bool:
-        return self._tensors[name].change is not None
+        """Whether its values are not those of the base's files."""
+        tensor = self._tensors[name]
+        return tensor.change is not None or self._base.is_packed(tensor.stored)
 
     def read(self, name: str) -> np.ndarray:
         """The whole tensor in float32."""
@@ -184,6 +198,8 @@ class MergedWeights:
             holding = [part for part in parts if isinstance(part.get("vocab_size"), int)] or parts[-1:]
             for part in holding:
                 part["vocab_size"] = self.num_tokens
+        for part in parts if self._base.formats else ():
+            part.pop("quantization_config", None)
         if self.is_untied:
             for part in parts:
                 part["tie_word_embeddings"] = False

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from trillora.errors import TrilloraError
 from trillora.model.adapters import check_shapes, fitting
 from trillora.model.bridge import CausalLM
+from trillora.model.loading.dequantize import dequantized, find_packed
 from trillora.model.loading.source import OpenModel
 from trillora.model.loading.tensor_files import opened as opened_file
 from trillora.model.loading.weights import PLAIN_FLOATS, Converted, Stored, match_names, read_headers, tied_groups
@@ -59,7 +60,8 @@ class Checkpoint:
         with fitting(spec.file or base.base_name):
             model = CausalLM(base.config, lora=spec, scan=False, remat="none", trust_remote_code=trusted)
         self._model, self._module, self.folder = model, model.module, base.folder
-        self.tensors: dict[str, Stored] = read_headers(base.folder)
+        self.tensors, self._packed = find_packed(read_headers(base.folder), _array)
+        self._last: tuple[str, np.ndarray] | None = None  # dequantized
         known, _ = match_names(self.tensors, self._module)
         self.parameters = {source.name: name for name, source in known.items() if isinstance(source, Stored)}
         self._converted = {name: source for name, source in known.items() if isinstance(source, Converted)}
@@ -74,6 +76,15 @@ class Checkpoint:
     def is_tied(self) -> bool:
         """Whether the base's head is its embedding. One that is trained as a whole is not any more."""
         return self.head is not None and self.head in self._ties.get(self.embedding, ())
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """In which its weights are quantized."""
+        return tuple(sorted({packed.format for packed in self._packed.values()}))
+
+    def is_packed(self, name: str) -> bool:
+        """Whether this tensor is quantized in the files. It is read dequantized."""
+        return name in self._packed
 
     def check_fits(self, matrices: dict[str, np.ndarray], where: str) -> None:
         """Refuses an adapter of another model."""
@@ -117,6 +128,10 @@ class Checkpoint:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """A tensor in float32, or some of its rows."""
         tensor = self.tensors[name]
+        if name in self._packed:
+            if self._last is None or self._last[0] != name:
+                self._last = (name, dequantized(self._packed[name], _array))
+            return self._last[1][start:stop].copy()
         if tensor.dtype not in PLAIN_FLOATS:
             raise TrilloraError(
                 f"{name} is stored as {tensor.dtype}: the checkpoint is quantized.",
@@ -132,6 +147,13 @@ class Checkpoint:
         tensor = self.tensors[name]
         with opened_file(tensor.file) as file:
             return _rows(file, tensor, start, stop).contiguous().reshape(-1).view(torch.uint8).numpy().copy()
+
+
+def _array(tensor: Stored) -> np.ndarray:
+    """A whole tensor: integers as they are, others in float32."""
+    with opened_file(tensor.file) as file:
+        found = file.get_tensor(tensor.name)
+        return (found.to(torch.float32, copy=True) if found.is_floating_point() else found.clone()).numpy()
 
 
 def _rows(file: Any, tensor: Stored, start: int, stop: int | None) -> torch.Tensor:

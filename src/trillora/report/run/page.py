@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from trillora.secrets import mask_secrets, secrets_of_environment
 
 MAX_LISTED = 50  # lines of a table
 MAX_RECIPE = 60_000  # characters
+_ADDED_TOKENS = re.compile(r"^tokens: *(\[.|\n *-)", re.MULTILINE)  # in the recipe
 TIME_FORMAT = "%d %b, %H:%M"  # the head of the page has the year
 
 STYLE = """
@@ -233,22 +235,29 @@ def _use(run: RunRecord) -> str:
     folder = run.folder / run.adapter
     is_checkpoint = run.adapter.startswith("checkpoints")
     newest = " This is the newest checkpoint; the run is not finished." if is_checkpoint else ""
-    # Absolute paths: the code runs from any directory.
-    base = os.path.abspath(run.base) if os.path.isdir(run.base) else run.base
-    adapter = mask_secrets(os.path.abspath(folder), secrets_of_environment())
-    base, adapter = (json.dumps(name, ensure_ascii=False) for name in (base, adapter))
-    code = f"""from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained({base})
-model = PeftModel.from_pretrained(base, {adapter})"""
+    code = _load_code(run, folder)
     is_one_of_many = run.adapters and run.adapter != "adapter" and not is_checkpoint
     return (
         f"<div>Chat with it:</div><pre>trillora chat {text(quoted(folder if is_one_of_many else run.folder))}</pre>"
         f"<p>Load it in Python; the adapter is in PEFT's format.{newest}</p>"
         f'<pre class="code">{text(code)}</pre>'
     )
+
+
+def _load_code(run: RunRecord, folder: Path) -> str:
+    """Python code that loads the adapter. With absolute paths it runs from any directory."""
+    base = os.path.abspath(run.base) if os.path.isdir(run.base) else run.base
+    adapter = mask_secrets(os.path.abspath(folder), secrets_of_environment())
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()  # not in a checkpoint, nor of an older version
+    base, adapter = (json.dumps(name, ensure_ascii=False) for name in (base, adapter))
+    grown = "base.resize_token_embeddings(len(tokenizer))  # the run added tokens\n"
+    grown = grown if _ADDED_TOKENS.search(run.recipe) else ""
+    return f"""from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained({adapter if has_tokenizer else base})
+{grown}model = PeftModel.from_pretrained(base, {adapter})"""
 
 
 def _history(run: RunRecord) -> str:

@@ -1,0 +1,150 @@
+"""The command that takes a trained adapter elsewhere: export."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trillora.cli.options import JsonResult, TrustCode
+from trillora.cli.output import print_json, progress_on_stderr
+from trillora.errors import TrilloraError, nearest
+
+if TYPE_CHECKING:
+    from trillora.events import Listener
+    from trillora.export.source import Exported, ExportSource
+
+KINDS = ("merged", "gguf", "lora-gguf", "ollama", "hub")
+DEFAULT_TYPES = {"gguf": "f16", "ollama": "q8_0"}
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # short names for --to merged
+
+
+def export(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run or of an adapter.")],
+    *,
+    to: Annotated[str, typer.Option("--to", metavar="KIND", help=f"One of {', '.join(KINDS)}.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="New folder (default: RUN/exports/KIND).")
+    ] = None,
+    type: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            metavar="TYPE",
+            help="gguf, ollama: f16, q8_0, q4_0, … (default: f16 and q8_0). merged: float32, float16 or bfloat16 "
+            "(default: that of the base).",
+        ),
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", metavar="NAME", help="Which adapter of the run: its name or folder.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="MODEL", help="The base model, if it is not the one of the run.")
+    ] = None,
+    repo: Annotated[str | None, typer.Option("--repo", metavar="ORG/NAME", help="For hub: the repository.")] = None,
+    what: Annotated[str, typer.Option("--what", metavar="WHAT", help="For hub: adapter or merged.")] = "adapter",
+    private: Annotated[bool, typer.Option("--private/--public", help="For hub: who can read it.")] = True,
+    trust: TrustCode = False,
+    as_json: JsonResult = False,
+) -> None:
+    """Export an adapter: merged into its base model, as GGUF, for Ollama, or to the hub."""
+    if to not in KINDS:
+        meant = nearest(to, KINDS)
+        hint = f"did you mean '{meant}'? " if meant else ""
+        raise TrilloraError(f"There is no export to '{to[:40]}'.", where="--to", do=f"{hint}Use {', '.join(KINDS)}")
+    if to == "hub":
+        _to_hub(name, adapter, base, repo, what, private=private, trust=trust, as_json=as_json)
+        return
+    for option, given in (("--repo", repo is not None), ("--what", what != "adapter"), ("--public", not private)):
+        if given:
+            raise TrilloraError(f"{option} is for --to hub.", where=option, do="remove it, or use --to hub")
+    with progress_on_stderr() as listener:
+        from trillora.export.source import open_source
+
+        source = open_source(name, adapter=adapter, base=base, overrides=_overrides(trust), listener=listener)
+        kind = f"gguf-{type or DEFAULT_TYPES['gguf']}" if to == "gguf" else to
+        exported = _run(source, to, type, _folder(source, kind, out), listener)
+    _show(exported, as_json)
+
+
+def _run(source: ExportSource, to: str, type: str | None, out: Path, listener: Listener) -> Exported:
+    if to == "merged":
+        from trillora.export.merged import export_merged
+
+        return export_merged(source, out, dtype=DTYPES.get(type, type) if type else None, listener=listener)
+    raise AssertionError(to)
+
+
+def _to_hub(
+    name: str,
+    adapter: str | None,
+    base: str | None,
+    repo: str | None,
+    what: str,
+    *,
+    private: bool,
+    trust: bool,
+    as_json: bool,
+) -> None:
+    if what not in ("adapter", "merged"):
+        raise TrilloraError(f"'{what[:40]}' cannot be pushed.", where="--what", do="use adapter or merged")
+    if repo is None:
+        raise TrilloraError("Where to push is not given.", where="--repo", do="add --repo ORG/NAME")
+    from trillora.export.hub import adapter_to_push, check_repo, model_to_push, push, token_of_environment
+
+    check_repo(repo)
+    token = token_of_environment()  # before the work
+    with progress_on_stderr() as listener:
+        import tempfile
+
+        from trillora.export.merged import export_merged
+        from trillora.export.source import open_source
+
+        opened = base if what == "merged" else None  # to name the base of an adapter, it need not be opened
+        source = open_source(name, adapter=adapter, base=opened, overrides=_overrides(trust), listener=listener)
+        if what == "adapter":
+            pushed = push(adapter_to_push(source, base), repo, token=token, private=private, listener=listener)
+        else:
+            parent = source.run if source.run is not None else source.adapter.parent
+            with tempfile.TemporaryDirectory(prefix=".merged-", dir=parent) as folder:
+                export_merged(source, Path(folder) / "merged", listener=listener)
+                files = model_to_push(Path(folder) / "merged")
+                pushed = push(files, repo, token=token, private=private, listener=listener)
+    if as_json:
+        print_json(asdict(pushed))
+        return
+    readers = "only you and your organisation can read it" if pushed.is_private else "everybody can read it"
+    print(f"Pushed {len(pushed.files)} files to {pushed.url} ({readers}).")
+
+
+def _folder(source: ExportSource, kind: str, out: Path | None) -> Path:
+    from trillora.export.source import EXPORTS
+    from trillora.files.user_path import user_path
+
+    if out is not None:
+        return user_path(out, where="--out")
+    if source.run is None:
+        raise TrilloraError(
+            "The adapter is not in the folder of a run, so there is no place for the export.",
+            where=str(source.adapter),
+            do="choose a new folder with --out",
+        )
+    phase = f"-{source.adapter.name}" if source.adapter.parent.name == "adapters" else ""
+    return source.run / EXPORTS / f"{kind}{phase}"
+
+
+def _overrides(trust: bool) -> tuple[str, ...]:
+    return ("model.trust_remote_code=true",) if trust else ()
+
+
+def _show(exported: Exported, as_json: bool) -> None:
+    if as_json:
+        print_json({**asdict(exported), "folder": str(exported.folder)})
+        return
+    for note in exported.notes:
+        print(note)
+    size = exported.num_bytes
+    shown = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    print(f"Exported to {exported.folder}: {', '.join(exported.files)} ({shown})")

@@ -68,7 +68,7 @@ def test_the_folder_of_a_run_can_be_uploaded_as_it_is(run: Path, folder: Path) -
     assert Generator.open(str(run)).generate(["What is 3 plus 4?"], max_tokens=2)
 
 
-def test_the_card_tells_data_recipe_and_versions_but_no_path(run: Path, folder: Path) -> None:
+def test_the_card_has_data_recipe_and_versions_but_no_path(run: Path, folder: Path) -> None:
     card = (run / "adapter" / CARD_FILE).read_text("utf-8")
     metadata = metadata_of(card)
     assert metadata["library_name"] == "peft" and metadata["pipeline_tag"] == "text-generation"
@@ -122,7 +122,7 @@ def test_secrets_and_hostile_names_do_not_reach_the_card(monkeypatch: pytest.Mon
         assert forbidden not in card, forbidden
 
 
-def test_a_recipes_own_template_is_beside_its_adapter(folder: Path, tmp_path: Path) -> None:
+def test_a_recipes_own_template_is_next_to_its_adapter(folder: Path, tmp_path: Path) -> None:
     settings = tiny_run.recipe(folder, data={"chat_template": "zephyr"}, train={"steps": 1})
     train(load_recipe(settings), tmp_path / "run")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")

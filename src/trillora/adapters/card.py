@@ -10,7 +10,7 @@
 
 It is made from the run's own files: run.json, recipe.json and eval.json. It contains no path of this machine and no
 secret: files are named without their folders, and the hub refuses a path as a base model or data set. A person may edit
-it, so it has no checksum, and `refresh_card` replaces only a card that nobody has edited.
+it, so it has no checksum, and `refresh_card` replaces only a card that no one has edited.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def _plain(value: Any) -> str:
 
 
 def _file_name(path: Any) -> str:
-    """The last part of a path: folders of this machine are nobody's business."""
+    """The last part of a path: folders of this machine stay private."""
     return _plain(re.split(r"[/\\]", str(path).partition("?")[0].rstrip("/\\"))[-1]) if isinstance(path, str) else ""
 
 

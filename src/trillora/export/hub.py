@@ -69,7 +69,7 @@ def check_repo(repo: str) -> None:
 
 def adapter_to_push(source: ExportSource, base: str | None = None) -> dict[str, File]:
     """The files of an adapter by name. `base` is the id of the base model on the hub, if the adapter names it by a path
-    of this machine, which nobody else could load. The card has the newest scores, unless a person has edited it."""
+    of this machine, which no one else could load. The card has the newest scores, unless a person has edited it."""
     folder = source.adapter
     config = parse_json(
         _read(folder / CONFIG_FILE), dict[str, Any], where=str(folder / CONFIG_FILE), do="copy it again"
@@ -77,7 +77,7 @@ def adapter_to_push(source: ExportSource, base: str | None = None) -> dict[str, 
     named = hub_id(base) or hub_id(source.base_id)
     if named is None:
         raise TrilloraError(
-            "The adapter names its base model by a path of this machine, which nobody else can load.",
+            "The adapter names its base model by a path of this machine, which no one else can load.",
             where=str(folder / CONFIG_FILE),
             do="give the base model's name on the hub: --base ORG/NAME",
         )

@@ -38,7 +38,7 @@ from trillora.recipe.load import is_run, load_run_recipe
 from trillora.recipe.schema import Recipe, stages_of
 
 EXPORTS = "exports"  # the folder of a run that exports go to
-TOKENIZER_FILE = "tokenizer_config.json"  # of a complete tokenizer beside an adapter
+TOKENIZER_FILE = "tokenizer_config.json"  # of a complete tokenizer next to an adapter
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Checkpoint:
             if name not in self.tensors and parameter in match_names({**self.tensors, name: made}, self._module)[0]:
                 return name
         raise TrilloraError(
-            f"The head of this model needs a weight of its own, and there is no name for it beside {stored}.",
+            f"The head of this model needs a weight of its own, and there is no name for it next to {stored}.",
             where=str(self.folder),
             do="train without lm_head and the embedding in lora.targets and lora.modules_to_save",
         )

@@ -89,7 +89,7 @@ def num_ids(tokenizer: Any) -> int:
 
 
 def tokenizer_files(tokenizer: Any, folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer that lie beside an adapter: those in the model's folder, or new ones if the tokenizer
+    """The files of a tokenizer next to an adapter: those in the model's folder, or new ones if the tokenizer
     has grown. PEFT grows the base model itself if it sees more tokens there."""
     if getattr(tokenizer, "new_tokens", ()):
         with tempfile.TemporaryDirectory() as written:

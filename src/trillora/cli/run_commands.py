@@ -150,6 +150,9 @@ def evaluate(
             with_base=not no_base,
             listener=listener,
         )
+        from trillora.adapters.card import refresh_card
+
+        refresh_card(Path(run))
     show_evaluation(result, as_json)
 
 

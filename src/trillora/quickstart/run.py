@@ -13,6 +13,7 @@ import itertools
 from importlib import resources
 from pathlib import Path
 
+from trillora.adapters.card import refresh_card
 from trillora.evaluation.evaluate import Evaluation, evaluate
 from trillora.events import Listener, Note
 from trillora.files.atomic import write_file
@@ -53,6 +54,7 @@ def run(out: Path, listener: Listener) -> tuple[TrainResult, Evaluation | None]:
         return result, None
     listener(Note(f"Evaluating base model and adapter on {NUM_TESTED} findings that were not trained on"))
     evaluation = evaluate(out, out / "test.jsonl", listener=listener)
+    refresh_card(out)
     write_report(out)
     return result, evaluation
 

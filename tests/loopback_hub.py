@@ -98,7 +98,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                         hub.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
                     elif entry["key"] == "lfsFile":
                         hub.files[entry["value"]["path"]] = hub.objects[entry["value"]["oid"]]
-                self.reply(200, {"commitUrl": f"{hub.address}/commit/{COMMIT}", "commitOid": COMMIT})
+                name = path.removeprefix("/api/models/").partition("/commit/")[0]
+                self.reply(200, {"commitUrl": f"{hub.address}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
             else:
                 name = path.removeprefix("/api/models/")
                 if name in hub.is_private:

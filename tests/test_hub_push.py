@@ -24,6 +24,8 @@ from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, load_adapter
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
+# httpx's, about how the hub's client passes a file to it.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 TOKEN = "hf_pushpushpushpush1234"
 BASE = "some-org/tiny-base"
 

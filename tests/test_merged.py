@@ -80,6 +80,7 @@ def source_of(
     if dtype is not None:
         plain = plain.to(dtype)
     plain.save_pretrained(folder / "base")
+    chat_tokenizer("chatml").save_pretrained(folder / "base")
     adapted = quiet_peft(torch_base(base, num_new), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT cannot see whether the vocabulary has grown

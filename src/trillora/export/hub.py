@@ -133,28 +133,31 @@ def push(
 def _errors_in_words(repo: str, token: str) -> Iterator[None]:
     """Turns the errors of the hub's library into messages. Their own text may contain headers, so only what the server
     says about the card is shown, without secrets."""
-    from huggingface_hub import errors
-
     try:
         yield
-        return
     except TrilloraError:
         raise
-    except (errors.RepositoryNotFoundError, errors.HfHubHTTPError) as error:
-        what, do = _of_status(error.response.status_code, repo)
-    except ValueError as error:  # the check of the card, before anything is uploaded
+    except Exception as error:
+        # What goes wrong with one file is wrapped.
+        cause = error.__cause__ if type(error) is RuntimeError and isinstance(error.__cause__, Exception) else error
+        if isinstance(cause, OSError) and cause.filename is not None:  # a file of this machine
+            raise cause from None
+        what, do = _in_words(cause, repo, token)
+        raise TrilloraError(what, where=f"hub model {repo}", do=do) from None
+
+
+def _in_words(error: Exception, repo: str, token: str) -> tuple[str, str]:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HfHubHTTPError):
+        return _of_status(error.response.status_code, repo)
+    if isinstance(error, ValueError):  # the check of the card, before anything is uploaded
         said = visible_line(mask_message(str(error).replace("\n", " "), (token,)))[:500]
-        what, do = f"The hub refuses the model card: {said}", f"correct {CARD_FILE} and run the command again"
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        what, do = "The hub cannot be reached.", "check the connection and HF_HUB_OFFLINE; nothing was published"
-    except Exception as error:  # of the HTTP library
-        if "connect" not in type(error).__name__.lower() and "timeout" not in type(error).__name__.lower():
-            what, do = f"The upload failed: {type(error).__name__}.", "run the command again"
-        else:
-            what, do = "The hub cannot be reached.", "check the connection and HF_HUB_OFFLINE; nothing was published"
-    raise TrilloraError(what, where=f"hub model {repo}", do=do) from None
+        return f"The hub refuses the model card: {said}", f"correct {CARD_FILE} and run the command again"
+    name = type(error).__name__
+    if isinstance(error, OSError) or "connect" in name.lower() or "timeout" in name.lower():
+        return "The hub cannot be reached.", "check the connection and HF_HUB_OFFLINE; nothing was published"
+    return f"The upload failed: {name}.", "run the command again"
 
 
 def _of_status(status: int, repo: str) -> tuple[str, str]:

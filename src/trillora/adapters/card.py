@@ -127,14 +127,17 @@ def is_unedited(text: str) -> bool:
 
 
 def refresh_card(run: Path) -> bool:
-    """Writes the card of a run's adapter again, with the newest scores. One that a person has edited stays."""
+    """Writes the card of a run's adapter again, with the newest scores. One that a person has edited stays, and a file
+    that cannot be read or written is no reason to stop."""
     folder = run / "adapter"
     file = folder / CARD_FILE
-    is_edited = file.is_file() and not is_unedited(read_text(file, do="remove this file"))
-    if is_edited or not (folder / CONFIG_FILE).is_file():
+    try:
+        if os.path.lexists(file) and not is_unedited(read_text(file, do="remove this file")):
+            return False
+        config = read_bounded(folder / CONFIG_FILE, MAX_BYTES)
+        write_file(file, adapter_card(config, run, name=run.resolve().name))
+    except (OSError, ValueError, TrilloraError):
         return False
-    config = read_bounded(folder / CONFIG_FILE, MAX_BYTES)
-    write_file(file, adapter_card(config, run, name=run.resolve().name))
     return True
 
 

@@ -6,6 +6,9 @@ import asyncio
 import concurrent.futures
 import gc
 import json
+import os
+import re
+import signal
 import socket
 import threading
 import time
@@ -21,15 +24,20 @@ import psutil
 import pytest
 import tiny_run
 import torch
-from dose import dose
+from dose import dose, full_dose_only
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+from warm_process import WarmCommand
 
+from trillora.cli import app
 from trillora.engine.sampling import Sampling
 from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
+from trillora.serving import served, server
 from trillora.serving.app import App
 from trillora.serving.lane import Lane
+from trillora.serving.programs import Shape
 from trillora.serving.served import Service, open_service
 from trillora.serving.server import Server, open_socket, read_key
 
@@ -208,6 +216,19 @@ def test_completions_continue_texts_and_tokens(running: Running, generator: Gene
     assert "".join(by_tokens[0].logprobs.tokens) == by_text.text
     echoed = client.completions.create(prompt="The capital", echo=True, **options).choices[0].text
     assert echoed.startswith("The capital")
+    scored = client.completions.create(
+        model="one", prompt=tokens * 30, max_tokens=1, temperature=0, echo=True, logprobs=1
+    )
+    found = scored.choices[0].logprobs
+    assert found is not None and found.token_logprobs is not None and found.top_logprobs is not None
+    logits = generator.model.logits(generator.base, generator.adapter, {"tokens": jnp.asarray([tokens * 30])})[0]
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    expected = [float(logprobs[i, token]) for i, token in enumerate((tokens * 30)[1:])]
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)  # float32, another order of sums
+    assert [max(top.values()) for top in found.top_logprobs[1:-1]] == pytest.approx(
+        logprobs.max(axis=1)[:-1].tolist(), abs=1e-4
+    )
     chunks = list(client.completions.create(prompt=tokens, stream=True, **options))
     assert "".join(chunk.choices[0].text for chunk in chunks) == by_text.text
 
@@ -338,7 +359,7 @@ def test_a_client_that_disconnects_frees_its_row(running: Running) -> None:
     whole.join()
 
 
-def test_200_requests_at_once_are_answered_or_told_to_wait(running: Running) -> None:
+def test_200_requests_at_once_are_answered_or_sent_away(running: Running) -> None:
     def ask(i: int) -> httpx.Response:
         return running.post({**CHAT, "max_tokens": 6, "temperature": 0})
 
@@ -408,3 +429,91 @@ def test_memory_stays_flat_over_many_requests(running: Running) -> None:
     before = used(dose(60, 200))
     after = used(dose(120, 2000))
     assert after - before < 20 << 20  # allocators keep some pages; one leaked row of each request would be 60 MB
+
+
+def test_the_command_serves_until_a_signal_and_finishes_what_runs(folder: Path) -> None:
+    command = WarmCommand("serve", str(folder / "model"), "--port", "0", "--rows", "2", "--max-length", "200")
+    try:
+        found = next(match for line in command.stdout if (match := re.search(r"http://127.0.0.1:\d+", line)))
+        client = openai.OpenAI(base_url=f"{found[0]}/v1", api_key="unused", max_retries=0)
+        options: dict[str, Any] = {"model": "model", "messages": QUESTION, "temperature": 0, "max_tokens": 100}
+        whole = client.chat.completions.create(**options, extra_body={"ignore_eos": True})
+        stream = client.chat.completions.create(**options, extra_body={"ignore_eos": True}, stream=True)
+        first = next(stream)
+        os.kill(command._process.pid or 0, signal.SIGTERM)
+        chunks = [first, *stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == whole.choices[0].message.content and chunks[-1].choices[0].finish_reason == "length"
+        output, _ = command.communicate(60)
+        assert "Stopped." in output and command.returncode == 0
+    finally:
+        command.kill()
+
+
+def test_answers_that_take_too_long_end_with_an_error_when_the_server_stops(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.3)
+    running = Running(open_service(str(folder / "model"), num_rows=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Lane, "_num_steps", lambda lane: time.sleep(0.05) or 1)
+        stream = running.client().chat.completions.create(
+            model="model", messages=QUESTION, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        running.server.should_exit = True
+        with pytest.raises(openai.APIError, match="stopped before the answer was complete"):
+            list(stream)
+    running.stop()
+
+
+def test_wrong_uses_of_the_command_are_refused(folder: Path) -> None:
+    model = str(folder / "model")
+
+    def refused(*options: str) -> str:
+        result = CliRunner().invoke(app, ["serve", model, "--port", "0", *options])
+        assert result.exit_code == 2, result.output
+        return result.output
+
+    assert "needs a key" in refused("--host", "0.0.0.0")
+    assert "no key" in refused("--key-env", "THERE_IS_NO_SUCH_VARIABLE")
+    assert "at most 256 tokens" in refused("--max-length", "257")
+    assert "contradict" in refused("--base", "--adapter", model)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "cannot be used" in refused("--port", str(taken.getsockname()[1]))
+
+
+@full_dose_only
+def test_smollm2_is_served_with_the_answers_of_the_generator() -> None:
+    questions = [[{"role": "user", "content": text}] for text in ("What is LoRA?", "Name three colors.", "Hi!")]
+    expected = Generator.open("smollm2").generate(questions, max_tokens=24)
+    running = Running(open_service("smollm2", num_rows=4))
+    try:
+        name = running.client().models.list().data[0].id
+        assert name == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+        def ask(messages: Any) -> str | None:
+            client = running.client(timeout=300)
+            answer = client.chat.completions.create(model=name, messages=messages, max_tokens=24, temperature=0)
+            return answer.choices[0].message.content
+
+        with concurrent.futures.ThreadPoolExecutor(3) as threads:
+            assert list(threads.map(ask, questions)) == [answer.text for answer in expected]
+    finally:
+        running.stop()
+
+
+def test_caches_that_do_not_fit_into_memory_are_refused_with_figures(
+    running: Running, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = running.service.models["one"].programs
+    one_row = programs.num_bytes(Shape(1, 256))
+    assert 0.9 < programs.num_bytes(Shape(4, 256)) / (4 * one_row) < 1.1
+    monkeypatch.setattr(served, "memory_limit", lambda devices: 10 * one_row)  # two copies of 4 rows, and a margin
+    with pytest.raises(TrilloraError, match=r"8 rows of 256 tokens needs 0\.\d\d GiB, but only 0\.\d\d GiB"):
+        served._fitting_shape(generator.mesh, programs, 8, 256, 256)
+    assert served._fitting_shape(generator.mesh, programs, None, 256, 256) == Shape(4, 256)
+    assert served._fitting_shape(generator.mesh, programs, None, None, 256) == Shape(4, 256)
+    assert served._fitting_shape(generator.mesh, programs, 8, None, 256).num_slots < 256

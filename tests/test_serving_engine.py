@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import tiny_models
+from chat_tokenizers import chat_tokenizer
 from dose import slow_case
 from test_generate import random_prompts, tiny_generator
 
 from trillora.engine.sampling import Sampling
 from trillora.generation.generator import Generator
+from trillora.generation.prompts import Prompts
 from trillora.model.decode import Decoder
-from trillora.serving.engine import Engine
-from trillora.serving.job import Job, Piece
+from trillora.model.kv_cache import StaticCache, held_slots, resized
+from trillora.serving.engine import Engine, QueueFull, Stopping
+from trillora.serving.job import Chosen, Job, Piece
 from trillora.serving.lane import Lane, Sizes
 from trillora.serving.programs import Compiler, Programs
+from trillora.serving.text import AnswerText
 
 LONGEST = 96
 Started = tuple[Job, "queue.SimpleQueue[Piece]"]
@@ -79,7 +88,7 @@ def test_rows_that_join_at_different_times_get_the_tokens_they_get_alone(name: s
         assert last.finish == "length" and last.num_tokens == count
 
 
-def test_sampling_repeats_for_a_seed_whoever_else_is_in_the_batch() -> None:
+def test_sampling_repeats_for_a_seed_with_any_others_in_the_batch() -> None:
     generator, _ = tiny_generator("llama")
     prompts = random_prompts((5, 17, 11, 30))
     rules = [Sampling(0.9, seed=3), Sampling(0.0), Sampling(1.5, 0.8, 20, seed=2**31), Sampling(0.7, 0.9, seed=3)]
@@ -91,3 +100,100 @@ def test_sampling_repeats_for_a_seed_whoever_else_is_in_the_batch() -> None:
     for prompt, rule, tokens in zip(prompts, rules, found, strict=True):
         assert [tokens] == [t for t, _ in generator.continue_tokens([prompt], max_tokens=12, sampling=rule)]
     assert other != found[0]
+
+
+def test_text_is_shown_in_whole_characters_and_never_a_part_of_a_stop_string() -> None:
+    pieces = ["Hel", "lo E", "N", "X E", "N", "D tail"]
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(pieces[token] for token in tokens)
+
+    text = AnswerText(decode, stops=("END", "never"))
+    shown = [text.add(Chosen(i, -0.5, ())) for i in range(5)]
+    assert shown == ["Hel", "lo ", "", "ENX ", ""]
+    assert [chosen.token for chosen in text.chosen()] == [0, 1, 2, 3]
+    assert text.add(Chosen(5, -0.5, ())) == "" and text.is_stopped
+    assert text.rest() == "" and text.chosen(at_end=True) == ()  # no token of the stop string
+    assert text.num_tokens == 6
+
+    whole = "a ☃ \U0001f600é".encode()
+    text = AnswerText(lambda tokens: bytes(tokens).decode("utf-8", "replace"))
+    shown = [text.add(Chosen(byte, 0.0, ())) for byte in whole]
+    assert "".join(shown) == whole.decode() and "\ufffd" not in "".join(shown)
+    text = AnswerText(lambda tokens: bytes(tokens).decode("utf-8", "replace"))
+    assert "".join(text.add(Chosen(0xFF, 0.0, ())) for _ in range(40)) + text.rest() == "\ufffd" * 40
+
+
+def test_pieces_of_text_equal_the_decoded_answer() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    prompts = Prompts(tokenizer, template=None)
+    random = np.random.default_rng(0)
+    for stops in ((), ("zzzz no",)):
+        for _ in range(20):
+            tokens = random.integers(0, len(tokenizer), 30).tolist()
+            text = AnswerText(prompts.decode, stops)
+            assert "".join(text.add(Chosen(t, 0.0, ())) for t in tokens) + text.rest() == prompts.decode(tokens)
+
+
+def test_a_cache_keeps_its_tokens_when_it_changes_its_size() -> None:
+    config, last = tiny_models.configuration("mistral"), jnp.asarray([9, 20, 11])
+    window = StaticCache(config, 64).layers[0].num_slots
+    assert window == 8
+
+    def ring(size: int) -> jax.Array:  # holds the number of each slot
+        held = held_slots(last[:, None], min(size, window))
+        return jnp.broadcast_to(held[:, None, :, None], (3, 1, min(size, window), 1))
+
+    def cache(size: int) -> list[dict[str, jax.Array]]:
+        return [{"keys": ring(size), "values": -ring(size), "recurrence0": ring(1)}]
+
+    config.num_hidden_layers = 1
+    for old, new in ((4, 6), (6, 4), (6, 64), (64, 6), (16, 64)):
+        [found] = resized(config, cache(old), last, new)
+        expected = held_slots(last[:, None], min(new, window))
+        kept = expected > last[:, None] - min(old, window)
+        assert (found["keys"][:, 0, :, 0] == expected)[kept].all() and kept.sum() >= 3 * min(old, new, window)
+        assert (found["values"] == -found["keys"])[kept[:, None, :, None]].all()
+        assert (found["recurrence0"] == ring(1)).all()
+
+
+def test_the_queue_is_bounded_and_cancelled_jobs_leave_it() -> None:
+    generator, _ = tiny_generator("llama")
+    with running_engine(generator, num_rows=1, max_waiting=3) as engine:
+        jobs = [start(engine, [5] * 10, 60) for _ in range(4)]
+        with pytest.raises(QueueFull):
+            for _ in range(3):
+                jobs.append(start(engine, [5] * 10, 60))
+        engine.cancel([job for job, _ in jobs[1:]])
+        assert finished(jobs[0])[1].finish == "length"
+        assert finished(start(engine, [5] * 10, 3))[1].num_tokens == 3
+        assert all(pieces.empty() or not pieces.get().is_last for _, pieces in jobs[1:])
+        left = start(engine, [5] * 10, 60)
+        engine.stop(0.0)
+        error = finished(left)[1].error
+        assert isinstance(error, Stopping)
+        with pytest.raises(Stopping):
+            start(engine, [5], 1)
+
+
+def test_lanes_share_the_memory_of_the_rows() -> None:
+    """Many jobs of two lanes: the caches never exceed the budget, and every job ends."""
+    generator, _ = tiny_generator("llama")
+    with running_engine(generator, num_rows=4) as engine:
+        lanes, largest = list(engine._lanes.values()), 0
+        started = [start(engine, [5 + i] * (3 + i), 40, model=("adapter", "base")[i % 2]) for i in range(10)]
+        waiting = list(started)
+        while waiting:
+            largest = max(largest, sum(lane.num_bytes(lane.shape) for lane in lanes))
+            waiting = [one for one in waiting if one[1].empty() or finished_now(one) is None]
+            time.sleep(0.002)
+        assert 0 < largest <= engine._budget
+
+
+def finished_now(started: Started) -> Piece | None:
+    while not started[1].empty():
+        piece = started[1].get()
+        if piece.is_last:
+            assert piece.finish == "length"
+            return piece
+    return None

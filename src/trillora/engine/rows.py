@@ -9,7 +9,7 @@ Every row has its own slot, limit, stop tokens and sampling rule, so a row's tok
 
 `advance` decodes a few tokens in all rows. A row that is done stays as it is until another sequence takes its place.
 
-Legend: B rows, N tokens of one call, K likeliest tokens, S stop tokens, V vocabulary.
+Legend: B rows, N tokens of one call, K most likely tokens, S stop tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import jax.numpy as jnp
 from trillora.engine.sampling import Sampling, choose_each
 
 MOST_STOPS = 8  # stop tokens of a row
-MOST_TOP = 20  # likeliest tokens whose probabilities are returned
+MOST_TOP = 20  # most likely tokens whose probabilities are returned
 NOTHING = -1  # in place of a token: none was generated
 
 
 class Rule(NamedTuple):
-    """How each row goes on. The fields of `sampling` are arrays [B]."""
+    """How each row continues. The fields of `sampling` are arrays [B]."""
 
     sampling: Sampling
     numbers_B: jax.Array  # which of a request's answers the row is, for its random key
     limits_B: jax.Array  # tokens to generate
     stops_BS: jax.Array  # padded with NOTHING
-    wants_top_B: jax.Array  # whether the likeliest tokens are asked for
+    wants_top_B: jax.Array  # whether the most likely tokens are asked for
 
 
 class Rows(NamedTuple):
@@ -103,7 +103,7 @@ def advance(
 
 
 def _sampled(logits_BV: jax.Array, cache: Any, rows: Rows) -> tuple[Rows, Written]:
-    """One more token in every row that is not done, and what is to be told about it (without the axis N)."""
+    """One more token in every row that is not done, and what is reported about it (without the axis N)."""
     rule, alive = rows.rule, ~rows.done_B
     keys = jax.vmap(_key)(rule.sampling.seed, rule.numbers_B, rows.num_written_B)
     token = jnp.where(alive, choose_each(logits_BV, keys, rule.sampling), rows.token_B)
@@ -112,7 +112,7 @@ def _sampled(logits_BV: jax.Array, cache: Any, rows: Rows) -> tuple[Rows, Writte
     new = rows._replace(
         cache=cache, token_B=token, slot_B=rows.slot_B + alive, num_written_B=num_written, done_B=rows.done_B | ends
     )
-    return new, _told(logits_BV.astype(jnp.float32), jnp.where(alive, token, NOTHING), alive & rule.wants_top_B)
+    return new, probabilities(logits_BV.astype(jnp.float32), jnp.where(alive, token, NOTHING), alive & rule.wants_top_B)
 
 
 def _key(seed: jax.Array, number: jax.Array, written: jax.Array) -> jax.Array:
@@ -120,17 +120,18 @@ def _key(seed: jax.Array, number: jax.Array, written: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), written)
 
 
-def _told(logits_BV: jax.Array, token_B: jax.Array, wants_top_B: jax.Array) -> Written:
+def probabilities(logits_BV: jax.Array, token_B: jax.Array, wants_top_B: jax.Array) -> Written:
+    """The tokens with their probabilities, as one step of `Written` (without the axis N)."""
     B, V = logits_BV.shape
     K = min(MOST_TOP, V)
     total_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits_BV, jnp.maximum(token_B, 0)[:, None], axis=1) - total_B1
 
-    def likeliest() -> tuple[jax.Array, jax.Array]:
+    def most_likely() -> tuple[jax.Array, jax.Array]:
         values, tokens = jax.lax.top_k(logits_BV, K)
         return tokens.astype(jnp.int32), values - total_B1
 
     def none() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((B, K), jnp.int32), jnp.zeros((B, K), jnp.float32)
 
-    return Written(token_B, chosen[:, 0], *jax.lax.cond(wants_top_B.any(), likeliest, none))
+    return Written(token_B, chosen[:, 0], *jax.lax.cond(wants_top_B.any(), most_likely, none))

@@ -58,12 +58,12 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.A
 def choose_each(logits_BV: jax.Array, keys_B: jax.Array, sampling_B: Sampling) -> jax.Array:
     """The next token of every sequence, by a rule for each of them: the fields of `sampling_B` are arrays [B]."""
     logits = logits_BV.astype(jnp.float32)
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    most_likely = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     draws = jnp.asarray(sampling_B.temperature) > 0
     return jax.lax.cond(
         draws.any(),
-        lambda: jnp.where(draws, jax.vmap(_draw)(logits, keys_B, sampling_B), likeliest),
-        lambda: likeliest,
+        lambda: jnp.where(draws, jax.vmap(_draw)(logits, keys_B, sampling_B), most_likely),
+        lambda: most_likely,
     )
 
 

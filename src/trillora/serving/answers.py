@@ -32,7 +32,8 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     """Pieces of one answer as one."""
     last = pieces[-1]
     chosen = tuple(one for piece in pieces for one in piece.chosen)
-    return Piece("".join(piece.text for piece in pieces), chosen, last.num_tokens, last.finish, last.error)
+    text, prompt = "".join(piece.text for piece in pieces), pieces[0].prompt
+    return Piece(text, chosen, prompt, last.num_tokens, last.finish, last.error)
 
 
 class ChatForm:
@@ -81,7 +82,7 @@ class ChatForm:
         ]
         return {"content": content, "refusal": None}
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+    def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._token_text(token)
         return {
             "token": text,
@@ -103,26 +104,26 @@ class CompletionForm:
 
     def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         choices = [
-            self._choice(index, (self._echo[index] if self._echo else "") + answer.text, answer.chosen, answer.finish)
+            self._choice(index, (self._echo[index] if self._echo else "") + answer.text, answer)
             for index, answer in enumerate(answers)
         ]
         return {**self._head, "object": "text_completion", "choices": choices, "usage": usage.to_dict()}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        return self._chunk(index, self._echo[index], (), None) if self._echo else None
+        return self._chunk(index, self._echo[index], Piece()) if self._echo else None
 
     def parts(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        return [self._chunk(index, piece.text, piece.chosen, piece.finish)]
+        return [self._chunk(index, piece.text, piece)]
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         return {**self._head, "object": "text_completion", "choices": [], "usage": usage.to_dict()}
 
-    def _chunk(self, index: int, text: str, chosen: Sequence[Chosen], finish: str | None) -> dict[str, Any]:
-        return {**self._head, "object": "text_completion", "choices": [self._choice(index, text, chosen, finish)]}
+    def _chunk(self, index: int, text: str, piece: Piece) -> dict[str, Any]:
+        return {**self._head, "object": "text_completion", "choices": [self._choice(index, text, piece)]}
 
-    def _choice(self, index: int, text: str, chosen: Sequence[Chosen], finish: str | None) -> dict[str, Any]:
-        logprobs = self._logprobs(index, chosen) if self._with_logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def _choice(self, index: int, text: str, piece: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(index, piece.prompt + piece.chosen) if self._with_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def _logprobs(self, index: int, chosen: Sequence[Chosen]) -> dict[str, Any]:
         texts = [self._token_text(one.token) for one in chosen]
@@ -133,6 +134,9 @@ class CompletionForm:
         return {
             "tokens": texts,
             "token_logprobs": [one.logprob for one in chosen],
-            "top_logprobs": [{self._token_text(token): value for token, value in one.top} for one in chosen],
+            "top_logprobs": [
+                {self._token_text(token): value for token, value in one.top} if one.logprob is not None else None
+                for one in chosen
+            ],
             "text_offset": offsets,
         }

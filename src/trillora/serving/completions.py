@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +37,17 @@ Encoded = list[tuple[int, ...]]
 Form = ChatForm | CompletionForm
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a request asks for, in addition to its options."""
+
+    served: Served
+    prompts: Encoded
+    limit: int | None  # tokens of an answer
+    num_top: int
+    scores_prompt: bool = False
+
+
 class Completions:
     """Answers the requests of both kinds. The methods return the JSON of a whole answer, or None after a stream."""
 
@@ -54,15 +66,16 @@ class Completions:
         num_top = (request.top_logprobs or 0) if request.logprobs else 0
         limit = request.max_completion_tokens or request.max_tokens
         form = ChatForm(served.name, self._token_text(served), with_logprobs=bool(request.logprobs))
-        return await self._answer(request, served, prompts, limit, num_top, form, receive, send)
+        return await self._answer(request, Wanted(served, prompts, limit, num_top), form, receive, send)
 
     async def complete(self, body: bytes, receive: Receive, send: Send) -> dict[str, Any] | None:
         request: CompletionRequest = parse(CompletionRequest, body)
         served = self.served(request.model)
         given = request.prompts
         prompts = await self._encoded(served, lambda: [_tokens(served, prompt) for prompt in given], "prompt")
-        if request.max_tokens == 0 or (request.echo and request.logprobs is not None):
-            raise HttpError(400, "Probabilities of a prompt's tokens are not supported.", param="echo")
+        scores_prompt = bool(request.echo) and request.logprobs is not None
+        if request.max_tokens == 0 and not scores_prompt:
+            raise HttpError(400, "max_tokens may be 0 only with echo and logprobs.", param="max_tokens")
         limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         echo = [served.prompts.decode(prompt) for prompt in prompts for _ in range(request.n or 1)]
         form = CompletionForm(
@@ -71,7 +84,8 @@ class Completions:
             with_logprobs=request.logprobs is not None,
             echo=echo if request.echo else None,
         )
-        return await self._answer(request, served, prompts, limit, request.logprobs or 0, form, receive, send)
+        wanted = Wanted(served, prompts, limit, request.logprobs or 0, scores_prompt)
+        return await self._answer(request, wanted, form, receive, send)
 
     def served(self, name: str) -> Served:
         if name not in self._service.models:
@@ -99,20 +113,17 @@ class Completions:
     async def _answer(
         self,
         request: Options,
-        served: Served,
-        prompts: Encoded,
-        limit: int | None,
-        num_top: int,
+        wanted: Wanted,
         form: Form,
         receive: Receive,
         send: Send,
     ) -> dict[str, Any] | None:
         """Runs the jobs of a request and sends their answers, whole or as they come."""
-        inbox = Inbox(len(prompts) * (request.n or 1))
-        jobs = self._jobs(request, served, prompts, limit, num_top, inbox)
+        inbox = Inbox(len(wanted.prompts) * (request.n or 1))
+        jobs = self._jobs(request, wanted, inbox)
         self._submit(jobs)
         watcher = asyncio.create_task(watch(receive, inbox.leave))
-        num_prompt = sum(map(len, prompts))
+        num_prompt = sum(map(len, wanted.prompts))
         try:
             if request.stream:
                 await _stream(inbox, len(jobs), num_prompt, form, send, with_usage=request.wants_usage)
@@ -135,11 +146,9 @@ class Completions:
         except (QueueFull, Stopping) as error:
             raise _as_http(error) from None
 
-    def _jobs(
-        self, request: Options, served: Served, prompts: Encoded, limit: int | None, num_top: int, inbox: Inbox
-    ) -> list[Job]:
+    def _jobs(self, request: Options, wanted: Wanted, inbox: Inbox) -> list[Job]:
         n, longest = request.n or 1, self._service.engine.max_length
-        if n * len(prompts) > MOST_CHOICES:
+        if n * len(wanted.prompts) > MOST_CHOICES:
             raise HttpError(400, f"A request may have at most {MOST_CHOICES} answers.", param="n")
         sampling = Sampling(
             1.0 if request.temperature is None else request.temperature,
@@ -149,17 +158,18 @@ class Completions:
         )
         return [
             Job(
-                served.name,
+                wanted.served.name,
                 prompt,
-                min(limit or longest, longest - len(prompt)),
+                min(longest if wanted.limit is None else wanted.limit, longest - len(prompt)),
                 inbox.receiver(number * n + choice),
                 sampling,
                 number=choice,
-                stop_tokens=() if request.ignore_eos else served.prompts.stops,
+                stop_tokens=() if request.ignore_eos else wanted.served.prompts.stops,
                 stop_texts=request.stops,
-                num_top=num_top,
+                num_top=wanted.num_top,
+                scores_prompt=wanted.scores_prompt,
             )
-            for number, prompt in enumerate(prompts)
+            for number, prompt in enumerate(wanted.prompts)
             for choice in range(n)
         ]
 

@@ -81,6 +81,7 @@ class Engine:
                 what = f"The server is busy: {len(self._waiting)} answers are waiting."
                 raise QueueFull(what, do="send the request again later, or start the server with a longer --queue")
             self._waiting.extend(jobs)
+            self._is_asleep_until_compiled = False
             self._changed.notify_all()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
@@ -167,14 +168,14 @@ class Engine:
                 if lane.is_broken:
                     self._fail(lane, as_error(error))
                 self._report(as_error(error))
-                _tell(job, as_error(error))
+                _end_with(job, as_error(error))
             with self._changed:
                 self._waiting.remove(job)
             num_joined += 1
         return num_joined > 0
 
     def _num_that_fit(self, lane: Lane, job: Job, num_expected: int) -> int:
-        """How many jobs like this one the lane has memory for, beside the other lanes at their largest: as many as
+        """How many jobs like this one the lane has memory for, together with the other lanes at their largest: as many as
         expected, or one, or none."""
         others = sum(
             other.num_bytes(other.largest([], other.shape.num_rows))
@@ -202,7 +203,7 @@ class Engine:
         jobs = [running.job for running in lane.running if not running.is_done]
         lane.reset()
         for job in jobs:
-            _tell(job, error)
+            _end_with(job, error)
 
     def _fail_everything(self, error: TrilloraError) -> None:
         for lane in self._lanes.values():
@@ -210,9 +211,9 @@ class Engine:
         with self._changed:
             waiting, self._waiting = list(self._waiting), collections.deque()
         for job in waiting:
-            _tell(job, error)
+            _end_with(job, error)
 
 
-def _tell(job: Job, error: TrilloraError) -> None:
+def _end_with(job: Job, error: TrilloraError) -> None:
     if not job.is_cancelled:
         job.receive(Piece(error=error))

@@ -17,8 +17,8 @@ class Chosen:
     """One generated token with its probability."""
 
     token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens and their log-probabilities, if they were asked for
+    logprob: float | None  # None for the first token of a prompt
+    top: tuple[tuple[int, float], ...]  # the most likely tokens and their log-probabilities, if they were asked for
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Piece:
 
     text: str = ""
     chosen: tuple[Chosen, ...] = ()
+    prompt: tuple[Chosen, ...] = ()  # in the first piece, if the prompt is to be scored
     num_tokens: int = 0  # generated so far, without a stop token
     finish: Finish | None = None
     error: TrilloraError | None = None
@@ -49,6 +50,7 @@ class Job:
     stop_tokens: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
     num_top: int = 0
+    scores_prompt: bool = False  # then `max_tokens` may be 0
     is_cancelled: bool = False  # may be set by any thread: the row becomes free
 
     @property

@@ -107,7 +107,7 @@ class Lane:
     def join(self, job: Job, num_expected: int) -> bool:
         """Starts a job. False while one of the programs that it needs is being compiled. `num_expected`: the jobs, this
         one included, that will join now."""
-        num_prompt = _prompt_slots(len(job.prompt), self.sizes.slots[-1])
+        num_prompt = max(min(_prompt_slots(len(job.prompt)), self.sizes.slots[-1]), len(job.prompt))
         running = Running(job, AnswerText(self._decode, job.stop_texts))
         first, needed = Shape(1, num_prompt + 1), running.num_slots
         shape = self.shape
@@ -115,6 +115,13 @@ class Lane:
             most = max([needed, *(other.num_slots for other in self.running)])
             shape = self.sizes.shape(len(self.running) + num_expected, most)
         programs = self.programs
+        if job.scores_prompt:
+            score = programs.score(_prompt_slots(len(job.prompt)))
+            if not _ready([score]):
+                return False
+            if job.max_tokens == 0:
+                self._score(job, score.result())
+                return True
         wanted = [programs.prefill(num_prompt), programs.advance(shape)]
         if self.shape is None:
             wanted += [programs.reshape(first, shape)]
@@ -124,6 +131,8 @@ class Lane:
                 wanted += [programs.reshape(self.shape, shape)]
         if not _ready(wanted):
             return False
+        if job.scores_prompt:
+            self._score(job, score.result())
         prefill, _, fit, *rest = (future.result() for future in wanted)
         row, told = prefill(self._base, self._adapter, *self._prompt(job, num_prompt))
         if self.shape is None:
@@ -197,14 +206,7 @@ class Lane:
             if token in job.stop_tokens:
                 finish = "stop"
                 break
-            top = tuple(
-                zip(
-                    told.top_tokens_BNK[place, i, : job.num_top].tolist(),
-                    told.top_logprobs_BNK[place, i, : job.num_top].tolist(),
-                    strict=True,
-                )
-            )
-            shown += text.add(Chosen(token, float(told.logprobs_BN[place, i]), top))
+            shown += text.add(_chosen(told, (place, i), job.num_top))
             finish = "stop" if text.is_stopped else "length" if text.num_tokens >= job.max_tokens else None
         if finish is not None:
             shown += text.rest()
@@ -212,7 +214,7 @@ class Lane:
             running.is_done = True
         if shown or finish is not None:
             chosen = text.chosen(at_end=finish is not None)
-            job.receive(Piece(shown, chosen, text.num_tokens, finish))
+            job.receive(Piece(shown, chosen, (), text.num_tokens, finish))
 
     def _fit(self) -> bool:
         """Gives the batch a shape that the next call fits in. False while the programs for it are being compiled."""
@@ -265,15 +267,29 @@ class Lane:
         tokens[0, start:] = job.prompt
         return jax.device_put((tokens, np.array([start], np.int32), rule_of(job)), self._by_row)
 
+    def _score(self, job: Job, program: Any) -> None:
+        """Delivers the probabilities of the prompt's own tokens."""
+        tokens = np.zeros((1, _prompt_slots(len(job.prompt))), np.int32)
+        tokens[0, : len(job.prompt)] = job.prompt
+        told = Written(*map(np.asarray, program(self._base, self._adapter, jax.device_put(tokens, self._everywhere))))
+        places = [divmod(i, SHORTEST_PROMPT) for i in range(len(job.prompt) - 1)]
+        scored = (Chosen(job.prompt[0], None, ()), *(_chosen(told, place, job.num_top) for place in places))
+        job.receive(Piece(prompt=scored, finish="length" if job.max_tokens == 0 else None))
+
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self._by_row)
 
 
-def _prompt_slots(length: int, most: int) -> int:
+def _chosen(told: Written, at: tuple[int, int], num_top: int) -> Chosen:
+    tokens, logprobs = told.top_tokens_BNK[at][:num_top].tolist(), told.top_logprobs_BNK[at][:num_top].tolist()
+    return Chosen(int(told.tokens_BN[at]), float(told.logprobs_BN[at]), tuple(zip(tokens, logprobs, strict=True)))
+
+
+def _prompt_slots(length: int) -> int:
     slots = SHORTEST_PROMPT
     while slots < length:
         slots *= 2
-    return max(min(slots, most), length)
+    return slots
 
 
 def _ready(programs: list[Future[Any]]) -> bool:

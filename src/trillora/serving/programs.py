@@ -7,8 +7,10 @@ A batch has a shape, (rows, slots). It grows and shrinks in few sizes, so few pr
     advance   1, 4, 16 or 32 rows, 256 to 2048 slots  16 programs, each of them only when it is first needed
 
 `insert` puts a prefilled row into a batch, and `reshape` copies rows to a batch of another shape; they contain no
-model, so they are small. All are compiled ahead of time in a thread of their own: while one is compiled, rows that do
-not need it continue, and another shape is an error, never a hidden compilation.
+model, so they are small. `score` gives the probabilities of a prompt's own tokens.
+
+All are compiled ahead of time in a thread of their own: while one is compiled, rows that do not need it continue, and
+another shape is an error, never a hidden compilation.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.mesh import batch_sharding, replicated
-from trillora.engine.rows import MOST_STOPS, NOTHING, Rows, Rule, Written, advance, begin_rows
+from trillora.engine.rows import MOST_STOPS, NOTHING, Rows, Rule, Written, advance, begin_rows, probabilities
 from trillora.engine.sampling import Sampling
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import resized
@@ -136,6 +138,29 @@ class Programs:
             return jitted.lower(self.shapes(old), numbers).compile()
 
         return self._start("reshape", (old, new), build=build)
+
+    def score(self, num_prompt: int) -> Future[Any]:
+        """(base, adapter, tokens [1, P]) -> the probability of every next token. Padding is at the end."""
+        model = self._decoder.model
+
+        def score(base: Tree, adapter: Tree, tokens: Any) -> Written:
+            next_tokens = jnp.roll(tokens[0], -1).reshape(-1, SHORTEST_PROMPT)
+
+            def of_chunk(logits: jax.Array, chosen: jax.Array) -> Written:
+                return probabilities(logits.astype(jnp.float32), chosen, chosen >= 0)
+
+            if not model.has_separate_head:
+                logits = model.logits(base, adapter, {"tokens": tokens}).reshape(*next_tokens.shape, -1)
+                return jax.lax.map(lambda x: of_chunk(*x), (logits, next_tokens))
+            hidden = model.hidden(base, adapter, {"tokens": tokens}).reshape(*next_tokens.shape, -1)
+            head = model.head_adapter(adapter)
+            return jax.lax.map(lambda x: of_chunk(model.head(base, head, x[0][None])[0], x[1]), (hidden, next_tokens))
+
+        def build() -> Any:
+            tokens = jax.ShapeDtypeStruct((1, num_prompt), jnp.int32, sharding=self._everywhere)
+            return jax.jit(score, out_shardings=self._everywhere).lower(self._base, self._adapter, tokens).compile()
+
+        return self._start("score", num_prompt, build=build)
 
     def shapes(self, shape: Shape) -> Rows:
         """The arrays of a batch, without their values."""

@@ -44,7 +44,7 @@ GIB = 2**30
 LONGEST = 4096  # slots of a row, unless the user asks for more: few conversations are longer
 ROWS = {"cpu": (8, 4, 1)}  # to try, from the most
 ROWS_OF_ACCELERATOR = (32, 16, 8, 4, 1)
-MARGIN = 0.1  # of a device's memory, for what the programs need beside weights and caches
+MARGIN = 0.1  # of a device's memory, for what the programs need in addition to weights and caches
 
 
 @dataclass(frozen=True)

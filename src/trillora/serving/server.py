@@ -1,7 +1,7 @@
 """The server as a process: its socket, its signals, and a clean end.
 
 After SIGINT or SIGTERM it takes no new requests, finishes those that run, and ends. Those that take longer than
-`GRACE_SECONDS` are told that the server stops. A second signal ends it at once.
+`GRACE_SECONDS` end with an error that says so. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Server(uvicorn.Server):
     async def run_until_stopped(self, when_ready: Callable[[], None] = lambda: None) -> None:
         """Serves until `should_exit`, and stops the engine."""
         try:
-            ready = asyncio.create_task(self._tell(when_ready))
+            ready = asyncio.create_task(self._call_when_started(when_ready))
             await self.serve([self._socket])
             ready.cancel()
         finally:
@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
             self._engine.stop(0.0)
         self.should_exit = True
 
-    async def _tell(self, when_ready: Callable[[], None]) -> None:
+    async def _call_when_started(self, when_ready: Callable[[], None]) -> None:
         while not self.started:
             await asyncio.sleep(0.01)
         when_ready()

@@ -41,7 +41,7 @@ class Inbox:
         def receive(piece: Piece) -> None:
             try:
                 self._loop.call_soon_threadsafe(self._add, index, piece)
-            except RuntimeError:  # the loop is closed: nobody waits for the answer
+            except RuntimeError:  # the loop is closed: no one waits for the answer
                 return
 
         return receive

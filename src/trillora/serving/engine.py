@@ -175,8 +175,8 @@ class Engine:
         return num_joined > 0
 
     def _num_that_fit(self, lane: Lane, job: Job, num_expected: int) -> int:
-        """How many jobs like this one the lane has memory for, together with the other lanes at their largest: as many as
-        expected, or one, or none."""
+        """How many jobs like this one the lane has memory for if all other lanes become as large as they may: as many
+        as expected, or one, or none."""
         others = sum(
             other.num_bytes(other.largest([], other.shape.num_rows))
             for other in self._lanes.values()

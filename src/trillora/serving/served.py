@@ -21,8 +21,10 @@ from jax.sharding import Mesh
 
 from trillora.adapters.inputs import find_adapter
 from trillora.data.rendering.chat_templates import find_template
+from trillora.devices.mesh import remember_programs
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
+from trillora.files.cache_dir import cache_root
 from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
@@ -82,6 +84,7 @@ def open_service(
     listener: Listener = ignore_events,
 ) -> Service:
     """Opens a run or a model with its adapters, and starts the engine."""
+    remember_programs(cache_root() / "programs")
     run = user_path(name, where="the run or model")
     folders = {} if only_base else _adapter_folders(run, adapters)
     first = next(iter(folders.values()), None)

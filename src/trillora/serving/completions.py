@@ -1,6 +1,6 @@
 """The life of one request: its prompts become jobs, and their answers go to the client, whole or as they come.
 
-The event loop only passes data on: prompts are rendered and tokenized in threads, and the engine has its own.
+The event loop only passes data on: prompts are rendered and tokenized in a thread, and the engine has its own.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Completions:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._encoders = ThreadPoolExecutor(2, thread_name_prefix="encoder")
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")  # tokenizers are not made for several
 
     def close(self) -> None:
-        self._encoders.shutdown(wait=False, cancel_futures=True)
+        self._encoder.shutdown(wait=False, cancel_futures=True)
 
     async def chat(self, body: bytes, receive: Receive, send: Send) -> dict[str, Any] | None:
         request: ChatRequest = parse(ChatRequest, body)
@@ -98,7 +98,7 @@ class Completions:
     async def _encoded(self, served: Served, encode: Callable[[], Encoded], param: str) -> Encoded:
         """Prompts as tokens that fit the cache. Templates and texts are not trusted: any failure is the request's."""
         try:
-            prompts = await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
+            prompts = await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
         except TrilloraError as error:
             raise HttpError(400, in_words(error), param=param) from None
         longest = self._service.engine.max_length

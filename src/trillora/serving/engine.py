@@ -150,6 +150,8 @@ class Engine:
         with self._changed:
             waiting = [job for job in self._waiting if not job.is_cancelled]
             self._waiting = collections.deque(waiting)
+        for lane in self._lanes.values():
+            lane.sweep()
         num_running = self.num_running
         most = self.num_rows if num_running == 0 else JOINS_PER_TURN
         num_joined = 0

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from trillora.devices.mesh import batch_sharding, replicated
 from trillora.engine.rows import NOTHING, Rows, Written
-from trillora.errors import TrilloraError
+from trillora.errors import TrilloraError, as_error
 from trillora.model.layout import Tree
 from trillora.serving.job import Chosen, Finish, Job, Piece
 from trillora.serving.programs import SHORTEST_PROMPT, TOKENS_PER_CALL, Programs, Shape, rule_of
@@ -187,7 +187,11 @@ class Lane:
             self._last_read = now
             for place, running in placed:
                 if not running.is_done and not running.job.is_cancelled:
-                    self._deliver(running, host, place)
+                    try:
+                        self._deliver(running, host, place)
+                    except Exception as error:  # of the tokenizer: this answer alone fails
+                        running.is_done = True
+                        running.job.receive(Piece(error=as_error(error)))
         self.sweep()
         if not self._unread and not self.running:
             self.reset()

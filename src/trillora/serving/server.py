@@ -81,6 +81,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 timeout_keep_alive=IDLE_SECONDS,
+                timeout_graceful_shutdown=int(GRACE_SECONDS + 10),  # for clients that do not read the end
                 http="h11",
                 ws="none",
             )

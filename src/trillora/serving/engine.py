@@ -16,6 +16,8 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from trillora.errors import TrilloraError, as_error
 from trillora.serving.job import Job, Piece
@@ -23,7 +25,6 @@ from trillora.serving.lane import Lane
 from trillora.serving.programs import Compiler, Shape
 
 JOINS_PER_TURN = 4  # while others are running: reading a prompt takes as long as several of their tokens
-IDLE_SECONDS = 5.0  # between looks at cancelled jobs that wait for a program
 
 
 class QueueFull(TrilloraError):
@@ -52,7 +53,8 @@ class Engine:
         self._waiting: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
         self._deadline: float | None = None  # set when the engine stops
-        self._is_asleep_until_compiled = False
+        self._num_events = 0  # new jobs, cancelled ones and compiled programs
+        self._num_handled: int | None = None  # if set: nothing can be done before there are more events than this
         self._budget = max(lane.num_bytes(Shape(num_rows, max_length)) for lane in lanes.values())
         compiler.when_ready = self._wake
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -81,7 +83,7 @@ class Engine:
                 what = f"The server is busy: {len(self._waiting)} answers are waiting."
                 raise QueueFull(what, do="send the request again later, or start the server with a longer --queue")
             self._waiting.extend(jobs)
-            self._is_asleep_until_compiled = False
+            self._num_events += 1
             self._changed.notify_all()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
@@ -103,15 +105,14 @@ class Engine:
 
     def _wake(self) -> None:
         with self._changed:
-            self._is_asleep_until_compiled = False
+            self._num_events += 1
             self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 while not self._has_work():
-                    self._changed.wait(IDLE_SECONDS)
-                    self._is_asleep_until_compiled = False
+                    self._changed.wait()
                 if self._deadline is not None and (self._is_idle() or time.monotonic() >= self._deadline):
                     break
             try:
@@ -123,26 +124,25 @@ class Engine:
     def _has_work(self) -> bool:
         if self._deadline is not None:
             return True
-        return not self._is_idle() and not self._is_asleep_until_compiled
+        return not self._is_idle() and self._num_handled != self._num_events
 
     def _is_idle(self) -> bool:
         return not self._waiting and all(lane.is_empty for lane in self._lanes.values())
 
     def _turn(self) -> None:
+        num_events, before = self._num_events, self._occupied()
         has_joined = self._let_join()
         busy = [lane for lane in self._lanes.values() if not lane.is_empty]
-        has_advanced = False
+        advanced = [lane for lane in busy if self._guarded(lane, lane.advance)]
         for lane in busy:
-            has_advanced |= self._guarded(lane, lane.advance)
-        for lane in busy:
-            self._guarded(lane, lambda lane=lane: bool(lane.collect(all_calls=not lane.running)))
-        if not has_joined and not has_advanced and not self._is_idle():
-            for lane in busy:  # all that is left waits for a program: read everything, then sleep
-                self._guarded(lane, lambda lane=lane: bool(lane.collect(all_calls=True)))
-            with self._changed:
-                self._is_asleep_until_compiled = not self._is_idle()
-            if self._deadline is not None:
-                time.sleep(0.01)
+            self._guarded(lane, partial(lane.collect, all_calls=lane not in advanced))
+        has_changed = has_joined or bool(advanced) or self._occupied() != before
+        self._num_handled = None if has_changed else num_events  # what is left waits for a program
+        if self._deadline is not None and self._num_handled is not None:
+            time.sleep(0.01)
+
+    def _occupied(self) -> list[int | None]:
+        return [None if lane.is_empty else len(lane.running) for lane in self._lanes.values()]
 
     def _let_join(self) -> bool:
         """Starts waiting jobs in order. One whose program is being compiled lets others pass; one without a row or
@@ -191,7 +191,7 @@ class Engine:
                 return number
         return 0
 
-    def _guarded(self, lane: Lane, work: Callable[[], bool]) -> bool:
+    def _guarded(self, lane: Lane, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except Exception as error:

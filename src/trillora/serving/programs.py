@@ -56,13 +56,16 @@ class Compiler:
         self.when_ready: Callable[[], None] = lambda: None
 
     def program(self, key: Hashable, build: Callable[[], Any]) -> Future[Any]:
-        """The program, perhaps not compiled yet. One that failed is tried again."""
+        """The program, perhaps not compiled yet. One that failed is returned once, then tried again."""
         with self._lock:
             known = self._futures.get(key)
-            if known is None or (known.done() and known.exception() is not None):
-                known = self._futures[key] = self._thread.submit(build)
-                known.add_done_callback(lambda _: self.when_ready())
-            return known
+            if known is not None:
+                if known.done() and known.exception() is not None:
+                    del self._futures[key]
+                return known
+            known = self._futures[key] = self._thread.submit(build)
+        known.add_done_callback(lambda _: self.when_ready())  # without the lock: it may run here and now
+        return known
 
     @property
     def num_programs(self) -> int:

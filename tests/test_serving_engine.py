@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import time
 from collections.abc import Iterator, Sequence
@@ -32,18 +33,26 @@ LONGEST = 96
 Started = tuple[Job, "queue.SimpleQueue[Piece]"]
 
 
-@contextmanager
-def running_engine(generator: Generator, num_rows: int = 8, max_waiting: int = 64) -> Iterator[Engine]:
-    """An engine with the adapter and the base of a generator. Caches start with 32 slots, so that they have to grow."""
+@functools.cache
+def programs_of(generator: Generator) -> tuple[Programs, Compiler]:
     compiler = Compiler()
-    programs = Programs(Decoder(generator.model), generator.base, generator.adapter, generator.mesh, compiler)
-    sizes = Sizes.up_to(num_rows, LONGEST, fewest_slots=32)
+    return Programs(Decoder(generator.model), generator.base, generator.adapter, generator.mesh, compiler), compiler
+
+
+@contextmanager
+def running_engine(
+    generator: Generator, rows: tuple[int, ...] = (4,), slots: tuple[int, ...] = (48, LONGEST), max_waiting: int = 64
+) -> Iterator[Engine]:
+    """An engine with the adapter and the base of a generator. Caches start with few slots, so that they have to grow.
+    Few shapes: each takes a second to compile."""
+    programs, compiler = programs_of(generator)
+    sizes = Sizes(rows, slots)
     trees = {"adapter": generator.adapter, "base": generator.neutral_adapter}
     lanes = {
         name: Lane(programs, generator.base, tree, generator.prompts.decode, sizes, generator.mesh)
         for name, tree in trees.items()
     }
-    engine = Engine(lanes, compiler, num_rows=num_rows, max_length=LONGEST, max_waiting=max_waiting)
+    engine = Engine(lanes, compiler, num_rows=rows[-1], max_length=LONGEST, max_waiting=max_waiting)
     engine.start()
     try:
         yield engine
@@ -69,13 +78,16 @@ def finished(started: Started) -> tuple[list[int], Piece]:
             return tokens, piece
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "falcon_h1", slow_case("gemma2"), slow_case("mamba2")])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "falcon_h1", slow_case("gemma2"), slow_case("mamba2"), slow_case("qwen3_next")]
+)
 def test_rows_that_join_at_different_times_get_the_tokens_they_get_alone(name: str) -> None:
     generator, _ = tiny_generator(name)
     lengths = (5, 17, 40, 11, 70, 3, 26, 33)
     prompts = random_prompts(lengths)
     new = [12, 24, 20, 9, 26, 30, 8, 16]
     with running_engine(generator) as engine:
+        engine._budget *= 2  # rows of both lanes at the same time
         started = []
         for i, (prompt, count) in enumerate(zip(prompts, new, strict=True)):
             started.append(start(engine, prompt, count, model="base" if i == 3 else "adapter"))
@@ -159,7 +171,7 @@ def test_a_cache_keeps_its_tokens_when_it_changes_its_size() -> None:
 
 def test_the_queue_is_bounded_and_cancelled_jobs_leave_it() -> None:
     generator, _ = tiny_generator("llama")
-    with running_engine(generator, num_rows=1, max_waiting=3) as engine:
+    with running_engine(generator, rows=(1,), slots=(LONGEST,), max_waiting=3) as engine:
         jobs = [start(engine, [5] * 10, 60) for _ in range(4)]
         with pytest.raises(QueueFull):
             for _ in range(3):
@@ -179,7 +191,7 @@ def test_the_queue_is_bounded_and_cancelled_jobs_leave_it() -> None:
 def test_lanes_share_the_memory_of_the_rows() -> None:
     """Many jobs of two lanes: the caches never exceed the budget, and every job ends."""
     generator, _ = tiny_generator("llama")
-    with running_engine(generator, num_rows=4) as engine:
+    with running_engine(generator, rows=(1, 4), slots=(LONGEST,)) as engine:
         lanes, largest = list(engine._lanes.values()), 0
         started = [start(engine, [5 + i] * (3 + i), 40, model=("adapter", "base")[i % 2]) for i in range(10)]
         waiting = list(started)

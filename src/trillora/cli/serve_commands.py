@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,23 +73,23 @@ def serve(
     from trillora.serving.server import open_socket, read_key
 
     key = read_key(host, key_env)
-    opened = open_socket(host, port)
-    with progress_on_stderr() as listener:
-        from trillora.serving.served import open_service
+    given = [*(overrides or ()), *(["model.trust_remote_code=true"] if trust else [])]
+    with closing(open_socket(host, port)) as opened:
+        with progress_on_stderr() as listener:
+            from trillora.serving.served import open_service
 
-        given = [*(overrides or ()), *(["model.trust_remote_code=true"] if trust else [])]
-        service = open_service(
-            name,
-            adapters=adapters or (),
-            only_base=base,
-            overrides=given,
-            quantize=quantize,
-            num_rows=rows,
-            max_length=max_length,
-            max_waiting=queue,
-            listener=listener,
-        )
-    _run(service, opened, host, key, with_page=page)
+            service = open_service(
+                name,
+                adapters=adapters or (),
+                only_base=base,
+                overrides=given,
+                quantize=quantize,
+                num_rows=rows,
+                max_length=max_length,
+                max_waiting=queue,
+                listener=listener,
+            )
+        _run(service, opened, host, key, with_page=page)
 
 
 def _run(service: Service, opened: socket.socket, host: str, key: str | None, *, with_page: bool) -> None:

@@ -101,6 +101,11 @@ class Engine:
     def join(self) -> None:
         """Waits until the thread has ended, after `stop`."""
         self._thread.join()
+
+    def close(self) -> None:
+        """Ends the engine and its compiler."""
+        self.stop(0.0)
+        self.join()
         self._compiler.close()
 
     def _wake(self) -> None:

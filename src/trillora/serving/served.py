@@ -131,7 +131,7 @@ def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> N
     while num_open:
         piece = pieces.get()
         if piece.error is not None:
-            engine.stop(0.0)
+            engine.close()
             raise piece.error
         num_open -= piece.is_last
 

@@ -54,12 +54,15 @@ def read_key(host: str, variable: str | None) -> str | None:
 
 def open_socket(host: str, port: int) -> socket.socket:
     """Port 0 is any free one."""
+    opened: socket.socket | None = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         opened = socket.socket(found[0], found[1])
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(found[4])
     except (OSError, OverflowError) as error:
+        if opened is not None:
+            opened.close()
         raise TrilloraError(
             f"The address {host}:{port} cannot be used: {error}.",
             where="--host and --port",
@@ -95,9 +98,8 @@ class Server(uvicorn.Server):
             await self.serve([self._socket])
             ready.cancel()
         finally:
-            self._engine.stop(0.0)
             self._app.close()
-            await asyncio.to_thread(self._engine.join)
+            await asyncio.to_thread(self._engine.close)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.stop(GRACE_SECONDS)

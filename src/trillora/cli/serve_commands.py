@@ -95,8 +95,8 @@ def serve(
 def _run(service: Service, opened: socket.socket, host: str, key: str | None, *, with_page: bool) -> None:
     import asyncio
 
-    from trillora.serving.app import App
-    from trillora.serving.server import Server, is_loopback
+    from trillora.serving.app import App, is_loopback
+    from trillora.serving.server import Server
 
     app = App(service, key=key, only_loopback=is_loopback(host), page=PAGE if with_page else None)
     server, engine = Server(app, service.engine, opened), service.engine

@@ -7,7 +7,9 @@ GET  /report  the run's report.html              GET  /  a page to chat with, if
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -28,7 +30,6 @@ from trillora.serving.stream import ClientGone, Receive, Send, as_json
 MAX_BODY_BYTES = 4 << 20
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: clients read the answer only after they have sent it
 BODY_SECONDS = 30.0
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 # A page may load only its own files, and no other site may show it in a frame.
 FILE_HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self' "
@@ -96,7 +97,7 @@ class App:
     def _check_sender(self, scope: Scope) -> None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
-        if self._only_loopback and _host_name(host) not in LOOPBACK:
+        if self._only_loopback and not is_loopback(_host_name(host)):
             raise HttpError(403, "This server only answers requests to localhost.", code="wrong_host")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
@@ -196,6 +197,13 @@ async def _read(receive: Receive) -> bytes:
     if size > MAX_BODY_BYTES:
         raise HttpError(413, f"The request is too large: at most {MAX_BODY_BYTES >> 20} MiB are possible.")
     return b"".join(parts)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address always means the machine itself."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -79,8 +79,9 @@ class Engine:
         with self._changed:
             if self._deadline is not None:
                 raise Stopping("The server is stopping.", do="send the request again later")
-            if len(self._waiting) + len(jobs) > self.max_waiting + self.num_rows:
-                what = f"The server is busy: {len(self._waiting)} answers are waiting."
+            num_open = len(self._waiting) + self.num_running
+            if num_open + len(jobs) > self.max_waiting + self.num_rows:
+                what = f"The server is busy: {num_open} answers are running or waiting."
                 raise QueueFull(what, do="send the request again later, or start the server with a longer --queue")
             self._waiting.extend(jobs)
             self._num_events += 1

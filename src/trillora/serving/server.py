@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
@@ -18,18 +17,12 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from trillora.errors import TrilloraError
-from trillora.serving.app import LOOPBACK, App
+from trillora.serving.app import App, is_loopback
 from trillora.serving.engine import Engine
 
 GRACE_SECONDS = 30.0
 SHORTEST_KEY = 8  # characters
 IDLE_SECONDS = 75  # a connection without a request is closed
-
-
-def is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host in LOOPBACK
 
 
 def read_key(host: str, variable: str | None) -> str | None:

@@ -53,6 +53,8 @@ class Completions:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        texts = {name: model.prompts.token_text for name, model in service.models.items()}
+        self._token_texts = {name: lru_cache(2**16)(text) for name, text in texts.items()}
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")  # tokenizers are not made for several
 
     def close(self) -> None:
@@ -65,7 +67,7 @@ class Completions:
         prompts = await self._encoded(served, lambda: [tuple(served.prompts.encode(messages))], "messages")
         num_top = (request.top_logprobs or 0) if request.logprobs else 0
         limit = request.max_completion_tokens or request.max_tokens
-        form = ChatForm(served.name, self._token_text(served), with_logprobs=bool(request.logprobs))
+        form = ChatForm(served.name, self._token_texts[served.name], with_logprobs=bool(request.logprobs))
         return await self._answer(request, Wanted(served, prompts, limit, num_top), form, receive, send)
 
     async def complete(self, body: bytes, receive: Receive, send: Send) -> dict[str, Any] | None:
@@ -80,7 +82,7 @@ class Completions:
         echo = [served.prompts.decode(prompt) for prompt in prompts for _ in range(request.n or 1)]
         form = CompletionForm(
             served.name,
-            self._token_text(served),
+            self._token_texts[served.name],
             with_logprobs=request.logprobs is not None,
             echo=echo if request.echo else None,
         )
@@ -172,9 +174,6 @@ class Completions:
             for number, prompt in enumerate(wanted.prompts)
             for choice in range(n)
         ]
-
-    def _token_text(self, served: Served) -> Callable[[int], str]:
-        return lru_cache(4096)(served.prompts.token_text)
 
 
 async def _stream(inbox: Inbox, num_answers: int, num_prompt: int, form: Form, send: Send, *, with_usage: bool) -> None:

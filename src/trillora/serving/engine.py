@@ -186,9 +186,9 @@ class Engine:
         """How many jobs like this one the lane has memory for if all other lanes become as large as they may: as many
         as expected, or one, or none."""
         others = sum(
-            other.num_bytes(other.largest([], other.shape.num_rows))
+            other.num_bytes(other.largest([], other.shape.num_rows) if other.running else other.shape)
             for other in self._lanes.values()
-            if other is not lane and other.shape is not None and other.running
+            if other is not lane and other.shape is not None
         )
         present = lane.shape.num_rows if lane.shape is not None else 1
         for number in dict.fromkeys((num_expected, 1)):

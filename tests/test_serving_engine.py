@@ -79,14 +79,18 @@ def finished(started: Started) -> tuple[list[int], Piece]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "falcon_h1", slow_case("gemma2"), slow_case("mamba2"), slow_case("qwen3_next")]
+    ("name", "slots"),
+    [
+        ("gemma2", (48, LONGEST)),  # layers with and without a window
+        ("falcon_h1", (LONGEST,)),  # attention and a recurrence
+        *(slow_case(name, (48, LONGEST)) for name in ("llama", "mistral", "mamba2", "qwen3_next", "mixtral")),
+    ],
 )
-def test_rows_that_join_at_different_times_get_the_tokens_they_get_alone(name: str) -> None:
+def test_rows_that_join_at_different_times_get_the_tokens_they_get_alone(name: str, slots: tuple[int, ...]) -> None:
     generator, _ = tiny_generator(name)
-    lengths = (5, 17, 40, 11, 70, 3, 26, 33)
-    prompts = random_prompts(lengths)
-    new = [12, 24, 20, 9, 26, 30, 8, 16]
-    with running_engine(generator) as engine:
+    prompts = random_prompts((5, 17, 40, 11, 60, 3, 26, 33))
+    new = [12, 24, 20, 9, 36, 30, 8, 16]
+    with running_engine(generator, slots=slots) as engine:
         engine._budget *= 2  # rows of both lanes at the same time
         started = []
         for i, (prompt, count) in enumerate(zip(prompts, new, strict=True)):
@@ -94,14 +98,16 @@ def test_rows_that_join_at_different_times_get_the_tokens_they_get_alone(name: s
             if i in (0, 2, 5):  # the others join while these run
                 started[-1][1].put(started[-1][1].get(timeout=120))
         found = [finished(one) for one in started]
-    for i, (prompt, count, (tokens, last)) in enumerate(zip(prompts, new, found, strict=True)):
-        [(alone, _)] = generator.continue_tokens([prompt], max_tokens=count, adapted=i != 3)
-        assert tokens == alone, i
+    alone = {
+        adapted: generator.continue_tokens(prompts, max_tokens=max(new), adapted=adapted) for adapted in (False, True)
+    }
+    for i, (count, (tokens, last)) in enumerate(zip(new, found, strict=True)):
+        assert tokens == alone[i != 3][i][0][:count], i
         assert last.finish == "length" and last.num_tokens == count
 
 
 def test_sampling_repeats_for_a_seed_with_any_others_in_the_batch() -> None:
-    generator, _ = tiny_generator("llama")
+    generator, _ = tiny_generator("gemma2")
     prompts = random_prompts((5, 17, 11, 30))
     rules = [Sampling(0.9, seed=3), Sampling(0.0), Sampling(1.5, 0.8, 20, seed=2**31), Sampling(0.7, 0.9, seed=3)]
     with running_engine(generator) as engine:
@@ -170,7 +176,7 @@ def test_a_cache_keeps_its_tokens_when_it_changes_its_size() -> None:
 
 
 def test_the_queue_is_bounded_and_cancelled_jobs_leave_it() -> None:
-    generator, _ = tiny_generator("llama")
+    generator, _ = tiny_generator("gemma2")
     with running_engine(generator, rows=(1,), slots=(LONGEST,), max_waiting=3) as engine:
         jobs = [start(engine, [5] * 10, 60) for _ in range(4)]
         with pytest.raises(QueueFull):
@@ -190,7 +196,7 @@ def test_the_queue_is_bounded_and_cancelled_jobs_leave_it() -> None:
 
 def test_lanes_share_the_memory_of_the_rows() -> None:
     """Many jobs of two lanes: the caches never exceed the budget, and every job ends."""
-    generator, _ = tiny_generator("llama")
+    generator, _ = tiny_generator("gemma2")
     with running_engine(generator, rows=(1, 4), slots=(LONGEST,)) as engine:
         lanes, largest = list(engine._lanes.values()), 0
         started = [start(engine, [5 + i] * (3 + i), 40, model=("adapter", "base")[i % 2]) for i in range(10)]

@@ -1,0 +1,134 @@
+"""The rows of an evaluation: which run, stage and file they come from, and their documents as in training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trillora.data.documents import Documents, fit
+from trillora.data.open import open_dataset
+from trillora.data.prepare import Dataset
+from trillora.data.tokenizing.store import KINDS
+from trillora.errors import TrilloraError
+from trillora.events import Alarm, Listener
+from trillora.model.adapters import TEMPLATE_FILE
+from trillora.recipe.load import RECIPE_FILES, RunRecipe, is_run
+from trillora.recipe.schema import StageRecipe, stages_of
+
+PHASES = "adapters"  # the folder with the adapters of the phases
+
+
+def check_run(folder: Path, adapter: Path | None = None) -> Path:
+    """Checks that the folder holds a run, which is finished unless another adapter is given."""
+    if not is_run(folder):
+        others = sorted({file.parent.name for name in RECIPE_FILES for file in folder.parent.glob(f"*/{name}")})
+        do = "give the folder that `trillora train --out` wrote"
+        raise TrilloraError(
+            "This folder is not a run: it has no recipe.json." if folder.is_dir() else "There is no such run.",
+            where=str(folder),
+            do=f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do,
+        )
+    if adapter is None and (folder / PHASES).is_dir() and not (folder / "adapter").is_dir():
+        names = sorted(phase.name for phase in (folder / PHASES).iterdir())
+        raise TrilloraError(
+            "This run has several adapters, one for each phase.",
+            where=str(folder),
+            do=f"choose one with --stage: {' '.join(names)}",
+        )
+    if adapter is None and not (folder / "adapter").is_dir():
+        raise TrilloraError(
+            "This run has no adapter yet, so there is nothing to test.",
+            where=str(folder),
+            do="finish it first: the same `trillora train` command resumes it",
+        )
+    return folder
+
+
+def recipe_with_data(
+    run_recipe: RunRecipe,
+    run: Path,
+    data: str | Path | None,
+    adapter: Path | None = None,
+    name: str | None = None,
+) -> StageRecipe:
+    """The recipe of a stage, by default the run's last one, with the test rows as its data, in the chat template of the
+    adapter."""
+    stages = stages_of(run_recipe.recipe)
+    number = _stage_number(run_recipe, [stage.name for stage in stages], name, needs_name=data is None)
+    stage = stages[number].recipe
+    section = stage.data
+    changes: dict[str, Any] = {}
+    template = (adapter or run / "adapter") / TEMPLATE_FILE
+    if template.is_file():  # the run may have been copied here; its template was copied with it
+        changes["chat_template"] = str(template)
+    if data is not None:
+        changes |= {"path": str(data), "split": None}
+    elif section.split is None or not section.split.test:
+        raise TrilloraError(
+            "This run has no test rows of its own.",
+            where=f"{run_recipe.file}, data.split.test",
+            do="give a file of rows it was not trained on with --data FILE; or train with data.split: {test: 0.1}",
+        )
+    else:
+        part = "stages" if run_recipe.recipe.stages else "phases" if run_recipe.recipe.phases else None
+        prefix = f"{part}.{number}." if part else ""
+        run_recipe.require(f"{prefix}data.path")
+    return stage.model_copy(update={"data": section.model_copy(update=changes)})
+
+
+def _stage_number(run_recipe: RunRecipe, names: list[str], name: str | None, *, needs_name: bool) -> int:
+    if name is None and needs_name and run_recipe.recipe.phases is not None:
+        raise TrilloraError(
+            "Each phase of this run has test rows of its own.",
+            where=str(run_recipe.file),
+            do=f"choose one with --stage: {' '.join(names)}; or give rows with --data FILE",
+        )
+    if name is not None and name not in names:
+        what = f"There is no stage '{name}' in this run."
+        raise TrilloraError(what, where="--stage", do=f"use one of: {' '.join(names)}")
+    return len(names) - 1 if name is None else names.index(name)
+
+
+def read_rows(
+    recipe: StageRecipe, tokenizer: Any, own_test: bool, max_rows: int | None, listener: Listener
+) -> tuple[str, Documents]:
+    """The name of the data, and its documents, fitted to the run's sequence length as in training."""
+    if max_rows is not None and max_rows < 1:
+        raise TrilloraError(f"--rows must be at least 1, got {max_rows}.", where="--rows", do="use 1 or more")
+    dataset = open_dataset(recipe, tokenizer, listener)
+    name = _name_of(dataset, own_test)
+    documents = _fitted(dataset, "test" if own_test else "train", recipe.train.sequence_length, listener)
+    if not len(documents):
+        raise TrilloraError(
+            "There is no row to test on.",
+            where=name,
+            do="give a file that has rows with --data FILE" + ("; or use a larger data.split.test" if own_test else ""),
+        )
+    rows = np.unique(documents.rows_N)
+    if max_rows is not None and max_rows < len(rows):
+        chosen = rows[np.linspace(0, len(rows) - 1, max_rows).round().astype(np.int64)]
+        documents = documents.take(np.isin(documents.rows_N, chosen))
+    return name, documents
+
+
+def _fitted(dataset: Dataset, part: str, sequence_length: int, listener: Listener) -> Documents:
+    """Splits or drops long texts as in training. Other rows that are too long are dropped and counted, even if the
+    recipe refuses them: the run is finished, so its sequence length cannot change."""
+    documents = dataset.documents(part)
+    kinds = dataset.store.rows["kind"][documents.rows_N]
+    fits = (documents.lengths_N <= sequence_length) | (kinds == KINDS.index("text"))
+    policy = "drop" if dataset.options.on_too_long == "drop" else "split"
+    kept, lost, _ = fit(documents.take(fits), kinds[fits], sequence_length, policy, dataset.store.place)
+    num_lost = lost.num_rows + int((~fits).sum())
+    if num_lost:
+        rows = "1 row is" if num_lost == 1 else f"{num_lost:,} rows are"
+        listener(Alarm(f"{rows} longer than the run's {sequence_length:,} tokens and not tested."))
+    return kept
+
+
+def _name_of(dataset: Dataset, own_test: bool) -> str:
+    first, *others = [str(file["name"]) for file in dataset.files]
+    name = f"{first} and {len(others)} more files" if others else first
+    return f"{name}, test split" if own_test else name

@@ -30,17 +30,18 @@ from typer.testing import CliRunner
 from trillora.cli import app
 from trillora.data.questions import Question, last_question, question_of
 from trillora.errors import TrilloraError
+from trillora.evaluation.answers import token_scores
 from trillora.evaluation.evaluate import (
     Evaluation,
-    Example,
     ask,
     default_limit,
     evaluate,
     read_rows,
     recipe_with_data,
-    token_metrics,
 )
-from trillora.evaluation.scores import Scores
+from trillora.evaluation.likelihood import TokenScorer
+from trillora.evaluation.result import Example
+from trillora.evaluation.scores import METRICS, Scores
 from trillora.events import Alarm, Progress, ignore_events
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
@@ -180,7 +181,8 @@ def test_packed_loss_equals_unpacked_and_any_batch_size_gives_it(
     assert recipe.data.pack
     unpacked = recipe.model_copy(update={"data": recipe.data.model_copy(update={"pack": False})})
     _, documents = read_rows(recipe, AutoTokenizer.from_pretrained(run.parent / "model"), False, None, ignore_events)
-    scores = token_metrics(generator, {"adapter": generator.adapter}, unpacked, documents, 3, ignore_events)["adapter"]
+    found = token_scores(TokenScorer(generator), {"adapter": generator.adapter}, unpacked, documents, 3, ignore_events)
+    scores = found["adapter"].metrics()
     assert scores.loss == pytest.approx(tested[0].adapter.loss, rel=ROUNDING)
     assert scores.accuracy == tested[0].adapter.accuracy
 
@@ -190,10 +192,11 @@ def test_eval_json_is_the_result_and_replaces_an_older_one(
 ) -> None:
     written = json.loads((run / "eval.json").read_text("utf-8"))
     assert written == tested[0].to_dict()
-    assert set(written) == {"data", "num_rows", "base", "adapter", "majority", "examples"}
-    measures = {"loss", "perplexity", "accuracy", "exact_match", "valid_json", "right_fields", "fields"}
-    assert set(written["base"]) == set(written["adapter"]) == measures
-    assert set(written["examples"][0]) == {"prompt", "expected", "base", "adapter"}
+    first_version = {"data", "num_rows", "base", "adapter", "majority", "examples"}  # what other programs read
+    assert written["version"] == 2 and first_version < set(written)
+    assert set(written["base"]) == set(written["adapter"]) == {*METRICS, "fields"}
+    assert set(written["examples"][0]) == {"prompt", "expected", "base", "adapter", "scores"}
+    assert set(written["intervals"]["f1"]) == {"difference", "low", "high", "beyond_chance"}
     assert written["adapter"]["valid_json"] is None and written["adapter"]["exact_match"] is not None
     assert written["data"] == str(other_chats)
     assert not list(run.glob(".eval*"))

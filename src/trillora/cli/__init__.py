@@ -2,8 +2,9 @@
 
 A command reads its arguments and calls the library. It imports what it needs when it runs, so that `--help` is fast.
 Everything that is printed passes `guarded_output`. Errors are printed without a traceback; `--traceback` shows it.
-Exit codes: 0 success, 1 preflight says NO-GO, 2 an error that the user can fix, 70 a bug of Trillora, 75 a run was
-saved before its end and resumes with the same command, 76 a run diverged, 130 interrupted.
+Exit codes: 0 success, 1 preflight says NO-GO, 2 an error that the user can fix, 3 a condition of `trillora eval --gate`
+does not hold, 70 a bug of Trillora, 75 a run was saved before its end and resumes with the same command, 76 a run
+diverged, 130 interrupted.
 """
 
 from __future__ import annotations

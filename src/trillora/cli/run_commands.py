@@ -29,6 +29,8 @@ from trillora.cli.options import (
 from trillora.cli.output import print_json, progress_on_stderr, show_evaluation
 from trillora.errors import TrilloraError
 
+EXIT_GATE = 3
+
 
 def generate(
     name: RunOrModel,
@@ -108,8 +110,10 @@ def evaluate(
     overrides: Overrides = None,
     *,
     data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="FILE", help="Rows to evaluate on (default: those held out of the run)."),
+        list[str] | None,
+        typer.Option(
+            "--data", metavar="FILE", help="Rows to evaluate on (default: those held out of the run). May be repeated."
+        ),
     ] = None,
     rows: Annotated[
         int | None,
@@ -131,29 +135,90 @@ def evaluate(
         str | None,
         typer.Option("--stage", metavar="NAME", help="Stage or phase whose rows are used (default: the last stage)."),
     ] = None,
+    forgetting: Annotated[
+        bool, typer.Option("--forgetting", help="Also ask general questions, to see what the adapter has forgotten.")
+    ] = False,
+    gate: Annotated[
+        str | None,
+        typer.Option("--gate", metavar="CONDITIONS", help='Exit with code 3 unless all hold: "exact_match>=0.6, ...".'),
+    ] = None,
+    harness: Annotated[
+        str | None,
+        typer.Option("--harness", metavar="TASK,...", help="Run tasks of lm-evaluation-harness instead."),
+    ] = None,
+    include_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--include-path", metavar="FOLDER", help="Folder with your own harness tasks; they need no network."
+        ),
+    ] = None,
     adapter: OtherAdapter = None,
     trust: TrustCode = False,
     as_json: JsonResult = False,
 ) -> None:
     """Evaluate a trained run and its base model on held-out rows."""
+    if harness is not None:
+        if data or gate or forgetting:
+            what = "--harness runs tasks with data of their own."
+            raise TrilloraError(what, where="--harness", do="leave out --data, --gate and --forgetting")
+        _harness(
+            run, harness, include_path, rows, not no_base, _adapter(adapter), _overrides(overrides, trust), as_json
+        )
+        return
     with progress_on_stderr() as listener:
         from trillora.evaluation import evaluate as evaluation
 
         result = evaluation.evaluate(
             run,
-            data,
+            data or None,
             stage=stage,
             adapter=_adapter(adapter),
             overrides=_overrides(overrides, trust),
             max_rows=rows,
             max_tokens=max_tokens,
             with_base=not no_base,
+            forgetting=forgetting,
+            gate=gate,
             listener=listener,
         )
         from trillora.adapters.card import refresh_card
 
         refresh_card(Path(run))
     show_evaluation(result, as_json)
+    if not result.passed:
+        raise typer.Exit(EXIT_GATE)
+
+
+def _harness(
+    run: str,
+    tasks: str,
+    include_path: Path | None,
+    rows: int | None,
+    with_base: bool,
+    adapter: Path | None,
+    overrides: Sequence[str],
+    as_json: bool,
+) -> None:
+    with progress_on_stderr() as listener:
+        from trillora.evaluation.harness import run_tasks
+
+        result = run_tasks(
+            run,
+            tasks.split(","),
+            include_path=include_path,
+            max_rows=rows,
+            with_base=with_base,
+            adapter=adapter,
+            overrides=overrides,
+            listener=listener,
+        )
+    if as_json:
+        print_json(result)
+        return
+    from trillora.report.console import SafeConsole
+    from trillora.report.eval_table import show_harness
+
+    show_harness(result, SafeConsole())
 
 
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or not.")]) -> None:

@@ -42,6 +42,23 @@ def totals(logits_BTV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) 
     return Totals((token_losses(logits_BTV, targets_BT) * weights_BT).sum(), (hits * weights_BT).sum())
 
 
+class TokenScores(NamedTuple):
+    """What a model says about every target of a batch."""
+
+    loss_BT: jax.Array  # negative log-likelihood, in nats
+    is_top_BT: jax.Array  # whether the target is the most likely token
+
+
+def token_scores(logits_BTV: jax.Array, targets_BT: jax.Array) -> TokenScores:
+    return TokenScores(token_losses(logits_BTV, targets_BT), jnp.argmax(logits_BTV, axis=-1) == targets_BT)
+
+
+def divergences(logits_p_BTV: jax.Array, logits_q_BTV: jax.Array) -> jax.Array:
+    """KL(p || q) of the next-token distributions at every position [B, T], in nats."""
+    log_p, log_q = (jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1) for logits in (logits_p_BTV, logits_q_BTV))
+    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
 def chunked_loss(
     head: Head,
     base: Tree,
@@ -72,7 +89,7 @@ def chunked_loss(
             return (loss + (losses * weights).sum(), adapter_gradient), d_hidden
 
         start = (jnp.float32(0), jax.tree.map(jnp.zeros_like, head_adapter))
-        chunks = _chunks(hidden_BTD, targets_BT, weights_BT, chunk)
+        chunks = _chunks(hidden_BTD, targets_BT, weights_BT, chunk=chunk)
         (loss, adapter_gradient), d_chunks = jax.lax.scan(one_chunk, start, chunks)
         return loss, (adapter_gradient, _join(d_chunks, hidden_BTD.shape[1]))
 
@@ -100,20 +117,45 @@ def chunked_totals(
         return jax.tree.map(jnp.add, sums, part), None
 
     start = Totals(jnp.float32(0), jnp.float32(0))
-    return jax.lax.scan(one_chunk, start, _chunks(hidden_BTD, targets_BT, weights_BT, chunk))[0]
+    return jax.lax.scan(one_chunk, start, _chunks(hidden_BTD, targets_BT, weights_BT, chunk=chunk))[0]
 
 
-def _chunks(hidden_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, chunk: int) -> tuple[jax.Array, ...]:
+def chunked_token_scores(
+    head: Head, base: Tree, head_adapter: Tree, hidden_BTD: jax.Array, targets_BT: jax.Array, chunk: int
+) -> TokenScores:
+    """`token_scores` of the logits, of which only one chunk exists at a time."""
+
+    def one_chunk(_: None, xs: tuple[jax.Array, ...]) -> tuple[None, TokenScores]:
+        hidden, targets = xs
+        return None, token_scores(head(base, head_adapter, hidden), targets)
+
+    chunks = jax.lax.scan(one_chunk, None, _chunks(hidden_BTD, targets_BT, chunk=chunk))[1]
+    return TokenScores(*(_join(part, hidden_BTD.shape[1]) for part in chunks))
+
+
+def chunked_divergences(
+    head: Head, base: Tree, head_adapters: tuple[Tree, Tree], hidden: tuple[jax.Array, jax.Array], chunk: int
+) -> jax.Array:
+    """`divergences` of two adapters from their hidden states [B, T, D], one chunk of logits at a time."""
+
+    def one_chunk(_: None, xs: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+        p, q = (head(base, adapter, part) for adapter, part in zip(head_adapters, xs, strict=True))
+        return None, divergences(p, q)
+
+    return _join(jax.lax.scan(one_chunk, None, _chunks(*hidden, chunk=chunk))[1], hidden[0].shape[1])
+
+
+def _chunks(*arrays: jax.Array, chunk: int) -> tuple[jax.Array, ...]:
     """[B, T, …] as [chunks, B, C, …]: every device works on its own sequences in every chunk. The last chunk is padded
     with tokens of weight zero."""
-    chunk = min(chunk, hidden_BTD.shape[1])
-    padding = -hidden_BTD.shape[1] % chunk
+    chunk = min(chunk, arrays[0].shape[1])
+    padding = -arrays[0].shape[1] % chunk
 
     def split(array: jax.Array) -> jax.Array:
         array = jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2))
         return array.reshape(array.shape[0], -1, chunk, *array.shape[2:]).swapaxes(0, 1)
 
-    return split(hidden_BTD), split(targets_BT), split(weights_BT)
+    return tuple(map(split, arrays))
 
 
 def _join(chunks: jax.Array, num_tokens: int) -> jax.Array:

@@ -3,49 +3,96 @@
     from trillora.evaluation.evaluate import evaluate
     print(evaluate("runs/first", "test.jsonl").to_dict())
 
-Rows are read as the run's recipe says. The adapter is compared with its base, which runs through the same programs with
-an adapter of zeros. The result is returned and written to the run's `eval.json`.
+Rows are read as the run's recipe says; rows with `choices` are multiple choice. The adapter is compared with its base,
+which runs through the same programs with an adapter of zeros. The result is returned and written to the run's
+`eval.json`. docs/evaluation.md explains the metrics.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
 
-from trillora.data.batches import Batches
 from trillora.data.documents import Documents
-from trillora.data.questions import Question, question_of
-from trillora.devices.mesh import put_batch
-from trillora.engine.step import make_eval_step
-from trillora.evaluation.result import Evaluation, Example
+from trillora.errors import TrilloraError
+from trillora.evaluation import choices
+from trillora.evaluation.answers import (
+    ask,
+    default_limit,
+    examples_of,
+    judge_answers,
+    kind_of,
+    loss_chunk,
+    questions_of,
+    token_scores,
+    token_sums,
+    without_stop,
+)
+from trillora.evaluation.bootstrap import Difference, differences, mean_difference
+from trillora.evaluation.choices import ChoiceQuestion
+from trillora.evaluation.forgetting import measure_forgetting
+from trillora.evaluation.gate import Wanted, check_fields, judge, parse_gate
+from trillora.evaluation.likelihood import TokenScorer
+from trillora.evaluation.result import Evaluation
 from trillora.evaluation.rows import PHASES, check_run, read_rows, recipe_with_data
-from trillora.evaluation.scores import Scores, majority, score, summarise
-from trillora.evaluation.token_metrics import TokenMetrics, TokenSums
-from trillora.events import Alarm, Listener, Progress, ignore_events
+from trillora.evaluation.scores import METRICS, Scores, majority, parse_object
+from trillora.evaluation.text_metrics import NO_SACREBLEU, Comparison
+from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.atomic import write_file
 from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
+from trillora.generation.prompts import Prompts
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
-from trillora.recipe.load import load_run_recipe
+from trillora.recipe.load import RunRecipe, load_run_recipe
 from trillora.recipe.schema import StageRecipe
-from trillora.step.build import evaluation_function, loss_chunk_positions
 
 FILE = "eval.json"
-NUM_EXAMPLES = 20
-SPARE_TOKENS = 16  # an answer may be this much longer than the longest expected one
-MAX_TOKENS = 512  # default limit of an answer: a base may never stop
-LOSS_CHUNK = 1024  # tokens, if the recipe says auto
+MAX_FILES = 100
+Data = str | Path | Sequence[str | Path] | None
+
+
+@dataclass(frozen=True)
+class _TestFile:
+    """The rows of one file, or of the run's own split."""
+
+    name: str
+    label: str  # short, different for every file
+    recipe: StageRecipe
+    rows: Documents | list[ChoiceQuestion]
+
+
+@dataclass(frozen=True)
+class _Tested:
+    """The result of a file, and the differences between base and adapter on drawn rows."""
+
+    result: Evaluation
+    differences: dict[str, Difference]
+
+
+@dataclass(frozen=True)
+class _Models:
+    """What the files are tested with."""
+
+    generator: Generator
+    adapters: dict[str, Tree]  # the base first, as in every table
+    scorer: TokenScorer
+    comparison: Comparison
+    tokenizer: Any
+    max_tokens: int | None
+    batch_size: int
+    listener: Listener
 
 
 def evaluate(
     run: str | Path,
-    data: str | Path | None = None,
+    data: Data = None,
     *,
     stage: str | None = None,
     adapter: Path | None = None,
@@ -55,29 +102,29 @@ def evaluate(
     backend: str = "auto",
     batch_size: int = 8,
     with_base: bool = True,
+    forgetting: bool = False,
+    gate: str | None = None,
     listener: Listener = ignore_events,
 ) -> Evaluation:
-    """Tests a run on a data file, or on the test rows of its own split.
+    """Tests a run on one or several data files, or on the test rows of its own split.
 
-    `max_rows` limits the test to that many evenly spaced rows. `max_tokens` limits each answer (default: slightly more
+    `max_rows` limits each file to that many evenly spaced rows. `max_tokens` limits each answer (default: slightly more
     than the longest expected answer). `overrides` replace options of the run's recipe, such as the address of its data.
     `adapter` is the folder of an adapter that is tested instead of the run's own; then nothing is written. `stage` is
     the name of the stage or phase whose rows are tested (default: the last stage); a phase has an adapter of its own.
+    `forgetting` asks general questions too. `gate` has conditions on the scores: `Evaluation.passed`.
     """
     folder = user_path(run, where="the run")
     if stage is not None and adapter is None and (folder / PHASES / stage).is_dir():
         adapter = folder / PHASES / stage
     check_run(folder, adapter)
-    recipe = recipe_with_data(load_run_recipe(folder, overrides), folder, data, adapter, stage)
-    source = recipe.model
-    opened = OpenModel.open(
-        source.name,
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
-        tokens=recipe.tokens or (),
-    )
-    name, documents = read_rows(recipe, opened.tokenizer, data is None, max_rows, listener)
-    num_rows = len(np.unique(documents.rows_N))
+    paths = _paths(data)
+    wanted = parse_gate(gate, _labels(paths) if len(paths) > 1 else ()) if gate is not None else ()
+    forgetting = forgetting or any(condition.metric in ("forgetting", "kl") for condition in wanted)
+    _check_base(wanted, forgetting, with_base)
+    run_recipe = load_run_recipe(folder, overrides)
+    opened, files = _open(run_recipe, folder, paths, adapter, stage, max_rows, listener)
+    check_fields(wanted, {file.label: _fields(file, opened.tokenizer) for file in files})
 
     generator = Generator.open(
         str(folder),
@@ -88,124 +135,178 @@ def evaluate(
         batch_size=batch_size,
         listener=listener,
     )
-    adapters = {"adapter": generator.adapter}
-    if with_base:
-        adapters["base"] = generator.neutral_adapter
-    metrics = token_metrics(generator, adapters, recipe, documents, batch_size, listener)
-
-    evaluation = _evaluation(name, num_rows, generator, adapters, metrics, documents, max_tokens, listener)
+    adapters = {"base": generator.neutral_adapter, "adapter": generator.adapter}
+    if not with_base:
+        del adapters["base"]
+    scorer = TokenScorer(generator, loss_chunk=loss_chunk(files[0].recipe))
+    models = _Models(generator, adapters, scorer, Comparison(), opened.tokenizer, max_tokens, batch_size, listener)
+    result = _combined([_tested(file, models) for file in files])
+    if forgetting:
+        plain = Prompts(opened.tokenizer, template=None)
+        meter = measure_forgetting(scorer, plain.encode, adapters["base"], adapters["adapter"], listener)
+        result = dataclasses.replace(result, forgetting=meter)
+    result = dataclasses.replace(result, gate=judge(wanted, result))
+    for note in result.notes:
+        listener(Note(note))
     if adapter is None:
-        _save(folder / FILE, evaluation, listener)
-    return evaluation
+        _save(folder / FILE, result, listener)
+    return result
 
 
-def _evaluation(
-    name: str,
-    num_rows: int,
-    generator: Generator,
-    adapters: dict[str, Tree],
-    metrics: dict[str, TokenMetrics],
-    documents: Documents,
-    max_tokens: int | None,
+def _paths(data: Data) -> list[str | None]:
+    """The files; [None]: the run's own test rows."""
+    if data is None or isinstance(data, str | Path):
+        return [None if data is None else str(data)]
+    paths = [str(path) for path in data]
+    if not paths or len(paths) > MAX_FILES or len(set(paths)) < len(paths):
+        what = f"{len(paths)} files are given, or one of them twice."
+        raise TrilloraError(what, where="--data", do=f"give 1 to {MAX_FILES} different files")
+    return list(paths)
+
+
+def _labels(paths: Sequence[str | None]) -> list[str]:
+    """The names of the files without their folders, if these differ; otherwise the paths."""
+    names = [path.rstrip("/").rpartition("/")[2] if path is not None else "" for path in paths]
+    return [names[i] if names.count(names[i]) == 1 else path or "" for i, path in enumerate(paths)]
+
+
+def _check_base(wanted: Sequence[Wanted], forgetting: bool, with_base: bool) -> None:
+    if with_base or not (forgetting or any(condition.needs_base for condition in wanted)):
+        return
+    where = "--forgetting" if forgetting else "--gate"
+    raise TrilloraError("This compares with the base model.", where=where, do="leave out --no-base")
+
+
+def _open(
+    run_recipe: RunRecipe,
+    folder: Path,
+    paths: Sequence[str | None],
+    adapter: Path | None,
+    stage: str | None,
+    max_rows: int | None,
     listener: Listener,
-) -> Evaluation:
-    """Asks every question of the documents, and compares the answers with the expected ones."""
-    found = (question_of(documents[index]) for index in range(len(documents)))
-    questions = [question for question in found if question is not None]
-    expected = [generator.prompts.decode(without_stop(q.expected, generator.prompts.stops)) for q in questions]
-    limit = max_tokens if max_tokens is not None else default_limit(questions)
-    answers: dict[str, list[str]] = {}
-    scores: dict[str, Scores] = {}
-    for which in reversed(adapters):  # the base first, as in every table
-        answers[which] = ask(generator, questions, limit, which == "adapter", f"Answers of the {which}", listener)
-        judged = summarise([score(*pair) for pair in zip(expected, answers[which], strict=True)])
-        known = metrics[which]
-        scores[which] = dataclasses.replace(
-            judged, loss=known.loss, perplexity=known.perplexity, accuracy=known.accuracy
-        )
-    shown = [generator.prompts.shown_question(question.prompt) for question in questions[:NUM_EXAMPLES]]
-    of_base: Sequence[str | None] = answers.get("base", [None] * len(questions))
-    examples = tuple(map(Example, shown, expected, of_base, answers["adapter"]))
-    return Evaluation(name, num_rows, scores.get("base"), scores["adapter"], majority(expected), examples)
-
-
-def token_metrics(
-    generator: Generator,
-    adapters: dict[str, Tree],
-    recipe: StageRecipe,
-    documents: Documents,
-    batch_size: int,
-    listener: Listener,
-) -> dict[str, TokenMetrics]:
-    """Loss, perplexity and accuracy over all trained tokens, for each adapter, with one program."""
-    train, data = recipe.train, recipe.data
-    batches = Batches(
-        documents,
-        batch_size=min(batch_size, _sequences_that_fit(recipe, batch_size)),
-        sequence_length=train.sequence_length,
-        pack=data.pack,
-        num_buckets=data.num_length_buckets,
-        shrink=True,
+) -> tuple[OpenModel, list[_TestFile]]:
+    """The model's tokenizer and configuration, and the rows of all files: they are read before any weight is."""
+    recipes = [recipe_with_data(run_recipe, folder, path, adapter, stage) for path in paths]
+    source = recipes[0].model
+    opened = OpenModel.open(
+        source.name,
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+        tokens=recipes[0].tokens or (),
     )
-    tokens = LOSS_CHUNK if recipe.engine.loss_chunk == "auto" else recipe.engine.loss_chunk
-    chunk = loss_chunk_positions(tokens, batches.batch_size, train.sequence_length)
-    step = jax.jit(make_eval_step(evaluation_function(generator.model, chunk, packed=data.pack)))
-    sums = {name: TokenSums() for name in adapters}
-    for number in range(batches.steps_per_epoch):
-        listener(Progress("Loss of the trained tokens", number, batches.steps_per_epoch))
-        batch = put_batch(batches.batch(number), generator.mesh)
-        for name, adapter in adapters.items():
-            sums[name].add(step(adapter, generator.base, batch))
-    listener(Progress("Loss of the trained tokens", batches.steps_per_epoch, batches.steps_per_epoch))
-    return {name: total.metrics() for name, total in sums.items()}
+    files = []
+    for path, label, recipe in zip(paths, _labels(paths), recipes, strict=True):
+        questions = None if path is None else choices.read_choices(path, recipe.data.row_path)
+        if path is not None and questions is not None:
+            files.append(_TestFile(path, label, recipe, choices.some_of(questions, max_rows)))
+        else:
+            name, documents = read_rows(recipe, opened.tokenizer, path is None, max_rows, listener)
+            files.append(_TestFile(name, label, recipe, documents))
+    return opened, files
 
 
-def ask(
-    generator: Generator,
-    questions: Sequence[Question],
-    max_tokens: int,
-    adapted: bool,
-    label: str,
-    listener: Listener,
-) -> list[str]:
-    """The greedy answer to every question. Questions of similar length are batched. A question close to the model's
-    maximum length runs alone, with as many new tokens as still fit."""
-    order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
-    rooms = [max_tokens if generator.longest is None else generator.longest - len(q.prompt) for q in questions]
-    free = [i for i in order if rooms[i] >= max_tokens]
-    size = generator.batch_size
-    groups = [(free[first : first + size], max_tokens) for first in range(0, len(free), size)]
-    groups += [([i], rooms[i]) for i in order if rooms[i] < max_tokens]
-    answers: dict[int, str] = {}
-    for group, limit in groups:
-        listener(Progress(label, len(answers), len(questions)))
-        # An incomplete last group would be a new shape and compile another program, so it is filled up.
-        filled = [*group, *group[-1:] * (size - len(group))] if len(free) > size and limit == max_tokens else group
-        prompts = [questions[i].prompt for i in filled]
-        written = generator.continue_tokens(prompts, max_tokens=limit, adapted=adapted)
-        for i, (tokens, _) in zip(group, written, strict=False):
-            answers[i] = generator.prompts.decode(tokens)
-    if questions:
-        listener(Progress(label, len(questions), len(questions)))
-    return [answers[i] for i in range(len(questions))]
+def _fields(file: _TestFile, tokenizer: Any) -> set[str]:
+    """The fields of a file's expected answers that are JSON objects."""
+    if isinstance(file.rows, list):
+        return set()
+    texts = (tokenizer.decode(question.expected, skip_special_tokens=True) for question in questions_of(file.rows))
+    return {name for text in texts for name in parse_object(text.rpartition("</think>")[2]) or {}}
 
 
-def default_limit(questions: Sequence[Question]) -> int:
-    longest = max((len(question.expected) for question in questions), default=1)
-    return min(longest + SPARE_TOKENS, MAX_TOKENS)
+def _tested(file: _TestFile, models: _Models) -> _Tested:
+    return _choices(file, file.rows, models) if isinstance(file.rows, list) else _answers(file, file.rows, models)
 
 
-def without_stop(tokens: Sequence[int], stops: Sequence[int]) -> Sequence[int]:
-    """The expected answer without its stop token, like a generated answer."""
-    return tokens[:-1] if tokens and tokens[-1] in stops else tokens
+def _answers(file: _TestFile, documents: Documents, models: _Models) -> _Tested:
+    """Asks every question of the documents, and compares the answers with the expected ones."""
+    generator, listener = models.generator, models.listener
+    losses = token_scores(models.scorer, models.adapters, file.recipe, documents, models.batch_size, listener)
+    questions = questions_of(documents)
+    expected = [generator.prompts.decode(without_stop(q.expected, generator.prompts.stops)) for q in questions]
+    limit = models.max_tokens if models.max_tokens is not None else default_limit(questions)
+    answers, judged, scores, sums = {}, {}, {}, {}
+    for which in models.adapters:
+        answers[which] = ask(generator, questions, limit, which == "adapter", f"Answers of the {which}", listener)
+        judged[which] = judge_answers(expected, answers[which], models.comparison)
+        known = losses[which].metrics()
+        scores[which] = dataclasses.replace(
+            judged[which].scores, loss=known.loss, perplexity=known.perplexity, accuracy=known.accuracy
+        )
+        sums[which] = token_sums(losses[which], documents) | judged[which].sums
+    kind = kind_of(expected)
+    compared = differences(sums["base"], sums["adapter"]) if "base" in sums else {}
+    result = Evaluation(
+        data=file.name,
+        num_rows=len(np.unique(documents.rows_N)),
+        base=scores.get("base"),
+        adapter=scores["adapter"],
+        majority=majority(expected),
+        examples=examples_of(generator, questions, expected, answers, judged),
+        label=file.label,
+        kind=kind,
+        intervals={name: difference.interval() for name, difference in compared.items()},
+        notes=(NO_SACREBLEU,) if kind in ("long", "mixed") and not models.comparison.has_sacrebleu else (),
+    )
+    return _Tested(result, compared)
 
 
-def _sequences_that_fit(recipe: StageRecipe, otherwise: int) -> int:
-    """A device can evaluate at least as many sequences at once as it could train."""
-    mesh, size = recipe.hardware.mesh, recipe.train.micro_batch_size
-    if size == "auto" or mesh == "auto":
-        return otherwise
-    return max(1, size // (mesh.data * mesh.fsdp))
+def _choices(file: _TestFile, questions: list[ChoiceQuestion], models: _Models) -> _Tested:
+    """The log-probability of every choice of every question."""
+    stops = models.generator.prompts.stops
+    asked = choices.continuations(questions, file.recipe, models.tokenizer, stops, models.listener)
+    chosen, sums = {}, {}
+    for which, adapter in models.adapters.items():
+        label = f"Choices of the {which}"
+        found = models.scorer.continuations(asked, adapter, label=label, listener=models.listener)
+        chosen[which] = choices.answers_of(questions, found)
+        sums[which] = choices.accuracies(questions, chosen[which])
+    scores = {which: Scores(**{name: part.value for name, part in known.items()}) for which, known in sums.items()}
+    compared = differences(sums["base"], sums["adapter"]) if "base" in sums else {}
+    result = Evaluation(
+        data=file.name,
+        num_rows=len(questions),
+        base=scores.get("base"),
+        adapter=scores["adapter"],
+        majority={},
+        examples=choices.examples(questions, chosen),
+        label=file.label,
+        kind="choices",
+        chance=choices.chance(questions),
+        intervals={name: difference.interval() for name, difference in compared.items()},
+    )
+    return _Tested(result, compared)
+
+
+def _combined(tested: Sequence[_Tested]) -> Evaluation:
+    """The only result, or the means of several: of each metric over the files that have it."""
+    if len(tested) == 1:
+        return tested[0].result
+    files = tuple(part.result for part in tested)
+    names = {name for part in tested for name in part.differences if not name.startswith("fields.")}
+    shared = {name: [part.differences[name] for part in tested if name in part.differences] for name in names}
+    means = {name: mean_difference(parts).interval() for name, parts in shared.items()}
+    kinds = {file.kind for file in files}
+    return Evaluation(
+        data=", ".join(file.label for file in files),
+        num_rows=sum(file.num_rows for file in files),
+        base=_mean([file.base for file in files]) if files[0].base is not None else None,
+        adapter=_mean([file.adapter for file in files]),
+        majority={},
+        examples=(),
+        kind=kinds.pop() if len(kinds) == 1 else "mixed",
+        intervals={name: means[name] for name in METRICS if name in means},
+        files=files,
+        notes=tuple(dict.fromkeys(note for file in files for note in file.notes)),
+    )
+
+
+def _mean(scores: Sequence[Scores | None]) -> Scores:
+    values: Mapping[str, list[float]] = {
+        name: [value for one in scores if one is not None and (value := getattr(one, name)) is not None]
+        for name in METRICS
+    }
+    return Scores(**{name: float(np.mean(found)) for name, found in values.items() if found})
 
 
 def _save(file: Path, evaluation: Evaluation, listener: Listener) -> None:

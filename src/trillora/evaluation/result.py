@@ -1,13 +1,54 @@
-"""The result of an evaluation, as it is returned, shown and written to `eval.json`."""
+"""The result of an evaluation, as it is returned, shown and written to `eval.json`.
+
+The keys of version 1 (data, num_rows, base, adapter, majority, examples) still mean the same. With several files they
+are about all of them: base and adapter are the means over the files, and `files` has each file's own result.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from trillora.evaluation.bootstrap import Interval
 from trillora.evaluation.scores import Scores
+
+VERSION = 2
+Kind = Literal["json", "short", "long", "choices", "none", "mixed"]  # of the expected answers
+
+LABELS = {
+    "loss": "loss",
+    "perplexity": "perplexity",
+    "accuracy": "token accuracy",
+    "exact_match": "exact match",
+    "f1": "F1",
+    "chrf": "chrF",
+    "bleu": "BLEU",
+    "rouge_1": "ROUGE-1",
+    "rouge_2": "ROUGE-2",
+    "rouge_l": "ROUGE-L",
+    "valid_json": "valid JSON",
+    "right_fields": "right fields",
+    "choice_accuracy": "choice",
+    "choice_accuracy_norm": "choice, per token",
+}
+_JSON = ("exact_match", "valid_json", "right_fields")
+_TEXT = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l")
+_OF_KIND: dict[str, tuple[str, ...]] = {
+    "json": _JSON,
+    "short": ("exact_match", "f1"),
+    "long": _TEXT,
+    "choices": ("choice_accuracy", "choice_accuracy_norm"),
+    "none": (),
+    "mixed": ("exact_match", "f1", *_TEXT, *_JSON[1:], "choice_accuracy", "choice_accuracy_norm"),
+}
+NOT_SHARES = ("loss", "perplexity")  # the others are between 0 and 1, and more is better
+
+
+def shown_metrics(kind: str) -> tuple[str, ...]:
+    """The metrics that say something about such answers, in the order of tables."""
+    return (*NOT_SHARES, "accuracy", *_OF_KIND.get(kind, _JSON))
 
 
 @dataclass(frozen=True)
@@ -18,6 +59,29 @@ class Example:
     expected: str
     base: str | None
     adapter: str
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # of base and adapter, by metric
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """What the adapter cost on general questions and texts (`forgetting`)."""
+
+    base_accuracy: float
+    adapter_accuracy: float
+    forgetting: float  # accuracy lost: base minus adapter, at least 0
+    kl: float  # mean KL(base || adapter) of the next token on general texts, in nats
+    num_questions: int
+    num_tokens: int
+    interval: Interval  # of the accuracy, adapter minus base
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition of `--gate`."""
+
+    condition: str
+    value: float | None  # None: nothing to measure
+    met: bool
 
 
 @dataclass(frozen=True)
@@ -30,10 +94,22 @@ class Evaluation:
     adapter: Scores
     majority: dict[str, float]  # fraction of the most common value of each JSON field
     examples: tuple[Example, ...]
+    label: str = ""  # the short name of the file
+    kind: Kind = "json"
+    chance: float | None = None  # accuracy of guessing, in multiple choice
+    intervals: dict[str, Interval] = field(default_factory=dict)  # by metric; fields.NAME for a JSON field
+    files: tuple[Evaluation, ...] = ()  # if there are several
+    forgetting: Forgetting | None = None
+    gate: tuple[Condition, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return all(condition.met for condition in self.gate)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `eval.json`. NaN and infinity, which JSON does not have, become text."""
-        return _json_values(dataclasses.asdict(self))
+        return {"version": VERSION, **_json_values(dataclasses.asdict(self))}
 
 
 def _json_values(value: Any) -> Any:

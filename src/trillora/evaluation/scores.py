@@ -9,6 +9,7 @@ fence around an answer is part of the answer: a task that expects JSON gets only
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -45,6 +46,19 @@ class Scores:
     valid_json: float | None = None
     right_fields: float | None = None
     fields: dict[str, float] = field(default_factory=dict)  # over the answers that should have the field
+    # Of answers that are texts, between 0 and 1 (`text_metrics`).
+    f1: float | None = None
+    rouge_1: float | None = None
+    rouge_2: float | None = None
+    rouge_l: float | None = None
+    chrf: float | None = None
+    bleu: float | None = None
+    # Of multiple choice: the choice with the highest log-probability, in total or per token.
+    choice_accuracy: float | None = None
+    choice_accuracy_norm: float | None = None
+
+
+METRICS = tuple(field.name for field in dataclasses.fields(Scores) if field.name != "fields")
 
 
 def score(expected: str, answer: str) -> Score:
@@ -60,6 +74,12 @@ def score(expected: str, answer: str) -> Score:
         return Score(exact, False, False, dict.fromkeys(wanted, False))
     right = {name: name in found and canonical(found[name]) == canonical(value) for name, value in wanted.items()}
     return Score(exact, True, found.keys() == wanted.keys(), right)
+
+
+def scored_text(expected: str, answer: str) -> tuple[str, str] | None:
+    """Expected text and answer as the text metrics compare them, or None if the expected answer is a JSON object."""
+    expected, answer = _without_thinking(expected, answer)
+    return None if parse_object(expected) is not None else (expected.strip(), answer.strip())
 
 
 def is_right(expected: str, answer: str) -> bool:

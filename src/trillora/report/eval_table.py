@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trillora.evaluation.evaluate import Evaluation, Example
+from trillora.evaluation.bootstrap import Interval
+from trillora.evaluation.result import LABELS, NOT_SHARES, Evaluation, Example, Forgetting, shown_metrics
 from trillora.evaluation.scores import Scores, is_right
 from trillora.report.numbers import format_count
 from trillora.safe_text import visible
@@ -16,15 +17,19 @@ NUM_SHOWN = 3  # examples
 NUM_FIELDS = 20
 MAX_CHARACTERS = 400  # of a prompt or an answer
 BETTER, WORSE, NO_BETTER_THAN_GUESS = "bold green", "bold red", "bold yellow"
+BEYOND_CHANCE = "* beyond chance: the 95 % interval of the change does not contain 0 (paired bootstrap over the rows)"
 
 
 def show(evaluation: Evaluation, console: Console) -> None:
-    """Prints the examples, then the metrics: they stay in view above the prompt."""
+    """Prints the examples, then the metrics: they stay in view above the prompt. The gate comes last."""
     lines = box.ROUNDED if console.encoding.lower().startswith("utf") else box.ASCII
-    for number, example in enumerate(evaluation.examples[:NUM_SHOWN], 1):
-        console.print(Text.assemble((f"Question {number}  ", "bold"), _short(example.prompt)))
+    parts = evaluation.files or (evaluation,)
+    for example in [example for part in parts for example in part.examples[: -(-NUM_SHOWN // len(parts))]][:NUM_SHOWN]:
+        console.print(Text.assemble(("Question  ", "bold"), _short(example.prompt)))
         console.print(_answers(example, lines))
-    console.print(_metrics(evaluation, lines))
+    console.print(_Metrics(evaluation, lines).table)
+    if evaluation.gate:
+        console.print(_gate(evaluation, lines))
 
 
 def _answers(example: Example, lines: box.Box) -> Table:
@@ -42,46 +47,101 @@ def _answers(example: Example, lines: box.Box) -> Table:
     return table
 
 
-def _metrics(evaluation: Evaluation, lines: box.Box) -> Table:
-    base, adapter, guess = evaluation.base, evaluation.adapter, evaluation.majority
-    rows = format_count(evaluation.num_rows, "row", "rows")
-    title = Text.assemble((f"{rows} of ", "dim"), (visible(evaluation.data), "dim"))
-    table = Table(box=lines, title=title, title_justify="left")
-    table.add_column("metric", header_style="bold")
-    if base is not None:
-        table.add_column("base", justify="right")
-    table.add_column("adapter", justify="right", header_style="bold")
-    if guess:
-        table.add_column("majority guess", justify="right", header_style="dim")
+class _Metrics:
+    """The table of all metrics: a group of rows for each file, their means, and the forgetting meter."""
 
-    def add(name: str, before: float | None, after: float | None, *, share: bool, guessed: float | None = None) -> None:
+    def __init__(self, evaluation: Evaluation, lines: box.Box) -> None:
+        parts = evaluation.files or (evaluation,)
+        self._with_base = evaluation.base is not None
+        self._with_change = any(part.intervals for part in parts) or evaluation.forgetting is not None
+        self._with_guess = any(part.majority or part.chance is not None for part in parts)
+        title = "" if evaluation.files else _name(evaluation)
+        self.table = Table(box=lines, title=Text(title, "dim"), title_justify="left")
+        self._add_columns()
+        for part in parts:
+            if evaluation.files:
+                self._head(_name(part))
+            self._scores(part)
+        if evaluation.files:
+            self._head(f"mean of {len(parts)} files")
+            self._scores(evaluation)
+        if evaluation.forgetting is not None:
+            self._forgetting(evaluation.forgetting)
+        hidden = [len(part.adapter.fields) - NUM_FIELDS for part in parts if len(part.adapter.fields) > NUM_FIELDS]
+        notes = [f"{sum(hidden):,} more fields are in eval.json"] if hidden else []
+        notes += [BEYOND_CHANCE] if self._with_change else []
+        self.table.caption = "\n".join(notes) or None
+        self.table.caption_justify = "left"
+
+    def _add_columns(self) -> None:
+        self.table.add_column("metric", header_style="bold")
+        if self._with_base:
+            self.table.add_column("base", justify="right")
+        self.table.add_column("adapter", justify="right", header_style="bold")
+        if self._with_change:
+            self.table.add_column("change, 95 %", header_style="dim")
+        if self._with_guess:
+            self.table.add_column("majority guess", justify="right", header_style="dim")
+
+    def _head(self, text: str) -> None:
+        self.table.add_section()
+        self.table.add_row(Text(text, "bold"))
+
+    def _scores(self, part: Evaluation) -> None:
+        for name in shown_metrics(part.kind):
+            guess = part.chance if name.startswith("choice") else None
+            before, after = _of(part.base, name), _of(part.adapter, name)
+            self._row(LABELS[name], before, after, part.intervals.get(name), guess, share=name not in NOT_SHARES)
+        for field in list(part.adapter.fields)[:NUM_FIELDS]:
+            before = part.base.fields.get(field) if part.base is not None else None
+            change, guess = part.intervals.get(f"fields.{field}"), part.majority.get(field)
+            self._row(f"  {visible(field)} right", before, part.adapter.fields[field], change, guess)
+
+    def _forgetting(self, meter: Forgetting) -> None:
+        self._head(f"forgetting ({meter.num_questions} general questions)")
+        self._row("accuracy", meter.base_accuracy, meter.adapter_accuracy, meter.interval)
+        self._row("accuracy lost", None, meter.forgetting)
+        self._row("KL from the base", None, meter.kl, share=False)
+
+    def _row(
+        self,
+        name: str,
+        before: float | None,
+        after: float | None,
+        change: Interval | None = None,
+        guess: float | None = None,
+        *,
+        share: bool = True,
+    ) -> None:
         if after is None:
             return
-        cells = [Text(_figure(before, share), "dim")] if base is not None else []
-        style = _style(before, after, higher_is_better=share)
-        if guessed is not None and after <= guessed:
+        style = _style(before, after, change, higher_is_better=share)
+        if guess is not None and after <= guess:
             style = NO_BETTER_THAN_GUESS
+        cells = [Text(_figure(before, share), "dim")] if self._with_base else []
         cells.append(Text(_figure(after, share), style))
-        if guess:
-            cells.append(Text(_figure(guessed, share), "dim"))
-        table.add_row(Text(name), *cells)
+        if self._with_change:
+            cells.append(Text(_change(change, share), "dim"))
+        if self._with_guess:
+            cells.append(Text(_figure(guess, share), "dim"))
+        self.table.add_row(Text(name), *cells)
 
-    for key in ("loss", "perplexity"):
-        add(key, _of(base, key), _of(adapter, key), share=False)
-    for name, key in (
-        ("token accuracy", "accuracy"),
-        ("exact match", "exact_match"),
-        ("valid JSON", "valid_json"),
-        ("right fields", "right_fields"),
-    ):
-        add(name, _of(base, key), _of(adapter, key), share=True)
-    for field in list(adapter.fields)[:NUM_FIELDS]:
-        before = base.fields.get(field) if base is not None else None
-        add(f"  {visible(field)} right", before, adapter.fields[field], share=True, guessed=guess.get(field))
-    num_hidden = len(adapter.fields) - NUM_FIELDS
-    if num_hidden > 0:
-        table.caption = f"{num_hidden:,} more fields are in eval.json"
+
+def _gate(evaluation: Evaluation, lines: box.Box) -> Table:
+    passed = evaluation.passed
+    title = Text("gate passed" if passed else "gate not passed", BETTER if passed else WORSE)
+    table = Table(box=lines, title=title, title_justify="left")
+    for name in ("condition", "measured", ""):
+        table.add_column(name)
+    for condition in evaluation.gate:
+        value = "not measured" if condition.value is None else f"{condition.value:.4g}"
+        verdict = Text("met", BETTER) if condition.met else Text("not met", WORSE)
+        table.add_row(Text(visible(condition.condition)), value, verdict)
     return table
+
+
+def _name(part: Evaluation) -> str:
+    return f"{format_count(part.num_rows, 'row', 'rows')} of {visible(part.data)}"
 
 
 def _of(scores: Scores | None, key: str) -> float | None:
@@ -94,8 +154,18 @@ def _figure(value: float | None, share: bool) -> str:
     return f"{value:.1%}" if share else f"{value:,.4f}" if value < 100 else f"{value:,.0f}"
 
 
-def _style(before: float | None, after: float, *, higher_is_better: bool) -> str:
-    if before is None or before == after:
+def _change(change: Interval | None, share: bool) -> str:
+    """Of shares in percentage points."""
+    if change is None:
+        return ""
+    scale, digits = (100, 1) if share else (1, 3 if abs(change.difference) < 100 else 0)
+    difference, low, high = (f"{scale * x:+,.{digits}f}" for x in (change.difference, change.low, change.high))
+    return f"{difference} [{low}, {high}]" + (" *" if change.beyond_chance else "")
+
+
+def _style(before: float | None, after: float, change: Interval | None, *, higher_is_better: bool) -> str:
+    """Colored if the adapter is better or worse than the base, and not by chance if that is known."""
+    if before is None or before == after or (change is not None and not change.beyond_chance):
         return "bold"
     return BETTER if (after > before) == higher_is_better else WORSE
 

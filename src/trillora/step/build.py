@@ -7,6 +7,7 @@ the same step without them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trillora.devices.mesh import AXES, batch_sharding, replicated, weight_spec
 from trillora.engine.hash_random import MaskKey
-from trillora.engine.loss import Totals, chunked_loss, chunked_totals, token_losses, totals
+from trillora.engine.loss import (
+    TokenScores,
+    Totals,
+    chunked_divergences,
+    chunked_loss,
+    chunked_token_scores,
+    chunked_totals,
+    divergences,
+    token_losses,
+    token_scores,
+    totals,
+)
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.quantize import block_of, stored_format
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
@@ -187,6 +199,34 @@ def evaluation_function(model: CausalLM, chunk: int, *, packed: bool) -> Evaluat
         return chunked_totals(model.head, base, head_adapter, hidden, batch["targets"], batch["weights"], chunk)
 
     return evaluate
+
+
+def token_score_function(model: CausalLM, chunk: int, *, packed: bool) -> Callable[[Tree, Tree, Batch], TokenScores]:
+    """For every token of a batch, its loss and whether it is the most likely one."""
+
+    def scores(adapter: Tree, base: Tree, batch: Batch) -> TokenScores:
+        inputs = model_inputs(batch, packed=packed)
+        if not model.has_separate_head:
+            return token_scores(model.logits(base, adapter, inputs), batch["targets"])
+        hidden = model.hidden(base, adapter, inputs)
+        return chunked_token_scores(model.head, base, model.head_adapter(adapter), hidden, batch["targets"], chunk)
+
+    return scores
+
+
+def divergence_function(model: CausalLM, chunk: int) -> Callable[[tuple[Tree, Tree], Tree, Batch], jax.Array]:
+    """KL(first || second) of two adapters' next-token distributions at every position of a batch [B, T]."""
+
+    def divergence(adapters: tuple[Tree, Tree], base: Tree, batch: Batch) -> jax.Array:
+        inputs = model_inputs(batch, packed=False)
+        if not model.has_separate_head:
+            first, second = (model.logits(base, adapter, inputs) for adapter in adapters)
+            return divergences(first, second)
+        first, second = (model.hidden(base, adapter, inputs) for adapter in adapters)
+        heads = (model.head_adapter(adapters[0]), model.head_adapter(adapters[1]))
+        return chunked_divergences(model.head, base, heads, (first, second), chunk)
+
+    return divergence
 
 
 def weight_shardings(model: CausalLM, mesh: Mesh) -> dict[str, NamedSharding]:

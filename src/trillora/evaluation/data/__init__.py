@@ -1,0 +1,1 @@
+"""General questions and texts of the forgetting meter."""

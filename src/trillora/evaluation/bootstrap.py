@@ -6,7 +6,7 @@ difference is beyond chance. Example: of 40 rows the base has 10 right, the adap
 
     base, adapter = shares([True] * 10 + [False] * 30), shares([True] * 22 + [False] * 18)
     differences({"exact_match": base}, {"exact_match": adapter})["exact_match"].interval()
-    # Interval(difference=0.3, low=0.15, high=0.45, beyond_chance=True)
+    # Interval(difference=0.3, low=0.175, high=0.45, beyond_chance=True)
 
 A metric is a function of sums over rows (`Sums`), so one matrix product scores all drawn sets of rows.
 

@@ -11,19 +11,16 @@ questions are asked as `Question: …\\nAnswer:`, and the likeliest choice is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
 from trillora.evaluation.bootstrap import differences
 from trillora.evaluation.choices import ChoiceQuestion, accuracies, answers_of
-from trillora.evaluation.likelihood import Continuation, TokenScorer
+from trillora.evaluation.likelihood import Encode, TokenScorer, in_two
 from trillora.evaluation.result import Forgetting
 from trillora.events import Listener, ignore_events
 from trillora.files.read_json import parse_json
 from trillora.model.layout import Tree
-
-Encode = Callable[[str], list[int]]
 
 
 def measure_forgetting(
@@ -50,16 +47,6 @@ def measure_forgetting(
         num_tokens=len(kl),
         interval=differences(sums["base"], sums["adapter"])["choice_accuracy"].interval(),
     )
-
-
-def in_two(encode: Encode, context: str, continuation: str) -> Continuation:
-    """The tokens of both texts together, split where those of the context end. A space at the end of the context goes
-    to the continuation: most tokenizers put it into the next word's token."""
-    spaces = len(context) - len(context.rstrip())
-    if spaces:
-        context, continuation = context[:-spaces], context[-spaces:] + continuation
-    whole, first = encode(context + continuation), encode(context)
-    return Continuation(tuple(whole[: len(first)]), tuple(whole[len(first) :]))
 
 
 def general_questions() -> list[ChoiceQuestion]:

@@ -30,6 +30,7 @@ from trillora.generation.generator import Generator, bucket_length
 from trillora.model.layout import Tree
 from trillora.step.build import divergence_function, loss_chunk_positions, token_score_function
 
+Encode = Callable[[str], list[int]]  # a text to its tokens
 LOSS_CHUNK = 1024  # tokens whose logits exist at once, if the recipe does not say
 
 
@@ -44,6 +45,16 @@ class Likelihood(NamedTuple):
     log_probability: float  # of all tokens together, in nats
     num_tokens: int
     is_greedy: bool  # each token is the most likely one
+
+
+def in_two(encode: Encode, context: str, continuation: str) -> Continuation:
+    """The tokens of both texts together, split where those of the context end. A space at the end of the context goes
+    to the continuation: most tokenizers put it into the next word's token."""
+    spaces = len(context) - len(context.rstrip())
+    if spaces:
+        context, continuation = context[:-spaces], context[-spaces:] + continuation
+    whole, first = encode(context + continuation), encode(context)
+    return Continuation(tuple(whole[: len(first)]), tuple(whole[len(first) :]))
 
 
 @dataclass(frozen=True)
@@ -138,8 +149,8 @@ class TokenScorer:
                 "A prompt or its continuation has no tokens.", where=where, do="write at least one word"
             )
         length, longest = len(asked.prompt) + len(asked.tokens), self._generator.longest
-        if longest is not None and length > longest:
-            what = f"The text has {length:,} tokens; the model's limit is {longest:,}."
+        if longest is not None and length > longest + 1:  # the last token is only predicted
+            what = f"The text has {length:,} tokens; the model's limit is {longest + 1:,}."
             raise TrilloraError(what, where=where, do="shorten it")
 
 

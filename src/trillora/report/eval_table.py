@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -125,6 +127,24 @@ class _Metrics:
         if self._with_guess:
             cells.append(Text(_figure(guess, share), "dim"))
         self.table.add_row(Text(name), *cells)
+
+
+def show_harness(results: Mapping[str, Mapping[str, Mapping[str, float | None]]], console: Console) -> None:
+    """Prints the scores of harness tasks: a row for each metric of each task."""
+    lines = box.ROUNDED if console.encoding.lower().startswith("utf") else box.ASCII
+    sides = [
+        side for side in ("base", "adapter") if any(side in row for task in results.values() for row in task.values())
+    ]
+    table = Table(box=lines, title=Text("lm-evaluation-harness", "dim"), title_justify="left")
+    for name in ("task", "metric", *sides, "standard error"):
+        table.add_column(name, justify="left" if name in ("task", "metric") else "right")
+    for task, metrics in results.items():
+        for number, (metric, row) in enumerate(metrics.items()):
+            figures = (row.get(name) for name in (*sides, "stderr"))
+            cells = ("" if value is None else f"{value:.4f}" for value in figures)
+            table.add_row(Text("" if number else visible(task)), Text(visible(metric)), *cells)
+        table.add_section()
+    console.print(table)
 
 
 def _gate(evaluation: Evaluation, lines: box.Box) -> Table:

@@ -22,7 +22,7 @@ from trillora.report.numbers import (
     format_short,
     format_time,
 )
-from trillora.report.run import adapter_tables, charts, results
+from trillora.report.run import adapter_tables, charts, results, test_set
 from trillora.report.run.adapter_curves import adapter_curves, style_of
 from trillora.report.run.adapters import MAX_ADAPTERS
 from trillora.report.run.curves import curves
@@ -74,7 +74,7 @@ def page(run: RunRecord) -> str:
             card("Curves", adapter_curves(run) if run.adapters else curves(run)),
             *([card("Scores of every adapter on every phase", adapter_tables.scores_table(run))] if run.scored else []),
             card("Answers before and after", results.samples(run)),
-            card("Test set", results.test_set(run)),
+            card("Test set", test_set.test_set(run)),
             card("Data", "".join(_stage(stage, len(stages) > 1) for stage in stages)),
             card("Skipped steps", _skips(run)),
             card("Use the result", _use(run)),
@@ -86,7 +86,7 @@ def page(run: RunRecord) -> str:
         )
     )
     more_style = adapter_tables.STYLE + style_of(run) if run.adapters else ""
-    return document(title, body, charts.STYLE + results.STYLE + STYLE + more_style)
+    return document(title, body, charts.STYLE + results.STYLE + test_set.STYLE + STYLE + more_style)
 
 
 def _distinct(stages: Iterable[StageRecord]) -> list[StageRecord]:

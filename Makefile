@@ -2,11 +2,12 @@
 PYTHON ?= $(shell command -v python3 || command -v python)
 BIN := .venv/bin
 COMPAT := .venv-compat/bin
+HARNESS := .venv-harness/bin
 # Tests run in several processes, so each uses one thread.
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all lint compat architectures real-data soak lock audit clean
+.PHONY: help setup quickstart test test-all lint compat harness architectures real-data soak lock audit clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
@@ -14,6 +15,7 @@ help:
 	@echo "make test-all       run every test, including the slow ones"
 	@echo "make lint           run only lint and type checks"
 	@echo "make compat         run the core tests with the oldest supported libraries"
+	@echo "make harness        test the interface to lm-evaluation-harness, with its forty packages"
 	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
 	@echo "make real-data      download public data sets and run trillora inspect on each"
 	@echo "make soak           run the reliability tests at full scale (hours; PART=kills for one part); writes dev/SOAK.md"
@@ -45,6 +47,10 @@ compat:
 	@$(PYTHON) tools/setup_env.py --compat
 	$(PYTEST_ENV) $(COMPAT)/python -m pytest -n $(WORKERS) -q -m core
 
+harness:
+	@$(PYTHON) tools/setup_env.py --harness
+	$(PYTEST_ENV) $(HARNESS)/python -m pytest -q tests/test_harness.py
+
 architectures: setup
 	$(BIN)/python tools/architectures.py --jobs $(WORKERS)
 
@@ -62,5 +68,5 @@ audit: setup
 	$(BIN)/pip-audit --strict --requirement locks/dev.txt --require-hashes --disable-pip
 
 clean:
-	rm -rf .venv .venv-compat .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info
+	rm -rf .venv .venv-compat .venv-harness .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,8 @@
 Finds Python 3.11 or newer, creates `.venv`, and installs torch (the CPU build if available: the default Linux build
 brings gigabytes of CUDA), the packages of `locks/` with their hashes checked, and this package. A stamp file makes the
 next call instant until something changes. `--runtime` leaves the development tools out, which is enough for the
-quickstart. `--compat` creates `.venv-compat` with the oldest supported libraries.
+quickstart. `--compat` creates `.venv-compat` with the oldest supported libraries, `--harness` creates `.venv-harness`
+with lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -160,13 +161,24 @@ def install_oldest(environment: Environment) -> None:
     say(f"trillora with {' '.join(COMPAT_PINS)}", started)
 
 
+def install_harness(environment: Environment) -> None:
+    """Adds lm-evaluation-harness to the locked packages. Its own packages are in no lock: nothing else uses them."""
+    started = time.monotonic()
+    constraints = environment.folder / "constraints.txt"
+    constraints.write_text(f"torch=={environment.installed_torch()}\n")
+    environment.require("--constraint", str(constraints), "--editable", ".[lm-eval]")
+    say("lm-evaluation-harness", started)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Create the virtual environment for the Makefile's targets.")
     parser.add_argument("--compat", action="store_true", help="install the oldest supported libraries, in .venv-compat")
+    parser.add_argument("--harness", action="store_true", help="add lm-evaluation-harness, in .venv-harness")
     parser.add_argument("--runtime", action="store_true", help="leave the development tools out")
     arguments = parser.parse_args()
     compat, with_tools = arguments.compat, not arguments.runtime
-    environment = Environment(ROOT / (".venv-compat" if compat else ".venv"))
+    name = ".venv-compat" if compat else ".venv-harness" if arguments.harness else ".venv"
+    environment = Environment(ROOT / name)
     made_from = fingerprint(environment)
     stamps = {True: f"{made_from}\n{environment.folder}\n", False: f"{made_from} runtime\n{environment.folder}\n"}
     enough = [stamps[True]] if with_tools else list(stamps.values())
@@ -181,6 +193,8 @@ def main() -> int:
             install_oldest(environment)
         else:
             install_locked(environment, with_tools=with_tools)
+        if arguments.harness:
+            install_harness(environment)
     except SetupError as error:
         print(f"set-up failed.\n{error}", file=sys.stderr)
         return 1

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 NUM_DRAWS = 2000
 MIN_ROWS = 10  # with fewer rows the interval means nothing
-SEED = 0
 _CELLS = 1 << 22  # counts in memory at once
 
 Floats = NDArray[np.float64]
@@ -81,8 +80,9 @@ class Difference:
         return Interval(self.observed, float(low), float(high), bool(low > 0 or high < 0))
 
 
-def differences(base: Mapping[str, Sums], adapter: Mapping[str, Sums]) -> dict[str, Difference]:
-    """For each metric of both with at least MIN_ROWS rows. Row n of one belongs to row n of the other."""
+def differences(base: Mapping[str, Sums], adapter: Mapping[str, Sums], seed: int = 0) -> dict[str, Difference]:
+    """For each metric of both with at least MIN_ROWS rows. Row n of one belongs to row n of the other. Several tests
+    need different seeds, or their draws would be related."""
     found: dict[str, Difference] = {}
     by_rows: dict[int, list[str]] = {}
     for name in base:
@@ -91,20 +91,21 @@ def differences(base: Mapping[str, Sums], adapter: Mapping[str, Sums]) -> dict[s
     for num_rows, names in by_rows.items():
         pairs = [(base[name], adapter[name]) for name in names]
         drawn = [
-            np.concatenate(parts) for parts in zip(*(_scored(counts, pairs) for counts in draws(num_rows)), strict=True)
+            np.concatenate(parts)
+            for parts in zip(*(_scored(counts, pairs) for counts in draws(num_rows, seed)), strict=True)
         ]
         for name, (before, after), drawn_R in zip(names, pairs, drawn, strict=True):
             found[name] = Difference(after.value - before.value, drawn_R)
     return found
 
 
-def draws(num_rows: int, num_draws: int = NUM_DRAWS) -> Iterator[Floats]:
+def draws(num_rows: int, seed: int = 0) -> Iterator[Floats]:
     """How often each row is in each drawn set [R, N], in blocks. Raw random bits, so that every version of NumPy draws
     the same rows."""
-    bits = np.random.PCG64(SEED)
+    bits = np.random.PCG64(seed)
     block = max(1, _CELLS // num_rows)
-    for first in range(0, num_draws, block):
-        size = min(block, num_draws - first)
+    for first in range(0, NUM_DRAWS, block):
+        size = min(block, NUM_DRAWS - first)
         rows = (bits.random_raw(size * num_rows) % np.uint64(num_rows)).astype(np.int64).reshape(size, num_rows)
         cells = rows + num_rows * np.arange(size)[:, None]
         yield np.bincount(cells.ravel(), minlength=size * num_rows).reshape(size, num_rows).astype(np.float64)

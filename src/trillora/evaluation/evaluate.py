@@ -140,7 +140,7 @@ def evaluate(
         del adapters["base"]
     scorer = TokenScorer(generator, loss_chunk=loss_chunk(files[0].recipe))
     models = _Models(generator, adapters, scorer, Comparison(), opened.tokenizer, max_tokens, batch_size, listener)
-    result = _combined([_tested(file, models) for file in files])
+    result = _combined([_tested(file, models, seed) for seed, file in enumerate(files)])
     if forgetting:
         plain = Prompts(opened.tokenizer, template=None)
         meter = measure_forgetting(scorer, plain.encode, adapters["base"], adapters["adapter"], listener)
@@ -214,11 +214,13 @@ def _fields(file: _TestFile, tokenizer: Any) -> set[str]:
     return {name for text in texts for name in parse_object(text.rpartition("</think>")[2]) or {}}
 
 
-def _tested(file: _TestFile, models: _Models) -> _Tested:
-    return _choices(file, file.rows, models) if isinstance(file.rows, list) else _answers(file, file.rows, models)
+def _tested(file: _TestFile, models: _Models, seed: int) -> _Tested:
+    if isinstance(file.rows, list):
+        return _choices(file, file.rows, models, seed)
+    return _answers(file, file.rows, models, seed)
 
 
-def _answers(file: _TestFile, documents: Documents, models: _Models) -> _Tested:
+def _answers(file: _TestFile, documents: Documents, models: _Models, seed: int) -> _Tested:
     """Asks every question of the documents, and compares the answers with the expected ones."""
     generator, listener = models.generator, models.listener
     losses = token_scores(models.scorer, models.adapters, file.recipe, documents, models.batch_size, listener)
@@ -235,7 +237,7 @@ def _answers(file: _TestFile, documents: Documents, models: _Models) -> _Tested:
         )
         sums[which] = token_sums(losses[which], documents) | judged[which].sums
     kind = kind_of(expected)
-    compared = differences(sums["base"], sums["adapter"]) if "base" in sums else {}
+    compared = differences(sums["base"], sums["adapter"], seed) if "base" in sums else {}
     result = Evaluation(
         data=file.name,
         num_rows=len(np.unique(documents.rows_N)),
@@ -251,7 +253,7 @@ def _answers(file: _TestFile, documents: Documents, models: _Models) -> _Tested:
     return _Tested(result, compared)
 
 
-def _choices(file: _TestFile, questions: list[ChoiceQuestion], models: _Models) -> _Tested:
+def _choices(file: _TestFile, questions: list[ChoiceQuestion], models: _Models, seed: int) -> _Tested:
     """The log-probability of every choice of every question."""
     stops = models.generator.prompts.stops
     asked = choices.continuations(questions, file.recipe, models.tokenizer, stops, models.listener)
@@ -262,7 +264,7 @@ def _choices(file: _TestFile, questions: list[ChoiceQuestion], models: _Models) 
         chosen[which] = choices.answers_of(questions, found)
         sums[which] = choices.accuracies(questions, chosen[which])
     scores = {which: Scores(**{name: part.value for name, part in known.items()}) for which, known in sums.items()}
-    compared = differences(sums["base"], sums["adapter"]) if "base" in sums else {}
+    compared = differences(sums["base"], sums["adapter"], seed) if "base" in sums else {}
     result = Evaluation(
         data=file.name,
         num_rows=len(questions),

@@ -19,7 +19,7 @@ NUM_SHOWN = 3  # examples
 NUM_FIELDS = 20
 MAX_CHARACTERS = 400  # of a prompt or an answer
 BETTER, WORSE, NO_BETTER_THAN_GUESS = "bold green", "bold red", "bold yellow"
-BEYOND_CHANCE = "* beyond chance: the 95 % interval of the change does not contain 0 (paired bootstrap over the rows)"
+BEYOND_CHANCE = "* beyond chance: the 95 % interval does not contain 0 (paired bootstrap over the rows)"
 
 
 def show(evaluation: Evaluation, console: Console) -> None:
@@ -81,9 +81,9 @@ class _Metrics:
             self.table.add_column("base", justify="right")
         self.table.add_column("adapter", justify="right", header_style="bold")
         if self._with_change:
-            self.table.add_column("change, 95 %", header_style="dim")
+            self.table.add_column("change, 95 %", header_style="dim", no_wrap=True)
         if self._with_guess:
-            self.table.add_column("majority guess", justify="right", header_style="dim")
+            self.table.add_column("majority guess", justify="right", header_style="dim", max_width=8)
 
     def _head(self, text: str) -> None:
         self.table.add_section()
@@ -100,9 +100,9 @@ class _Metrics:
             self._row(f"  {visible(field)} right", before, part.adapter.fields[field], change, guess)
 
     def _forgetting(self, meter: Forgetting) -> None:
-        self._head(f"forgetting ({meter.num_questions} general questions)")
+        self._head(f"{meter.num_questions} general questions")
         self._row("accuracy", meter.base_accuracy, meter.adapter_accuracy, meter.interval)
-        self._row("accuracy lost", None, meter.forgetting)
+        self._row("forgetting", None, meter.forgetting)
         self._row("KL from the base", None, meter.kl, share=False)
 
     def _row(
@@ -175,12 +175,12 @@ def _figure(value: float | None, share: bool) -> str:
 
 
 def _change(change: Interval | None, share: bool) -> str:
-    """Of shares in percentage points."""
+    """The interval; of shares in percentage points."""
     if change is None:
         return ""
-    scale, digits = (100, 1) if share else (1, 3 if abs(change.difference) < 100 else 0)
-    difference, low, high = (f"{scale * x:+,.{digits}f}" for x in (change.difference, change.low, change.high))
-    return f"{difference} [{low}, {high}]" + (" *" if change.beyond_chance else "")
+    scale, digits = (100, 1) if share else (1, 3 if abs(change.difference) < 10 else 0)
+    low, high = (f"{scale * value:+,.{digits}f}" for value in (change.low, change.high))
+    return f"{low} to {high}" + (" *" if change.beyond_chance else "")
 
 
 def _style(before: float | None, after: float, change: Interval | None, *, higher_is_better: bool) -> str:

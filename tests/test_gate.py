@@ -8,9 +8,8 @@ import math
 import pytest
 
 from trillora.errors import TrilloraError
-from trillora.evaluation.bootstrap import Interval
 from trillora.evaluation.gate import check_fields, judge, parse_gate
-from trillora.evaluation.result import Evaluation, Forgetting
+from trillora.evaluation.result import Evaluation, Forgetting, Interval
 from trillora.evaluation.scores import Scores
 
 FILE = Evaluation(

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trillora.evaluation.result import Interval
+
 NUM_DRAWS = 2000
 MIN_ROWS = 10  # with fewer rows the interval means nothing
 _CELLS = 1 << 22  # counts in memory at once
@@ -55,16 +57,6 @@ class Sums:
 def shares(values: Iterable[float | bool | None]) -> Sums:
     """The mean of values, one per row; None: the row does not count."""
     return Sums(np.array([(0.0, 0.0) if value is None else (float(value), 1.0) for value in values]).reshape(-1, 2))
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The adapter's score minus the base's, with its 95 % interval."""
-
-    difference: float
-    low: float
-    high: float
-    beyond_chance: bool
 
 
 @dataclass(frozen=True)

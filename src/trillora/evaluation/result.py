@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trillora.evaluation.bootstrap import Interval
 from trillora.evaluation.scores import Scores
 
 VERSION = 2
@@ -49,6 +48,16 @@ NOT_SHARES = ("loss", "perplexity")  # the others are between 0 and 1, and more 
 def shown_metrics(kind: str) -> tuple[str, ...]:
     """The metrics that say something about such answers, in the order of tables."""
     return (*NOT_SHARES, "accuracy", *_OF_KIND.get(kind, _JSON))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The adapter's score minus the base's, with its 95 % interval."""
+
+    difference: float
+    low: float
+    high: float
+    beyond_chance: bool  # 0 is not in the interval
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trillora.evaluation.bootstrap import Interval
-from trillora.evaluation.result import LABELS, NOT_SHARES, Evaluation, Example, Forgetting, shown_metrics
+from trillora.evaluation.result import LABELS, NOT_SHARES, Evaluation, Example, Forgetting, Interval, shown_metrics
 from trillora.evaluation.scores import Scores, is_right
 from trillora.report.numbers import format_count
 from trillora.safe_text import visible

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def judge_answers(expected: Sequence[str], answers: Sequence[str], comparison: C
     each = [score(*pair) for pair in pairs]
     texts = [comparison.score(*text) if (text := scored_text(*pair)) is not None else None for pair in pairs]
     sums = _json_sums(each) | _text_sums(texts, comparison)
-    known = {name: part.value for name, part in sums.items() if name in TEXT_METRICS}
+    known: dict[str, Any] = {name: part.value for name, part in sums.items() if name in TEXT_METRICS}
     examples = [_of_one(one, text) for one, text in zip(each[:NUM_EXAMPLES], texts, strict=False)]
     return Judged(dataclasses.replace(summarise(each), **known), sums, examples)
 
@@ -118,7 +119,8 @@ def token_sums(scores: DocumentScores, documents: Documents) -> dict[str, Sums]:
     """The sums of each row, of which a split text has several documents."""
     rows_N, row_of = np.unique(documents.rows_N, return_inverse=True)
     loss, correct, tokens = (
-        np.bincount(row_of, part, len(rows_N)) for part in (scores.loss_N, scores.num_correct_N, scores.num_tokens_N)
+        np.bincount(row_of, part, len(rows_N)).astype(np.float64)
+        for part in (scores.loss_N, scores.num_correct_N, scores.num_tokens_N)
     )
     losses = np.stack([loss, tokens], axis=1)
     return {

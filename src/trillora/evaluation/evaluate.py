@@ -263,7 +263,7 @@ def _choices(file: _TestFile, questions: list[ChoiceQuestion], models: _Models, 
         found = models.scorer.continuations(asked, adapter, label=label, listener=models.listener)
         chosen[which] = choices.answers_of(questions, found)
         sums[which] = choices.accuracies(questions, chosen[which])
-    scores = {which: Scores(**{name: part.value for name, part in known.items()}) for which, known in sums.items()}
+    scores = {which: _scores({name: part.value for name, part in known.items()}) for which, known in sums.items()}
     compared = differences(sums["base"], sums["adapter"], seed) if "base" in sums else {}
     result = Evaluation(
         data=file.name,
@@ -308,7 +308,11 @@ def _mean(scores: Sequence[Scores | None]) -> Scores:
         name: [value for one in scores if one is not None and (value := getattr(one, name)) is not None]
         for name in METRICS
     }
-    return Scores(**{name: float(np.mean(found)) for name, found in values.items() if found})
+    return _scores({name: float(np.mean(found)) for name, found in values.items() if found})
+
+
+def _scores(values: dict[str, Any]) -> Scores:
+    return Scores(**values)
 
 
 def _save(file: Path, evaluation: Evaluation, listener: Listener) -> None:

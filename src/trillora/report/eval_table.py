@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -61,11 +61,11 @@ class _Metrics:
         self._add_columns()
         for part in parts:
             if evaluation.files:
-                self._head(_name(part))
-            self._scores(part)
-        if evaluation.files:
-            self._head(f"mean of {len(parts)} files")
-            self._scores(evaluation)
+                self._head(f"{visible(part.label)}, {format_count(part.num_rows, 'row', 'rows')}")
+            self._scores(part, shown_metrics(part.kind))
+        if shared := shared_metrics(evaluation):
+            self._head("mean of the files")
+            self._scores(evaluation, shared)
         if evaluation.forgetting is not None:
             self._forgetting(evaluation.forgetting)
         hidden = [len(part.adapter.fields) - NUM_FIELDS for part in parts if len(part.adapter.fields) > NUM_FIELDS]
@@ -88,8 +88,8 @@ class _Metrics:
         self.table.add_section()
         self.table.add_row(Text(text, "bold"))
 
-    def _scores(self, part: Evaluation) -> None:
-        for name in shown_metrics(part.kind):
+    def _scores(self, part: Evaluation, names: Sequence[str]) -> None:
+        for name in names:
             guess = part.chance if name.startswith("choice") else None
             before, after = _of(part.base, name), _of(part.adapter, name)
             self._row(LABELS[name], before, after, part.intervals.get(name), guess, share=name not in NOT_SHARES)
@@ -157,6 +157,12 @@ def _gate(evaluation: Evaluation, lines: box.Box) -> Table:
         verdict = Text("met", BETTER) if condition.met else Text("not met", WORSE)
         table.add_row(Text(visible(condition.condition)), value, verdict)
     return table
+
+
+def shared_metrics(evaluation: Evaluation) -> list[str]:
+    """The metrics that several of the files show: only their means say something new."""
+    shown = [(shown_metrics(file.kind), file.adapter) for file in evaluation.files]
+    return [name for name in LABELS if sum(name in names and _of(of, name) is not None for names, of in shown) > 1]
 
 
 def _name(part: Evaluation) -> str:

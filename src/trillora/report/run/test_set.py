@@ -42,16 +42,30 @@ def test_set(run: RunRecord) -> str:
     if not mapping(found.get("base")) and not mapping(found.get("adapter")):
         return ""
     files = mappings(found.get("files"))[:MAX_FILES]
-    parts = [_file(file) for file in files]
-    what = f"Mean of {len(files)} files" if files else text(words(found.get("data")) or "test set")
-    shown = f'<div class="faint">{what}{_rows(found)}</div>{_table(found)}{_examples(found)}'
-    return "".join([shown, *parts, _forgetting(mapping(found.get("forgetting"))), _gate(found)])
+    kind = words(found.get("kind")) or "json"
+    if not files:
+        name = text(words(found.get("data")) or "test set")
+        shown = f'<div class="faint">{name}{_rows(found)}</div>{_table(found, shown_metrics(kind))}{_examples(found)}'
+    else:
+        shared = _shared(files)
+        mean = f'<div class="faint">Mean of the files{_rows(found)}</div>{_table(found, shared)}' if shared else ""
+        shown = mean + "".join(_file(file) for file in files)
+    return "".join([shown, _forgetting(mapping(found.get("forgetting"))), _gate(found)])
+
+
+def _shared(files: Sequence[dict[str, Any]]) -> list[str]:
+    """The metrics that several files show: only their means say something new."""
+    shown = [(shown_metrics(words(file.get("kind"))), mapping(file.get("adapter"))) for file in files]
+    return [
+        name for name in LABELS if sum(name in names and number(of.get(name)) is not None for names, of in shown) > 1
+    ]
 
 
 def _file(found: dict[str, Any]) -> str:
     """One of several files, folded; its first score stands in the summary."""
     of_base, of_adapter = mapping(found.get("base")), mapping(found.get("adapter"))
-    metrics = shown_metrics(words(found.get("kind")))[3:] or ("loss",)
+    every = shown_metrics(words(found.get("kind")))
+    metrics = every[3:] or ("loss",)
     name = next((name for name in metrics if finite(of_adapter.get(name)) is not None), None)
     headline = ""
     if name is not None:
@@ -61,7 +75,9 @@ def _file(found: dict[str, Any]) -> str:
             f", base {as_text(before)}" if before is not None else ""
         )
     title = text(words(found.get("label")) or words(found.get("data")) or "file")
-    return f"<details><summary>{title}{_rows(found)}{headline}</summary>{_table(found)}{_examples(found)}</details>"
+    return (
+        f"<details><summary>{title}{_rows(found)}{headline}</summary>{_table(found, every)}{_examples(found)}</details>"
+    )
 
 
 def _rows(found: dict[str, Any]) -> str:
@@ -69,12 +85,12 @@ def _rows(found: dict[str, Any]) -> str:
     return f", {rows:,} rows" if rows is not None else ""
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(found: dict[str, Any], metrics: Sequence[str]) -> str:
     base, adapter, guess, changes = (mapping(found.get(name)) for name in ("base", "adapter", "majority", "intervals"))
     chance = finite(found.get("chance"))
     names = ("base", "adapter", "change, 95 %" if changes else "", "majority guess" if guess or chance else "")
     lines = ["<tr><th></th>" + "".join(f'<th class="number">{name}</th>' for name in names) + "</tr>"]
-    for name in shown_metrics(words(found.get("kind")) or "json"):
+    for name in metrics:
         change, guessed = mapping(changes.get(name)), chance if name.startswith("choice") else None
         values = [base.get(name), adapter.get(name), guessed]
         lines.append(_line(LONGER_LABELS[name], values, change, share=name not in NOT_SHARES))

@@ -82,7 +82,7 @@ def choice_scores(model: Any, prompt: list[int], choices: list[list[int]]) -> tu
     return int(np.argmax(totals)), int(np.argmax(means))
 
 
-def likeliest(model: Any, tokenizer: Any, question: ChoiceQuestion) -> int:
+def most_likely(model: Any, tokenizer: Any, question: ChoiceQuestion) -> int:
     """All choices in one batch, padded at the end, which a causal model does not see."""
     prompt = f"Question: {question.question}\nAnswer:"
     texts = [tokenizer(f"{prompt} {choice}")["input_ids"] for choice in question.choices]
@@ -94,7 +94,7 @@ def likeliest(model: Any, tokenizer: Any, question: ChoiceQuestion) -> int:
     return int(np.argmax(totals))
 
 
-def test_the_chosen_answers_are_the_likeliest_for_transformers_and_peft(run: Path, found: Evaluation) -> None:
+def test_the_chosen_answers_are_the_most_likely_for_transformers_and_peft(run: Path, found: Evaluation) -> None:
     chats, choices = found.files
     assert choices.kind == "choices" and choices.num_rows == SHOWN and choices.chance == pytest.approx(1 / 3)
     tokenizer = AutoTokenizer.from_pretrained(run.parent / "model")
@@ -142,7 +142,7 @@ def test_forgetting_is_the_accuracy_lost_and_the_divergence_is_that_of_the_logit
     assert meter.num_tokens == len(kl) and meter.kl == pytest.approx(np.mean(kl), rel=1e-4)  # float32 logits
     asked = general_questions()
     for which, model in both.items():
-        right = [likeliest(model, tokenizer, question) == question.right for question in asked]
+        right = [most_likely(model, tokenizer, question) == question.right for question in asked]
         assert np.mean(right) == pytest.approx(getattr(meter, f"{which}_accuracy"))
     assert meter.forgetting == max(meter.base_accuracy - meter.adapter_accuracy, 0)
     assert meter.interval.difference == pytest.approx(meter.adapter_accuracy - meter.base_accuracy)

@@ -90,3 +90,29 @@ QuantizeBase = Annotated[
         help=f"Number format of the base: {', '.join(FORMATS)} (default: that of the run).",
     ),
 ]
+# Of `trillora eval`.
+TestData = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data", metavar="FILE", help="Rows to evaluate on (default: those held out of the run). May be repeated."
+    ),
+]
+NumRows = Annotated[
+    int | None,
+    typer.Option("--rows", metavar="N", parser=parse_rows, help="Evaluate N evenly spaced rows (default: all)."),
+]
+WithForgetting = Annotated[
+    bool, typer.Option("--forgetting", help="Also ask general questions, to see what the adapter has forgotten.")
+]
+Gate = Annotated[
+    str | None,
+    typer.Option("--gate", metavar="CONDITIONS", help='Exit with code 3 unless all hold: "exact_match>=0.6, ...".'),
+]
+HarnessTasks = Annotated[
+    str | None,
+    typer.Option("--harness", metavar="TASK,...", help="Run tasks of lm-evaluation-harness instead."),
+]
+TaskFolder = Annotated[
+    Path | None,
+    typer.Option("--include-path", metavar="FOLDER", help="Folder with your own harness tasks; they need no network."),
+]

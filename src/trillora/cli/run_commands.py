@@ -12,18 +12,23 @@ import typer
 
 from trillora.cli.errors import check_text
 from trillora.cli.options import (
+    Gate,
+    HarnessTasks,
     JsonResult,
     MaxTokens,
+    NumRows,
     OnlyBase,
     OtherAdapter,
     Overrides,
     QuantizeBase,
     RunOrModel,
     Seed,
+    TaskFolder,
     Temperature,
+    TestData,
     TopP,
     TrustCode,
-    parse_rows,
+    WithForgetting,
     parse_tokens,
 )
 from trillora.cli.output import print_json, progress_on_stderr, show_evaluation
@@ -109,16 +114,8 @@ def evaluate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run.")],
     overrides: Overrides = None,
     *,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data", metavar="FILE", help="Rows to evaluate on (default: those held out of the run). May be repeated."
-        ),
-    ] = None,
-    rows: Annotated[
-        int | None,
-        typer.Option("--rows", metavar="N", parser=parse_rows, help="Evaluate N evenly spaced rows (default: all)."),
-    ] = None,
+    data: TestData = None,
+    rows: NumRows = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -135,23 +132,10 @@ def evaluate(
         str | None,
         typer.Option("--stage", metavar="NAME", help="Stage or phase whose rows are used (default: the last stage)."),
     ] = None,
-    forgetting: Annotated[
-        bool, typer.Option("--forgetting", help="Also ask general questions, to see what the adapter has forgotten.")
-    ] = False,
-    gate: Annotated[
-        str | None,
-        typer.Option("--gate", metavar="CONDITIONS", help='Exit with code 3 unless all hold: "exact_match>=0.6, ...".'),
-    ] = None,
-    harness: Annotated[
-        str | None,
-        typer.Option("--harness", metavar="TASK,...", help="Run tasks of lm-evaluation-harness instead."),
-    ] = None,
-    include_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--include-path", metavar="FOLDER", help="Folder with your own harness tasks; they need no network."
-        ),
-    ] = None,
+    forgetting: WithForgetting = False,
+    gate: Gate = None,
+    harness: HarnessTasks = None,
+    include_path: TaskFolder = None,
     adapter: OtherAdapter = None,
     trust: TrustCode = False,
     as_json: JsonResult = False,

@@ -88,13 +88,13 @@ def continuations(
 
 
 def answers_of(questions: Sequence[ChoiceQuestion], likelihoods: Sequence[Likelihood]) -> list[tuple[int, int]]:
-    """For each question the index of the likeliest choice, in total and per token. `likelihoods` has all choices of all
-    questions in a row."""
+    """For each question the index of the most likely choice, in total and per token. `likelihoods` has all choices of
+    all questions in a row."""
     each = iter(likelihoods)
-    return [_likeliest(list(itertools.islice(each, len(q.choices)))) for q in questions]
+    return [_most_likely(list(itertools.islice(each, len(q.choices)))) for q in questions]
 
 
-def _likeliest(likelihoods: Sequence[Likelihood]) -> tuple[int, int]:
+def _most_likely(likelihoods: Sequence[Likelihood]) -> tuple[int, int]:
     """The first of several equal ones."""
     total = [one.log_probability for one in likelihoods]
     per_token = [one.log_probability / one.num_tokens for one in likelihoods]

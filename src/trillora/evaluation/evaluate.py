@@ -39,7 +39,7 @@ from trillora.evaluation.choices import ChoiceQuestion
 from trillora.evaluation.forgetting import measure_forgetting
 from trillora.evaluation.gate import Wanted, check_fields, judge, parse_gate
 from trillora.evaluation.likelihood import TokenScorer
-from trillora.evaluation.result import Evaluation
+from trillora.evaluation.result import Evaluation, Forgetting
 from trillora.evaluation.rows import PHASES, check_run, read_rows, recipe_with_data
 from trillora.evaluation.scores import METRICS, Scores, majority, parse_object
 from trillora.evaluation.text_metrics import NO_SACREBLEU, Comparison
@@ -142,9 +142,7 @@ def evaluate(
     models = _Models(generator, adapters, scorer, Comparison(), opened.tokenizer, max_tokens, batch_size, listener)
     result = _combined([_tested(file, models, seed) for seed, file in enumerate(files)])
     if forgetting:
-        plain = Prompts(opened.tokenizer, template=None)
-        meter = measure_forgetting(scorer, plain.encode, adapters["base"], adapters["adapter"], listener)
-        result = dataclasses.replace(result, forgetting=meter)
+        result = dataclasses.replace(result, forgetting=_meter(models))
     result = dataclasses.replace(result, gate=judge(wanted, result))
     for note in result.notes:
         listener(Note(note))
@@ -278,6 +276,12 @@ def _choices(file: _TestFile, questions: list[ChoiceQuestion], models: _Models, 
         intervals={name: difference.interval() for name, difference in compared.items()},
     )
     return _Tested(result, compared)
+
+
+def _meter(models: _Models) -> Forgetting:
+    plain = Prompts(models.tokenizer, template=None)
+    base, adapter = models.adapters["base"], models.adapters["adapter"]
+    return measure_forgetting(models.scorer, plain.encode, base, adapter, models.listener)
 
 
 def _combined(tested: Sequence[_Tested]) -> Evaluation:

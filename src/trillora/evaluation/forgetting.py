@@ -2,11 +2,11 @@
 
 `forgetting` is accuracy lost: the base's accuracy on 72 easy general questions minus the adapter's, at least 0. It is
 an accuracy because that has a meaning of its own: 0.05 means that one general question in twenty is no longer answered.
-Beside it stands the KL divergence of the adapter from its base on general texts: it is much finer, and rises before
+With it comes the KL divergence of the adapter from its base on general texts: it is much finer, and rises before
 answers change, but no value of it is good or bad by itself.
 
 Both run without the chat template, so that the figures are about the model and not about its format of chats. The
-questions are asked as `Question: …\\nAnswer:`, and the likeliest choice is the answer (`choices`).
+questions are asked as `Question: …\\nAnswer:`, and the most likely choice is the answer (`choices`).
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _shared(files: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _file(found: dict[str, Any]) -> str:
-    """One of several files, folded; its first score stands in the summary."""
+    """One of several files, folded; its first score is in the summary."""
     of_base, of_adapter = mapping(found.get("base")), mapping(found.get("adapter"))
     every = shown_metrics(words(found.get("kind")))
     metrics = every[3:] or ("loss",)

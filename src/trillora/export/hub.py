@@ -82,11 +82,12 @@ def adapter_to_push(source: ExportSource, base: str | None = None) -> dict[str, 
             do="give the base model's name on the hub: --base ORG/NAME",
         )
     files: dict[str, File] = dict(_files_of(folder))
-    files[CONFIG_FILE] = (json.dumps({**config, "base_model_name_or_path": named}, indent=2) + "\n").encode()
+    changed = (json.dumps({**config, "base_model_name_or_path": named}, indent=2) + "\n").encode()
+    files[CONFIG_FILE] = changed
     card = folder / CARD_FILE
     if not card.is_file() or is_unedited(read_text(card, do="remove this file")):
         part = folder.name if folder.parent.name == "adapters" else None
-        files[CARD_FILE] = adapter_card(files[CONFIG_FILE], source.run, name=source.name, part=part).encode()
+        files[CARD_FILE] = adapter_card(changed, source.run, name=source.name, part=part).encode()
     if MARK in files:
         files[MARK] = _new_checksums(folder, files)
     return files

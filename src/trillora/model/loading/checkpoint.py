@@ -152,7 +152,7 @@ class Checkpoint:
 def _array(tensor: Stored) -> np.ndarray:
     """A whole tensor: integers as they are, others in float32."""
     with opened_file(tensor.file) as file:
-        found = file.get_tensor(tensor.name)
+        found: torch.Tensor = file.get_tensor(tensor.name)
         return (found.to(torch.float32, copy=True) if found.is_floating_point() else found.clone()).numpy()
 
 

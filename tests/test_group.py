@@ -84,6 +84,8 @@ def test_a_sweep_equals_single_runs(folder: Path, tmp_path: Path) -> None:
         assert_close(tmp_path / "together" / "adapters" / name, tmp_path / f"{rate}-{rank}" / "adapter")
         config = json.loads((tmp_path / "together" / "adapters" / name / "adapter_config.json").read_text())
         assert (config["r"], config["lora_alpha"]) == (rank, 8)
+        found = {file.name for file in (tmp_path / "together" / "adapters" / name).iterdir()}
+        assert {"README.md", "tokenizer.json", "chat_template.jinja", "checksums.json"} <= found
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def _sampled(logits_BV: jax.Array, cache: Any, rows: Rows) -> tuple[Rows, Writte
     return new, probabilities(logits_BV.astype(jnp.float32), jnp.where(alive, token, NOTHING), alive & rule.wants_top_B)
 
 
-def _key(seed: jax.Array, number: jax.Array, written: jax.Array) -> jax.Array:
+def _key(seed: jax.Array | int, number: jax.Array, written: jax.Array) -> jax.Array:
     """The same key as `sampling.token_keys`, so that a row draws what it would draw alone."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), written)
 

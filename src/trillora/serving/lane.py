@@ -179,7 +179,7 @@ class Lane:
         """Reads what was generated, up to the last call but one, or all. Frees the memory of an empty batch."""
         while len(self._unread) > (0 if all_calls else 1):
             told, placed, num_steps = self._unread.popleft()
-            host = Written(*(np.asarray(array) for array in told))
+            host = Written(*jax.device_get(tuple(told)))
             now = time.monotonic()
             if num_steps:
                 each = (now - self._last_read) / num_steps
@@ -275,7 +275,9 @@ class Lane:
         """Delivers the probabilities of the prompt's own tokens."""
         tokens = np.zeros((1, _prompt_slots(len(job.prompt))), np.int32)
         tokens[0, : len(job.prompt)] = job.prompt
-        told = Written(*map(np.asarray, program(self._base, self._adapter, jax.device_put(tokens, self._everywhere))))
+        told = Written(
+            *jax.device_get(tuple(program(self._base, self._adapter, jax.device_put(tokens, self._everywhere))))
+        )
         places = [divmod(i, SHORTEST_PROMPT) for i in range(len(job.prompt) - 1)]
         scored = (Chosen(job.prompt[0], None, ()), *(_chosen(told, place, job.num_top) for place in places))
         job.receive(Piece(prompt=scored, finish="length" if job.max_tokens == 0 else None))

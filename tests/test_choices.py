@@ -186,7 +186,8 @@ def test_an_answer_is_an_index_a_letter_or_a_text(tmp_path: Path) -> None:
     rows += [{"prompt": "?", "choices": ["B", "A"], "answer": "A"}]  # a text comes before a letter
     read = read_choices(str(write(tmp_path / "a.jsonl", rows)))
     assert read == [ChoiceQuestion("?", ("x", "y", "z"), 1)] * 4 + [ChoiceQuestion("?", ("B", "A"), 1)]
-    assert read_choices(str(write(tmp_path / "b.jsonl", [{"text": "no"}]))) is None
+    for number, other in enumerate(([{"text": "no"}], ["no object"], [])):
+        assert read_choices(str(write(tmp_path / f"{number}.jsonl", list(other)))) is None
     assert [question.right for question in some_of([ChoiceQuestion("?", ("a",), n) for n in range(9)], 3)] == [0, 4, 8]
 
 

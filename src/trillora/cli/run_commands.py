@@ -141,10 +141,12 @@ def evaluate(
     as_json: JsonResult = False,
 ) -> None:
     """Evaluate a trained run and its base model on held-out rows."""
+    if harness is None and include_path is not None:
+        raise TrilloraError("--include-path is for --harness.", where="--include-path", do="name tasks with --harness")
     if harness is not None:
-        if data or gate or forgetting:
+        if data or gate or forgetting or stage:
             what = "--harness runs tasks with data of their own."
-            raise TrilloraError(what, where="--harness", do="leave out --data, --gate and --forgetting")
+            raise TrilloraError(what, where="--harness", do="leave out --data, --gate, --forgetting and --stage")
         _harness(
             run, harness, include_path, rows, not no_base, _adapter(adapter), _overrides(overrides, trust), as_json
         )

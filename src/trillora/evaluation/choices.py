@@ -50,7 +50,10 @@ class ChoiceQuestion:
 def read_choices(path: str, row_path: str | None = None) -> list[ChoiceQuestion] | None:
     """The questions of a data file, or None if its first row has no choices: then it is not multiple choice."""
     rows = _rows(path, row_path)
-    first = next(rows, None)
+    try:
+        first = next(rows, None)
+    except TrilloraError:
+        return None  # the reader of other rows says what is wrong, or skips the row if the recipe allows it
     if first is None or "choices" not in first[1]:
         return None
     limited = itertools.islice(itertools.chain([first], rows), MAX_QUESTIONS + 1)

@@ -195,7 +195,9 @@ def _open(
     )
     files = []
     for path, label, recipe in zip(paths, _labels(paths), recipes, strict=True):
-        questions = None if path is None else choices.read_choices(path, recipe.data.row_path)
+        questions = None
+        if path is not None and recipe.data.template is None:  # a template says itself what a row means
+            questions = choices.read_choices(path, recipe.data.row_path)
         if path is not None and questions is not None:
             files.append(_TestFile(path, label, recipe, choices.some_of(questions, max_rows)))
         else:

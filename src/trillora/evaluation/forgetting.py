@@ -36,7 +36,7 @@ def measure_forgetting(
     for name, tree in (("base", base), ("adapter", adapter)):
         found = scorer.continuations(asked, tree, label=f"General questions, {name}", listener=listener)
         sums[name] = accuracies(questions, answers_of(questions, found))
-    kl = scorer.divergence([tuple(encode(text)) for text in general_texts()], base, adapter)
+    kl = scorer.divergence([tuple(encode(text)) for text in general_texts()], base, adapter, listener)
     before, after = (sums[name]["choice_accuracy"].value for name in ("base", "adapter"))
     return Forgetting(
         base_accuracy=before,

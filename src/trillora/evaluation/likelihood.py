@@ -124,14 +124,18 @@ class TokenScorer:
             listener(Progress(label, len(asked), len(asked)))
         return [found[number] for number in range(len(asked))]
 
-    def divergence(self, texts: Sequence[tuple[int, ...]], first: Tree, second: Tree) -> NDArray[np.float64]:
+    def divergence(
+        self, texts: Sequence[tuple[int, ...]], first: Tree, second: Tree, listener: Listener = ignore_events
+    ) -> NDArray[np.float64]:
         """KL(first || second) of each predicted token of the texts, in nats, all in one array."""
         parts: list[NDArray[np.float64]] = []
         for group, batch in _groups(texts, self._batch_size):
+            listener(Progress("General texts", len(parts), len(texts)))
             program = self._divergences(self._chunk(batch))
             placed = put_batch(batch, self._generator.mesh)
             kl_BT = np.asarray(program((first, second), self._generator.base, placed), np.float64)
             parts += [kl_BT[row, : len(texts[number]) - 1] for row, number in enumerate(group)]
+        listener(Progress("General texts", len(texts), len(texts)))
         return np.concatenate(parts)
 
     def _chunk(self, batch: Arrays) -> int:

@@ -3,6 +3,7 @@ and PEFT."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,15 @@ def test_a_bad_question_is_refused_with_its_line(row: dict[str, Any], what: str,
     with pytest.raises(TrilloraError, match=what) as caught:
         read_choices(str(file))
     assert str(caught.value.where).endswith("bad.jsonl:2") and caught.value.do
+
+
+def test_harness_tasks_without_the_harness_name_the_command_to_install_it(run: Path) -> None:
+    result = CliRunner().invoke(app, ["eval", str(run), "--harness", "no_such_task"])
+    assert result.exit_code == 2
+    if importlib.util.find_spec("lm_eval") is None:
+        assert 'pip install "trillora[lm-eval]"' in result.stderr
+    for wrong in (["--harness", "a", "--gate", "loss<1"], ["--include-path", "."]):
+        assert CliRunner().invoke(app, ["eval", str(run), *wrong]).exit_code == 2
 
 
 def test_the_general_questions_are_sound() -> None:

@@ -95,8 +95,12 @@ def _serve(gguf: str, lora: str, num_tokens: int) -> None:
 
     def answer(question: dict[str, Any]) -> Any:
         if "prompt" in question:
+            # A stop token, or a part of a character, would give an answer without probabilities. So the answer is "a".
+            # The probabilities are of the unchanged logits all the same.
             options = {"n_predict": 1, "temperature": 0, "n_probs": 1 << 24, "cache_prompt": False}
-            result = server.handle_completions({"prompt": question["prompt"], **options})
+            result = server.handle_completions(
+                {"prompt": question["prompt"], "logit_bias": [[letter, 1000.0]], **options}
+            )
             top = result["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             return [(each["id"], each["logprob"]) for each in top]
         if "tokenize" in question:
@@ -107,6 +111,7 @@ def _serve(gguf: str, lora: str, num_tokens: int) -> None:
     def say(value: Any) -> None:
         print("@answer " + json.dumps(value), flush=True)
 
+    letter = post("/tokenize", {"content": "a", "add_special": False})["tokens"][-1]
     say("ready")
     for line in sys.stdin:
         say(answer(json.loads(line)))

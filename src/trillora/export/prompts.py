@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trillora.data.rendering.chat_templates import find_template
 from trillora.export.source import ExportSource
 from trillora.generation.prompts import Prompts, configured_stops
@@ -23,3 +25,12 @@ def prompts_of(source: ExportSource) -> Prompts:
     date = stages_of(source.recipe)[-1].recipe.data.template_date if source.recipe is not None else None
     stops = configured_stops(source.base.folder, source.base.config)
     return Prompts(source.base.tokenizer, template=template_of(source), template_date=date, stops=stops)
+
+
+def adds_bos(tokenizer: Any, prompts: Prompts) -> bool:
+    """Whether llama.cpp should add BOS to every text, chats too: it does both or neither. Where the tokenizer adds it
+    and the chat template does not, chats count."""
+    bos = [tokenizer.bos_token_id]
+    if tokenizer.bos_token_id is None or tokenizer("a")["input_ids"][:1] != bos:
+        return False
+    return not prompts.has_template or prompts.encode([{"role": "user", "content": "a"}])[:1] == bos

@@ -88,6 +88,10 @@ class Prompts:
         """The tokens of a text to continue, without a chat template."""
         return self._encode_script(self._rendered({"text": text}, "text"))[:-1]  # without the final EOS
 
+    def text(self, messages: Sequence[Message]) -> str:
+        """The prompt of a conversation, as the chat template writes it."""
+        return self._rendered({"messages": list(messages)}, PROMPT).text
+
     def _rendered(self, row: dict[str, Any], format: str) -> RenderedRow:
         outcome = self._outcome(row, format)
         if isinstance(outcome, BadRow):

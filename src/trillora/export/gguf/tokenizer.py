@@ -59,10 +59,10 @@ def tokenizer_metadata(
     *,
     template: str | None = None,
     stops: Iterable[int] = (),
-    chat_opening: list[int] | None = None,
+    adds_bos: bool,
 ) -> TokenizerMetadata:
     """`num_tokens`: rows of the embedding, each of which needs a token. `stops`: tokens that end an answer.
-    `chat_opening`: the first token of a chat, in training."""
+    `adds_bos`: whether BOS is put before every text."""
     described = _described(tokenizer)
     added = {int(token["id"]): token for token in described["added_tokens"]}
     words = _words(described["model"], added, num_tokens)
@@ -74,6 +74,7 @@ def tokenizer_metadata(
     beyond = sorted(id for id in [*described["model"]["vocab"].values(), *added] if id >= num_tokens)
     if beyond:
         notes.append(f"the model has no embedding for {len(beyond)} of the tokenizer's tokens; they are left out")
+    encoded = tokenizer("a")["input_ids"]
     result = {
         "model": values.pop("model"),
         "pre": values.pop("pre"),
@@ -81,12 +82,11 @@ def tokenizer_metadata(
         "token_type": [_type(id, words, added, described["model"], byte_fallback) for id in range(num_tokens)],
         **values,
         **_special_ids(tokenizer, num_tokens, stops),
+        "add_bos_token": adds_bos,
+        "add_eos_token": tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id],
     }
-    if chat_opening is not None and result["add_bos_token"] != (chat_opening == [result.get("bos_token_id")]):
-        # llama.cpp adds BOS to chats and other text alike, or to neither.
-        result["add_bos_token"] = not result["add_bos_token"]
-        added_or_not = "is" if result["add_bos_token"] else "is not"
-        notes.append(f"BOS {added_or_not} added to text, as in the chats of the training; the tokenizer differs")
+    if not adds_bos and tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id]:
+        notes.append("BOS is not added to text, because the chats of the training have none; the tokenizer adds it")
     keyed = {f"tokenizer.ggml.{key}": value for key, value in result.items()}
     if template is not None:
         keyed["tokenizer.chat_template"] = without_marks(template)
@@ -256,7 +256,7 @@ def _check_white_space(added: Iterable[Mapping[str, Any]], template: str | None)
 
 
 def _special_ids(tokenizer: Any, num_tokens: int, stops: Iterable[int]) -> dict[str, Any]:
-    """Ids of special tokens, and which of them are added to every text."""
+    """Ids of special tokens."""
     named = {"bos": "bos_token_id", "eos": "eos_token_id", "unknown": "unk_token_id", "padding": "pad_token_id"}
     found = {name: getattr(tokenizer, attribute, None) for name, attribute in named.items()}
     ids = {name: int(id) for name, id in found.items() if id is not None and 0 <= id < num_tokens}
@@ -267,7 +267,4 @@ def _special_ids(tokenizer: Any, num_tokens: int, stops: Iterable[int]) -> dict[
     result: dict[str, Any] = {f"{name}_token_id": id for name, id in ids.items()}
     if others:
         result["eot_token_id"] = others[0]
-    encoded = tokenizer("a")["input_ids"]
-    result["add_bos_token"] = "bos" in ids and encoded[:1] == [ids["bos"]]
-    result["add_eos_token"] = "eos" in ids and encoded[-1:] == [ids["eos"]]
     return result

@@ -23,7 +23,7 @@ from trillora.export.gguf.tensors import Planned, plan_tensors
 from trillora.export.gguf.tokenizer import TokenizerMetadata, tokenizer_metadata
 from trillora.export.merged import writing
 from trillora.export.merged_weights import MergedWeights
-from trillora.export.prompts import prompts_of, template_of
+from trillora.export.prompts import adds_bos, prompts_of, template_of
 from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
 
@@ -137,9 +137,12 @@ def _add(writer: Any, key: str, value: Value) -> None:
 
 def _tokenizer(source: ExportSource, num_tokens: int) -> TokenizerMetadata:
     template, prompts = template_of(source), prompts_of(source)
-    opening = prompts.encode([{"role": "user", "content": "a"}])[:1] if template is not None else None
     return tokenizer_metadata(
-        source.base.tokenizer, num_tokens, template=template, stops=prompts.stops, chat_opening=opening
+        source.base.tokenizer,
+        num_tokens,
+        template=template,
+        stops=prompts.stops,
+        adds_bos=adds_bos(source.base.tokenizer, prompts),
     )
 
 

@@ -144,6 +144,8 @@ def _compare(prompts: Prompts, bos: str, turns: Turns) -> None:
     text = [turns.opening, turns.request, *turns.user, *turns.assistant, *(turns.system or ())]
     if any("{{" in part or '"""' in part for part in text):
         raise _refused('it writes {{ or """')
+    if not all(letter.isprintable() or letter in "\n\t\r" for part in text for letter in part):
+        raise _refused("it writes invisible characters, which Ollama drops from a Modelfile")
 
 
 def default_system(prompts: Prompts, bos: str, turns: Turns) -> str | None:

@@ -45,7 +45,7 @@ def export_gguf(source: ExportSource, out: Path, *, type: str, listener: Listene
     with writing(out), new_folder(out) as folder:
         name, notes = write_model(source, folder, type=type, listener=listener)
         num_bytes = (folder / name).stat().st_size
-    return Exported(f"gguf-{type}", out, (name,), num_bytes, notes)
+    return Exported("gguf", out, (name,), num_bytes, notes)
 
 
 def write_model(source: ExportSource, folder: Path, *, type: str, listener: Listener) -> tuple[str, tuple[str, ...]]:

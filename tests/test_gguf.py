@@ -158,8 +158,9 @@ def test_each_quantized_tensor_is_within_the_error_of_its_type(type: str, tmp_pa
     with LlamaCpp(file) as llama:
         found_log = llama.log_probs(prompts)
     found_log -= np.log(np.exp(found_log).sum(-1, keepdims=True))  # their sum is 1 in float32 only
-    # llama.cpp also rounds activations, to 8 bits in blocks. In nats; a mistake in the layout of blocks gives several.
-    assert float((np.exp(expected_log) * (expected_log - found_log)).sum(-1).max()) < 0.01
+    # In nats. llama.cpp also rounds activations, to 8 bits in blocks, which gave up to 0.06 with these random weights.
+    # The weights before quantization are 1.6 away with q4_0.
+    assert float((np.exp(expected_log) * (expected_log - found_log)).sum(-1).max()) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_bad_types_and_values_leave_nothing_behind(tmp_path: Path, monkeypatch: 
     with pytest.raises(TrilloraError, match="not a type") as raised:
         export_gguf(source, tmp_path / "out", type="q3")
     assert "q4_k_m" in raised.value.do
-    for value, do in ((1e5, "bf16"), (np.nan, "diverged")):
+    for value, do in ((1e7, "bf16"), (np.nan, "diverged")):
         broken = {key: array.copy() for key, array in source.matrices.items()}
         next(iter(broken.values()))[0, 0] = value
         with pytest.raises(TrilloraError, match="cannot hold") as raised:

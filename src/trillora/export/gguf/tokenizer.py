@@ -43,7 +43,7 @@ SPLITS: dict[tuple[str, ...], str] = {
 # the same rule without that.
 WHOLE_WORDS = {"llama-bpe": "dbrx", "tekken": None}
 KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # the white space after them stays, in Phi-3
-APPROXIMATE = ("tekken", "gpt-4o")  # llama.cpp's rule knows upper and lower case of ASCII letters only
+APPROXIMATE = ("tekken", "gpt-4o")  # llama.cpp's rules know the case of ASCII letters only, and no combining marks
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _byte_level(described: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     if pre is None:
         raise _refused("it treats whole words of the vocabulary differently from llama.cpp")
     if pre in APPROXIMATE:
-        notes.append(f"llama.cpp's rule '{pre}' splits words with accented capital letters differently")
+        notes.append(f"llama.cpp's rule '{pre}' splits words with accented capitals or combining marks differently")
     merges = [" ".join(pair) for pair in _merges(described["model"])]
     return {"model": "gpt2", "pre": pre, "merges": merges}, notes
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +339,49 @@ def test_sizes_of_the_types() -> None:
 
     assert byte_shape((4, 64), GGMLQuantizationType.Q8_0) == (4, 68)
     assert byte_shape((4, 64), GGMLQuantizationType.F32) == (4, 256)
+
+
+SECOND_READER = """
+import json, sys
+from mistralrs import ChatCompletionRequest, Runner, Which
+
+folder, file, question = sys.argv[1:]
+runner = Runner(which=Which.GGUF(quantized_model_id=folder, quantized_filename=file))
+messages = [{"role": "user", "content": question}]
+request = ChatCompletionRequest(
+    model="default", messages=messages, max_tokens=8, logprobs=True, top_logprobs=5, temperature=0.0
+)
+answer = runner.send_chat_completion_request(request).choices[0]
+first = answer.logprobs.content[0].top_logprobs
+print("@answer " + json.dumps([answer.message.content, [(each.token, each.logprob) for each in first]]))
+"""
+
+
+@full_dose_only
+def test_a_second_reader_agrees_on_a_real_model(tmp_path: Path) -> None:
+    """mistral.rs reads GGUF with code of its own, in Rust: tokenizer, template, permutation and numbers."""
+    pytest.importorskip("mistralrs")
+    opened = OpenModel.open("smollm2", revision=None, trust_remote_code=False)
+    other, _ = source_of("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(opened.folder, dtype=torch.float32).eval()
+    target = "model.layers.0.self_attn.q_proj"
+    rng = np.random.default_rng(0)
+    a_RD, b_ER = (0.05 * rng.standard_normal(shape).astype(np.float32) for shape in ((4, 576), (576, 4)))
+    model.get_parameter(f"{target}.weight").data += torch.from_numpy(2 * b_ER @ a_RD)
+    spec = dataclasses.replace(other.spec, targets=(target,))
+    matrices = {f"{target}.lora_a": a_RD, f"{target}.lora_b": b_ER}
+    source = dataclasses.replace(other, base=opened, matrices=matrices, spec=spec)
+    file = exported(source, tmp_path / "out")
+    question = "What is the capital of France?"
+    command = [sys.executable, "-c", SECOND_READER, str(file.parent), file.name, question]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    text, first = json.loads(next(line for line in lines if line.startswith("@answer ")).removeprefix("@answer "))
+    chat = [{"role": "user", "content": question}]
+    ids = opened.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        answer = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
+    assert text == opened.tokenizer.decode(answer, skip_special_tokens=True)
+    expected = log_probs(model, [ids])[0]
+    assert len(first) == 5
+    for token, log_prob in first:
+        assert abs(expected[token] - log_prob) < 0.01  # float32 sums in another order, over 30 layers

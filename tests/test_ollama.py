@@ -22,7 +22,7 @@ from trillora.export.prompts import adds_bos
 from trillora.generation.prompts import Prompts
 from trillora.model.loading.source import find_model, load_tokenizer
 
-# Templates that write every message in the same way wherever it stands.
+# Templates that write every message in the same way at every place.
 WORK = (
     *("chatml", "chatml-marked", "llama3", "llama3-marked", "llama3-tools", "gemma", "gemma-marked", "mistral"),
     *("chatml-bare", "qwen3", "phi", "zephyr", "deepseek", "deepseek-r1"),

@@ -5,7 +5,7 @@
 
 Ollama writes prompts with a Go template. Without one in the Modelfile it guesses, and a model that gets other prompts
 than in training answers badly. So the Go template is learned from renderings of the tokenizer's own chat template: what
-stands before and after the messages of each role. Then both are compared on other conversations, and a template that
+it writes before and after the messages of each role. Then both are compared on other conversations, and a template that
 cannot be written this way is refused.
 
 The GGUF file is the merged model: Ollama can also add an adapter to a base, but then the result depends on which file
@@ -149,7 +149,7 @@ def _compare(prompts: Prompts, bos: str, turns: Turns) -> None:
 
 
 def default_system(prompts: Prompts, bos: str, turns: Turns) -> str | None:
-    """The system message that the template adds if there is none, if it can be told from the rest."""
+    """The system message that the template adds if there is none, if it can be separated from the rest."""
     if not turns.opening or turns.system is None or turns.is_joined:
         return None
     before, after = turns.system

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from trillora.events import Listener
     from trillora.export.source import Exported, ExportSource
 
-KINDS = ("merged", "hub")
+KINDS = ("merged", "gguf", "lora-gguf", "ollama", "hub")
+DEFAULT_TYPES = {"gguf": "f16", "ollama": "q8_0"}
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # short names for --to merged
 
 
@@ -32,7 +33,8 @@ def export(
         typer.Option(
             "--type",
             metavar="TYPE",
-            help="merged: float32, float16 or bfloat16 (default: that of the base).",
+            help="gguf, ollama: f16, q8_0, q4_0, … (default: f16 and q8_0). merged: float32, float16 or bfloat16 "
+            "(default: that of the base).",
         ),
     ] = None,
     adapter: Annotated[
@@ -47,7 +49,7 @@ def export(
     trust: TrustCode = False,
     as_json: JsonResult = False,
 ) -> None:
-    """Export an adapter: merged into its base model, or to the hub."""
+    """Export an adapter: merged into its base model, as GGUF, for Ollama, or to the hub."""
     if to not in KINDS:
         meant = nearest(to, KINDS)
         hint = f"did you mean '{meant}'? " if meant else ""
@@ -62,14 +64,30 @@ def export(
         from trillora.export.source import open_source
 
         source = open_source(name, adapter=adapter, base=base, overrides=_overrides(trust), listener=listener)
-        exported = _run(source, type, _folder(source, to, out), listener)
+        kind = f"gguf-{type or DEFAULT_TYPES['gguf']}" if to == "gguf" else to
+        exported = _run(source, to, type, _folder(source, kind, out), listener)
     _show(exported, as_json)
 
 
-def _run(source: ExportSource, type: str | None, out: Path, listener: Listener) -> Exported:
-    from trillora.export.merged import export_merged
+def _run(source: ExportSource, to: str, type: str | None, out: Path, listener: Listener) -> Exported:
+    if to == "merged":
+        from trillora.export.merged import export_merged
 
-    return export_merged(source, out, dtype=DTYPES.get(type, type) if type else None, listener=listener)
+        return export_merged(source, out, dtype=DTYPES.get(type, type) if type else None, listener=listener)
+    if to == "gguf":
+        from trillora.export.gguf.write import export_gguf
+
+        return export_gguf(source, out, type=type or DEFAULT_TYPES[to], listener=listener)
+    if to == "ollama":
+        from trillora.export.ollama import export_ollama
+
+        return export_ollama(source, out, type=type or DEFAULT_TYPES[to], listener=listener)
+    assert to == "lora-gguf"
+    if type not in (None, "f32"):
+        raise TrilloraError("A LoRA file has the type f32.", where="--type", do="remove --type")
+    from trillora.export.gguf.lora import export_lora_gguf
+
+    return export_lora_gguf(source, out, listener=listener)
 
 
 def _to_hub(

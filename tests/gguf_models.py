@@ -165,6 +165,8 @@ def adapted(model: Any, **options: Any) -> Any:
         for name, parameter in result.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
+            elif parameter.requires_grad and "lora_A" not in name:  # magnitudes, rows of tokens, whole modules
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     return result.eval()
 
 

@@ -189,6 +189,28 @@ def test_base_and_lora_file_compute_what_peft_computes(name: str, options: dict[
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+        slow_case({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+def test_other_parts_of_an_adapter_are_merged(options: dict[str, Any], tmp_path: Path) -> None:
+    source, model = source_of("llama", tmp_path, **options)
+    prompts = [*prompts_for("llama"), [3, 5, 7]]
+    assert difference(exported(source, tmp_path / "out"), log_probs(model, prompts), prompts) < SAME
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+def test_a_head_that_llama_cpp_would_not_read_is_refused(tmp_path: Path) -> None:
+    source, _ = source_of("gemma2", tmp_path, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(TrilloraError, match="head of this model has weights of its own"):
+        export_gguf(source, tmp_path / "out", type="f16")
+
+
+@pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"use_dora": True}, "DoRA"),

@@ -102,6 +102,12 @@ def plan_tensors(family: Family, config: Any, weights: Weights) -> list[Planned]
     if getattr(config, "tie_word_embeddings", False) and not getattr(weights, "is_untied", False):
         # Some checkpoints store a tied head again. llama.cpp uses the embedding where there is no head.
         plan = [each for each in plan if each.name != "output.weight"]
+    if family.is_tied and any(each.name == "output.weight" for each in plan):
+        raise TrilloraError(
+            f"The head of this model has weights of its own, and llama.cpp has none in the family {family.title}.",
+            where="lm_head",
+            do=OTHER_WAY,
+        )
     return plan
 
 

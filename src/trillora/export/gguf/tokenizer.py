@@ -87,6 +87,8 @@ def tokenizer_metadata(
     }
     if not adds_bos and tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id]:
         notes.append("BOS is not added to text, because the chats of the training have none; the tokenizer adds it")
+    if len(set(result["tokens"])) != num_tokens:
+        raise _refused("two of its tokens have the same text")
     keyed = {f"tokenizer.ggml.{key}": value for key, value in result.items()}
     if template is not None:
         keyed["tokenizer.chat_template"] = without_marks(template)

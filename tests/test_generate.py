@@ -329,7 +329,7 @@ def test_a_conversation_has_memory_until_reset_and_ends(trained: Generator) -> N
     assert text.startswith(GREETING) and text.endswith("Bye.\n") and "Conversation cleared." in text
     answer = "".join(trained.stream("What is 3 plus 4?", max_tokens=6))
     assert text.count(f"\n{answer}\n") == 2  # the same question after /reset has the same answer
-    assert "exceed the limit of" in text  # reported, and the conversation continues to /quit
+    assert "the model's limit, with the answer, is 256." in text  # reported, and the conversation continues to /quit
     assert first != second
 
 

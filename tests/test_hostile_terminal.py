@@ -50,6 +50,7 @@ class FakeGenerator:
 
     answer = HOSTILE
     prompts = SimpleNamespace(has_template=True)
+    longest = None
     seen: ClassVar[list[Any]] = []
 
     @classmethod

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -86,7 +88,7 @@ def chat(
     quantize: QuantizeBase = None,
     trust: TrustCode = False,
 ) -> None:
-    """Chat with a trained run or a model."""
+    """Chat with a trained run or a model. Commands such as /compare are listed by /help."""
     with progress_on_stderr() as listener:
         from trillora.engine.sampling import Sampling
         from trillora.generation.chat import converse
@@ -105,9 +107,16 @@ def chat(
         check_text(line, "This line")
         return line
 
+    def width() -> int | None:
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # refused by `ask`
-    converse(generator, ask, say, max_tokens=max_tokens, sampling=Sampling(temperature, top_p, seed=seed))
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  (arrow keys and earlier lines in `input`)
+    sampling = Sampling(temperature, top_p, seed=seed)
+    converse(generator, ask, say, max_tokens=max_tokens, sampling=sampling, width=width)
 
 
 def evaluate(

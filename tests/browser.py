@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class Browser:
         os.close(by_browser)
         self.console: list[str] = []
         self.requested: list[str] = []
+        self.posted: list[str] = []  # bodies
         self.downloads = folder / "downloads"
         self._rest, self._number, self._session = b"", 0, ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -87,6 +89,11 @@ class Browser:
             self._process.wait()
 
     def open(self, url: str) -> None:
+        """Opens a page. Nothing that an earlier page did is in `console`, `requested` and `posted`."""
+        self.call("Page.navigate", url="about:blank")
+        self.wait_until("document.readyState === 'complete' && location.href === 'about:blank'")
+        for noted in (self.console, self.requested, self.posted):
+            noted.clear()
         self.call("Page.navigate", url=url)
         self.wait_until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
@@ -137,6 +144,32 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", **same, **({"text": "\r"} if key == "Enter" else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **same)
 
+    def downloaded(self, name: str) -> Path:
+        """A file that the page has saved, once it is complete."""
+        end = time.monotonic() + PATIENCE
+        while not (self.downloads / name).exists():
+            assert time.monotonic() < end, list(self.downloads.iterdir())
+            time.sleep(0.02)
+        return self.downloads / name
+
+    def frame_text(self) -> str:
+        """All text in the frames of the page. A frame without scripts has a process of its own."""
+
+        def texts(node: dict[str, Any]) -> Iterator[str]:
+            yield node["nodeValue"]
+            for inner in node.get("children", ()):
+                yield from texts(inner)
+
+        page, found = self._session, []
+        for target in self.call("Target.getTargets")["targetInfos"]:
+            if target["type"] == "iframe":
+                self._session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)[
+                    "sessionId"
+                ]
+                found += texts(self.call("DOM.getDocument", depth=-1)["root"])
+                self._session = page
+        return " ".join(found)
+
     def screenshot(self, file: Path) -> Path:
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
         return file
@@ -164,6 +197,7 @@ class Browser:
                 self.console.append(f"{found['entry']['text']} {found['entry'].get('url', '')}")
             case {"method": "Network.requestWillBeSent", "params": found}:
                 self.requested.append(found["request"]["url"])
+                self.posted += [found["request"]["postData"]] if "postData" in found["request"] else []
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:

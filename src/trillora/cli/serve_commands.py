@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import trillora
 from trillora.cli.options import OnlyBase, Overrides, QuantizeBase, RunOrModel, TrustCode, number_parser
 from trillora.cli.output import progress_on_stderr
 from trillora.errors import TrilloraError
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     import socket
 
     from trillora.serving.served import Service
-
-PAGE = Path(trillora.__file__).parent / "serving" / "page"  # the files of the web page
 
 
 def serve(
@@ -89,16 +86,21 @@ def serve(
                 max_waiting=queue,
                 listener=listener,
             )
-        _run(service, opened, host, key, with_page=page)
+        _run(service, opened, host, key, page_title=Path(name).absolute().name if page else None)
 
 
-def _run(service: Service, opened: socket.socket, host: str, key: str | None, *, with_page: bool) -> None:
+def _run(service: Service, opened: socket.socket, host: str, key: str | None, *, page_title: str | None) -> None:
     import asyncio
 
     from trillora.serving.app import App, is_loopback
+    from trillora.serving.page.build import chat_page
     from trillora.serving.server import Server
 
-    app = App(service, key=key, only_loopback=is_loopback(host), page=PAGE if with_page else None)
+    page = None
+    if page_title is not None:
+        has_report = service.report is not None and service.report.is_file()
+        page = chat_page(page_title, needs_key=key is not None, has_report=has_report)
+    app = App(service, key=key, only_loopback=is_loopback(host), page=page)
     server, engine = Server(app, service.engine, opened), service.engine
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{opened.getsockname()[1]}"
@@ -107,7 +109,8 @@ def _run(service: Service, opened: socket.socket, host: str, key: str | None, *,
         print(f"Models: {', '.join(service.models)}")
         print(f"Up to {engine.num_rows} answers at the same time, each of at most {engine.max_length} tokens.")
         print(
-            f"Serving at {address}/v1" + (f", page at {address}/" if with_page else "") + "  (Ctrl+C stops)", flush=True
+            f"Serving at {address}/v1" + (f", page at {address}/" if page is not None else "") + "  (Ctrl+C stops)",
+            flush=True,
         )
 
     asyncio.run(server.run_until_stopped(say))

@@ -12,7 +12,6 @@ import hmac
 import ipaddress
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +22,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route, Router
 
 from trillora.serving.completions import RETRY_SECONDS, Completions
+from trillora.serving.page.build import HEADERS
 from trillora.serving.protocol import HttpError
 from trillora.serving.served import Service
 from trillora.serving.stream import ClientGone, Receive, Send, as_json
@@ -30,10 +30,9 @@ from trillora.serving.stream import ClientGone, Receive, Send, as_json
 MAX_BODY_BYTES = 4 << 20
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: clients read the answer only after they have sent it
 BODY_SECONDS = 30.0
-# A page may load only its own files, and no other site may show it in a frame.
-FILE_HEADERS = {
-    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self' "
-    "'unsafe-inline'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
+# The report has no scripts and makes no requests, and no site may show it in a frame.
+REPORT_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
@@ -47,7 +46,7 @@ class App:
     machine under another name, as those of a web page do that has changed its own address (DNS rebinding)."""
 
     def __init__(
-        self, service: Service, *, key: str | None = None, only_loopback: bool = True, page: Path | None = None
+        self, service: Service, *, key: str | None = None, only_loopback: bool = True, page: str | None = None
     ) -> None:
         self._service, self._key, self._only_loopback = service, key, only_loopback
         self._page, self._created = page, int(time.time())
@@ -61,7 +60,6 @@ class App:
             Route("/v1/completions", _Post(self, self._completions.complete), methods=["POST"]),
             Route("/report", self._report),
             Route("/", self._show_page),
-            Route("/{file}", self._show_page),
         ]
         self._router = Router(routes)
 
@@ -136,15 +134,12 @@ class App:
         report = self._service.report
         if report is None or not report.is_file():
             raise HttpError(404, "There is no report: this is not a run, or it has no report.html.")
-        return FileResponse(report, headers=FILE_HEADERS)
+        return FileResponse(report, headers=REPORT_HEADERS)
 
     async def _show_page(self, request: Request) -> Response:
-        name = request.path_params.get("file", "index.html")
-        file = self._page / name if self._page is not None else None
-        # The router passes one part of a path, so the name has no slash.
-        if file is None or name.startswith(".") or not file.is_file():
-            raise HttpError(404, f"There is nothing at {request.url.path}.")
-        return FileResponse(file, headers=FILE_HEADERS)
+        if self._page is None:
+            raise HttpError(404, "There is no page here: start the server with --page.")
+        return Response(self._page, headers=HEADERS)
 
     async def answer(self, how: Answer, receive: Receive, send: Send) -> Response | None:
         """Reads and answers a request, unless more are open than the engine can queue."""

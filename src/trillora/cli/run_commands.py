@@ -88,7 +88,10 @@ def chat(
     quantize: QuantizeBase = None,
     trust: TrustCode = False,
 ) -> None:
-    """Chat with a trained run or a model. Commands such as /compare are listed by /help."""
+    """Chat with a trained run or a model.
+
+    /help lists the commands of the chat: /compare, /system, /save and others.
+    """
     with progress_on_stderr() as listener:
         from trillora.engine.sampling import Sampling
         from trillora.generation.chat import converse

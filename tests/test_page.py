@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trillora.data.rendering.formats import convert, detect
 from trillora.report.run.write import write_report
 from trillora.serving.app import App
-from trillora.serving.page.build import HEADERS, chat_page
+from trillora.serving.page.build import chat_page
 from trillora.serving.served import open_service
 from trillora.serving.server import Server, open_socket
 
@@ -305,10 +305,11 @@ def test_the_browser_of_these_tests_reports_scripts_and_requests(chromium: Brows
 
 
 def test_the_policy_allows_exactly_the_one_script() -> None:
-    page = chat_page("{{script}}", needs_key=False, has_report=False)
+    made = chat_page("{{script}}", needs_key=False, has_report=False)
+    page = made.html
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    for policy in (HEADERS["Content-Security-Policy"], re.findall(r'content="(default-src[^"]*)"', page)[0]):
+    for policy in (made.headers["Content-Security-Policy"], re.findall(r'content="(default-src[^"]*)"', page)[0]):
         assert f"script-src 'sha256-{digest}';" in policy and "default-src 'none';" in policy
     assert page.count("<h1>{{script}}</h1>") == 1  # a title is only a title
     assert "http:" not in page and "https:" not in page and not re.search(r"\son\w+=", page)
@@ -319,7 +320,7 @@ def test_the_page_needs_no_key_and_is_there_only_if_asked_for(served: Served) ->
     for url in served.urls:
         with urllib.request.urlopen(url) as answer:
             assert answer.headers["content-type"] == "text/html; charset=utf-8"
-            assert answer.headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
+            assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
             assert KEY not in answer.read().decode()
     said: list[dict[str, Any]] = []
 

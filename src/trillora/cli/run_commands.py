@@ -115,9 +115,9 @@ def chat(
 
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # refused by `ask`
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        with suppress(ImportError):
-            import readline  # noqa: F401  (arrow keys and earlier lines in `input`)
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            with suppress(ImportError):
+                import readline  # noqa: F401  (arrow keys and earlier lines in `input`)
     sampling = Sampling(temperature, top_p, seed=seed)
     converse(generator, ask, say, max_tokens=max_tokens, sampling=sampling, width=width)
 

@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route, Router
 
 from trillora.serving.completions import RETRY_SECONDS, Completions
-from trillora.serving.page.build import HEADERS
+from trillora.serving.page.build import Page
 from trillora.serving.protocol import HttpError
 from trillora.serving.served import Service
 from trillora.serving.stream import ClientGone, Receive, Send, as_json
@@ -46,7 +46,7 @@ class App:
     machine under another name, as those of a web page do that has changed its own address (DNS rebinding)."""
 
     def __init__(
-        self, service: Service, *, key: str | None = None, only_loopback: bool = True, page: str | None = None
+        self, service: Service, *, key: str | None = None, only_loopback: bool = True, page: Page | None = None
     ) -> None:
         self._service, self._key, self._only_loopback = service, key, only_loopback
         self._page, self._created = page, int(time.time())
@@ -139,7 +139,7 @@ class App:
     async def _show_page(self, request: Request) -> Response:
         if self._page is None:
             raise HttpError(404, "There is no page here: start the server with --page.")
-        return Response(self._page, headers=HEADERS)
+        return Response(self._page.html, headers=self._page.headers)
 
     async def answer(self, how: Answer, receive: Receive, send: Send) -> Response | None:
         """Reads and answers a request, unless more are open than the engine can queue."""

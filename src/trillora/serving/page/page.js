@@ -248,6 +248,7 @@ function fillModels(ids) {
   right.replaceChildren(option(NONE, "no second model"), ...ids.map((id) => option(id)));
   right.value = ids[1] ?? NONE;
   right.closest("label").hidden = ids.length < 2;
+  left.closest(".models").hidden = false;
   showState();
 }
 
@@ -317,7 +318,9 @@ $("key-form").addEventListener("submit", async (event) => {
   $("key-dialog").close();
   showView();
 });
-$("key-dialog").addEventListener("cancel", (event) => event.preventDefault());
+$("key-dialog").addEventListener("close", () => {
+  if (!key) askForKey(""); // nothing works without it
+});
 window.addEventListener("hashchange", showView);
 
 $("tabs").hidden = document.body.dataset.hasReport !== "true";

@@ -160,7 +160,9 @@ function showRound(round) {
     copy.addEventListener("click", () => copyText(answer.text, copy));
     text.dir = "auto";
     text.append(""); // the text node that grows
-    head.append(element("b", "", answer.model), figures, copy);
+    const name = element("b", "", answer.model.split("/").pop()); // without the owner of a hub id
+    name.title = visible(answer.model);
+    head.append(name, figures, copy);
     box.append(head, text);
     answers.append(box);
     return { box, text, figures, copy };

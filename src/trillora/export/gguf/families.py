@@ -37,7 +37,6 @@ class Family:
     soft_caps: tuple[str, ...] = ()  # options with a cap that must be there: llama.cpp has its own default
     may_cap: bool = False  # the final soft cap may be there
     scaled_by_width: int | None = None  # number of layers for which the attention scale is hidden_size / heads
-    is_tied: bool = False  # llama.cpp reads no head, only the embedding
     head_is_width: bool = False  # head_dim must be hidden_size / heads
     assumes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # option -> values that llama.cpp assumes
     wrappers: tuple[str, ...] = ()  # multimodal model types whose text part can be written
@@ -57,7 +56,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen 3", "qwen3", rope_types=_SCALED),
     "qwen3_moe": Family("Qwen 3 MoE", "qwen3moe", rope_types=_SCALED, assumes={**_EXPERTS, "norm_topk_prob": (True,)}),
     # Released configs of Gemma 1 say gelu. The model was trained with the tanh form, which llama.cpp uses.
-    "gemma": Family("Gemma", "gemma", (*_TANH, "gelu"), norm_offset=1.0, is_tied=True, assumes=_CAUSAL),
+    "gemma": Family("Gemma", "gemma", (*_TANH, "gelu"), norm_offset=1.0, assumes=_CAUSAL),
     "gemma2": Family(
         "Gemma 2",
         "gemma2",
@@ -66,7 +65,6 @@ FAMILIES: dict[str, Family] = {
         window=True,
         soft_caps=("attn_logit_softcapping", "final_logit_softcapping"),
         scaled_by_width=46,
-        is_tied=True,
         assumes=_CAUSAL,
     ),
     "gemma3_text": Family(

@@ -33,6 +33,8 @@ MAX_CHUNK = 1 << 26  # values that are read and converted at a time: 256 MiB in 
 class Weights(Protocol):
     """The part of `MergedWeights` that is used here."""
 
+    is_untied: bool  # the adapter gave the head weights of its own
+
     @property
     def names(self) -> tuple[str, ...]: ...
     @property
@@ -85,10 +87,11 @@ def plan_tensors(family: Family, config: Any, weights: Weights) -> list[Planned]
     find = name_finder(family, config.num_hidden_layers)
     plan: list[Planned] = []
     experts: dict[tuple[str, str], dict[int, Part]] = defaultdict(dict)
+    is_tied = getattr(config, "tie_word_embeddings", False) and not weights.is_untied
     for stored in weights.names:
         name = text_name(stored)
-        if name is None:
-            continue
+        if name is None or (is_tied and name == "lm_head.weight"):
+            continue  # some checkpoints store a tied head again; llama.cpp uses the embedding where there is no head
         if match := _EXPERT.search(name):
             experts[match[1], _EXPERT_KIND.get(match[3], match[3])][int(match[2])] = Part(stored)
         elif match := _FUSED.search(name):
@@ -99,15 +102,6 @@ def plan_tensors(family: Family, config: Any, weights: Weights) -> list[Planned]
         ordered = tuple(parts[number] for number in range(len(parts)))
         shape = (len(ordered), *weights.shape(ordered[0].stored))
         plan.append(Planned(f"blk.{layer}.ffn_{kind}_exps.weight", shape, ordered))
-    if getattr(config, "tie_word_embeddings", False) and not getattr(weights, "is_untied", False):
-        # Some checkpoints store a tied head again. llama.cpp uses the embedding where there is no head.
-        plan = [each for each in plan if each.name != "output.weight"]
-    if family.is_tied and any(each.name == "output.weight" for each in plan):
-        raise TrilloraError(
-            f"The head of this model has weights of its own, and llama.cpp has none in the family {family.title}.",
-            where="lm_head",
-            do=OTHER_WAY,
-        )
     return plan
 
 

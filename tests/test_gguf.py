@@ -43,8 +43,11 @@ CHAT = [
     {"role": "assistant", "content": "The capital of France is Paris."},
     {"role": "user", "content": "add(a, b)\n  twice,  please"},
 ]
-# Every family once; their variants at full dose.
-VARIANTS = {"llama-biases", "llama-linear", "llama-yarn", "qwen2-yarn", "qwen2_moe", "gemma"}
+# Every architecture of llama.cpp once; variants at full dose.
+VARIANTS = {
+    *("llama-wide", "llama-biases", "llama-linear", "llama-yarn", "mistral", "qwen2-yarn", "qwen2_moe", "qwen3"),
+    *("gemma", "phi3"),
+}
 
 
 def difference(gguf: Path, expected: np.ndarray, prompts: list[list[int]], **options: Any) -> float:
@@ -134,7 +137,7 @@ def dequantized(model: Any, file: Path, source: ExportSource) -> Any:
     return plain
 
 
-@pytest.mark.parametrize("type", [slow_case(type) if type in ("bf16", "q5_0", "q4_1") else type for type in TYPES])
+@pytest.mark.parametrize("type", [type if type in ("q8_0", "q4_0", "q4_k_m") else slow_case(type) for type in TYPES])
 def test_each_quantized_tensor_is_within_the_error_of_its_type(type: str, tmp_path: Path) -> None:
     source, model = source_of("llama-wide", tmp_path)
     file = exported(source, tmp_path / "out", type)

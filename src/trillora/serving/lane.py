@@ -22,7 +22,7 @@ from trillora.engine.rows import NOTHING, Rows, Written
 from trillora.errors import TrilloraError, as_error
 from trillora.model.layout import Tree
 from trillora.serving.job import Chosen, Finish, Job, Piece
-from trillora.serving.programs import SHORTEST_PROMPT, TOKENS_PER_CALL, Programs, Shape, rule_of
+from trillora.serving.programs import SCORED_AT_ONCE, SHORTEST_PROMPT, TOKENS_PER_CALL, Programs, Shape, rule_of
 from trillora.serving.text import AnswerText
 
 SECONDS_PER_CALL = 0.04  # a call generates as many tokens as fit, so that text arrives evenly and others can join
@@ -278,7 +278,7 @@ class Lane:
         told = Written(
             *jax.device_get(tuple(program(self._base, self._adapter, jax.device_put(tokens, self._everywhere))))
         )
-        places = [divmod(i, SHORTEST_PROMPT) for i in range(len(job.prompt) - 1)]
+        places = [divmod(i, SCORED_AT_ONCE) for i in range(len(job.prompt) - 1)]
         scored = (Chosen(job.prompt[0], None, ()), *(_chosen(told, place, job.num_top) for place in places))
         job.receive(Piece(prompt=scored, finish="length" if job.max_tokens == 0 else None))
 
@@ -292,8 +292,11 @@ def _chosen(told: Written, at: tuple[int, int], num_top: int) -> Chosen:
 
 
 def _prompt_slots(length: int) -> int:
+    """64, 96, 128, 192, …: at most a third is padding if the prompt is not shorter than the shortest of them."""
     slots = SHORTEST_PROMPT
     while slots < length:
+        if slots * 3 // 2 >= length:
+            return slots * 3 // 2
         slots *= 2
     return slots
 

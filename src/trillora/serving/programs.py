@@ -3,8 +3,10 @@
 A batch has a shape, (rows, slots). It grows and shrinks in few sizes, so few programs exist: with at most 32 rows and
 2048 slots these are
 
-    prefill   1 row, 64 to 2048 prompt slots         6 programs
-    advance   1, 4, 16 or 32 rows, 256 to 2048 slots  16 programs, each of them only when it is first needed
+    prefill   1 row, 64, 96, 128, 192, … 2048 prompt slots   11 programs
+    advance   1, 4, 16 or 32 rows, 256 to 2048 slots         16 programs
+
+each of them only when it is first needed.
 
 `insert` puts a prefilled row into a batch, and `reshape` copies rows to a batch of another shape; they contain no
 model, so they are small. `score` gives the probabilities of a prompt's own tokens.
@@ -35,6 +37,7 @@ from trillora.model.layout import Tree
 from trillora.serving.job import Job
 
 SHORTEST_PROMPT = 64  # slots
+SCORED_AT_ONCE = 32  # tokens whose logits are in memory; divides all lengths of prompts
 FEWEST_SLOTS = 256
 TOKENS_PER_CALL = 16  # at most, before the host reads them
 
@@ -147,7 +150,7 @@ class Programs:
         model = self._decoder.model
 
         def score(base: Tree, adapter: Tree, tokens: Any) -> Written:
-            next_tokens = jnp.roll(tokens[0], -1).reshape(-1, SHORTEST_PROMPT)
+            next_tokens = jnp.roll(tokens[0], -1).reshape(-1, SCORED_AT_ONCE)
 
             def of_chunk(logits: jax.Array, chosen: jax.Array) -> Written:
                 return probabilities(logits.astype(jnp.float32), chosen, chosen >= 0)

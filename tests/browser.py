@@ -152,7 +152,13 @@ class Browser:
             time.sleep(0.02)
         return self.downloads / name
 
-    def frame_text(self) -> str:
+    def wait_for_frame_text(self, words: str) -> None:
+        end = time.monotonic() + PATIENCE
+        while words not in (found := self._frame_text()):
+            assert time.monotonic() < end, found[:2000]
+            time.sleep(0.05)
+
+    def _frame_text(self) -> str:
         """All text in the frames of the page. A frame without scripts has a process of its own."""
 
         def texts(node: dict[str, Any]) -> Iterator[str]:

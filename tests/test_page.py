@@ -245,7 +245,7 @@ def test_a_refused_request_is_shown_in_its_column_and_the_chat_continues(browser
 def test_the_report_of_the_run_opens_without_scripts(browser: Browser) -> None:
     browser.click("#tabs a[href='#report']")
     browser.wait_until("document.getElementById('report-note').hidden")
-    assert "Answers before and after" in browser.frame_text()
+    browser.wait_for_frame_text("Answers before and after")
     assert not browser.evaluate("document.getElementById('report').sandbox.length")
     browser.click("#tabs a[href='#chat']")
     browser.wait_until("document.getElementById('report-view').hidden")

@@ -2,9 +2,9 @@
 
 A command reads its arguments and calls the library. It imports what it needs when it runs, so that `--help` is fast.
 Everything that is printed passes `guarded_output`. Errors are printed without a traceback; `--traceback` shows it.
-Exit codes: 0 success, 1 preflight says NO-GO, 2 an error that the user can fix, 3 a condition of `trillora eval --gate`
-does not hold, 70 a bug of Trillora, 75 a run was saved before its end and resumes with the same command, 76 a run
-diverged, 130 interrupted.
+Exit codes: 0 success, 1 preflight says NO-GO or a certificate failed, 2 an error that the user can fix, 3 a condition
+of `trillora eval --gate` does not hold, 70 a bug of Trillora, 75 a run was saved before its end and resumes with the
+same command, 76 a run diverged, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import typer
 import trillora
 from trillora.cli import (
     adapter_commands,
+    certify_commands,
     export_commands,
     recipe_commands,
     run_commands,
@@ -74,6 +75,8 @@ app.command()(serve_commands.serve)
 app.command("eval")(run_commands.evaluate)
 app.command()(adapter_commands.merge)
 app.command()(export_commands.export)
+app.command()(certify_commands.certify)
+app.command()(certify_commands.verify)
 app.command()(setup_commands.quickstart)
 app.command()(setup_commands.doctor)
 app.command()(run_commands.report)

@@ -55,7 +55,8 @@ class Prompts:
         self._one_at_a_time = threading.Lock()
         weakref.finalize(self, self._worker.close)
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        self.stops = tuple(sorted({*stops, *own, *self._stop_of_template()}))
+        self.template_stops = self._stop_of_template()
+        self.stops = tuple(sorted({*stops, *own, *self.template_stops}))
 
     def with_template(self, template: str | None) -> Prompts:
         """The same tokenizer and stop tokens with another chat template."""

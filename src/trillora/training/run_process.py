@@ -24,11 +24,10 @@ from trillora.events import Alarm, Listener, Note
 from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
 from trillora.files.checkpoints import Checkpoints
-from trillora.files.digests import text_digest
 from trillora.files.storage import LocalStorage
 from trillora.model.layout import Layout, Tree, stored_weights
 from trillora.model.limits import check_rows
-from trillora.model.loading.digest import weights_digest
+from trillora.model.loading.digest import tokenizer_digest, weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.resolve import ResolvedRecipe, keep_dates, keep_fixed
@@ -145,7 +144,7 @@ class RunProcess:
             for stage in stages_of(recipe):
                 check_rows(opened.config, stage.recipe.train.sequence_length, stage.recipe.data.pack)
                 stages.append(read_stage(stage, opened.tokenizer, self._listener))
-            identity = {"model": weights.result(), "tokenizer": _tokenizer_digest(opened.tokenizer)}
+            identity = {"model": weights.result(), "tokenizer": tokenizer_digest(opened.tokenizer)}
         for data in stages:
             identity |= data.identity()
         self._start = open_start(self._recipe.lora, opened.base_name, self._listener)
@@ -183,11 +182,6 @@ class RunProcess:
                 where=self._checkpoints.where(0).rpartition("/")[0],
                 do="free some space there and run the same command again: it resumes from the last checkpoint",
             )
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    return text_digest(tokenizer.backend_tokenizer.to_str() + template)
 
 
 def peak_seconds_per_token(layout: Layout, devices: list[Any]) -> float:

@@ -1,4 +1,4 @@
-"""One digest of a model: its weights, its configuration and the code it needs. A run is tied to it."""
+"""Digests that tie a run to its model: one of the weights, configuration and code, one of the tokenizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from trillora.errors import TrilloraError
 from trillora.files.digests import file_digest, text_digest
@@ -24,6 +25,12 @@ def weights_digest(folder: Path, files: Iterable[Path]) -> str:
         digests = list(pool.map(_file_digest, described))
     text = json.dumps([[_name(file, folder), digest] for file, digest in zip(described, digests, strict=True)])
     return text_digest(text)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Of everything that decides the tokens of a text or a conversation."""
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    return text_digest(tokenizer.backend_tokenizer.to_str() + template)
 
 
 def _name(file: Path, folder: Path) -> str:

@@ -1,0 +1,1 @@
+"""Proofs that an adapter or an export is what was trained."""

@@ -1,0 +1,264 @@
+"""Checks of an adapter against its run and its base: the same weights, the same options, sane sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from trillora.certify.certificate import Check, Layer, Status
+from trillora.certify.subject import NotHere, Subject, Trained, scale_of
+from trillora.files.read_json import read_json
+from trillora.model.adapter_parameters import EMBEDDING_A, EMBEDDING_B, LORA_A, LORA_B
+from trillora.model.adapters import CONFIG_FILE, load_adapter
+from trillora.model.loading.source import EMBEDDED, base_name, weight_files
+from trillora.model.loading.tensor_files import opened
+from trillora.model.lora_spec import LoraSpec
+
+LARGEST_SCALE = 100.0  # of B A; usual ones are 0.5 to 16
+RETRAIN = "copy the adapter from its run again; the run's training command writes it again from the checkpoint"
+
+
+def check_trained(subject: Subject) -> Iterator[Check]:
+    """Whether the adapter is what the run trained, on the base that the run used."""
+    adapter = subject.adapter
+    assert adapter is not None
+    spec, matrices = load_adapter(adapter)
+    trained = subject.trained
+    if trained.is_from_run:
+        yield _same_arrays(matrices, trained)
+        yield _same_options(spec, trained.spec, matrices, trained.source)
+    else:
+        why = "it was merged from others" if subject.run is not None else "its run is not known"
+        what = f"The adapter's weights cannot be compared with a checkpoint: {why}, or its checkpoint is gone."
+        yield Check("trained", "weights", "skipped", what, do="give the run: --run RUN")
+
+
+def _same_arrays(found: dict[str, np.ndarray], trained: Trained) -> Check:
+    different = sorted(found.keys() ^ trained.matrices.keys())
+    largest = 0.0
+    for name in found.keys() & trained.matrices.keys():
+        own, expected = found[name], trained.matrices[name]
+        if own.shape != expected.shape or own.tobytes() != expected.astype(own.dtype).tobytes():
+            different.append(name)
+            if own.shape == expected.shape:
+                largest = max(largest, float(np.nan_to_num(abs(own - expected), nan=np.inf).max()))
+    if different:
+        what = (
+            f"{len(different):,} of {len(trained.matrices):,} arrays differ from the {trained.source}, "
+            f"first {different[0]} (largest difference {largest:.3g})."
+        )
+        return Check("trained", "weights", "failed", what, len(different), 0, RETRAIN)
+    what = f"All {len(found):,} arrays equal the {trained.source}, bit for bit."
+    return Check("trained", "weights", "ok", what, 0, 0)
+
+
+def _same_options(own: LoraSpec, expected: LoraSpec, matrices: dict[str, np.ndarray], source: str) -> Check:
+    wrong = []
+    for option in ("rslora", "dora", "tokens", "whole"):
+        before, now = getattr(expected, option), getattr(own, option)
+        if before != now:
+            wrong.append(f"{option} is {now} and was {before}")
+    layers = {name.rpartition(".")[0] for name in matrices if name.endswith((LORA_A.suffix, EMBEDDING_A.suffix))}
+    scales = [(layer, scale_of(own, layer), scale_of(expected, layer)) for layer in sorted(layers)]
+    off = [(layer, now, before) for layer, now, before in scales if not np.isclose(now, before, rtol=1e-6)]
+    wrong += [f"the scale of {layer} is {now:g} and was {before:g}" for layer, now, before in off]
+    if wrong:
+        what = f"{CONFIG_FILE} differs from the {source}: {'; '.join(wrong[:3])}."
+        return Check("trained", "options", "failed", what, len(wrong), 0, f"restore {CONFIG_FILE}; or {RETRAIN}")
+    what = f"Rank, alpha, rsLoRA, DoRA and patterns give the scales of the {source} in {len(scales):,} layers."
+    return Check("trained", "options", "ok", what, 0, 0)
+
+
+def check_base(subject: Subject) -> Iterator[Check]:
+    """Whether the base model is the one that the run was trained on."""
+    facts = subject.facts
+    recorded = None if facts is None else facts.identity.get("model")
+    opened_base = subject.opened
+    if recorded is None:
+        what = f"The digest of {opened_base.base_name} is recorded; there is no run to compare it with."
+        yield Check("trained", "base weights", "skipped", what)
+    elif recorded != subject.base_digest:
+        what = (
+            f"The weights of {opened_base.base_name} are not those that the run was trained on: their digest is "
+            f"{subject.base_digest[:12]}…, the run recorded {recorded[:12]}…."
+        )
+        do = "use the same model and revision as the run; if its files have changed, download them again"
+        yield Check("trained", "base weights", "failed", what, do=do)
+    else:
+        what = f"{opened_base.base_name} has the digest that the run recorded, {recorded[:12]}…."
+        yield Check("trained", "base weights", "ok", what)
+    if subject.kind == "adapter":
+        yield _base_id(subject)
+
+
+def _base_id(subject: Subject) -> Check:
+    name = subject.base_id
+    known = None if subject.facts is None else subject.facts.model.get("base_name")
+    expected = base_name(str(known)) if known else None
+    if name is None:
+        what = f"{CONFIG_FILE} does not name the base model, so nothing can load the adapter by itself."
+        return Check("trained", "base id", "failed", what, do="set base_model_name_or_path to the base's hub id")
+    if expected is not None and name != expected and not _same_folder(name, expected):
+        what = f"{CONFIG_FILE} names the base {name}, but the run was trained on {expected}."
+        return Check("trained", "base id", "failed", what, do=f"set base_model_name_or_path to {expected}")
+    is_path = os.path.isabs(name) or name.startswith((".", "~")) or os.path.isdir(name) or name == EMBEDDED
+    if is_path:
+        status: Status = "warning" if expected is not None else "failed"
+        what = f"The base is named by a path, {name}, which exists on this machine only; the hub refuses such a card."
+        return Check("trained", "base id", status, what, do="set base_model_name_or_path to the base's hub id")
+    return Check("trained", "base id", "ok", f"{CONFIG_FILE} names the base {name}.")
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other)
+
+
+# ---- norms
+
+
+def layers_of(subject: Subject, known: dict[str, float] | None = None) -> tuple[Layer, ...]:
+    """Norm of the change of every adapted layer, and of its base weight, which `known` may have from before."""
+    assert subject.adapter is not None
+    spec, matrices = load_adapter(subject.adapter)
+    bases = known if known is not None else _base_norms(subject)
+    layers = []
+    for name in sorted(matrices):
+        for kind_a, kind_b in ((LORA_A, LORA_B), (EMBEDDING_A, EMBEDDING_B)):
+            if not name.endswith(kind_a.suffix):
+                continue
+            layer = name.removesuffix(kind_a.suffix)
+            a_RD, b_ER = matrices[name].astype(np.float64), matrices[layer + kind_b.suffix].astype(np.float64)
+            scale = scale_of(spec, layer)
+            # |B A|² = tr((BᵀB)(A Aᵀ)), without the product itself
+            square = float(((b_ER.T @ b_ER) * (a_RD @ a_RD.T)).sum())
+            layers.append(Layer(layer, len(a_RD), scale, scale * max(square, 0.0) ** 0.5, bases.get(layer)))
+    return tuple(layers)
+
+
+def _base_norms(subject: Subject) -> dict[str, float]:
+    """The norm of each base weight by the name of its layer, one tensor in memory at a time."""
+    try:
+        folder = subject.opened.folder
+    except NotHere:
+        return {}
+    norms = {}
+    for file in weight_files(folder):
+        with opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name.endswith(".weight") and len(tensors.get_slice(name).get_shape()) == 2:
+                    tensor = tensors.get_tensor(name)
+                    if tensor.is_floating_point():
+                        norms[name.removesuffix(".weight")] = float(torch.linalg.vector_norm(tensor.float()))
+    return norms
+
+
+def check_norms(subject: Subject, layers: tuple[Layer, ...], *, is_confirmed: bool) -> Iterator[Check]:
+    """`is_confirmed`: the weights equal the run's checkpoint, so what is unusual was trained so."""
+    assert subject.adapter is not None
+    unusual: Status = "warning" if is_confirmed else "failed"
+    _, matrices = load_adapter(subject.adapter)  # raises if a value is not finite
+    yield Check("norms", "finite", "ok", f"All values of {len(matrices):,} arrays are finite.", 0, 0)
+    if not layers:
+        what = "The adapter has no low-rank layers; it trains tokens or whole modules."
+        yield Check("norms", "layers", "skipped", what)
+        return
+    changes = np.array([layer.change for layer in layers])
+    zero = [layer.name for layer in layers if layer.change == 0]
+    if len(zero) == len(layers) and not any(not name.endswith(_OF_LORA) for name in matrices):
+        what = "The adapter changes nothing: every layer's B A is zero, so it equals the base."
+        yield Check("norms", "no-op", "failed", what, 0, 0, RETRAIN)
+    elif zero:
+        experts = sorted({name.split(".experts.")[1].partition(".")[0] for name in zero if ".experts." in name})
+        named = f"experts {', '.join(experts[:20])}: " if experts else ""
+        what = f"{len(zero):,} of {len(layers):,} adapted layers change nothing ({named}{', '.join(zero[:4])})."
+        do = "if the layer is used by the model, look for a frozen or skipped layer in training; else leave it out"
+        yield Check("norms", "zero layers", unusual, what, len(zero), 0, do)
+    else:
+        what = f"{len(layers):,} layers change by {changes.min():.3g} to {changes.max():.3g}."
+        yield Check("norms", "zero layers", "ok", what, 0, 0)
+    largest = max(layers, key=lambda layer: layer.scale)
+    status: Status = "ok" if 0 < largest.scale <= LARGEST_SCALE else unusual
+    what = f"The largest scale of B A is {largest.scale:g}."
+    do = "" if status == "ok" else "check lora_alpha, r and use_rslora against the run's recipe"
+    yield Check("norms", "scale", status, what, largest.scale, LARGEST_SCALE, do)
+    yield from _ratios(layers, unusual)
+
+
+_OF_LORA = (LORA_A.suffix, LORA_B.suffix)
+
+
+def _ratios(layers: tuple[Layer, ...], unusual: Status) -> Iterator[Check]:
+    known = [(layer.change / layer.base, layer.name) for layer in layers if layer.base]
+    if not known:
+        yield Check("norms", "against the base", "skipped", "The base's weights were not read.")
+        return
+    ratio, name = max(known)
+    what = f"The largest change is {ratio:.3g} of its base weight, in {name}."
+    if ratio <= 1:
+        yield Check("norms", "against the base", "ok", what, ratio, 1)
+    else:
+        do = "lower the learning rate or alpha: this layer's own weight hardly counts any more"
+        yield Check("norms", "against the base", unusual, what, ratio, 1, do)
+
+
+# ---- other programs
+
+
+def check_servers(subject: Subject) -> Iterator[Check]:
+    """The loading rules of vLLM and Ollama, which this machine need not have. A limit of theirs is a warning."""
+    assert subject.adapter is not None
+    config = read_json(subject.adapter / CONFIG_FILE, dict[str, Any], do="restore it from a copy")
+    spec, matrices = load_adapter(subject.adapter)
+    yield _vllm(config, spec, matrices)
+    yield _ollama(config, spec)
+
+
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def _vllm(config: dict[str, Any], spec: LoraSpec, matrices: dict[str, np.ndarray]) -> Check:
+    merged = "serve the merged export instead: trillora export RUN --to merged"
+    refused = []
+    if any(config.get(key) is None for key in ("r", "lora_alpha", "target_modules")):
+        return Check("servers", "vLLM", "failed", "r, lora_alpha or target_modules is missing.", do=RETRAIN)
+    if spec.dora:
+        refused.append("it uses DoRA")
+    if spec.whole:
+        refused.append(f"it has whole modules ({', '.join(spec.whole[:3])})")
+    if spec.tokens is not None:
+        refused.append("it trains the embeddings of tokens")
+    embedding = [name for name in matrices if name.endswith(EMBEDDING_A.suffix)]
+    if embedding and not refused:
+        refused.append("some architectures of vLLM cannot adapt an embedding")
+    rank = max([spec.rank, *(rank for _, rank in spec.rank_pattern)])
+    if rank > _VLLM_RANKS[-1]:
+        refused.append(f"its rank is {rank}, and vLLM allows {_VLLM_RANKS[-1]}")
+    if refused:
+        return Check("servers", "vLLM", "warning", f"vLLM will refuse it: {'; '.join(refused)}.", do=merged)
+    if spec.rank_pattern or spec.alpha_pattern:
+        what = "vLLM ignores rank_pattern and alpha_pattern: it would use a wrong scale, without an error."
+        return Check("servers", "vLLM", "warning", what, do=merged)
+    allowed = next(limit for limit in _VLLM_RANKS if rank <= limit)
+    option = "" if rank <= 16 else f" with --max-lora-rank {allowed}"
+    return Check("servers", "vLLM", "ok", f"vLLM's rules accept it{option} (not run).", rank, allowed)
+
+
+def _ollama(config: dict[str, Any], spec: LoraSpec) -> Check:
+    reasons = []
+    alpha = config.get("lora_alpha")
+    if isinstance(alpha, float):
+        whole = "write it as an integer" if alpha.is_integer() else "it reads whole numbers only"
+        reasons.append(f"it cannot read lora_alpha {alpha} ({whole})")
+    if spec.rslora:
+        reasons.append("it ignores use_rslora, so the scale would be wrong")
+    if spec.rank_pattern or spec.alpha_pattern or spec.dora or spec.whole or spec.tokens is not None:
+        reasons.append("it ignores patterns, DoRA, tokens and whole modules")
+    if reasons:
+        what = f"Ollama cannot use this safetensors adapter: {'; '.join(reasons)}."
+        do = "use GGUF: trillora export RUN --to ollama"
+        return Check("servers", "Ollama", "warning", what, do=do)
+    return Check("servers", "Ollama", "ok", "Ollama's rules for safetensors adapters accept it (not run).")

@@ -1,0 +1,61 @@
+"""The process that runs llama.cpp: a request as JSON on stdin, one line of JSON on stdout.
+
+{"model": FILE, "prompts": [[1, 2]], "num_tokens": 49152, "chats": [[{"role": "user", …}]], "threads": 2}
+-> {"logprobs": [[[id, logprob], …]], "chats": [[1, 4093, …]]}
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.read())
+    answers = os.dup(1)
+    os.dup2(2, 1)  # llama.cpp prints to stdout too
+    server = _open(request)
+    logprobs = [_next_token(server, prompt, request["num_tokens"]) for prompt in request["prompts"]]
+    chats = [_chat_tokens(server, chat) for chat in request["chats"]]
+    os.write(answers, json.dumps({"logprobs": logprobs, "chats": chats}).encode() + b"\n")
+    os._exit(0)  # its threads would keep the process
+
+
+def _open(request: dict[str, Any]) -> Any:
+    import xllamacpp
+
+    options = xllamacpp.CommonParams()
+    options.model.path = request["model"]
+    options.n_ctx = options.n_batch = options.n_ubatch = 512
+    options.n_parallel, options.warmup, options.verbosity, options.use_jinja = 1, False, 0, True
+    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = request["threads"]
+    # The defaults round keys and values to float16.
+    options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    return xllamacpp.Server(options)
+
+
+def _next_token(server: Any, prompt: list[int], num_tokens: int) -> list[tuple[int, float]]:
+    asked = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": num_tokens, "cache_prompt": False}
+    answer = server.handle_completions(asked)
+    if "choices" not in answer:
+        raise RuntimeError(str(answer)[:400])
+    found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    return [(each["id"], each["logprob"]) for each in found]
+
+
+def _chat_tokens(server: Any, messages: list[dict[str, str]]) -> list[int]:
+    """The prompt of a chat by llama.cpp's template code, in its tokens, as its own chat endpoint makes them."""
+    prompt = _post(server, "/apply-template", {"messages": messages})["prompt"]
+    asked = {"content": prompt, "add_special": True, "parse_special": True}
+    return list(_post(server, "/tokenize", asked)["tokens"])
+
+
+def _post(server: Any, path: str, body: dict[str, Any]) -> Any:
+    host, _, port = server.listening_address.rpartition("/")[2].partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return json.load(connection.getresponse())

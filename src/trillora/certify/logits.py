@@ -1,0 +1,166 @@
+"""The logits of what was trained: our engine in float32 on the CPU, with the trained weights and without them.
+
+    reference = compute_reference(subject, listener)
+    reference.logits[0].trained     # log-probabilities of the 100 likeliest next tokens after the first prompt
+    compare(reference.logits, read) # how far another program's log-probabilities are from them
+
+Log-probabilities are compared at the last token of each prompt: all readers can give these, llama.cpp too.
+
+Legend: B prompts, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trillora.certify.certificate import PromptLogits
+from trillora.certify.subject import NotHere, Subject
+from trillora.data.tokenizing.encode import TokenizedDocument
+from trillora.devices.mesh import MeshShape, find_devices, make_mesh
+from trillora.errors import TrilloraError
+from trillora.events import Listener, Note
+from trillora.model.adapters import fit_adapter, fitting
+from trillora.model.bridge import CausalLM
+from trillora.model.loading.weights import load_weights
+from trillora.step.autotune import memory_limit
+from trillora.step.build import shard_adapter, weight_shardings
+
+TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "def add(first, second):\n    return first +",
+    "Water boils at 100 degrees. Ice melts at",
+)
+QUESTIONS = ("Write a short letter to a friend about the weather.", "What is 7 plus 12?")
+MAX_PROMPT = 48  # tokens
+MAX_ROW = 256  # tokens of a sample row
+NUM_LIKELIEST = 100
+FULL_MEMORY = 0.8  # fraction of the free memory that the base may need in float32
+
+
+@dataclass(frozen=True)
+class Reference:
+    logits: tuple[PromptLogits, ...]
+    rows: tuple[float, float] | None = None  # loss of the sample rows: base, trained
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a reader is from what was trained, over all prompts."""
+
+    difference: float  # largest, of the log-probabilities of the likeliest tokens
+    divergence: float  # largest KL divergence from the trained model, in nats
+    change: float  # largest difference between trained model and base, of the same tokens
+    from_base: float  # largest difference between reader and base
+
+
+def prompts_of(subject: Subject) -> list[list[int]]:
+    """Fixed prompts as tokens: texts, questions in the chat template, and the tokens that the adapter trains."""
+    opened, spec = subject.opened, subject.trained.spec
+    size = opened.config.get_text_config().vocab_size
+    largest = max(size, *(token + 1 for token in (spec.tokens.ids if spec.tokens else (0,))))
+    rows = [list(opened.tokenizer(text)["input_ids"]) for text in TEXTS]
+    if subject.template is not None:
+        for question in QUESTIONS:
+            with suppress(TrilloraError):  # a template that refuses a plain question
+                rows.append(subject.prompts.encode(question))
+    if spec.tokens is not None:
+        rows.append([*rows[0][:4], *spec.tokens.ids[:8]])
+    known = [[token for token in row if token < largest][-MAX_PROMPT:] for row in rows]
+    return [row or [0] for row in known]
+
+
+def compute_reference(subject: Subject, rows: Sequence[TokenizedDocument], listener: Listener) -> Reference:
+    """Runs the trained weights and the base. Raises `NotHere` if the machine cannot."""
+    opened, trained = subject.opened, subject.trained
+    prompts = prompts_of(subject)
+    listener(Note("Computing the logits of what was trained, in float32 on the CPU"))
+    devices = find_devices("cpu", None)[:1]
+    mesh = make_mesh(devices, MeshShape())
+    with fitting(str(subject.folder)):
+        model = CausalLM(opened.config, lora=trained.spec, remat="none", mesh=mesh)
+    needed, limit = sum(leaf.num_bytes for leaf in model.layout.values()), memory_limit(devices)
+    if limit is not None and needed > FULL_MEMORY * limit:
+        raise NotHere(
+            f"The base model needs {needed / 2**30:.1f} GiB in float32, and {limit / 2**30:.1f} GiB are free.",
+            do="certify it on a machine with more memory",
+        )
+    fitted = fit_adapter(trained.matrices, model.adapter_layout, where=trained.source)
+    base = load_weights(opened.folder, model.module, model.layout, weight_shardings(model, mesh), listener)
+    places = shard_adapter(model.adapter_layout, mesh)
+    adapters = jax.device_put([fitted, model.initial_adapter(base, seed=0)], [places, places])
+    tokens_BT, targets_BT, ends_B = _batch(prompts, rows)
+
+    @jax.jit
+    def run(adapter: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits_BTV = model.logits(base, adapter, {"tokens": jnp.asarray(tokens_BT)}).astype(jnp.float32)
+        totals_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+        last_BV = logits_BTV[jnp.arange(len(tokens_BT)), ends_B]
+        chosen_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+        return jax.nn.log_softmax(last_BV, axis=-1)[: len(prompts)], chosen_BT - totals_BT
+
+    with jax.default_matmul_precision("highest"):
+        (own_BV, own_BT), (base_BV, base_BT) = (tuple(map(np.asarray, run(adapter))) for adapter in adapters)
+    if not np.isfinite(own_BV).all():
+        raise TrilloraError(
+            "The logits of the trained weights are not finite.",
+            where=trained.source,
+            do="train again with a lower learning rate",
+        )
+    logits = tuple(_recorded(prompt, own_BV[b], base_BV[b]) for b, prompt in enumerate(prompts))
+    losses = None
+    if rows:
+        losses = _loss(base_BT[len(prompts) :], rows), _loss(own_BT[len(prompts) :], rows)
+    return Reference(logits, losses)
+
+
+def _batch(prompts: Sequence[Sequence[int]], rows: Sequence[TokenizedDocument]) -> tuple[np.ndarray, ...]:
+    """Tokens, the token after each, and the place of each prompt's last token. Sequences are filled up at the end,
+    which a causal model does not see."""
+    texts = [*map(list, prompts), *(row.tokens[:MAX_ROW].tolist() for row in rows)]
+    length = -(-max(map(len, texts)) // 16) * 16
+    tokens_BT = np.zeros((len(texts), length), np.int32)
+    for b, text in enumerate(texts):
+        tokens_BT[b, : len(text)] = text
+    return tokens_BT, np.roll(tokens_BT, -1, axis=1), np.array([len(text) - 1 for text in texts])
+
+
+def _loss(logprobs_BT: np.ndarray, rows: Sequence[TokenizedDocument]) -> float:
+    total = count = 0.0
+    for b, row in enumerate(rows):
+        is_target = row.supervised[1:MAX_ROW]
+        total -= float(logprobs_BT[b, : len(is_target)][is_target].sum())
+        count += int(is_target.sum())
+    return total / max(count, 1)
+
+
+def _recorded(prompt: Sequence[int], own_V: np.ndarray, base_V: np.ndarray) -> PromptLogits:
+    ids = np.argsort(-own_V, kind="stable")[: min(NUM_LIKELIEST, len(own_V))]
+    ids = ids[np.isfinite(base_V[ids])]  # tokens that the base does not have
+    own, base = (tuple(round(float(value), 6) for value in array[ids]) for array in (own_V, base_V))
+    return PromptLogits(tuple(map(int, prompt)), tuple(map(int, ids)), own, base)
+
+
+def compare(logits: Sequence[PromptLogits], read: Sequence[np.ndarray]) -> Comparison:
+    """`read` has a reader's log-probabilities of the whole vocabulary after each prompt."""
+    found = []
+    for each, logprobs_V in zip(logits, read, strict=True):
+        ids, trained, base = np.array(each.ids), np.array(each.trained), np.array(each.base)
+        if ids.max() >= len(logprobs_V):
+            raise TrilloraError(
+                f"It has {len(logprobs_V):,} tokens; what was trained has at least {ids.max() + 1:,}.",
+                do="export it again with the tokenizer of the run",
+            )
+        own = np.asarray(logprobs_V, np.float64)[ids]
+        if not np.isfinite(own).all():
+            what = "Its logits are not finite: values overflow, or the file is damaged."
+            raise TrilloraError(what, do="export it in float32 or bfloat16, or look for layers with huge weights")
+        share = np.exp(trained)
+        divergence = float((share * (trained - own)).sum())
+        found.append((abs(own - trained).max(), divergence, abs(trained - base).max(), abs(own - base).max()))
+    return Comparison(*(float(max(column)) for column in zip(*found, strict=True)))

@@ -1,0 +1,178 @@
+"""Independent readers: PEFT, transformers and llama.cpp load what was written, with their own code.
+
+    read_with_peft(base_folder, adapter_folder, prompts)   # one array of log-probabilities [V] per prompt
+
+A reader may refuse the files or warn about them; both are reported.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trillora.child_process import bare_environment, isolated_python
+from trillora.errors import TrilloraError, in_words
+
+LLAMA_CPP_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Reading:
+    logprobs: list[np.ndarray]  # [V] per prompt
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass
+class _Heard:
+    texts: list[str] = field(default_factory=list)
+
+
+class _Ear(logging.Handler):
+    def __init__(self, heard: _Heard) -> None:
+        super().__init__(logging.WARNING)
+        self._heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._heard.texts.append(record.getMessage())
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """The warnings of PEFT and transformers, which log some and raise others as Python warnings."""
+    heard = _Heard()
+    ear, loggers = _Ear(heard), [logging.getLogger(name) for name in ("peft", "transformers")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.addHandler(ear)
+        each.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield heard.texts
+        ignored = (DeprecationWarning, FutureWarning, ResourceWarning)
+        heard.texts.extend(str(each.message) for each in caught if not issubclass(each.category, ignored))
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.removeHandler(ear)
+            each.setLevel(level)
+
+
+def read_with_peft(base: Path, adapter: Path, prompts: Sequence[Sequence[int]]) -> Reading:
+    """Base and adapter as PEFT's users load them."""
+    if importlib.util.find_spec("peft") is None:
+        raise TrilloraError("Reading adapters with PEFT needs the package peft.", do="pip install 'trillora[certify]'")
+    from peft import PeftModel
+
+    with _reader("PEFT"), listening() as heard:
+        model = _load(base)
+        if (rows := _num_tokens(adapter)) > model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(rows, mean_resizing=False)  # as AutoPeftModelForCausalLM does
+        model = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).eval()
+        found = _logprobs(model, prompts)
+    return Reading(found, tuple(heard))
+
+
+def read_with_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> Reading:
+    with _reader("transformers"), listening() as heard:
+        found = _logprobs(_load(folder), prompts)
+    return Reading(found, tuple(heard))
+
+
+def _load(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    return AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
+
+
+def _num_tokens(adapter: Path) -> int:
+    """The size of the tokenizer next to an adapter; 0 if there is none."""
+    if not (adapter / "tokenizer_config.json").is_file():
+        return 0
+    from transformers import AutoTokenizer
+
+    return len(AutoTokenizer.from_pretrained(str(adapter), local_files_only=True, trust_remote_code=False))
+
+
+def _logprobs(model: Any, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    import torch
+
+    found = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            logits = model(input_ids=torch.tensor([list(prompt)]), use_cache=False).logits[0, -1]
+            found.append(torch.log_softmax(logits.float(), dim=-1).numpy())
+    return found
+
+
+@contextmanager
+def _reader(name: str) -> Iterator[None]:
+    """An exception of the reader is what it says about the files."""
+    try:
+        yield
+    except TrilloraError:
+        raise
+    except Exception as error:
+        what = f"{name} cannot load it: {in_words(error)}"
+        raise TrilloraError(what, do="export it again; if this happens again, use another kind of export") from error
+
+
+def read_with_llama_cpp(
+    file: Path, prompts: Sequence[Sequence[int]], num_tokens: int, *, chats: Sequence[Sequence[dict[str, str]]] = ()
+) -> tuple[Reading, list[list[int]]]:
+    """Log-probabilities, and the tokens of each chat by llama.cpp's own template code. In a process of its own: it is
+    C++ code that reads a file which may be damaged."""
+    if importlib.util.find_spec("xllamacpp") is None:
+        what = "Reading GGUF files with llama.cpp needs the package xllamacpp."
+        raise TrilloraError(what, do="pip install 'trillora[certify]'")
+    program = "from trillora.certify.llama_cpp import main; main()"
+    child = isolated_python(program, environment=bare_environment())
+    request = {
+        "model": str(file.absolute()),
+        "prompts": [list(map(int, prompt)) for prompt in prompts],
+        "num_tokens": num_tokens,
+        "chats": list(chats),
+        "threads": os.cpu_count() or 1,
+    }
+    do = "export it again; if this happens again, use another --type"
+    try:
+        done = subprocess.run(
+            child.command,
+            env=child.environment,
+            input=json.dumps(request).encode(),
+            capture_output=True,
+            timeout=LLAMA_CPP_SECONDS,
+            check=False,
+        )
+        answer = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        done, answer = None, None
+    if answer is None:
+        last = b"" if done is None else b" ".join(done.stderr.strip().splitlines()[-2:])
+        raise TrilloraError(
+            f"llama.cpp cannot load it: {last.decode(errors='replace')[-400:] or 'it did not answer'}.",
+            where=str(file),
+            do=do,
+        )
+    logprobs = []
+    for pairs in answer["logprobs"]:
+        array = np.full(num_tokens, -np.inf)
+        for token, value in pairs:
+            if 0 <= token < num_tokens:
+                array[token] = value
+        logprobs.append(array)
+    return Reading(logprobs), [list(map(int, ids)) for ids in answer["chats"]]

@@ -161,6 +161,6 @@ def compare(logits: Sequence[PromptLogits], read: Sequence[np.ndarray]) -> Compa
             what = "Its logits are not finite: values overflow, or the file is damaged."
             raise TrilloraError(what, do="export it in float32 or bfloat16, or look for layers with huge weights")
         share = np.exp(trained)
-        divergence = float((share * (trained - own)).sum())
+        divergence = max(0.0, float((share * (trained - own)).sum()))  # of the likeliest: may round below zero
         found.append((abs(own - trained).max(), divergence, abs(trained - base).max(), abs(own - base).max()))
     return Comparison(*(float(max(column)) for column in zip(*found, strict=True)))

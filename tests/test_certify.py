@@ -1,0 +1,183 @@
+"""Certificates: every planted defect is caught by the check that is meant for it, and correct adapters pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import planted_defects
+import pytest
+import tiny_run
+from dose import dose, slow_case
+from hostile_json import changed_bytes, changed_value
+from planted_defects import DEFECTS, Defect, World
+from typer.testing import CliRunner
+
+from trillora.certify.certificate import Certificate, read_certificate
+from trillora.certify.certify import certify
+from trillora.certify.verify import verify
+from trillora.cli import app
+from trillora.errors import TrilloraError
+from trillora.recipe.load import load_recipe
+from trillora.report.certificate_page import certificate_page
+from trillora.training.trainer import train
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A trained run whose adapter has a certificate: it holds the logits of what was trained."""
+    world = planted_defects.write_world(tmp_path_factory.mktemp("certify"))
+    certificate = certify(world.run)
+    assert certificate.passed, told(certificate)
+    assert [check.name for check in certificate.checks if check.status == "skipped"] == ["tokens"]
+    return world
+
+
+def told(certificate: Certificate) -> str:
+    return "\n".join(f"{check.status} {check.part}: {check.name}: {check.what}" for check in certificate.checks)
+
+
+def test_there_are_enough_defects() -> None:
+    assert len(DEFECTS) >= 20 and len({defect.name for defect in DEFECTS}) == len(DEFECTS)
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_planted_defect_is_caught(defect: Defect, world: World, tmp_path: Path) -> None:
+    copy, target = planted_defects.plant(defect, world, tmp_path)
+    certificate = certify(target, base=str(copy.model) if defect.base else None)
+    assert not certificate.passed
+    failed = {f"{check.part}: {check.name}" for check in certificate.failed}
+    assert {*defect.caught_by} <= failed, told(certificate)
+    assert all(check.do for check in certificate.failed)
+
+
+@pytest.mark.parametrize("kind", ["merged", "half"])
+def test_merged_export_passes(kind: str, world: World) -> None:
+    certificate = certify(getattr(world, kind))
+    assert certificate.passed, told(certificate)
+    share = next(check for check in certificate.checks if check.name == "share of the change")
+    assert share.figure == pytest.approx(1, abs=1e-3)
+
+
+# ---- correct ones of every kind
+
+KINDS: dict[str, dict[str, Any]] = {
+    "DoRA, rsLoRA, patterns and new tokens": {
+        "lora": {"dora": True, "rslora": True, "rank_pattern": {"q_proj": 2}, "train_tokens": ["<|eot_id|>"]},
+        "tokens": ["<tool>"],
+    },
+    "plain LoRA with its own template": {"data": {"chat_template": "chatml"}},
+    "PiSSA": {"lora": {"init": "pissa"}},
+    "whole modules": {"lora": {"modules_to_save": ["lm_head"]}},
+    "embedding": {"lora": {"targets": ["q_proj", "embed_tokens"]}},
+    "sweep": {"sweep": {"rank": [2, 4], "keep": "all"}, "data": {"split": {"validation": 0.3}}},
+}
+
+
+def trained_kind(name: str, world: World, folder: Path) -> Path:
+    options = KINDS[name]
+    sections = {key: value for key, value in options.items() if isinstance(value, dict)}
+    train_options = {"sequence_length": 96, "batch_size": 4, "learning_rate": 2e-2, "steps": 3}
+    recipe = tiny_run.recipe(world.folder, train=train_options, **sections)
+    recipe |= {key: value for key, value in options.items() if not isinstance(value, dict)}
+    train(load_recipe(recipe), folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [name if number == 0 else slow_case(name) for number, name in enumerate(KINDS)])
+def test_correct_adapter_passes(kind: str, world: World, tmp_path: Path) -> None:
+    run = trained_kind(kind, world, tmp_path / "run")
+    targets = [run / "adapter", *sorted((run / "adapters").glob("*"))]
+    assert len(targets) == (3 if kind == "sweep" else 1)
+    for target in targets:
+        certificate = certify(target)
+        assert certificate.passed, told(certificate)
+        assert {check.name for check in certificate.checks if check.status == "skipped"} <= {"tokens", "layers"}
+        assert "checkpoint of step" in certificate.trained
+        again = verify(target)
+        assert again.passed, told(again)
+
+
+# ---- verify and the commands
+
+
+def test_verify_repeats_the_certificate_without_the_run(world: World, tmp_path: Path) -> None:
+    moved = tmp_path / "adapter"
+    shutil.copytree(world.adapter, moved)
+    certificate = verify(moved)
+    assert certificate.passed, told(certificate)
+    parts = {check.part for check in certificate.checks}
+    assert parts == {"files", "trained", "norms", "servers", "tokenizer", "reader"}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda folder: (folder / "README.md").write_text("new"), "same as certified"),
+        (lambda folder: planted_defects.change_json(folder / "adapter_config.json", _other_alpha), "weights"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"short"), "files"),
+    ],
+    ids=["new file", "other alpha", "broken weights"],
+)
+def test_verify_notices_a_change(change: Any, expected: str, world: World, tmp_path: Path) -> None:
+    moved = tmp_path / "adapter"
+    shutil.copytree(world.adapter, moved)
+    change(moved)
+    failed = {check.name for check in verify(moved).failed}
+    assert expected in failed
+
+
+def _other_alpha(values: dict[str, Any]) -> None:
+    values["lora_alpha"] = 99
+
+
+def test_edited_certificate_is_refused(world: World, tmp_path: Path) -> None:
+    moved = tmp_path / "adapter"
+    shutil.copytree(world.adapter, moved)
+    file = moved / "certificate.json"
+    file.write_text(file.read_text().replace('"ok"', '"skipped"', 1))
+    with pytest.raises(TrilloraError, match="has changed"):
+        verify(moved)
+
+
+def test_hostile_certificates_are_refused(world: World, tmp_path: Path) -> None:
+    rng, data = random.Random(0), (world.adapter / "certificate.json").read_bytes()
+    refused = 0
+    for number in range(dose(60, 2000)):
+        file = tmp_path / str(number) / "certificate.json"
+        file.parent.mkdir()
+        file.write_bytes(changed_bytes(data, rng) if number % 2 else changed_value(data, rng))
+        if file.read_bytes() == data:
+            continue
+        try:
+            read_certificate(file.parent)
+        except TrilloraError as error:
+            assert error.do
+            refused += 1
+    assert refused > dose(40, 1500)
+
+
+def test_commands_print_and_exit_with_the_result(world: World, tmp_path: Path) -> None:
+    copy, target = planted_defects.plant(DEFECTS[4], world, tmp_path)
+    bad = CliRunner().invoke(app, ["certify", str(copy.run), "--json"])
+    assert bad.exit_code == 1
+    printed = json.loads(bad.stdout)
+    assert not printed["passed"] and printed["kind"] == "adapter"
+    assert "scale of" in " ".join(check["what"] for check in printed["checks"] if check["status"] == "failed")
+    page = (target / "certificate.html").read_text()
+    assert "Failed: " in page and "<script" not in page
+    good = CliRunner().invoke(app, ["verify", str(world.run)])
+    assert good.exit_code == 0 and "adapter passed" in good.stdout
+    none = CliRunner().invoke(app, ["verify", str(world.model)])
+    assert none.exit_code == 2 and "no certificate" in none.stderr
+
+
+def test_page_shows_hostile_text_as_text(world: World) -> None:
+    certificate = read_certificate(world.adapter)
+    check = dataclasses.replace(certificate.checks[0], what="<img src=x onerror=alert(1)>\x1b[31m", do="<b>")
+    page = certificate_page(dataclasses.replace(certificate, checks=(check,), target="<script>"))
+    assert "<img" not in page and "<script" not in page and "\x1b" not in page and "&lt;img" in page

@@ -12,6 +12,7 @@ from typing import Any
 import planted_defects
 import pytest
 import tiny_run
+from chat_tokenizers import chat_tokenizer
 from dose import dose, slow_case
 from hostile_json import changed_bytes, changed_value
 from planted_defects import DEFECTS, Defect, World
@@ -70,7 +71,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "lora": {"dora": True, "rslora": True, "rank_pattern": {"q_proj": 2}, "train_tokens": ["<|eot_id|>"]},
         "tokens": ["<tool>"],
     },
-    "plain LoRA with its own template": {"data": {"chat_template": "chatml"}},
+    "plain LoRA with its own template": {"data": {"chat_template": "template.jinja"}},
     "PiSSA": {"lora": {"init": "pissa"}},
     "whole modules": {"lora": {"modules_to_save": ["lm_head"]}},
     "embedding": {"lora": {"targets": ["q_proj", "embed_tokens"]}},
@@ -83,6 +84,11 @@ def trained_kind(name: str, world: World, folder: Path) -> Path:
     sections = {key: value for key, value in options.items() if isinstance(value, dict)}
     train_options = {"sequence_length": 96, "batch_size": 4, "learning_rate": 2e-2, "steps": 3}
     recipe = tiny_run.recipe(world.folder, train=train_options, **sections)
+    template = chat_tokenizer("llama3").get_chat_template()
+    (world.folder / "template.jinja").write_text(template.replace(r"\n\n'", r"\n'"))
+    assert (world.folder / "template.jinja").read_text() != template
+    if "chat_template" in recipe["data"]:
+        recipe["data"]["chat_template"] = str(world.folder / "template.jinja")
     recipe |= {key: value for key, value in options.items() if not isinstance(value, dict)}
     train(load_recipe(recipe), folder)
     return folder
@@ -118,7 +124,7 @@ def test_verify_repeats_the_certificate_without_the_run(world: World, tmp_path: 
     ("change", "expected"),
     [
         (lambda folder: (folder / "README.md").write_text("new"), "same as certified"),
-        (lambda folder: planted_defects.change_json(folder / "adapter_config.json", _other_alpha), "weights"),
+        (lambda folder: _other_alpha(folder), "weights"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"short"), "files"),
     ],
     ids=["new file", "other alpha", "broken weights"],
@@ -131,8 +137,9 @@ def test_verify_notices_a_change(change: Any, expected: str, world: World, tmp_p
     assert expected in failed
 
 
-def _other_alpha(values: dict[str, Any]) -> None:
-    values["lora_alpha"] = 99
+def _other_alpha(folder: Path) -> None:
+    planted_defects.change_json(folder / "adapter_config.json", lambda values: values.update(lora_alpha=99))
+    planted_defects.seal(folder)
 
 
 def test_edited_certificate_is_refused(world: World, tmp_path: Path) -> None:
@@ -150,7 +157,8 @@ def test_hostile_certificates_are_refused(world: World, tmp_path: Path) -> None:
     for number in range(dose(60, 2000)):
         file = tmp_path / str(number) / "certificate.json"
         file.parent.mkdir()
-        file.write_bytes(changed_bytes(data, rng) if number % 2 else changed_value(data, rng))
+        changed = changed_bytes(data, rng) if number % 2 else json.dumps(changed_value(json.loads(data), rng)).encode()
+        file.write_bytes(changed)
         if file.read_bytes() == data:
             continue
         try:

@@ -91,8 +91,7 @@ def sample_rows(subject: Subject, listener: Listener) -> SampleRows:
     """Raises `NotHere` if the data of the run is not on this machine, or has changed."""
     if subject.stage is None or subject.facts is None:
         raise NotHere("The run is not known, so its rows are not either.", do="give the run: --run RUN")
-    stages = [stage for stage in subject.facts.stages if stage.get("name") == subject.stage_name]
-    files = [(Path(str(file["name"])), file.get("sha256")) for stage in stages[:1] for file in stage.get("files", [])]
+    files = [(Path(str(file["name"])), file.get("sha256")) for file in subject.stage_facts.get("files", [])]
     if not files or not all(path.is_file() for path, _ in files):
         raise NotHere("The run's data is not on this machine.", do="certify it where the data is")
     if sum(path.stat().st_size for path, _ in files) > MAX_DATA:
@@ -169,9 +168,7 @@ def _spans(trained: np.ndarray) -> list[tuple[int, int]]:
 
 def _recorded_example(rows: SampleRows) -> Iterator[Check]:
     """The example that the run recorded when it started, against the same row now."""
-    assert rows.subject.facts is not None
-    stages = [stage for stage in rows.subject.facts.stages if stage.get("name") == rows.subject.stage_name]
-    example = stages[0].get("example") if stages else None
+    example = rows.subject.stage_facts.get("example")
     if not isinstance(example, list) or not len(rows.documents):
         return
     document = rows.documents[0]

@@ -126,12 +126,12 @@ class Subject:
         named = [member for member in members if member.name == self.member]
         return (named or list(members))[-1].recipe
 
-    @cached_property
-    def stage_name(self) -> str:
-        assert self.recipe is not None
-        stages = stages_of(self.recipe)
-        names = [stage.name for stage in stages]
-        return self.member if self.member in names else names[-1]
+    @property
+    def stage_facts(self) -> dict[str, Any]:
+        """What run.json says about the stage, or the adapter of a group, that was trained last."""
+        stages = self.facts.stages if self.facts is not None else []
+        named = [stage for stage in stages if self.member is not None and stage.get("name") == self.member]
+        return (named or stages or [{}])[-1]
 
     @cached_property
     def facts(self) -> RunFacts | None:

@@ -135,7 +135,7 @@ def _template_file(folder: Path, expected: str | None) -> Iterator[Check]:
 def check_template_of_run(subject: Subject) -> Iterator[Check]:
     """The recipe's own template has the digest that the run recorded."""
     facts = subject.facts
-    recorded = None if facts is None else facts.identity.get(f"{subject.stage_name} chat template")
+    recorded = None if facts is None else facts.identity.get(f"{subject.stage_facts.get('name')} chat template")
     if recorded is None or subject.stage is None or subject.stage.data.chat_template is None:
         return
     is_same = text_digest(subject.template or "") == recorded

@@ -10,7 +10,7 @@ from trillora.certify.certificate import PAGE, Certificate, Check, Layer, Prompt
 from trillora.errors import TrilloraError
 from trillora.files.atomic import write_file
 from trillora.report.html import card, document, text, tiles
-from trillora.report.numbers import format_bytes, format_number
+from trillora.report.numbers import format_bytes, format_count, format_number
 
 TITLES = {
     "files": "Files",
@@ -28,7 +28,8 @@ MAX_LAYERS, MAX_FILES = 400, 60
 STYLE = """
 h1 { overflow-wrap: anywhere; line-height: 1.25; }
 .checks td { border-top: 1px solid var(--line); padding-top: .45rem; padding-bottom: .45rem; }
-.checks td:first-child { width: 12rem; } .checks tr:first-child td { border-top: 0; }
+.checks td:first-child { width: 12rem; } .checks td:nth-child(2) { width: 7rem; } .checks td.number { width: 8rem; }
+.checks tr:first-child td { border-top: 0; }
 .mark { display: inline-block; min-width: 5.6rem; font-size: .82rem; font-weight: 600; border-radius: 6px;
   padding: .05rem .5rem; text-align: center; border: 1px solid; white-space: nowrap; }
 .mark.ok { color: var(--trained); } .mark.failed { color: var(--bad); } .mark.warning { color: var(--edge); }
@@ -91,7 +92,8 @@ def _verdict(certificate: Certificate) -> str:
             f'<div class="verdict refused">Failed: {counts["failed"]} of {len(certificate.checks)} checks.'
             f"<p>{text(first.what)}</p>{do}</div>"
         )
-    notes = f"{counts['warning']} warnings, {counts['skipped']} not checked. Trained weights: {certificate.trained}."
+    warned = format_count(counts["warning"], "warning", "warnings")
+    notes = f"{warned}, {counts['skipped']} not checked. Trained weights: {certificate.trained}."
     kind = "verdict warned" if counts["warning"] else "verdict"
     return f'<div class="{kind}">Passed: {counts["ok"]} checks.<p>{text(notes)}</p></div>'
 
@@ -114,14 +116,18 @@ def _checks(checks: list[Check]) -> str:
     lines = []
     for check in checks:
         do = f'<span class="do">Do: {text(check.do)}</span>' if check.do else ""
-        limit = "" if check.limit is None else f" / {format_number(check.limit)}"
-        figure = "" if check.figure is None else f"{format_number(check.figure)}{limit}"
+        limit = f'<br><span class="faint">limit {_figure(check.limit)}</span>' if check.limit else ""
+        figure = "" if check.figure is None else f"{_figure(check.figure)}{limit}"
         mark = f'<span class="mark {check.status}">{MARKS[check.status]}</span>'
         lines.append(
             f'<tr><td>{text(check.name)}</td><td>{mark}</td><td class="name">{text(check.what)}{do}</td>'
             f'<td class="number">{figure}</td></tr>'
         )
     return f'<div class="scroll"><table class="checks">{"".join(lines)}</table></div>'
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e9 else format_number(value)
 
 
 def _layers(layers: tuple[Layer, ...]) -> str:

@@ -9,10 +9,12 @@ Every check is independent: one that fails, or cannot run, does not stop the oth
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,9 +35,11 @@ from trillora.certify.tokenizer_checks import (
     check_template_of_run,
     check_tokenizer,
 )
-from trillora.certify.weight_checks import check_gguf, check_lora_gguf, check_merged
+from trillora.certify.weight_checks import check_gguf, check_lora_gguf, check_merged, source_of
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
+from trillora.export.gguf.write import export_gguf
+from trillora.model.adapter_parameters import LORA_B
 from trillora.model.loading.tensor_files import opened
 
 T = TypeVar("T")
@@ -201,10 +205,8 @@ def check_reader(subject: Subject, logits: tuple[PromptLogits, ...]) -> Iterator
     """Reads it with others' code, and compares the logits with those of what was trained."""
     prompts, name = [each.tokens for each in logits], reader_name(subject)
     if subject.kind == "lora-gguf":
-        what = "llama.cpp needs the base as GGUF too; the matrices themselves were compared."
-        yield Check("reader", name, "skipped", what)
-        return
-    if subject.kind == "adapter":
+        reading, stored = _read_lora(subject, prompts), "F32"
+    elif subject.kind == "adapter":
         reading = read_with_peft(subject.opened.folder, subject.folder, prompts)
         stored = "F32"
     elif subject.kind == "merged":
@@ -219,6 +221,16 @@ def check_reader(subject: Subject, logits: tuple[PromptLogits, ...]) -> Iterator
             yield from _same_chat(subject, rendered[0])
     yield _close(name, compare(logits, reading.logprobs), stored)
     yield from _warnings(name, reading)
+
+
+def _read_lora(subject: Subject, prompts: Sequence[Sequence[int]]) -> Reading:
+    """llama.cpp adds the adapter to the base, which is written as GGUF in float32 for this."""
+    source = source_of(subject)
+    nothing = {name: array * (not name.endswith(LORA_B.suffix)) for name, array in source.matrices.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        base = export_gguf(dataclasses.replace(source, matrices=nothing), Path(folder) / "base", type="f32")
+        size = subject.opened.config.get_text_config().vocab_size
+        return read_with_llama_cpp(base.folder / base.files[0], prompts, size, lora=gguf_of(subject))[0]
 
 
 def _close(name: str, found: Comparison, stored: str) -> Check:

@@ -35,6 +35,8 @@ def _open(request: dict[str, Any]) -> Any:
     # The defaults round keys and values to float16.
     options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if request["lora"] is not None:
+        options.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(request["lora"], 1.0)]
     return xllamacpp.Server(options)
 
 

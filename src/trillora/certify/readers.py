@@ -132,7 +132,12 @@ def _reader(name: str) -> Iterator[None]:
 
 
 def read_with_llama_cpp(
-    file: Path, prompts: Sequence[Sequence[int]], num_tokens: int, *, chats: Sequence[Sequence[dict[str, str]]] = ()
+    file: Path,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    lora: Path | None = None,
+    chats: Sequence[Sequence[dict[str, str]]] = (),
 ) -> tuple[Reading, list[list[int]]]:
     """Log-probabilities, and the tokens of each chat by llama.cpp's own template code. In a process of its own: it is
     C++ code that reads a file which may be damaged."""
@@ -143,6 +148,7 @@ def read_with_llama_cpp(
     child = isolated_python(program, environment=bare_environment())
     request = {
         "model": str(file.absolute()),
+        "lora": None if lora is None else str(lora.absolute()),
         "prompts": [list(map(int, prompt)) for prompt in prompts],
         "num_tokens": num_tokens,
         "chats": list(chats),

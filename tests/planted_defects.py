@@ -17,10 +17,14 @@ import numpy as np
 import tiny_run
 import torch
 from chat_tokenizers import chat_tokenizer
+from gguf import GGUFReader
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
+from trillora.export.gguf.lora import export_lora_gguf
+from trillora.export.gguf.write import export_gguf
 from trillora.export.merged import export_merged
+from trillora.export.ollama import export_ollama
 from trillora.export.source import open_source
 from trillora.files.checksums import with_checksums
 from trillora.recipe.load import load_recipe
@@ -53,6 +57,18 @@ class World:
     @property
     def half(self) -> Path:
         return self.run / "exports" / "merged-float16"
+
+    @property
+    def gguf(self) -> Path:
+        return self.run / "exports" / "gguf-f32"
+
+    @property
+    def lora_gguf(self) -> Path:
+        return self.run / "exports" / "lora-gguf"
+
+    @property
+    def ollama(self) -> Path:
+        return self.run / "exports" / "ollama"
 
     @property
     def model(self) -> Path:
@@ -94,6 +110,9 @@ def write_world(folder: Path) -> World:
     source = open_source(str(world.run))
     export_merged(source, world.merged, max_shard_bytes=100_000)
     export_merged(source, world.half, dtype="float16")
+    export_gguf(source, world.gguf, type="f32")
+    export_lora_gguf(source, world.lora_gguf)
+    export_ollama(source, world.ollama, type="q8_0")
     return world
 
 
@@ -383,11 +402,86 @@ def merged_wrong_config(world: World) -> None:
     change_json(world.merged / "config.json", change)
 
 
+# ---- defects of GGUF files
+
+
+def _file(folder: Path) -> Path:
+    return next(iter(sorted(folder.glob("*.gguf"))))
+
+
+def change_gguf(folder: Path, tensor: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Replaces the numbers of a float32 tensor in the file."""
+    reader = GGUFReader(str(_file(folder)), "r+")
+    [found] = [each for each in reader.tensors if each.name == tensor]
+    found.data[:] = change(np.array(found.data))
+    reader.data.flush()
+
+
+def set_field(folder: Path, key: str, value: Any) -> None:
+    reader = GGUFReader(str(_file(folder)), "r+")
+    reader.fields[key].parts[-1][0] = value
+    reader.data.flush()
+
+
+def truncated_gguf(world: World) -> None:
+    file = _file(world.gguf)
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def gguf_not_permuted(world: World) -> None:
+    """Rotary halves as transformers has them: the file loads, and answers are gibberish."""
+    tensors = merged_tensors(world)
+    for layer in range(2):
+        for name, heads in (("q", 4), ("k", 2)):
+            stored = tensors[f"model.layers.{layer}.self_attn.{name}_proj.weight"]
+            assert stored.shape[0] % heads == 0
+            change_gguf(world.gguf, f"blk.{layer}.attn_{name}.weight", lambda _, stored=stored: stored)
+
+
+def gguf_wrong_template(world: World) -> None:
+    file = _file(world.gguf)
+    file.write_bytes(file.read_bytes().replace(b"<|start_header_id|>assistant", b"<|start_header_id|>assistent"))
+
+
+def gguf_wrong_end(world: World) -> None:
+    set_field(world.gguf, "tokenizer.ggml.eos_token_id", 3)
+
+
+def gguf_without_bos(world: World) -> None:
+    set_field(world.gguf, "tokenizer.ggml.bos_token_id", 5)
+
+
+def gguf_is_base(world: World) -> None:
+    base = base_tensors(world)
+    for layer in range(2):
+        for name in ("gate", "up", "down"):
+            stored = base[f"model.layers.{layer}.mlp.{name}_proj.weight"]
+            change_gguf(world.gguf, f"blk.{layer}.ffn_{name}.weight", lambda _, stored=stored: stored)
+
+
+def gguf_wrong_rotary(world: World) -> None:
+    set_field(world.gguf, "llama.rope.freq_base", 500.0)
+
+
+def lora_gguf_wrong_alpha(world: World) -> None:
+    set_field(world.lora_gguf, "adapter.lora.alpha", 1.0)
+
+
+def modelfile_without_stop(world: World) -> None:
+    file = world.ollama / "Modelfile"
+    file.write_text("\n".join(line for line in file.read_text().splitlines() if "PARAMETER stop" not in line))
+
+
+def modelfile_without_template(world: World) -> None:
+    file = world.ollama / "Modelfile"
+    file.write_text("\n".join(line for line in file.read_text().splitlines() if line.startswith(("FROM", "PARAM"))))
+
+
 @dataclass(frozen=True)
 class Defect:
     name: str
     plant: Callable[[World], None]
-    target: str  # adapter, merged or half
+    target: str  # adapter, merged, half, gguf, lora_gguf or ollama
     caught_by: tuple[str, ...]  # checks that must fail, as "part: name"
     base: bool = False  # certify with the base in World.model
     seals: bool = True
@@ -395,6 +489,7 @@ class Defect:
 
 WEIGHT, OPTION, READ = "trained: weights", "trained: options", "reader: PEFT"
 TENSORS, SHARE, LOADED = "trained: tensors", "trained: share of the change", "reader: transformers"
+RAN, TALKED = "reader: llama.cpp", "tokenizer: conversation"
 DEFECTS = (
     Defect("no-op adapter", no_op, "adapter", (WEIGHT, "norms: no-op", READ)),
     Defect("zeroed layer", zeroed_layer, "adapter", (WEIGHT, "norms: zero layers", READ)),
@@ -434,6 +529,16 @@ DEFECTS = (
     Defect("double BOS", merged_double_bos, "merged", ("tokenizer: one BOS", "tokenizer: chat template")),
     Defect("padding is the stop token", merged_other_padding, "merged", ("tokenizer: special tokens",)),
     Defect("wrong rotary base in config.json", merged_wrong_config, "merged", (LOADED,)),
+    Defect("truncated GGUF", truncated_gguf, "gguf", ("files: files",)),
+    Defect("GGUF without q/k permutation", gguf_not_permuted, "gguf", (TENSORS, RAN)),
+    Defect("GGUF with another template", gguf_wrong_template, "gguf", ("tokenizer: chat template", TALKED)),
+    Defect("GGUF with another EOS", gguf_wrong_end, "gguf", ("tokenizer: tokens",)),
+    Defect("GGUF with another BOS", gguf_without_bos, "gguf", ("tokenizer: tokens", TALKED)),
+    Defect("GGUF of the base's feed-forward layers", gguf_is_base, "gguf", (TENSORS, SHARE, RAN)),
+    Defect("GGUF with another rotary base", gguf_wrong_rotary, "gguf", (RAN,)),
+    Defect("LoRA GGUF with another alpha", lora_gguf_wrong_alpha, "lora_gguf", (TENSORS, SHARE, RAN)),
+    Defect("Modelfile without stop", modelfile_without_stop, "ollama", ("servers: Modelfile",)),
+    Defect("Modelfile without template", modelfile_without_template, "ollama", ("servers: Modelfile",)),
 )
 
 

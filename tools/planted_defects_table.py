@@ -1,0 +1,117 @@
+"""Which planted defects other programs notice by themselves: writes the table of docs/certificates.md.
+
+    .venv/bin/python tools/planted_defects_table.py
+
+Noticing means an exception or a warning while the files are loaded. Warnings that the correct files cause too do not
+count. Unsloth needs a GPU and is not run.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import conftest  # noqa: E402, F401  (its settings for jax)
+import planted_defects  # noqa: E402
+from planted_defects import DEFECTS, Defect, World  # noqa: E402
+
+from trillora.certify.certify import certify  # noqa: E402
+from trillora.certify.readers import listening, read_with_llama_cpp  # noqa: E402
+from trillora.errors import TrilloraError  # noqa: E402
+
+DOCS = ROOT / "docs" / "certificates.md"
+START, END = "<!-- table: start -->", "<!-- table: end -->"
+
+
+def load_with_peft(world: World, base: Path, target: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    PeftModel.from_pretrained(model, target)
+    AutoTokenizer.from_pretrained(target if (target / "tokenizer_config.json").is_file() else base)
+
+
+def load_with_transformers(world: World, base: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if (target / "adapter_config.json").is_file():
+        AutoModelForCausalLM.from_pretrained(base).load_adapter(str(target))
+        AutoTokenizer.from_pretrained(target if (target / "tokenizer_config.json").is_file() else base)
+    elif files := sorted(target.glob("*.gguf")):
+        AutoModelForCausalLM.from_pretrained(target, gguf_file=files[0].name)
+        AutoTokenizer.from_pretrained(target, gguf_file=files[0].name)
+    else:
+        AutoModelForCausalLM.from_pretrained(target)
+        AutoTokenizer.from_pretrained(target)
+
+
+def load_with_llama_cpp(world: World, base: Path, target: Path) -> None:
+    read_with_llama_cpp(sorted(target.glob("*.gguf"))[0], [[1, 2, 3]], 8)
+
+
+RAISED = "exception: "
+Load = Callable[[World, Path, Path], None]
+READERS: dict[str, tuple[Load, tuple[str, ...]]] = {
+    "PEFT": (load_with_peft, ("adapter",)),
+    "transformers": (load_with_transformers, ("adapter", "merged", "half", "gguf")),
+    "llama.cpp": (load_with_llama_cpp, ("gguf", "ollama")),
+}
+
+
+def heard(load: Load, world: World, base: Path, target: Path) -> set[str]:
+    """Exceptions and warnings, without paths and numbers that differ between copies."""
+    with listening() as texts:
+        try:
+            load(world, base, target)
+        except Exception as error:
+            return {f"{RAISED}{type(error).__name__}"}
+    return {text.replace(str(target), "").replace(str(base), "")[:200] for text in texts}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        world = planted_defects.write_world(Path(name) / "clean")
+        assert certify(world.run).passed
+        usual = {
+            (reader, target): heard(load, world, world.model, getattr(world, target))
+            for reader, (load, targets) in READERS.items()
+            for target in targets
+        }
+        lines = [_line(defect, world, Path(name) / str(i), usual) for i, defect in enumerate(DEFECTS)]
+    head = "| defect | in | check that fails | PEFT | transformers | llama.cpp |\n|---|---|---|---|---|---|\n"
+    caught = sum("**missed**" not in line for line in lines)
+    table = f"{caught} of {len(lines)} are caught by `trillora certify`.\n\n{head}" + "\n".join(lines)
+    text = DOCS.read_text("utf-8")
+    before, after = text.partition(START)[0], text.partition(END)[2]
+    DOCS.write_text(f"{before}{START}\n{table}\n{END}{after}", "utf-8")
+    print(table)
+
+
+def _line(defect: Defect, world: World, folder: Path, usual: dict[tuple[str, str], set[str]]) -> str:
+    copy, target = planted_defects.plant(defect, world, folder)
+    base = copy.model if defect.base else world.model
+    cells = []
+    for reader, (load, targets) in READERS.items():
+        if defect.target not in targets:
+            cells.append("")
+            continue
+        new = heard(load, copy, base, target) - usual[reader, defect.target]
+        raised = any(text.startswith(RAISED) for text in new)
+        cells.append("silent" if not new else "refuses it" if raised else "warns")
+    try:
+        failed = certify(target, base=str(copy.model) if defect.base else None).failed
+        found = ", ".join(dict.fromkeys(f"{check.part}: {check.name}" for check in failed)) or "**missed**"
+    except TrilloraError as error:
+        found = error.what
+    kind = defect.target.replace("half", "merged").replace("_", " ")
+    return f"| {defect.name} | {kind} | {found} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

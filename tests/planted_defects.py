@@ -266,7 +266,7 @@ def mask_over_the_prompt(world: World) -> None:
 
 
 def frozen_expert(world: World) -> None:
-    """An adapter of a mixture: expert 1 was never trained. It stands alone, without its run."""
+    """An adapter of a mixture: expert 1 was never trained. Its run is not known."""
     generator = np.random.default_rng(0)
     name = "base_model.model.model.layers.0.mlp.experts.{}.down_proj.lora_{}.weight"
     tensors = {}

@@ -35,12 +35,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """A trained run whose adapter has a certificate: it holds the logits of what was trained."""
     world = planted_defects.write_world(tmp_path_factory.mktemp("certify"))
     certificate = certify(world.run)
-    assert certificate.passed, told(certificate)
+    assert certificate.passed, shown(certificate)
     assert {check.name for check in certificate.checks if check.status == "skipped"} <= {"tokens"}
     return world
 
 
-def told(certificate: Certificate) -> str:
+def shown(certificate: Certificate) -> str:
     return "\n".join(f"{check.status} {check.part}: {check.name}: {check.what}" for check in certificate.checks)
 
 
@@ -54,18 +54,18 @@ def test_planted_defect_is_caught(defect: Defect, world: World, tmp_path: Path) 
     certificate = certify(target, base=str(copy.model) if defect.base else None)
     assert not certificate.passed
     failed = {f"{check.part}: {check.name}" for check in certificate.failed}
-    assert {*defect.caught_by} <= failed, told(certificate)
+    assert {*defect.caught_by} <= failed, shown(certificate)
     assert all(check.do for check in certificate.failed)
 
 
 @pytest.mark.parametrize("kind", ["merged", "half", "gguf", "lora_gguf", "ollama"])
 def test_correct_export_passes(kind: str, world: World) -> None:
     certificate = certify(getattr(world, kind))
-    assert certificate.passed, told(certificate)
+    assert certificate.passed, shown(certificate)
     share = next(check for check in certificate.checks if check.name == "share of the change")
     assert share.figure == pytest.approx(1, abs=1e-3)
     again = verify(getattr(world, kind))
-    assert again.passed, told(again)
+    assert again.passed, shown(again)
 
 
 @pytest.mark.parametrize("type", ["q4_0", "bf16"])
@@ -73,7 +73,7 @@ def test_rounded_gguf_has_the_trained_change(type: str, world: World, tmp_path: 
     """Rounding to 4 bits moves log-probabilities by more than some adapters do; the share does not depend on it."""
     export_gguf(open_source(str(world.run)), tmp_path / "export", type=type)
     certificate = certify(tmp_path / "export", run=world.run)
-    assert certificate.passed, told(certificate)
+    assert certificate.passed, shown(certificate)
     share = next(check for check in certificate.checks if check.name == "share of the change")
     assert share.figure == pytest.approx(1, abs=0.02)
 
@@ -115,11 +115,11 @@ def test_correct_adapter_passes(kind: str, world: World, tmp_path: Path) -> None
     assert len(targets) == (3 if kind == "sweep" else 1)
     for target in targets:
         certificate = certify(target)
-        assert certificate.passed, told(certificate)
+        assert certificate.passed, shown(certificate)
         assert {check.name for check in certificate.checks if check.status == "skipped"} <= {"tokens", "layers"}
         assert "checkpoint of step" in certificate.trained
         again = verify(target)
-        assert again.passed, told(again)
+        assert again.passed, shown(again)
 
 
 # ---- verify and the commands
@@ -129,7 +129,7 @@ def test_verify_repeats_the_certificate_without_the_run(world: World, tmp_path: 
     moved = tmp_path / "adapter"
     shutil.copytree(world.adapter, moved)
     certificate = verify(moved)
-    assert certificate.passed, told(certificate)
+    assert certificate.passed, shown(certificate)
     parts = {check.part for check in certificate.checks}
     assert parts == {"files", "trained", "norms", "servers", "tokenizer", "reader"}
 

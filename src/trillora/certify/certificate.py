@@ -56,7 +56,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class PromptLogits:
-    """The next token after a prompt: log-probabilities of those that the trained model finds likeliest."""
+    """The next token after a prompt: log-probabilities of the most likely ones of the trained model."""
 
     tokens: Annotated[tuple[Token, ...], Field(min_length=1, max_length=4096)]
     ids: Annotated[tuple[Token, ...], Field(min_length=1, max_length=4096)]

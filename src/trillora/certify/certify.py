@@ -1,4 +1,4 @@
-"""Certifies an adapter or an export: checks it, and writes `certificate.json` beside it.
+"""Certifies an adapter or an export: checks it, and writes `certificate.json` next to it.
 
     certificate = certify("runs/first")
     certificate.passed

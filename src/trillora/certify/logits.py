@@ -1,7 +1,7 @@
 """The logits of what was trained: our engine in float32 on the CPU, with the trained weights and without them.
 
     reference = compute_reference(subject, listener)
-    reference.logits[0].trained     # log-probabilities of the 100 likeliest next tokens after the first prompt
+    reference.logits[0].trained     # log-probabilities of the 100 most likely tokens after the first prompt
     compare(reference.logits, read) # how far another program's log-probabilities are from them
 
 Log-probabilities are compared at the last token of each prompt: all readers can give these, llama.cpp too.
@@ -53,7 +53,7 @@ class Reference:
 class Comparison:
     """How far a reader is from what was trained, over all prompts."""
 
-    difference: float  # largest, of the log-probabilities of the likeliest tokens
+    difference: float  # largest, of the log-probabilities of the most likely tokens
     divergence: float  # largest KL divergence from the trained model, in nats
     change: float  # largest difference between trained model and base, of the same tokens
     from_base: float  # largest difference between reader and base
@@ -161,6 +161,6 @@ def compare(logits: Sequence[PromptLogits], read: Sequence[np.ndarray]) -> Compa
             what = "Its logits are not finite: values overflow, or the file is damaged."
             raise TrilloraError(what, do="export it in float32 or bfloat16, or look for layers with huge weights")
         share = np.exp(trained)
-        divergence = max(0.0, float((share * (trained - own)).sum()))  # of the likeliest: may round below zero
+        divergence = max(0.0, float((share * (trained - own)).sum()))  # of the first 100 tokens: may round below zero
         found.append((abs(own - trained).max(), divergence, abs(trained - base).max(), abs(own - base).max()))
     return Comparison(*(float(max(column)) for column in zip(*found, strict=True)))

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from trillora.certify.subject import NotHere
 from trillora.child_process import bare_environment, isolated_python
 from trillora.errors import TrilloraError, in_words
 
@@ -73,7 +74,7 @@ def listening() -> Iterator[list[str]]:
 def read_with_peft(base: Path, adapter: Path, prompts: Sequence[Sequence[int]]) -> Reading:
     """Base and adapter as PEFT's users load them."""
     if importlib.util.find_spec("peft") is None:
-        raise TrilloraError("Reading adapters with PEFT needs the package peft.", do="pip install 'trillora[certify]'")
+        raise NotHere("Reading adapters with PEFT needs the package peft.", do="pip install 'trillora[certify]'")
     from peft import PeftModel
 
     with _reader("PEFT"), listening() as heard:
@@ -143,7 +144,7 @@ def read_with_llama_cpp(
     C++ code that reads a file which may be damaged."""
     if importlib.util.find_spec("xllamacpp") is None:
         what = "Reading GGUF files with llama.cpp needs the package xllamacpp."
-        raise TrilloraError(what, do="pip install 'trillora[certify]'")
+        raise NotHere(what, do="pip install 'trillora[certify]'")
     program = "from trillora.certify.llama_cpp import main; main()"
     child = isolated_python(program, environment=bare_environment())
     request = {

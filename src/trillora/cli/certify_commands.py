@@ -33,7 +33,7 @@ def certify(
     base: BaseModel = None,
     as_json: JsonResult = False,
 ) -> None:
-    """Check that an adapter or export is what was trained, and write its certificate beside it."""
+    """Check that an adapter or export is what was trained, and write its certificate next to it."""
     with progress_on_stderr() as listener:
         certificate = certify_with_page(target, run=run, base=base, listener=listener)
     show_certificate(certificate, as_json)

@@ -13,6 +13,7 @@ from trillora.cli.output import print_json, progress_on_stderr
 from trillora.errors import TrilloraError, nearest
 
 if TYPE_CHECKING:
+    from trillora.certify.certificate import Certificate
     from trillora.events import Listener
     from trillora.export.source import Exported, ExportSource
 
@@ -46,6 +47,9 @@ def export(
     repo: Annotated[str | None, typer.Option("--repo", metavar="ORG/NAME", help="For hub: the repository.")] = None,
     what: Annotated[str, typer.Option("--what", metavar="WHAT", help="For hub: adapter or merged.")] = "adapter",
     private: Annotated[bool, typer.Option("--private/--public", help="For hub: who can read it.")] = True,
+    with_certificate: Annotated[
+        bool, typer.Option("--certify/--no-certify", help="Check that the export is what was trained.")
+    ] = True,
     trust: TrustCode = False,
     as_json: JsonResult = False,
 ) -> None:
@@ -66,7 +70,12 @@ def export(
         source = open_source(name, adapter=adapter, base=base, overrides=_overrides(trust), listener=listener)
         kind = f"gguf-{type or DEFAULT_TYPES['gguf']}" if to == "gguf" else to
         exported = _run(source, to, type, _folder(source, kind, out), listener)
-    _show(exported, as_json)
+        certificate = None
+        if with_certificate and not trust:  # a certificate runs no code of the model
+            from trillora.cli.certify_commands import certify_with_page
+
+            certificate = certify_with_page(exported.folder, run=source.adapter, base=base, listener=listener)
+    _show(exported, certificate, as_json)
 
 
 def _run(source: ExportSource, to: str, type: str | None, out: Path, listener: Listener) -> Exported:
@@ -152,12 +161,23 @@ def _overrides(trust: bool) -> tuple[str, ...]:
     return ("model.trust_remote_code=true",) if trust else ()
 
 
-def _show(exported: Exported, as_json: bool) -> None:
+def _show(exported: Exported, certificate: Certificate | None, as_json: bool) -> None:
+    from trillora.cli.certify_commands import EXIT_FAILED
+
+    is_bad = certificate is not None and not certificate.passed
     if as_json:
-        print_json({**asdict(exported), "folder": str(exported.folder)})
-        return
+        found = None if certificate is None else certificate.to_dict()
+        print_json({**asdict(exported), "folder": str(exported.folder), "certificate": found})
+        raise typer.Exit(EXIT_FAILED if is_bad else 0)
     for note in exported.notes:
         print(note)
     size = exported.num_bytes
     shown = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
     print(f"Exported to {exported.folder}: {', '.join(exported.files)} ({shown})")
+    if certificate is not None:
+        from trillora.report.certificate_table import show_short
+        from trillora.report.console import SafeConsole
+
+        show_short(certificate, SafeConsole())
+    if is_bad:
+        raise typer.Exit(EXIT_FAILED)

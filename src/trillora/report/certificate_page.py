@@ -152,7 +152,7 @@ def _layers(layers: tuple[Layer, ...]) -> str:
 def _logits(logits: tuple[PromptLogits, ...]) -> str:
     if not logits:
         return ""
-    head = '<tr><th>prompt</th><th class="number">tokens</th><th class="number">likeliest token</th>'
+    head = '<tr><th>prompt</th><th class="number">tokens</th><th class="number">most likely token</th>'
     head += '<th class="number">trained</th><th class="number">base</th></tr>'
     lines = "".join(
         f'<tr><td>{number}</td><td class="number">{len(each.tokens)}</td><td class="number">{each.ids[0]}</td>'

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trillora.certify.certificate import Certificate, Status
+from trillora.certify.certificate import Certificate, Check, Status
 from trillora.safe_text import visible
 
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 
 
 def show(certificate: Certificate, console: Console) -> None:
+    _show(certificate, certificate.checks, console)
+
+
+def show_short(certificate: Certificate, console: Console) -> None:
+    """What needs attention, what other programs read, and the verdict."""
+    shown = [check for check in certificate.checks if check.status in ("failed", "warning") or check.part == "reader"]
+    shown += [check for check in certificate.checks if check.name == "share of the change" and check.status == "ok"]
+    _show(certificate, shown, console)
+
+
+def _show(certificate: Certificate, checks: Iterable[Check], console: Console) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold", ratio=1)
-    for check in certificate.checks:
+    for check in checks:
         found = Text(visible(check.what))
         if check.do and check.status in ("failed", "warning"):
             found.append(f"\ndo: {visible(check.do)}", "dim")

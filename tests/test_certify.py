@@ -137,7 +137,7 @@ def test_verify_repeats_the_certificate_without_the_run(world: World, tmp_path: 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda folder: (folder / "README.md").write_text("new"), "same as certified"),
+        (lambda folder: (folder / "new.json").write_text("{}"), "same as certified"),
         (lambda folder: _other_alpha(folder), "weights"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"short"), "files"),
     ],

@@ -24,6 +24,7 @@ from trillora.model.loading.tensor_files import opened
 
 INDEX = "model.safetensors.index.json"
 DO = "copy the folder again, or export it again"
+CARD = "README.md"
 MAX_FILES = 5000
 
 
@@ -34,9 +35,9 @@ class _Index(BaseModel):
 
 
 def files_of(folder: Path) -> dict[str, FileFacts]:
-    """Digest and size of every file but the certificate itself."""
+    """Digest and size of every file but the certificate itself and the card, which people edit."""
     found = [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith(".")]
-    files = [file for file in found if file.name not in (FILE, PAGE)][:MAX_FILES]
+    files = [file for file in found if file.name not in (FILE, PAGE, CARD)][:MAX_FILES]
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(file_digest, files))
     return {file.name: FileFacts(digest, file.stat().st_size) for file, digest in zip(files, digests, strict=True)}

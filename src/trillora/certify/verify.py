@@ -29,8 +29,8 @@ def verify(target: str | Path, *, base: str | None = None, listener: Listener = 
     start = time.monotonic()
     subject = find_subject(target, None, base)
     known = read_certificate(subject.folder)
-    if base is None and subject.run is None and subject.base_id is None and known.base is not None:
-        subject = find_subject(target, None, known.base)
+    if subject.base_id is None:
+        subject.base_id = known.base  # used if it is on this machine: nothing is downloaded because a file names it
     findings, files = Findings(), files_of(subject.folder)
     findings.add("files", "certificate", lambda: _of_the_certificate(known))
     findings.add("files", "same as certified", lambda: [compare_files(files, known.files)])

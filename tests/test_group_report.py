@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from dose import dose
 from hostile_json import changed_bytes, changed_value
+from html_pages import HOSTILE, Page, browse, needs_chromium
 from sample_runs import PHASES, RATES, group_events, group_plan, write_group_run, write_lines
-from test_run_report import CANARIES, HOSTILE, Page, browse, needs_chromium, report
+from test_run_report import report
+from test_secrets import CANARIES
 from test_tracking import needs_tensorboard, scalars
 
 from trillora.events import (

@@ -9,15 +9,15 @@ import re
 import shutil
 import subprocess
 import sys
-import zlib
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
+from html_pages import HOSTILE, Page, browse, first_pixel, needs_chromium
 from sample_runs import EVALUATED, facts, write_lines, write_run
+from test_secrets import CANARIES
 
 from trillora.errors import TrilloraError
 from trillora.events import Evaluated, Note, Sample, Sampled, Skipped, Step, to_metrics_line
@@ -26,11 +26,9 @@ from trillora.report.run.charts import calmed, nice_ticks, smoothed, thinned
 from trillora.report.run.read import read_run
 from trillora.report.run.status import total_seconds
 from trillora.report.run.write import write_report
-from trillora.secrets import MASK, mask_secrets, mask_settings, mask_values, secrets_of_environment
+from trillora.secrets import MASK
 from trillora.training.trainer import train
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 FILES = ("run.json", "metrics.jsonl", "history.jsonl", "resolved.yaml", "eval.json")
 
 
@@ -41,33 +39,6 @@ def run(tmp_path: Path) -> Path:
 
 def report(run: Path) -> str:
     return write_report(run).read_text("utf-8")
-
-
-class Page(HTMLParser):
-    """The elements, attributes and text of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.text = ""
-        self.open: list[str] = []
-        self.feed(page)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names |= {tag, *(f"{tag}.{name}" for name, _ in attrs)}
-        if tag not in ("meta", "path", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names |= {tag, *(f"{tag}.{name}" for name, _ in attrs)}
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.text += data
 
 
 # Content
@@ -347,13 +318,6 @@ def test_a_report_needs_no_jax_and_no_torch(run: Path) -> None:
 
 # Hostile content and secrets
 
-HOSTILE = (
-    '</style></title></pre><script>console.log("OWNED")</script>'
-    '<img src=http://127.0.0.1:9/ onerror=console.log("OWNED")>\n'
-    """"><svg onload='console.log("OWNED")'>' onmouseover='x <!-- ]]> &lt;b&gt; """
-    "\u202e\x1b[31m\x00 {{7*7}} javascript:alert(1)"
-)
-
 
 def hostile_run(folder: Path) -> Path:
     run = write_run(folder / "ru<b>n", num_steps=40)
@@ -434,88 +398,6 @@ def test_markup_in_every_field_is_only_text(tmp_path: Path) -> None:
     assert r"\x1b[31m" in page and r"\u202e" in page  # made visible
 
 
-CANARIES = {
-    "hub": "hf_" + "CanaryHub" * 3,
-    "hub in words": "use hf_" + "CanaryHub" * 3 + ", please",
-    "model service": "sk-proj-" + "CanaryModel" * 3,
-    "git": "ghp_" + "CanaryGit" * 4,
-    "cloud": "AKIA" + "CANARYCANARYCANA",
-    "browser": "AIza" + "CanaryBrowser" * 3,
-    "web token": "eyJhbGciOiJI.eyJzdWIiOiIx.CanaryWebToken",
-    "header": "Authorization: Bearer CanaryHeader123456",
-    "old wandb": "ca0a12" * 6 + "ca0a",
-    "new wandb": "wandb_v1_" + "CanaryBand" * 4,
-    "address": "https://me:CanaryPass@example.org/rows.jsonl",
-    "signed address": "https://example.org/rows.jsonl?a=1&X-Amz-Signature=CanarySigned&b=2",
-    "private key": "-----BEGIN PRIVATE KEY-----\nCanaryKey\n-----END PRIVATE KEY-----",
-}
-
-
-@pytest.mark.parametrize("name", CANARIES)
-def test_what_looks_like_a_secret_is_masked(name: str) -> None:
-    masked = mask_secrets(f"before {CANARIES[name]} after")
-    assert "canary" not in masked.lower() and "ca0a12" not in masked and MASK in masked
-    assert masked.startswith("before ") and masked.endswith(" after")
-
-
-@pytest.mark.parametrize(
-    "text", ["?key", "eyJ-", "eyJ", "://a", "bearer ", "hf_", "a: ", "token: ", "-----BEGIN PRIVATE KEY-----"]
-)
-def test_long_hostile_texts_are_masked_in_linear_time(text: str) -> None:
-    long = text * (100_000 // len(text))  # quadratic code would take minutes
-    assert mask_settings(long) and mask_secrets(long)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "revision: " + "ab" * 20,
-        "org/model@" + "ab" * 20,
-        "models--org--name/snapshots/" + "ab" * 20 + "/config.json",
-        "sha256: " + "ab" * 32,
-        "eos_token: <|im_end|>\nnum_tokens: 12345678\nmax_new_tokens: 10000000\ntokenizer: org/some-tokenizer",
-        "mail someone@example.org, see https://example.org/a?b=c&page=3",
-        "a task-force risk-assessment of half_precision hf_hub",
-        "secret: null\npassword:\ntoken: ~",
-        "The password policy is weak: secrets are not rotated.",
-    ],
-)
-def test_text_without_secrets_is_unchanged(text: str) -> None:
-    assert mask_settings(text) == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "password: canary",
-        "  api_key: 'canary, canary'   # mine",
-        'tracking: {wandb_key: canary, hf_token: "canary }", rank: 8}',
-        "HF_TOKEN=canary canary",
-        '{"client_secret": "canary"}',
-        "aws_secret_access_key: canary/canary+canary==",
-        "token: canary",
-    ],
-)
-def test_a_setting_named_like_a_secret_is_masked(text: str) -> None:
-    masked = mask_settings(text)
-    assert "canary" not in masked and MASK in masked
-    assert ("rank: 8}" in masked) == ("rank: 8}" in text) and ("# mine" in masked) == ("# mine" in text)
-
-
-def test_values_named_like_secrets_are_masked_at_any_depth() -> None:
-    values = {"a": [{"password": "canary", "rank": 8}], "identity": {"model": "ab" * 20}, "pin": {"token": 1234}}
-    masked = mask_values(values)
-    assert masked == {"a": [{"password": MASK, "rank": 8}], "identity": {"model": "ab" * 20}, "pin": {"token": MASK}}
-
-
-def test_secrets_of_the_environment_are_found_by_name() -> None:
-    environment = {"HF_TOKEN": "canary-1", "MY_API_KEY": "canary-22", "PATH": "/usr/bin-1", "TOKEN_FILE": "/run/a-1"}
-    assert secrets_of_environment({**environment, "USE_TOKEN": "yes", "KEY_SECRET": "12345678"}) == (
-        "canary-22",
-        "canary-1",
-    )
-
-
 def test_no_secret_reaches_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_SERVICE_TOKEN", "canary-of-the-environment-0")
     everything = " ".join([*CANARIES.values(), "canary-of-the-environment-0"])
@@ -541,33 +423,6 @@ def test_no_secret_reaches_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 # In a browser
-
-
-def browse(page: Path, folder: Path, *options: str, width: int = 1200) -> tuple[list[str], list[str], str]:
-    """Console lines, requested URLs, and standard output."""
-    log = folder / "net.json"
-    switches = [
-        *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-sync"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-default-apps"),
-        *("--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"),
-        *(f"--window-size={width},1600", "--virtual-time-budget=2000", *options),
-    ]
-    command = [str(CHROMIUM), *switches, page.as_uri()]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    console = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
-    # The browser makes requests of its own. Those of the page have an origin.
-    requested = re.findall(r'"initiator":"(?!not an origin)[^"]*".*?"url":"([^"]+)"', log.read_text("utf-8", "replace"))
-    return console, requested, result.stdout
-
-
-def first_pixel(image: Path) -> tuple[int, ...]:
-    """The corner pixel of a PNG: no filter changes the first bytes of the first line."""
-    data, place, packed = image.read_bytes(), 8, b""
-    while place < len(data):
-        length, kind = int.from_bytes(data[place : place + 4], "big"), data[place + 4 : place + 8]
-        packed += data[place + 8 : place + 8 + length] if kind == b"IDAT" else b""
-        place += 12 + length
-    return tuple(zlib.decompress(packed)[1:4])
 
 
 @needs_chromium

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import random
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -17,24 +16,22 @@ import pytest
 import tiny_models
 import tiny_run
 import torch
-from dose import dose
-from hostile_json import changed_bytes, changed_value
+from adapter_folders import refusal, small, write
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import merge_utils
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from trillora.adapters import logits_check, merge, methods
+from trillora.adapters import merge, methods
 from trillora.adapters.inputs import find_adapter, read_input
 from trillora.adapters.merge import MergeResult, merge_adapters
 from trillora.cli import app
 from trillora.errors import Bug, TrilloraError
 from trillora.events import Alarm, Event
-from trillora.files.checksums import with_checksums
 from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, load_adapter, peft_files
 from trillora.recipe.load import load_recipe
-from trillora.recipe.merge_options import MERGE_METHODS, MergeOptions
+from trillora.recipe.merge_options import MergeOptions
 from trillora.training.trainer import train
 
 ROUNDING = 2e-6  # of the norm: float32 products and sums in another order
@@ -404,142 +401,7 @@ def test_transposed_weights_are_compared_in_their_own_order(tmp_path: Path) -> N
     assert exact.logits is not None and exact.logits.difference < 1e-3 * exact.logits.change
 
 
-# ---- what is refused
-
-
-def write(folder: Path, matrices: dict[str, np.ndarray], config: dict[str, Any]) -> Path:
-    folder.mkdir()
-    for name, data in with_checksums(0, peft_files(matrices, config)).items():
-        (folder / name).write_bytes(data)
-    return folder
-
-
-CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "some/base"}
-
-
-def small(folder: Path, seed: int, num_out: int = 6, **changes: Any) -> Path:
-    generator = np.random.default_rng(seed)
-    shapes = {"q.lora_a": (2, 5), "q.lora_b": (num_out, 2)}
-    matrices = {name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    return write(folder, matrices, {**CONFIG, **changes})
-
-
-def refusal(folder: Path, adapters: Sequence[Path | str], options: MergeOptions | None = None) -> TrilloraError:
-    """The error of a merge that must leave nothing behind."""
-    before = sorted(folder.iterdir())
-    with pytest.raises(TrilloraError) as caught:
-        merge_adapters(adapters, options or MergeOptions(), folder / "out")
-    assert not isinstance(caught.value, Bug) and caught.value.do
-    assert sorted(folder.iterdir()) == before
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("options", "what", "where"),
-    [
-        (MergeOptions(weights=(1,)), "2 adapters and 1 weight.", "--weights"),
-        (MergeOptions(weights=(1, 2, 3)), "2 adapters and 3 weights", "--weights"),
-        (MergeOptions(weights=(1, math.nan)), "not a finite number", "--weights"),
-        (MergeOptions(weights=(1, math.inf)), "not a finite number", "--weights"),
-        (MergeOptions(weights=(0, 0)), "All weights are zero", "--weights"),
-        (MergeOptions(weights=(1, 1e30)), "too large for float32", "q"),
-        (MergeOptions("tie"), "Unknown merge method 'tie'", "--method"),  # type: ignore[arg-type]
-        (MergeOptions("ties", density=0), "above 0 and at most 1", "--density"),
-        (MergeOptions("ties", density=1.5), "above 0 and at most 1", "--density"),
-        (MergeOptions("ties", density=math.nan), "above 0 and at most 1", "--density"),
-        (MergeOptions("linear", density=0.5), "linear has no density", "--density"),
-        (MergeOptions("cat", rank=3), "cat has no rank", "--rank"),
-        (MergeOptions("ties", seed=3), "ties has no seed", "--seed"),
-        (MergeOptions("dare-ties", seed=-1), "must not be negative", "--seed"),
-        (MergeOptions("linear", rank=0), "at least 1", "--rank"),
-        (MergeOptions("linear", rank=5), "more than this merge can have, 4", "--rank"),
-        (MergeOptions("ties", rank=6), "more than this merge can have, 5", "--rank"),
-        (MergeOptions("ties", density=1e-3), "changes nothing: no entry", None),
-        (MergeOptions("dare-linear", density=1e-300), "too large for float32", "q"),
-    ],
-)
-def test_wrong_options_are_refused(options: MergeOptions, what: str, where: str | None, tmp_path: Path) -> None:
-    error = refusal(tmp_path, [small(tmp_path / "a", 1), small(tmp_path / "b", 2)], options)
-    assert what in error.what and error.where == where
-
-
-def test_options_of_a_recipe_are_named_as_there() -> None:
-    with pytest.raises(TrilloraError) as caught:
-        MergeOptions(weights=(1,)).checked(2, "merge.")
-    assert caught.value.where == "merge.weights"
-    assert MergeOptions("dare-ties").checked(2) == MergeOptions("dare-ties", (1.0, 1.0), 0.5, None, 0)
-
-
-@pytest.mark.parametrize(
-    ("section", "option", "what"),
-    [
-        ({"method": "linear", "density": 0.2}, "merge.density", "The method linear has no density."),
-        ({"method": "cat", "rank": 8}, "merge.rank", "The method cat has no rank."),
-        ({"weights": [0, 0]}, "merge.weights", "All weights are zero"),
-    ],
-)
-def test_a_recipe_whose_merge_would_fail_at_the_end_is_refused_at_the_start(
-    section: dict[str, Any], option: str, what: str
-) -> None:
-    phases = [{"name": name, "data": f"{name}.jsonl"} for name in ("sql", "chat")]
-    with pytest.raises(TrilloraError) as caught:
-        load_recipe({"model": "smollm2", "phases": phases, "merge": section})
-    assert what in str(caught.value) and option in str(caught.value)
-
-
-def test_too_few_adapters_and_the_same_one_twice_are_refused(tmp_path: Path) -> None:
-    a, b = small(tmp_path / "a", 1), small(tmp_path / "b", 2)
-    assert "at least two adapters, got one" in refusal(tmp_path, [a]).what
-    assert "got none" in refusal(tmp_path, []).what
-    assert "the same adapter is given twice" in refusal(tmp_path, [a, b, a]).what.lower()
-    copied = small(tmp_path / "copy", 1, target_modules=["q"])  # the same changes with another config
-    error = refusal(tmp_path, [a, b, copied])
-    assert "twice" in error.what and error.where == f"{a} and {copied}"
-
-
-def test_adapters_that_cancel_each_other_are_refused(tmp_path: Path) -> None:
-    a = small(tmp_path / "a", 1)
-    _, matrices = load_adapter(a)
-    negative = write(tmp_path / "b", {k: -v if k.endswith("a") else v for k, v in matrices.items()}, CONFIG)
-    for method in ("linear", "cat", "svd", "magnitude-prune"):
-        error = refusal(tmp_path, [a, negative], MergeOptions(method))  # type: ignore[arg-type]
-        assert error.what == "The merge changes nothing: the adapters cancel each other."
-
-
-def test_adapters_without_a_change_are_refused(tmp_path: Path) -> None:
-    zeros = [
-        write(
-            tmp_path / f"{n}",
-            {"q.lora_a": np.full((2, 5), n, np.float32), "q.lora_b": np.zeros((6, 2), np.float32)},
-            CONFIG,
-        )
-        for n in (1, 2)
-    ]
-    assert "changes nothing" in refusal(tmp_path, zeros).what
-
-
-def test_adapters_of_different_bases_are_refused_with_both_names(tmp_path: Path) -> None:
-    a = small(tmp_path / "a", 1)
-    other = small(tmp_path / "b", 2, base_model_name_or_path="other/base")
-    error = refusal(tmp_path, [a, other])
-    assert error.what == "The adapters have different base models: some/base and other/base."
-    assert error.where == f"{a} and {other}"
-    wide = small(tmp_path / "c", 2, num_out=7)
-    assert "q is 6 x 5 in one and 7 x 5 in the other" in refusal(tmp_path, [a, wide]).what
-
-
-def test_spellings_and_copies_of_a_base_are_the_same_base(folder: Path, tmp_path: Path) -> None:
-    a = small(tmp_path / "a", 1, base_model_name_or_path="smollm2")
-    b = small(tmp_path / "b", 2, base_model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct/")
-    merge_adapters([a, b], MergeOptions(), tmp_path / "named", with_logits=False)
-    copied = shutil.copytree(folder / "model", tmp_path / "model")
-    c = small(tmp_path / "c", 1, base_model_name_or_path=str(folder / "model"))
-    d = small(tmp_path / "d", 2, base_model_name_or_path=str(copied))
-    merge_adapters([c, d], MergeOptions(), tmp_path / "copies", with_logits=False)
-    weights = bytearray((copied / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (copied / "model.safetensors").write_bytes(bytes(weights))
-    assert "different base models" in refusal(tmp_path, [c, d]).what
+# ---- runs that cannot be merged
 
 
 def test_runs_on_a_base_that_changed_in_between_are_refused(runs: list[Path], tmp_path: Path) -> None:
@@ -551,37 +413,6 @@ def test_runs_on_a_base_that_changed_in_between_are_refused(runs: list[Path], tm
     assert "same name but other weights" in refusal(tmp_path, [tmp_path / "one", tmp_path / "two"]).what
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("use_dora", True),
-        ("modules_to_save", ["lm_head"]),
-        ("trainable_token_indices", [1]),
-        ("bias", "all"),
-        ("lora_bias", True),
-        ("init_lora_weights", "pissa_niter_4"),
-    ],
-)
-def test_adapters_that_are_more_than_a_change_are_refused(key: str, value: Any, tmp_path: Path) -> None:
-    a, b = small(tmp_path / "a", 1), small(tmp_path / "b", 2, **{key: value})
-    error = refusal(tmp_path, [a, b])
-    assert f"it uses {key}" in error.what and error.where == str(b / CONFIG_FILE)
-
-
-def test_different_tokenizers_are_refused(tmp_path: Path) -> None:
-    folders = [small(tmp_path / name, seed) for seed, name in enumerate("ab")]
-    for number, each in enumerate(folders):
-        (each / "tokenizer.json").write_text(f"[{number}]")
-    assert "different tokenizers: tokenizer.json differs" in refusal(tmp_path, folders).what
-
-
-def test_an_existing_output_is_refused_and_kept(tmp_path: Path) -> None:
-    adapters = [small(tmp_path / "a", 1), small(tmp_path / "b", 2)]
-    (tmp_path / "out").write_text("mine")
-    error = refusal(tmp_path, adapters)
-    assert "already exists" in error.what and (tmp_path / "out").read_text() == "mine"
-
-
 def test_a_folder_without_an_adapter_says_what_to_give(runs: list[Path], tmp_path: Path) -> None:
     assert find_adapter(runs[0]) == runs[0] / "adapter" == find_adapter(runs[0] / "adapter")
     (tmp_path / "empty").mkdir()
@@ -590,46 +421,6 @@ def test_a_folder_without_an_adapter_says_what_to_give(runs: list[Path], tmp_pat
     (tmp_path / "many" / "adapters").mkdir(parents=True)
     small(tmp_path / "many" / "adapters" / "sql", 1)
     assert str(tmp_path / "many" / "adapters" / "sql") in refusal(tmp_path, [tmp_path / "many", runs[0]]).do
-
-
-def test_a_base_that_is_not_here_is_not_downloaded_and_said(tmp_path: Path) -> None:
-    result = merge_adapters([small(tmp_path / "a", 1), small(tmp_path / "b", 2)], MergeOptions(), tmp_path / "out")
-    assert result.logits is None and result.not_compared == "the base model some/base is not on this machine"
-    assert logits_check.open_local("\0") is None
-
-
-def test_a_base_that_cannot_be_used_is_said(folder: Path, tmp_path: Path) -> None:
-    base = shutil.copytree(folder / "model", tmp_path / "model")
-    (base / "tokenizer.json").unlink()
-    pair = [small(tmp_path / name, seed, base_model_name_or_path=str(base)) for seed, name in enumerate("ab")]
-    result = merge_adapters(pair, MergeOptions(), tmp_path / "out")
-    assert result.logits is None and "cannot be used: The model has no tokenizer" in str(result.not_compared)
-
-
-def test_damaged_adapters_are_refused_or_merge_to_finite_ones(tmp_path: Path) -> None:
-    """No change of the files is a bug, and none leaves a folder."""
-    a, b = small(tmp_path / "a", 1), small(tmp_path / "b", 2)
-    for each in (a, b):
-        (each / "checksums.json").unlink()
-    config, data = {**CONFIG, "target_modules": ["q"], "use_rslora": False}, (b / WEIGHTS_FILE).read_bytes()
-    num_refused, num = 0, dose(150, 5000)
-    for seed in range(num):
-        randomness = random.Random(seed)
-        text = json.dumps(changed_value(config, randomness)) if seed % 2 else json.dumps(config)
-        (b / CONFIG_FILE).write_text(text)
-        (b / WEIGHTS_FILE).write_bytes(data if seed % 2 else changed_bytes(data, randomness))
-        method: Any = randomness.choice(MERGE_METHODS)
-        try:
-            merge_adapters([a, b], MergeOptions(method), tmp_path / "out", with_logits=False)
-        except TrilloraError as error:
-            assert not isinstance(error, Bug) and error.do, (seed, error)
-            num_refused += 1
-            assert not (tmp_path / "out").exists()
-            continue
-        load_adapter(tmp_path / "out")
-        shutil.rmtree(tmp_path / "out")
-    assert num // 4 < num_refused < num  # both outcomes occur
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b"]
 
 
 # ---- the commands
@@ -670,15 +461,6 @@ def test_eval_tests_another_adapter_and_leaves_the_run_as_it_is(merged: MergeRes
     assert sorted(file.name for file in runs[0].iterdir()) == before
 
 
-def test_an_adapter_of_another_base_is_refused_by_its_shapes(folder: Path, tmp_path: Path) -> None:
-    alien = small(tmp_path / "a", 1)
-    code, _, error = invoke("generate", folder / "model", "--adapter", alien, "-p", "hi")
-    assert code == 2 and "The adapter does not fit this model" in error and str(alien) in error
-    small(tmp_path / "b", 2, base_model_name_or_path=str(folder / "model"))
-    small(tmp_path / "c", 3, base_model_name_or_path=str(folder / "model"))
-    assert "does not fit this model" in refusal(tmp_path, [tmp_path / "b", tmp_path / "c"]).what
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -692,3 +474,12 @@ def test_wrong_arguments_end_with_code_2(arguments: tuple[str, ...], words: str,
     adapters = [small(tmp_path / "a", 1), small(tmp_path / "b", 2)]
     code, _, error = invoke("merge", *adapters, "--out", tmp_path / "out", *arguments)
     assert code == 2 and words in error and not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_base_is_refused_by_its_shapes(folder: Path, tmp_path: Path) -> None:
+    alien = small(tmp_path / "a", 1)
+    code, _, error = invoke("generate", folder / "model", "--adapter", alien, "-p", "hi")
+    assert code == 2 and "The adapter does not fit this model" in error and str(alien) in error
+    small(tmp_path / "b", 2, base_model_name_or_path=str(folder / "model"))
+    small(tmp_path / "c", 3, base_model_name_or_path=str(folder / "model"))
+    assert "does not fit this model" in refusal(tmp_path, [tmp_path / "b", tmp_path / "c"]).what

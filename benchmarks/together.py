@@ -44,6 +44,26 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     import jax
+
+    single, together = step_seconds(args)
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "shape": args.shape,
+        "adapters": args.adapters,
+        "rows of each": args.rows,
+        "tokens": args.tokens,
+        "one, ms": round(1e3 * single, 2),
+        "together, ms": round(1e3 * together, 2),
+        "together / in sequence": round(together / (args.adapters * single), 3),
+        "peak GiB, one base": round(stats.get("peak_bytes_in_use", 0) / 2**30, 2),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: version(name) for name in ("jax", "torch", "torchax", "transformers")},
+    }
+
+
+def step_seconds(args: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of a step of one adapter, and of all together."""
+    import jax
     import numpy as np
     from transformers import LlamaConfig
 
@@ -93,19 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     together_batch = jax.device_put(stacked, group_sharding(mesh))
     group_state = place_group(many.assembly, group.members)
     together = timed(lambda state: many.compiled(state, base, options, lanes, together_batch), group_state, args.steps)
-    stats = jax.devices()[0].memory_stats() or {}
-    return {
-        "shape": args.shape,
-        "adapters": args.adapters,
-        "rows of each": args.rows,
-        "tokens": args.tokens,
-        "one, ms": round(1e3 * single, 2),
-        "together, ms": round(1e3 * together, 2),
-        "together / in sequence": round(together / (args.adapters * single), 3),
-        "peak GiB, one base": round(stats.get("peak_bytes_in_use", 0) / 2**30, 2),
-        "device": jax.devices()[0].device_kind,
-        "versions": {name: version(name) for name in ("jax", "torch", "torchax", "transformers")},
-    }
+    return single, together
 
 
 def timed(step: Any, state: Any, num_steps: int) -> float:

@@ -8,6 +8,7 @@ test_quickstart.py run with them on.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -22,6 +23,8 @@ FLAGS = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 )
 
+LONGEST = ("test_smollm2.py", "test_golden.py", "test_quickstart.py")
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *FLAGS])
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -31,13 +34,42 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # The first process, which is the controller of pytest-xdist: all workers and their children share its programs.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="trillora-test-programs-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # reading any program is faster than compiling it
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Compiling for a TPU takes longest. It starts first, so that no worker is left alone with it at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("tpu_compiler") is None)
+    """What takes longest starts first, so that no worker is left alone with it at the end: compiling for a TPU, then
+    LONGEST."""
+
+    def place(item: pytest.Item) -> int:
+        return 0 if item.get_closest_marker("tpu_compiler") else 1 if item.path.name in LONGEST else 2
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector does not have to look at it again."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def shared_steps() -> Iterator[None]:
+    """The runs of a module with equal steps share one compiled step."""
+    from shared_steps import sharing
+
+    with sharing():
+        yield
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """XLA's optimizations are on, for a program that would run longer without them than it compiles with them."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

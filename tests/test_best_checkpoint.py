@@ -29,7 +29,7 @@ from trillora.training.loop import StageLoop
 from trillora.training.run_folder import evaluation_losses
 from trillora.training.trainer import train
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 
 ADAPTER = "adapter_model.safetensors"
 LOSSES = {0: 9.0, 2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}  # of the evaluations, by step

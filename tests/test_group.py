@@ -25,6 +25,8 @@ from trillora.training.group.rates import best, score
 from trillora.training.loop import Diverged
 from trillora.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 ROUNDING = 2e-4  # relative to the largest weight: float32 in another order, over a few steps of Adam
 STEPS = 6
 SPLIT = {"validation": 0.2, "test": 0.1}

@@ -305,7 +305,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def settings(folder: Path) -> dict[str, Any]:
+def settings(folder: Path, shared_steps: None) -> dict[str, Any]:
     return tiny_run.recipe(folder, train={"steps": 3, "checkpoint_every": 1, "keep_checkpoints": 3})
 
 

@@ -1,0 +1,75 @@
+"""Runs with equal steps share one compiled step: tracing and compiling it takes most of the time of a tiny run.
+
+For tests of what happens around the step, such as checkpoints, resumption and faults. The key is everything that a step
+is built from. Only options that no program can depend on are left out, so that an option added later is part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from trillora.recipe.schema import Recipe, Stage
+from trillora.step import autotune, build
+from trillora.step.build import Assembly
+from trillora.step.group import GroupAssembly
+from trillora.training import trainer
+from trillora.training.group import trainer as group_trainer
+
+# Where files are, when to save and evaluate, and the seed, which the step gets with its state.
+NOT_COMPILED = {
+    "model": {"name", "revision"},
+    "data": {"path", "validation", "split"},
+    "train": {"seed", "checkpoint_every", "keep_checkpoints", "checkpoint_dir", "time_limit", "max_bad_steps"},
+    "evaluate": True,
+    "track": True,
+}
+
+
+def options_key(recipe: Recipe) -> str:
+    return recipe.model_dump_json(exclude=NOT_COMPILED)
+
+
+def step_key(
+    recipe: Recipe, settings: Any, config: Any, mesh: Any, num_steps: int, *, mapped: bool = False
+) -> Hashable:
+    return options_key(recipe), repr(settings), config.to_json_string(use_diff=False), mesh, num_steps, mapped
+
+
+def group_key(members: Sequence[Stage], settings: Any, config: Any, mesh: Any, width: int | None = None) -> Hashable:
+    recipes = tuple(options_key(member.recipe) for member in members)
+    return recipes, repr(settings), config.to_json_string(use_diff=False), mesh, width
+
+
+def of_assembly(assembly: Assembly, *values: Any, **options: Any) -> Hashable:
+    """For programs of a step: `shared` keeps their assembly, so that its id stays its own."""
+    return id(assembly), values, tuple(sorted(options.items()))
+
+
+@contextlib.contextmanager
+def sharing() -> Iterator[dict[Hashable, Any]]:
+    """While it is open, `train` builds and compiles each step once. Yields what is shared."""
+    shared: dict[Hashable, Any] = {}
+
+    def once(function: Callable[..., Any], key: Callable[..., Hashable]) -> Callable[..., Any]:
+        def remembered(*values: Any, **options: Any) -> Any:
+            name = (function.__qualname__, key(*values, **options))
+            if name not in shared:
+                shared[name] = function(*values, **options)
+            return shared[name]
+
+        return remembered
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autotune, "assemble", once(build.assemble, step_key))
+        patch.setattr(group_trainer, "assemble_group", once(group_trainer.assemble_group, group_key))
+        patch.setattr(Assembly, "compile", once(Assembly.compile, of_assembly))
+        patch.setattr(Assembly, "compile_evaluation", once(Assembly.compile_evaluation, of_assembly))
+        patch.setattr(GroupAssembly, "compile_lane", once(GroupAssembly.compile_lane, of_assembly))
+        patch.setattr(trainer, "make_copier", once(trainer.make_copier, of_assembly))
+        patch.setattr(trainer, "compile_next", once(trainer.compile_next, of_assembly))
+        patch.setattr(group_trainer, "make_group_copier", once(group_trainer.make_group_copier, of_assembly))
+        yield shared

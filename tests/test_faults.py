@@ -26,12 +26,12 @@ from trillora.training.run_folder import RunFolder, read_lines
 from trillora.training.signals import Interrupted
 from trillora.training.trainer import train
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.wide_llama())
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
 
 
 def checkpoints_of(run: Path) -> Checkpoints:

@@ -24,7 +24,7 @@ KEPT = (
 
 def test_training_prints_only_our_lines(tmp_path: Path) -> None:
     settings = tiny_run.recipe(
-        tiny_run.write_both(tmp_path),
+        tiny_run.write_both(tmp_path, tiny_run.llama(num_layers=1, width=32)),
         data={"split": {"validation": 0.2}},
         train={"steps": 3, "checkpoint_every": 2},
         evaluate={"every_steps": 2, "num_samples": 1, "max_tokens": 4},

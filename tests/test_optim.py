@@ -448,7 +448,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_learns_in_a_run(folder: Path, tmp_path: Path, name: OptimizerName) -> None:
+def test_every_optimizer_learns_in_a_run(tmp_path: Path, name: OptimizerName) -> None:
+    folder = tiny_run.write_both(tmp_path)
     settings = {"optimizer": name, "steps": 10, "schedule": "wsd", "warmup_steps": 2, "weight_decay": 0.01}
     if "lion" in name:
         settings["learning_rate"] = 3e-3

@@ -36,6 +36,8 @@ from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
 from trillora.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 Record = Callable[[str, object], None]
 COMPILE = "/jax/core/compile/backend_compile_duration"
 

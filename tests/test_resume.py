@@ -27,12 +27,12 @@ from trillora.recipe.load import load_recipe
 from trillora.training.run_process import TrainResult
 from trillora.training.trainer import train
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.wide_llama())
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
 
 
 def two_stages(folder: Path, num_first: int = 11, num_epochs: int = 3) -> dict[str, Any]:
@@ -207,8 +207,9 @@ def test_changes_are_accepted_with_accept_changes(folder: Path, whole: Path, tmp
     assert any("stages.1.learning_rate" in text for text in alarms)
 
 
-def test_devices_may_change_between_starts(folder: Path, tmp_path: Path) -> None:
+def test_devices_may_change_between_starts(tmp_path: Path) -> None:
     """One device, then eight, then one: the same adapter, except for the order of float additions."""
+    folder = tiny_run.write_both(tmp_path, tiny_run.wide_llama())  # wide enough to be split
 
     def settings(devices: int, **train_options: Any) -> dict[str, Any]:
         options = {"steps": 9, "checkpoint_every": 3, "keep_checkpoints": 9, **train_options}

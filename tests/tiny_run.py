@@ -34,7 +34,7 @@ def llama(num_layers: int = 2, width: int = 64) -> LlamaConfig:
 
 
 def wide_llama() -> LlamaConfig:
-    return _llama(num_hidden_layers=3, **WIDE)
+    return _llama(num_hidden_layers=2, **WIDE)
 
 
 def _llama(**sizes: Any) -> LlamaConfig:

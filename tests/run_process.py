@@ -32,9 +32,9 @@ def events_of(process: Any) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def finish(recipe: Path, out: Path) -> Path:
+def finish(recipe: Path, out: Path, begin: Callable[[Path, Path], Any] = start) -> Path:
     """Run to the end."""
-    process = start(recipe, out)
+    process = begin(recipe, out)
     _, errors = process.communicate(timeout=WAIT)
     assert process.returncode == 0, errors
     return out
@@ -56,7 +56,7 @@ def interrupt_often(
             runs.append(place / f"run-{len(runs)}")
         num_done += interrupt(begin(recipe, runs[-1]), runs[-1])
     if not (runs[-1] / "adapter").exists():
-        finish(recipe, runs[-1])
+        finish(recipe, runs[-1], begin)
     return runs
 
 

@@ -58,7 +58,7 @@ def recipe_file(folder: Path, name: str, **train: Any) -> Path:
     return file
 
 
-def stopped_at(process: subprocess.Popen[str], step: int) -> float:
+def stopped_at(process: subprocess.Popen[str] | WarmRun, step: int) -> float:
     """Seconds from SIGTERM, sent after this step, to the end of the process. A second signal follows."""
     for event in events_of(process):
         if event["event"] == "step" and event["step"] == step:
@@ -132,7 +132,7 @@ def _wait_at_random(process: subprocess.Popen[str] | WarmRun, generator: random.
 def test_stop_signal_saves_and_sets_the_exit_code(folder: Path, whole: Path, tmp_path: Path) -> None:
     """R6: during training, then during compilation. Further signals do no harm."""
     recipe, run = recipe_file(folder, "stopped"), tmp_path / "run"
-    process = start(recipe, run)
+    process: subprocess.Popen[str] | WarmRun = start(recipe, run)
     assert stopped_at(process, 7) < GRACE
     assert process.returncode == 75
     (last,) = checkpoints_of(run).steps()[-1:]
@@ -140,7 +140,7 @@ def test_stop_signal_saves_and_sets_the_exit_code(folder: Path, whole: Path, tmp
     before = (run / "metrics.jsonl").read_bytes() + b'{"kind": "step", "lo'  # a kill may leave half a line
     (run / "metrics.jsonl").write_bytes(before)
 
-    process = start(recipe, run)
+    process = WarmRun(recipe, run)
     for event in events_of(process):
         if event["event"] == "note" and event["text"].startswith("Compiling the training step"):
             break
@@ -150,7 +150,7 @@ def test_stop_signal_saves_and_sets_the_exit_code(folder: Path, whole: Path, tmp
     assert time.monotonic() - sent < GRACE and process.returncode == 75
     assert checkpoints_of(run).steps()[-1] == last and (run / "metrics.jsonl").read_bytes() == before
 
-    finish(recipe, run)
+    finish(recipe, run, WarmRun)
     assert_same(run, whole)
     events = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events] == ["started", "stopped", "resumed", "finished"]

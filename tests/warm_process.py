@@ -39,6 +39,10 @@ class WarmCommand:
     def kill(self) -> None:
         self._process.kill()
 
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         output = self.stdout.read()
         self._process.join(timeout)

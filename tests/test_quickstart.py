@@ -1,4 +1,8 @@
-"""`trillora quickstart`, with the real embedded model but few findings: it trains, evaluates, and writes every file."""
+"""`trillora quickstart` with few findings: it trains, evaluates, and writes every file.
+
+TRILLORA_DOSE=full uses the real embedded model. Otherwise a tiny one takes its place: compiling the 30 layers for
+training and for answers takes minutes. test_smollm2.py and test_generate.py use the real one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
+from dose import FULL
 from run_process import WAIT
 
 from trillora.quickstart import run
@@ -18,11 +24,14 @@ from trillora.recipe.load import load_recipe
 
 NUM_ROWS = 2
 QUICKSTART = f"""
-import sys
+import json, sys
 from trillora.cli import main
 from trillora.quickstart import run
 run.NUM_TRAINED = run.NUM_TESTED = {NUM_ROWS}
-sys.argv = ["trillora", "quickstart", *sys.argv[1:]]
+for old, new in json.loads(sys.argv[1]).items():
+    assert old in run.RECIPE
+    run.RECIPE = run.RECIPE.replace(old, new)
+sys.argv = ["trillora", "quickstart", *sys.argv[2:]]
 main()
 """
 
@@ -34,13 +43,22 @@ class Finished:
     errors: str
 
 
+def tiny_model(folder: Path) -> dict[str, str]:
+    """What changes in the recipe. A small vocabulary makes longer sequences of the same text."""
+    config = tiny_run.llama(num_layers=1, width=32)
+    config.max_position_embeddings = 1024
+    tiny_run.write_model(folder, config)
+    return {"model: smollm2": f"model: {folder}", "sequence_length: 184": "sequence_length: 1024"}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """In a process of its own, with XLA's optimizations, as a user runs it."""
-    folder = tmp_path_factory.mktemp("quickstart") / "first"
+    place = tmp_path_factory.mktemp("quickstart")
+    folder, changes = place / "first", {} if FULL else tiny_model(place / "model")
     fast = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in fast}
-    command = [sys.executable, "-c", QUICKSTART, "--out", str(folder), "--json"]
+    command = [sys.executable, "-c", QUICKSTART, json.dumps(changes), "--out", str(folder), "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr
     return Finished(folder, [json.loads(line) for line in done.stdout.splitlines()], done.stderr)

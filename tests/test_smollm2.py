@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
+from dose import dose
 from peft_reference import peft_losses
 from transformers import AutoModelForCausalLM
 
@@ -41,19 +42,21 @@ def test_logits_equal_transformers(folder: Path) -> None:
     np.testing.assert_allclose(np.asarray(logits), expected.numpy(), atol=1e-3)
 
 
-def test_first_ten_steps_equal_pytorch_and_peft(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("optimized")
+def test_first_steps_equal_pytorch_and_peft(folder: Path, tmp_path: Path) -> None:
+    num_steps = dose(4, 10)
     tiny_run.write_chats(tmp_path / "chats.jsonl", num_rows=40)
     recipe = load_recipe(
         {
             "model": "smollm2",
             "data": {"path": str(tmp_path / "chats.jsonl"), "pack": False},
-            "train": {"sequence_length": 64, "batch_size": 2, "steps": 10, "schedule": "constant"},
+            "train": {"sequence_length": 64, "batch_size": 2, "steps": num_steps, "schedule": "constant"},
             "lora": {"rank": 8, "alpha": 16},
             "hardware": {"devices": 1},
         }
     )
     ours = train(recipe, tmp_path / "run").losses
     layout = CausalLM(load_config(folder), lora=lora_spec(recipe.lora)).adapter_layout
-    theirs = peft_losses(recipe, folder, read_data(recipe, load_tokenizer(folder)), layout, num_steps=10)
+    theirs = peft_losses(recipe, folder, read_data(recipe, load_tokenizer(folder)), layout, num_steps)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert ours[-1] < ours[0]

@@ -17,18 +17,21 @@ import platform
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
+RECIPES = ("stages", "experts")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="record the losses in tests/golden")
     parser.add_argument("--backend", choices=("cpu", "gpu"), help="default: the one that jax chooses")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES)
     args = parser.parse_args()
     for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
         os.environ.pop(name, None)
@@ -36,7 +39,7 @@ def main() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder))
+        found = measure(Path(folder), RECIPES if args.write else args.recipes)
     if args.write:
         GOLDEN.mkdir(exist_ok=True)
         file = GOLDEN / f"{machine_name()}.json"
@@ -55,7 +58,7 @@ def machine_name() -> str:
     return f"{device.platform}-{device.device_kind.removeprefix('NVIDIA ').lower().replace(' ', '-')}"
 
 
-def measure(folder: Path) -> dict[str, Any]:
+def measure(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """The losses of each recipe, and the digests of two adapters: one of a run without interruption, one of a resumed
     run."""
     import tiny_run
@@ -65,7 +68,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
     write_inputs(folder)
     recipes = golden_recipes(folder)
-    losses = {name: list(train(load_recipe(recipe), folder / name).losses) for name, recipe in recipes.items()}
+    losses = {name: list(train(load_recipe(recipes[name]), folder / name).losses) for name in names}
     name = "stages"
     resumed = folder / "resumed"
     shutil.copytree(folder / name, resumed)

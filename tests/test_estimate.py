@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 import tiny_models
 import tiny_run
+from dose import slow_case
 from jax.sharding import NamedSharding, PartitionSpec
 from transformers import MistralConfig
 
@@ -113,7 +114,7 @@ def test_arguments_are_what_xla_counts(shape: MeshShape) -> None:
     assert sum(argument_bytes(assembly).values()) == compiled.memory_analysis().argument_size_in_bytes
 
 
-@pytest.mark.parametrize("remat", ["none", "linear", "full"])
+@pytest.mark.parametrize("remat", [slow_case("none"), "linear", slow_case("full")])
 def test_flops_are_what_xla_counts(remat: str) -> None:
     """XLA counts a loop body once, so layers are unrolled and the loss has a single chunk. It also counts elementwise
     operations, about 1 % here."""

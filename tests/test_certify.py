@@ -48,7 +48,11 @@ def test_there_are_enough_defects() -> None:
     assert len(DEFECTS) >= 20 and len({defect.name for defect in DEFECTS}) == len(DEFECTS)
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+@pytest.mark.parametrize(
+    "defect",
+    [slow_case(defect) if defect.slow else defect for defect in DEFECTS],
+    ids=[defect.name for defect in DEFECTS],
+)
 def test_planted_defect_is_caught(defect: Defect, world: World, tmp_path: Path) -> None:
     copy, target = planted_defects.plant(defect, world, tmp_path)
     certificate = certify(target, base=str(copy.model) if defect.base else None)

@@ -106,6 +106,11 @@ def test_a_line_that_is_not_text_is_refused_and_the_chat_continues(generator: ty
     assert [messages[-1]["content"] for messages, _ in generator.seen] == ["hello"]
 
 
+def test_the_guard_has_what_input_needs_to_edit_a_line() -> None:
+    with guarded_output():
+        assert isinstance(sys.stdout.encoding, str) and isinstance(sys.stdout.errors, str)  # else it ignores readline
+
+
 def test_a_prompt_that_is_not_text_is_an_error(generator: type[FakeGenerator]) -> None:
     result = CliRunner().invoke(app, ["generate", "m", "-p", "a\udcff"])
     assert (result.exit_code, generator.seen) == (2, [])

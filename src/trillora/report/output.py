@@ -104,6 +104,11 @@ class _Guarded(io.TextIOBase):
     def encoding(self) -> str:  # type: ignore[override]
         return getattr(self.below, "encoding", None) or "utf-8"
 
+    @property
+    def errors(self) -> str:  # type: ignore[override]
+        """Without it, `input` does not use readline."""
+        return getattr(self.below, "errors", None) or "strict"
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.below, name)
 

@@ -5,8 +5,8 @@
 
 Writes a model with random weights and opens it as `trillora generate --quantize FORMAT` does, once per format, in a
 process whose memory on the GPU is limited: jax's pool gets the limit less 0.8 GB for the CUDA context and kernels, and
-cannot grow. `limit` is the pool's size, `peak` the most it held, while loading or generating; `card` is what the driver reports for the
-whole card at the end. Prints a table, and one line of JSON per format.
+cannot grow. `limit` is the pool's size, `peak` the most it held, while loading or generating; `card` is what the driver
+reports for the whole card at the end. Prints a table, and one line of JSON per format.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "new": args.new,
         "dtype": str(next(a.dtype for key, a in generator.base.items() if "embed" in key)),
         "device": jax.devices()[0].device_kind,
-        "versions": {name: version(name) for name in ("trillora", "jax", "torch", "torchax", "transformers")},
+        "versions": {name: version(name) for name in ("jax", "torch", "torchax", "transformers")},
     }
 
 

@@ -1,0 +1,276 @@
+"""Speed of text generation against transformers and vLLM, in one process and one run.
+
+    python benchmarks/generate.py                              # SmolLM2-135M (embedded), batches of 1 and 32
+    python benchmarks/generate.py --model random:llama-1b      # random weights of a 1.2B Llama shape, for GPUs
+
+Greedy, without stop tokens, the same prompts, dtype and number of new tokens for all: float32 on CPU, bfloat16 on GPUs.
+Prompts of a batch have different lengths, from half the longest up. Each engine is first run once (it compiles, or
+fills its caches), then the engines take turns, three times, and the best time of each counts. `prefill` ends when the
+first tokens are known on the host, `decode` is the rest. The peers are
+
+    dynamic   transformers' generate as it is
+    static    with cache_implementation="static", whose decoding transformers compiles with torch.compile
+    vllm      where it can be imported, on a GPU; its prefill is the time of a request for one token
+
+Prints a table with ratios to the best of transformers, and writes one JSON file with `--json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import statistics
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from random_model import SHAPES, write_model
+
+Prompts = list[list[int]]
+
+
+class Engine(Protocol):
+    name: str
+
+    def run(self, prompts: Prompts, num_new: int) -> tuple[float, float, list[list[int]]]:
+        """Seconds to the first tokens, seconds for the rest, and the new tokens."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help=f"folder, smollm2 or random:{'|'.join(SHAPES)}")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 32])
+    parser.add_argument("--prompt", type=int, default=80, help="tokens of the longest prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engines", nargs="*", default=["ours", "dynamic", "static", "vllm"])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch on CPU")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    args = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")  # torch needs room on the same GPU
+    with tempfile.TemporaryDirectory() as work:
+        folder = find_model(args.model, Path(work))
+        rows, facts = measure(folder, args)
+    print(table(rows))
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows, **facts}, indent=1) + "\n")
+
+
+def find_model(name: str, work: Path) -> Path:
+    if name == "smollm2":
+        from trillora.model.loading.embedded import smollm2_folder
+
+        return smollm2_folder()
+    kind, _, shape = name.partition(":")
+    if kind != "random":
+        return Path(name)
+    write_model(work / shape, shape)
+    return work / shape
+
+
+def measure(folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    import jax
+    import torch
+
+    torch.set_num_threads(args.threads)
+    on_gpu = jax.devices()[0].platform == "gpu"
+    dtype = "bfloat16" if on_gpu else "float32"
+    rows: list[dict[str, Any]] = []
+    makers: dict[str, Any] = {
+        "ours": lambda: Ours(folder, max(args.batches)),
+        "dynamic": lambda: Transformers(folder, dtype, on_gpu, None),
+        "static": lambda: Transformers(folder, dtype, on_gpu, "static"),
+        "vllm": lambda: Vllm(folder, dtype, args.prompt + args.new),
+    }
+    wanted = [n for n in args.engines if n != "vllm" or (on_gpu and importlib.util.find_spec("vllm"))]
+    engines = [makers[name]() for name in wanted]
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    for batch in args.batches:
+        prompts = make_prompts(batch, args.prompt, vocabulary)
+        ready = [engine for engine in engines if warm(engine, prompts, args.new)]
+        found: dict[str, list[tuple[float, float, list[list[int]]]]] = {engine.name: [] for engine in ready}
+        for _ in range(args.repeats):
+            for engine in ready:
+                found[engine.name].append(engine.run(prompts, args.new))
+        rows += summarize(batch, args, prompts, found)
+        for row in rows[-len(ready) :]:
+            print(json.dumps(row), flush=True)
+    names = ("jax", "torch", "torchax", "transformers", *(["vllm"] if "vllm" in wanted else []))
+    facts = {
+        "model": args.model,
+        "dtype": dtype,
+        "device": jax.devices()[0].device_kind,
+        "threads": args.threads,
+        "versions": {name: version(name) for name in names},
+    }
+    return rows, facts
+
+
+def make_prompts(batch: int, longest: int, vocabulary: int) -> Prompts:
+    """Token ids that repeat nothing. The longest comes first, the shortest has half its length."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    lengths = np.linspace(longest, longest / 2, batch).astype(int)
+    return [random.integers(10, min(vocabulary, 20_000) - 1, n).tolist() for n in lengths]
+
+
+def warm(engine: Engine, prompts: Prompts, num_new: int) -> bool:
+    started = time.perf_counter()
+    try:
+        engine.run(prompts, num_new)
+    except Exception as error:  # whatever a compiler raises: the others still count
+        print(f"{engine.name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
+        return False
+    print(f"{engine.name}: first run of batch {len(prompts)} {time.perf_counter() - started:.1f} s", flush=True)
+    return True
+
+
+def summarize(batch: int, args: argparse.Namespace, prompts: Prompts, found: dict[str, Any]) -> list[dict[str, Any]]:
+    num_read = sum(map(len, prompts))
+    first = next(iter(found.values()))[-1][2]
+    rows = []
+    for name, runs in found.items():
+        prefill, decode = min(run[0] for run in runs), min(run[1] for run in runs)
+        tokens = runs[-1][2]
+        same = sum(
+            a == b for ours, theirs in zip(first, tokens, strict=True) for a, b in zip(ours, theirs, strict=True)
+        )
+        rows.append(
+            {
+                "engine": name,
+                "batch": batch,
+                "prefill_tokens_per_second": num_read / prefill,
+                "decode_tokens_per_second": batch * (args.new - 1) / decode,
+                "tokens_per_second": batch * args.new / min(run[0] + run[1] for run in runs),
+                "median_seconds": statistics.median(run[0] + run[1] for run in runs),
+                "equal_tokens": same / (batch * args.new),  # to those of the first engine
+            }
+        )
+    best = {
+        key: max((row[key] for row in rows if row["engine"] in ("dynamic", "static")), default=None)
+        for key in ("prefill_tokens_per_second", "decode_tokens_per_second", "tokens_per_second")
+    }
+    for row in rows:
+        row["ratios"] = {key: row[key] / value for key, value in best.items() if value}
+    return rows
+
+
+class Ours:
+    name = "ours"
+
+    def __init__(self, folder: Path, batch_size: int) -> None:
+        from trillora.generation.generator import Generator
+
+        self.generator = Generator.open(str(folder), batch_size=batch_size)
+        self.generator.prompts.stops = ()
+
+    def run(self, prompts: Prompts, num_new: int) -> tuple[float, float, list[list[int]]]:
+        import numpy as np
+
+        started = time.perf_counter()
+        parts = self.generator.write(prompts, max_tokens=num_new)
+        written = [next(parts)]
+        first = time.perf_counter()
+        written += list(parts)
+        done = time.perf_counter()
+        return first - started, done - first, np.concatenate(written, axis=1)[: len(prompts), :num_new].tolist()
+
+
+class Transformers:
+    def __init__(self, folder: Path, dtype: str, on_gpu: bool, cache: str | None) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, CompileConfig
+
+        self.name = cache or "dynamic"
+        self.device = "cuda" if on_gpu else "cpu"
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(self.device).eval()
+        settings = self.model.generation_config
+        settings.eos_token_id, settings.pad_token_id, settings.do_sample = None, 0, False
+        settings.temperature = settings.top_p = settings.top_k = None
+        self.options: dict[str, Any] = {}
+        if cache:
+            compiling = CompileConfig()
+            compiling._compile_all_devices = True  # transformers compiles on CPU only when told to
+            self.options = {"cache_implementation": cache, "compile_config": compiling}
+
+    def run(self, prompts: Prompts, num_new: int) -> tuple[float, float, list[list[int]]]:
+        import torch
+        from transformers import StoppingCriteriaList
+
+        longest = max(map(len, prompts))
+        first: list[float] = []
+
+        def after_token(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            """Called after every token: notes the time of the first, and never stops."""
+            if not first:
+                ids[0, -1].item()  # waits for the device
+                first.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+        started = time.perf_counter()
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        with torch.inference_mode() if not self.options else contextlib.nullcontext():
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=num_new,
+                stopping_criteria=StoppingCriteriaList([after_token]),
+                **self.options,
+            )
+        tokens = out[:, longest:].tolist()
+        done = time.perf_counter()
+        return first[0] - started, done - first[0], tokens
+
+
+class Vllm:
+    name = "vllm"
+
+    def __init__(self, folder: Path, dtype: str, longest: int) -> None:
+        from vllm import LLM
+
+        self.model = LLM(
+            str(folder),
+            dtype=dtype,
+            max_model_len=longest + 16,
+            gpu_memory_utilization=0.3,
+            enable_prefix_caching=False,
+        )
+
+    def run(self, prompts: Prompts, num_new: int) -> tuple[float, float, list[list[int]]]:
+        from vllm import SamplingParams
+
+        def seconds(n: int) -> tuple[float, list[list[int]]]:
+            rule = SamplingParams(temperature=0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False)
+            started = time.perf_counter()
+            out = self.model.generate([{"prompt_token_ids": p} for p in prompts], rule, use_tqdm=False)
+            return time.perf_counter() - started, [list(o.outputs[0].token_ids) for o in out]
+
+        first, _ = seconds(1)
+        whole, tokens = seconds(num_new)
+        return first, whole - first, tokens
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| batch | engine | prefill tokens/s | / transformers | decode tokens/s | / transformers | whole tokens/s "
+        "| / transformers | equal tokens |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = []
+        for key in ("prefill_tokens_per_second", "decode_tokens_per_second", "tokens_per_second"):
+            ratio = row["ratios"].get(key)
+            cells += [f"{row[key]:,.1f}", f"{ratio:.2f}" if ratio else ""]
+        lines.append(f"| {row['batch']} | {row['engine']} | {' | '.join(cells)} | {row['equal_tokens']:.1%} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

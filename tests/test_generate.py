@@ -28,6 +28,7 @@ from trillora.cli import app
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.sampling import GREEDY, Sampling, choose, token_keys
 from trillora.errors import TrilloraError
+from trillora.generation import generator as generator_module
 from trillora.generation.chat import GREETING, converse
 from trillora.generation.generator import Generator, bucket_length
 from trillora.generation.prompts import Prompts
@@ -155,7 +156,7 @@ def test_decoding_ends_when_every_sequence_has_stopped(llama: Generator, monkeyp
     first = [tokens[0] for tokens, _ in llama.continue_tokens(prompts, max_tokens=1)]
     monkeypatch.setattr(llama.prompts, "stops", tuple(first))
     assert llama.continue_tokens(prompts, max_tokens=NUM_NEW) == [([], True)] * 3
-    assert len(list(llama._write(prompts, [0, 1, 2], NUM_NEW, GREEDY, True))) == 1
+    assert len(list(llama.write(prompts, max_tokens=NUM_NEW))) == 1
 
 
 def test_only_a_new_bucket_compiles_again(llama: Generator) -> None:
@@ -174,6 +175,30 @@ def test_buckets_waste_at_most_a_third() -> None:
     assert all(size >= length for length, size in sizes.items())
     assert all(size <= max(32, 1.5 * length) for length, size in sizes.items())
     assert len(set(sizes.values())) < 16
+
+
+def test_tight_lengths_waste_at_most_an_eighth_beyond_the_first_and_coarse_ones_are_among_them() -> None:
+    sizes = {length: bucket_length(length, tight=True) for length in range(1, 3000)}
+    assert all(length <= size <= max(length + 15, 1.125 * length) for length, size in sizes.items() if length > 32)
+    assert {bucket_length(length) for length in sizes} <= {*sizes.values()}
+    assert all(size <= bucket_length(length) for length, size in sizes.items())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
+def test_prompts_read_in_groups_of_their_own_length_give_the_same_tokens(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rings of 8 slots, and with recurrent states. Groups of two: lengths 32, 48 and 64."""
+    monkeypatch.setattr(generator_module, "ROWS_PER_READ", 2)
+    generator, _ = tiny_generator(name)
+    prompts = random_prompts((60, 20, 33, 41, 5))
+    expected = generator.continue_tokens(prompts, max_tokens=NUM_NEW)
+    monkeypatch.setattr(generator, "is_tight", True)
+    before = set(generator._readers)
+    assert generator.continue_tokens(prompts, max_tokens=NUM_NEW) == expected
+    assert sorted(b.num_prompt for b in set(generator._readers) - before) == [32, 48, 64]
+    (streamed,) = [np.concatenate(list(generator.write(prompts[:1], max_tokens=4, at_once=1)), axis=1)[0].tolist()]
+    assert streamed == expected[0][0][:4]
 
 
 def test_sampling_repeats_for_a_seed_and_does_not_depend_on_the_batch(llama: Generator) -> None:

@@ -10,11 +10,14 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from jax.experimental.pallas.tpu import ChipVersion, get_tpu_info_for_chip
+from transformers import LlamaConfig
 
-from trillora.devices.chips import CHIPS, GPUS, chip_of, peak_tflops
+from trillora.devices.chips import CHIPS, GPUS, chip_of, generation_of, peak_tflops
 from trillora.devices.slices import (
     COMPILE_ONLY_ENVIRONMENT,
     NOTEBOOK_SLICES,
@@ -23,6 +26,10 @@ from trillora.devices.slices import (
     larger_slices,
 )
 from trillora.errors import TrilloraError
+from trillora.events import ignore_events
+from trillora.recipe.load import load_recipe
+from trillora.recipe.schema import Dtype
+from trillora.step.autotune import Decisions, choose_dtype, decide_by_hardware, fastest_attention
 
 
 def tensor_cores_per_device(version: ChipVersion) -> int:
@@ -181,3 +188,74 @@ def test_the_tpu_compiler_counts_the_same_devices_and_hosts() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     counted = json.loads(done.stdout.splitlines()[-1])
     assert counted == {name: [s.chip, s.num_devices, s.num_hosts] for name, s in SLICES.items()}
+
+
+def gpu(capability: str, gib: float = 14.6) -> Any:
+    """A GPU that is not attached, as jax describes it."""
+    return SimpleNamespace(
+        platform="gpu",
+        device_kind="a GPU",
+        compute_capability=capability,
+        memory_stats=lambda: {"bytes_limit": gib * 2**30},
+    )
+
+
+def llama(**options: Any) -> Any:
+    """About 1.2 billion weights unless given otherwise."""
+    shape = {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "num_attention_heads": 32}
+    return LlamaConfig(**{"vocab_size": 128256, **shape, **options})
+
+
+@pytest.mark.parametrize(
+    ("card", "capability", "dtype", "attention", "wide"),
+    [
+        ("V100", "7.0", "float32", "xla", "xla"),
+        ("T4", "7.5", "float32", "xla", "xla"),
+        ("A100", "8.0", "bfloat16", "cudnn", "xla"),
+        ("RTX 3090", "8.6", "bfloat16", "cudnn", "xla"),
+        ("L4", "8.9", "bfloat16", "cudnn", "xla"),
+        ("H200", "9.0", "bfloat16", "cudnn", "cudnn"),
+        ("RTX 5090", "12.0", "bfloat16", "cudnn", "cudnn"),
+        ("MI300X", "gfx942", "bfloat16", "xla", "xla"),
+    ],
+)
+def test_compute_capability_decides_dtype_and_attention(
+    card: str, capability: str, dtype: Dtype, attention: str, wide: str
+) -> None:
+    """Heads of 64, and of 256 as in Gemma, for which jax refuses cuDNN before Hopper."""
+    device = gpu(capability)
+    assert choose_dtype([device], llama(), "none")[0] == dtype, card
+    assert fastest_attention(device, dtype, llama()) == attention
+    assert fastest_attention(device, dtype, llama(head_dim=256)) == wide
+
+
+def test_a_base_too_large_in_float32_is_stored_in_bfloat16_on_old_cards() -> None:
+    large = llama(hidden_size=4096, num_hidden_layers=32, intermediate_size=14336)
+    assert choose_dtype([gpu("7.5")], large, "none")[0] == "bfloat16"
+    assert fastest_attention(gpu("7.5"), "bfloat16", large) == "xla"
+    assert choose_dtype([gpu("7.5", gib=80)], large, "none")[0] == "float32"
+    assert choose_dtype([gpu("7.5", gib=32)], large, "int8")[0] == "float32"
+
+
+def test_training_on_an_old_card_decides_the_same_and_refuses_cudnn() -> None:
+    decided = decided_on(gpu("7.5"))
+    assert (decided["dtype"], decided["attention"]) == ("float32", "xla")
+    assert decided_on(gpu("9.0"))["attention"] == "cudnn"
+    with pytest.raises(TrilloraError, match="cuDNN has no flash attention") as raised:
+        decided_on(gpu("7.0"), attention="cudnn")
+    assert raised.value.where == "engine.attention"
+
+
+def decided_on(device: Any, **fixed: Any) -> Decisions:
+    decisions = Decisions(fixed, ignore_events)
+    recipe = load_recipe({"model": "any", "data": "any.jsonl"})
+    decide_by_hardware(decisions, recipe, llama(), [device])
+    return decisions
+
+
+def test_a_newer_card_can_be_made_to_choose_like_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRILLORA_COMPUTE_CAPABILITY", "7.5")
+    assert choose_dtype([gpu("9.0")], llama(), "none")[0] == "float32"
+    monkeypatch.setenv("TRILLORA_COMPUTE_CAPABILITY", "turing")
+    with pytest.raises(TrilloraError, match="'turing' is not a compute capability"):
+        generation_of(gpu("9.0"))

@@ -33,13 +33,15 @@ from architecture_checks import (
 from dose import full_dose_only, slow_case
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from transformers.pytorch_utils import Conv1D
+from typer.testing import CliRunner
 
+from trillora.cli import app
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.devices.slices import find_slice
 from trillora.engine.quantize import BLOCK, DYNAMIC, NF4, Format, dequantize, linear, quantize
 from trillora.errors import TrilloraError
 from trillora.evaluation.evaluate import evaluate
-from trillora.events import Chosen, ignore_events
+from trillora.events import Chosen, Note, ignore_events
 from trillora.generation.generator import Generator
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree, stack, stored_weights, unstack
@@ -473,6 +475,27 @@ def test_generation_uses_the_format_of_the_run(runs: Callable[[str], Path]) -> N
     written = generator.continue_tokens([prompt], max_tokens=6, adapted=False)[0][0]
     out = reference.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert written == out[0, len(prompt) :].tolist()[: len(written)] and written
+
+
+def test_generation_can_quantize_a_base_that_was_trained_whole(runs: Callable[[str], Path]) -> None:
+    events: list[Any] = []
+    generator = Generator.open(str(runs("none")), quantize="int8", listener=events.append)
+    same = Generator.open(str(runs("int8"))).base
+    assert generator.base.keys() == same.keys() and any(key.endswith("_q") for key in same)
+    assert all(np.array_equal(generator.base[key], same[key]) for key in same)
+    said = [event.text for event in events if isinstance(event, Note)]
+    assert "The base is quantized to int8. In training it was not quantized, so answers may differ." in said
+    events.clear()
+    assert Generator.open(str(runs("int8")), quantize="none", listener=events.append).model.quantize is None
+    said = [event.text for event in events if isinstance(event, Note)]
+    assert "The base is not quantized. In training it was in int8, so answers may differ." in said
+
+
+def test_the_command_quantizes_and_refuses_unknown_formats(runs: Callable[[str], Path]) -> None:
+    command = ["generate", str(runs("none")), "-p", "What is 3 plus 4?", "--max-tokens", "2", "--quantize"]
+    assert CliRunner().invoke(app, [*command, "nf4"]).exit_code == 0
+    refused = CliRunner().invoke(app, [*command, "int3"])
+    assert refused.exit_code == 2 and "'int3' is none of" in refused.output
 
 
 def torch_model(generator: Generator, folder: Path) -> Any:

@@ -81,7 +81,7 @@ def _draw(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
 def begin(
     logits_BV: jax.Array,
     cache: Any,
-    num_read: int,
+    num_read: jax.Array | int,
     starts_B: jax.Array,
     rows_B: jax.Array,
     sampling: Sampling,

@@ -3,8 +3,9 @@
     from trillora.generation.generator import Generator
     answers = Generator.open("runs/first").generate(["What is LoRA?"])
 
-A bucket is a number of sequences, of prompt slots and of cache slots. Its two programs, prefill and decode, are
-compiled when the bucket is first used. Temperature, seed and stop tokens are inputs, so changing them compiles nothing.
+A prefill program is compiled for a number of sequences, of prompt slots and of cache slots (a bucket), when it is first
+used; a decode program for the sequences and cache slots. Temperature, seed and stop tokens are inputs, so changing them
+compiles nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from trillora.generation.prompts import Prompt, Prompts, configured_stops
 from trillora.model.adapters import TEMPLATE_FILE, fit_adapter, fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
+from trillora.model.kv_cache import moved
 from trillora.model.layout import Tree
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
@@ -45,6 +47,7 @@ from trillora.step.build import shard_adapter, weight_shardings
 
 SHORTEST_BUCKET = 32  # prompt slots
 ANSWER_STEP = 64  # cache slots for answers are a multiple of this, so that few lengths need a program of their own
+ROWS_PER_READ = 8  # prompts of a batch that are read together where padding costs more than calls do
 TOKENS_PER_CALL = 32  # generated before the host checks whether all sequences have stopped
 OTHER_MODEL = {"model", "model.name", "model.revision"}  # overrides that ask for another base than the run's
 FULL_DEVICE = 0.6  # fraction of a device's memory that weights may use before they are split over all devices
@@ -62,15 +65,18 @@ class Answer:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shapes of one pair of programs."""
+    """The shapes of a prefill program."""
 
     num_rows: int
     num_prompt: int
     num_slots: int
+    ends_later: bool = False  # prompts are moved to end where those of the batch's longest group end
 
 
 class Generator:
-    """A model with or without an adapter. `longest` limits the tokens of prompt and answer together."""
+    """A model with or without an adapter. `longest` limits the tokens of prompt and answer together. `is_tight`:
+    prompts are read in groups of similar length with little padding, which takes more programs. That pays off on CPUs.
+    """
 
     def __init__(
         self,
@@ -82,6 +88,7 @@ class Generator:
         *,
         longest: int | None = None,
         batch_size: int = 8,
+        is_tight: bool = False,
     ) -> None:
         self.prompts, self.batch_size = prompts, batch_size
         self._decoder, self._base, self._mesh = Decoder(model), base, mesh
@@ -89,7 +96,9 @@ class Generator:
         positions = getattr(model.module.config.get_text_config(), "max_position_embeddings", None)
         limits = [limit for limit in (positions, longest) if limit is not None]
         self.longest = min(limits) if limits else None
-        self._programs: dict[Bucket, tuple[Any, Any]] = {}
+        self.is_tight = is_tight
+        self._readers: dict[Bucket, Any] = {}
+        self._writers: dict[tuple[int, int], Any] = {}
 
     @classmethod
     def open(
@@ -140,7 +149,8 @@ class Generator:
         fitted = fit_adapter(matrices, model.adapter_layout, where=str(adapter_folder))
         shardings = shard_adapter(model.adapter_layout, mesh)
         placed = {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
-        return cls(model, base, placed, prompts, mesh, longest=longest, batch_size=batch_size)
+        is_tight = devices[0].platform == "cpu" and mesh.size == 1
+        return cls(model, base, placed, prompts, mesh, longest=longest, batch_size=batch_size, is_tight=is_tight)
 
     @property
     def model(self) -> CausalLM:
@@ -163,7 +173,7 @@ class Generator:
 
     @property
     def num_compiles(self) -> int:
-        return 2 * len(self._programs)
+        return len(self._readers) + len(self._writers)
 
     def generate(
         self,
@@ -250,69 +260,109 @@ class Generator:
         for their random keys; `num_rows` is the size of the batch, if it should be larger than the number of prompts.
         """
         numbers = range(len(prompts)) if numbers is None else numbers
-        bucket = self._bucket(prompts, max_tokens, num_rows)
-        tokens = np.zeros((bucket.num_rows, bucket.num_prompt), np.int32)
-        starts, rows = np.zeros(bucket.num_rows, np.int32), np.zeros(bucket.num_rows, np.int32)
-        for b in range(bucket.num_rows):
-            i = min(b, len(prompts) - 1)  # unused sequences repeat the last prompt
-            starts[b], rows[b] = bucket.num_prompt - len(prompts[i]), numbers[i]
-            tokens[b, starts[b] :] = prompts[i]
+        # A chat becomes longer with every turn, and a new length costs more there than padding.
+        is_tight = self.is_tight and at_once > 1
+        num_rows, num_slots = self._size(prompts, max_tokens, num_rows)
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i])) if is_tight else list(range(len(prompts)))
+        rows = [*order, *order[-1:] * (num_rows - len(order))]  # unused sequences repeat the last prompt
+        group_size = min(ROWS_PER_READ, num_rows) if is_tight else num_rows
+        groups = [rows[first : first + group_size] for first in range(0, num_rows, group_size)]
+        lengths = [bucket_length(max(len(prompts[i]) for i in group), tight=is_tight) for group in groups]
         rule = jax.device_put(_as_arrays(sampling), replicated(self._mesh))
-        adapter = self.adapter if adapted else self.neutral_adapter
-        inputs = jax.device_put((tokens, starts, rows), batch_sharding(self._mesh))
         stops = jax.device_put(_stop_array(self.prompts.stops), replicated(self._mesh))
-        read, write = self._compiled(bucket, adapter, inputs, rule, stops)
-        state = read(self._base, adapter, *inputs, rule, stops)
-        yield np.asarray(state.token_B)[:, None]
+        adapter = self.adapter if adapted else self.neutral_adapter
+        states = []
+        for group, length in zip(groups, lengths, strict=True):
+            inputs = self._inputs([prompts[i] for i in group], [numbers[i] for i in group], length, lengths[-1])
+            bucket = Bucket(len(group), length, num_slots, ends_later=len(groups) > 1)
+            read = self._reader(bucket, adapter, inputs, rule, stops)
+            states.append(read(self._base, adapter, *inputs, rule, stops))
+        state = states[0] if len(states) == 1 else self._join(states)
+        del states  # their memory is needed again
+        write = self._writer(num_rows, num_slots, adapter, state, rule, stops)
+        back = np.argsort(order)
+        yield np.asarray(state.token_B)[back, None]
         left = max_tokens - 1
         while left > 0 and not np.asarray(state.done_B).all():
             limit = jax.device_put(np.int32(min(at_once, left)), replicated(self._mesh))
             state, new = write(self._base, adapter, state, limit, rule, stops)
             left -= at_once
-            yield np.asarray(new)[:, :at_once]
+            yield np.asarray(new)[back, :at_once]
 
-    def _compiled(self, bucket: Bucket, adapter: Tree, inputs: Any, rule: Sampling, stops: Any) -> tuple[Any, Any]:
-        """The two programs of a bucket, compiled ahead of time: other shapes are an error, never a recompilation."""
-        if bucket in self._programs:
-            return self._programs[bucket]
-        decoder, slots = self._decoder, bucket.num_slots
+    def _inputs(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], length: int, end: int) -> Any:
+        """Tokens [B, P] padded on the left, where each prompt starts, its number; and the slot after the prompts."""
+        tokens, starts = np.zeros((len(prompts), length), np.int32), np.zeros(len(prompts), np.int32)
+        for b, prompt in enumerate(prompts):
+            starts[b] = length - len(prompt)
+            tokens[b, starts[b] :] = prompt
+        arrays = (tokens, starts, np.array(numbers, np.int32))
+        return (*jax.device_put(arrays, batch_sharding(self._mesh)), jax.device_put(np.int32(end), self._everywhere))
+
+    def _reader(self, bucket: Bucket, adapter: Tree, inputs: Any, rule: Sampling, stops: Any) -> Any:
+        """The prefill program of a bucket, compiled ahead of time: other shapes are an error, never a recompilation."""
+        if bucket in self._readers:
+            return self._readers[bucket]
+        decoder = self._decoder
 
         def read(
-            base: Tree, adapter: Tree, tokens: Any, starts: Any, rows: Any, rule: Sampling, stops: Any
+            base: Tree, adapter: Tree, tokens: Any, starts: Any, rows: Any, end: Any, rule: Sampling, stops: Any
         ) -> DecodeState:
-            logits, cache = decoder.prefill(base, adapter, tokens, starts, slots)
-            return begin(logits, cache, bucket.num_prompt, starts, rows, rule, stops)
+            logits, cache = decoder.prefill(base, adapter, tokens, starts, bucket.num_slots)
+            if not bucket.ends_later:
+                return begin(logits, cache, bucket.num_prompt, starts, rows, rule, stops)
+            shift = end - bucket.num_prompt
+            return begin(logits, moved(cache, shift), end, starts + shift, rows, rule, stops)
+
+        program = jax.jit(read, out_shardings=self._places).lower(self._base, adapter, *inputs, rule, stops)
+        self._readers[bucket] = program.compile()
+        return self._readers[bucket]
+
+    def _writer(self, num_rows: int, num_slots: int, adapter: Tree, state: Any, rule: Sampling, stops: Any) -> Any:
+        """The decode program."""
+        if (num_rows, num_slots) in self._writers:
+            return self._writers[num_rows, num_slots]
+        decoder = self._decoder
 
         def write(
             base: Tree, adapter: Tree, state: DecodeState, limit: Any, rule: Sampling, stops: Any
         ) -> tuple[DecodeState, jax.Array]:
             def forward(cache: Any, tokens: Any, slot: Any, starts: Any) -> tuple[jax.Array, Any]:
-                return decoder.decode(base, adapter, cache, tokens, slot, starts, slots)
+                return decoder.decode(base, adapter, cache, tokens, slot, starts, num_slots)
 
             return write_on(forward, state, limit, rule, stops, most=TOKENS_PER_CALL, padding=0)
 
-        rows, everywhere = batch_sharding(self._mesh), replicated(self._mesh)
-        places: Any = DecodeState._make(
-            everywhere if n in ("slot", "num_written") else rows for n in DecodeState._fields
+        limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
+        program = jax.jit(write, donate_argnums=2, out_shardings=(self._places, batch_sharding(self._mesh)))
+        lowered = program.lower(self._base, adapter, state, limit, rule, stops)
+        self._writers[num_rows, num_slots] = lowered.compile()
+        return self._writers[num_rows, num_slots]
+
+    @cached_property
+    def _join(self) -> Any:
+        """Groups of sequences as one batch."""
+
+        def join(states: list[DecodeState]) -> DecodeState:
+            return jax.tree.map(lambda *arrays: jnp.concatenate(arrays) if arrays[0].ndim else arrays[0], *states)
+
+        return jax.jit(join, out_shardings=self._places)
+
+    @property
+    def _everywhere(self) -> Any:
+        return replicated(self._mesh)
+
+    @property
+    def _places(self) -> Any:
+        rows = batch_sharding(self._mesh)
+        return DecodeState._make(
+            self._everywhere if name in ("slot", "num_written") else rows for name in DecodeState._fields
         )
-        reader = jax.jit(read, out_shardings=places).lower(self._base, adapter, *inputs, rule, stops)
 
-        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows if leaf.shape else everywhere)
-
-        state, limit = jax.tree.map(placed, reader.out_info), jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-        writer = jax.jit(write, donate_argnums=2, out_shardings=(places, rows)).lower(
-            self._base, adapter, state, limit, rule, stops
-        )
-        self._programs[bucket] = (reader.compile(), writer.compile())
-        return self._programs[bucket]
-
-    def _bucket(self, prompts: Sequence[Sequence[int]], max_tokens: int, num_rows: int | None) -> Bucket:
-        num_prompt = bucket_length(max(map(len, prompts)))
+    def _size(self, prompts: Sequence[Sequence[int]], max_tokens: int, num_rows: int | None) -> tuple[int, int]:
+        """The numbers of sequences and of cache slots."""
         shards = int(np.prod([self._mesh.shape[axis] for axis in BATCH_AXES]))
         wanted = num_rows or 2 ** (len(prompts) - 1).bit_length()
         answer = -(-max_tokens // ANSWER_STEP) * ANSWER_STEP
-        return Bucket(-(-wanted // shards) * shards, num_prompt, num_prompt + answer)
+        return -(-wanted // shards) * shards, bucket_length(max(map(len, prompts))) + answer
 
     def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> None:
         """Rejects requests that cannot be answered, with what to change."""
@@ -343,14 +393,14 @@ class Generator:
             )
 
 
-def bucket_length(length: int) -> int:
-    """The number of prompt slots: 32, 48, 64, 96, 128, … so that at most a third is padding."""
+def bucket_length(length: int, *, tight: bool = False) -> int:
+    """The number of prompt slots: 32, 48, 64, 96, 128, … so that at most a third is padding. `tight`: multiples of 16
+    up to 256, then eight lengths for each doubling."""
     size = SHORTEST_BUCKET
-    while size < length:
-        if size * 3 // 2 >= length:
-            return size * 3 // 2
+    while 2 * size < length:
         size *= 2
-    return size
+    step = max(size // (8 if tight else 2), 16)
+    return size + max(-(-(length - size) // step), 0) * step
 
 
 def _as_arrays(sampling: Sampling) -> Sampling:

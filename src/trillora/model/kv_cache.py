@@ -224,6 +224,15 @@ class StaticCache(cache_utils.Cache):
         return arrays
 
 
+def moved(cache: Arrays, shift: jax.Array) -> Arrays:
+    """The cache with every token `shift` slots later. Full layers have free slots at their end; in the ring of a window
+    the places move round. Recurrent states have no slots."""
+    return [
+        {name: jnp.roll(a, shift, axis=2) if name in ("keys", "values") else a for name, a in kept.items()}
+        for kept in cache
+    ]
+
+
 def check_cache(config: Any) -> None:
     """Refuses a model with an unsupported kind of cache."""
     for kind in _kinds(config)[0]:

@@ -196,7 +196,7 @@ class Transformers:
         self.options: dict[str, Any] = {}
         if cache:
             compiling = CompileConfig()
-            compiling._compile_all_devices = True  # transformers compiles on CPU only when told to
+            compiling._compile_all_devices = True  # transformers compiles on CPU only on request
             self.options = {"cache_implementation": cache, "compile_config": compiling}
 
     def run(self, prompts: Prompts, num_new: int) -> tuple[float, float, list[list[int]]]:

@@ -16,7 +16,7 @@ Example: four tokens, one head of width 1. Queries and keys are zero, so each ou
 |---|---|---|
 | `xla` | everywhere | nothing |
 | `splash` | TPU: the Pallas kernel of jax | an additive bias; attention sinks in older versions of jax |
-| `cudnn` | NVIDIA GPUs | soft caps, sinks, float32, E other than D, heads wider than 256 |
+| `cudnn` | NVIDIA GPUs from Ampere on | soft caps, sinks, float32, E other than D, heads wider than 256 (Ampere: 128) |
 
 Segment ids keep the documents of a packed sequence apart. Chunked attention uses them too: each chunk of a document
 gets a segment id of its own.

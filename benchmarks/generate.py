@@ -1,4 +1,4 @@
-"""Speed of text generation against transformers and vLLM, in one process and one run.
+"""Speed of text generation against transformers and vLLM, in one run.
 
     python benchmarks/generate.py                              # SmolLM2-135M (embedded), batches of 1 and 32
     python benchmarks/generate.py --model random:llama-1b      # random weights of a 1.2B Llama shape, for GPUs
@@ -6,7 +6,8 @@
 Greedy, without stop tokens, the same prompts, dtype and number of new tokens for all: float32 on CPU, bfloat16 on GPUs.
 Prompts of a batch have different lengths, from half the longest up. Each engine is first run once (it compiles, or
 fills its caches), then the engines take turns, three times, and the best time of each counts. `prefill` ends when the
-first tokens are known on the host, `decode` is the rest. The peers are
+first tokens are known on the host, `decode` is the rest. Each engine has a process of its own, because torch.compile
+does not work where torchax is loaded, and waits while another one runs. The peers are
 
     dynamic   transformers' generate as it is
     static    with cache_implementation="static", whose decoding transformers compiles with torch.compile
@@ -19,26 +20,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from random_model import SHAPES, write_model
 
 Prompts = list[list[int]]
 
 
-class Engine(Protocol):
-    name: str
-
-    def run(self, prompts: Prompts, num_new: int) -> tuple[float, float, list[list[int]]]:
-        """Seconds to the first tokens, seconds for the rest, and the new tokens."""
+Run = tuple[float, float, list[list[int]]]  # seconds to the first tokens, seconds for the rest, the new tokens
 
 
 def main() -> None:
@@ -51,11 +52,14 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", default=["ours", "dynamic", "static", "vllm"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch on CPU")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")  # torch needs room on the same GPU
+    if args.serve:
+        serve(args)
+        return
     with tempfile.TemporaryDirectory() as work:
-        folder = find_model(args.model, Path(work))
-        rows, facts = measure(folder, args)
+        args.model = str(find_model(args.model, Path(work)))
+        rows, facts = measure(args)
     print(table(rows))
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, **facts}, indent=1) + "\n")
@@ -73,42 +77,87 @@ def find_model(name: str, work: Path) -> Path:
     return work / shape
 
 
-def measure(folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    import jax
-    import torch
-
-    torch.set_num_threads(args.threads)
-    on_gpu = jax.devices()[0].platform == "gpu"
-    dtype = "bfloat16" if on_gpu else "float32"
+def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    has_vllm = on_gpu() and importlib.util.find_spec("vllm") is not None
+    engines = [Engine(name, args) for name in args.engines if name != "vllm" or has_vllm]
+    vocabulary = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     rows: list[dict[str, Any]] = []
-    makers: dict[str, Any] = {
-        "ours": lambda: Ours(folder, max(args.batches)),
-        "dynamic": lambda: Transformers(folder, dtype, on_gpu, None),
-        "static": lambda: Transformers(folder, dtype, on_gpu, "static"),
-        "vllm": lambda: Vllm(folder, dtype, args.prompt + args.new),
-    }
-    wanted = [n for n in args.engines if n != "vllm" or (on_gpu and importlib.util.find_spec("vllm"))]
-    engines = [makers[name]() for name in wanted]
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     for batch in args.batches:
         prompts = make_prompts(batch, args.prompt, vocabulary)
         ready = [engine for engine in engines if warm(engine, prompts, args.new)]
-        found: dict[str, list[tuple[float, float, list[list[int]]]]] = {engine.name: [] for engine in ready}
+        found: dict[str, list[Run]] = {engine.name: [] for engine in ready}
         for _ in range(args.repeats):
             for engine in ready:
                 found[engine.name].append(engine.run(prompts, args.new))
         rows += summarize(batch, args, prompts, found)
         for row in rows[-len(ready) :]:
             print(json.dumps(row), flush=True)
-    names = ("jax", "torch", "torchax", "transformers", *(["vllm"] if "vllm" in wanted else []))
+    for engine in engines:
+        engine.close()
     facts = {
         "model": args.model,
-        "dtype": dtype,
-        "device": jax.devices()[0].device_kind,
+        "dtype": dtype(),
         "threads": args.threads,
-        "versions": {name: version(name) for name in names},
+        "versions": {n: version(n) for n in ("jax", "torch", "torchax", "transformers", *["vllm"] * has_vllm)},
     }
     return rows, facts
+
+
+@functools.cache
+def on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def dtype() -> str:
+    return "bfloat16" if on_gpu() else "float32"
+
+
+class Engine:
+    """A process that generates on request: prompts as a line of JSON on its input, a `Run` on its output."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name = name
+        command = [sys.executable, __file__, "--serve", name, "--model", args.model, "--threads", str(args.threads)]
+        command += ["--prompt", str(args.prompt), "--new", str(args.new), "--batches", str(max(args.batches))]
+        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3", **os.environ}  # the others need room on the same GPU
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def run(self, prompts: Prompts, num_new: int) -> Run:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin and stdout
+        stdin.write(json.dumps([prompts, num_new]) + "\n")
+        stdin.flush()
+        answer = json.loads(stdout.readline() or '"ended"')
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return answer[0], answer[1], answer[2]
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def serve(args: argparse.Namespace) -> None:
+    """The process of an engine. What libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    makers: dict[str, Callable[[], Any]] = {
+        "ours": lambda: Ours(args.model, args.batches[0]),
+        "dynamic": lambda: Transformers(args.model, args.threads, None),
+        "static": lambda: Transformers(args.model, args.threads, "static"),
+        "vllm": lambda: Vllm(args.model, args.prompt + args.new),
+    }
+    engine = None
+    for line in sys.stdin:
+        prompts, num_new = json.loads(line)
+        try:
+            engine = engine or makers[args.serve]()
+            answer: Any = engine.run(prompts, num_new)
+        except Exception as error:  # whatever a compiler raises: the others still count
+            answer = f"{type(error).__name__}: {str(error)[:300]}"
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def make_prompts(batch: int, longest: int, vocabulary: int) -> Prompts:
@@ -124,8 +173,8 @@ def warm(engine: Engine, prompts: Prompts, num_new: int) -> bool:
     started = time.perf_counter()
     try:
         engine.run(prompts, num_new)
-    except Exception as error:  # whatever a compiler raises: the others still count
-        print(f"{engine.name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
+    except RuntimeError as error:
+        print(f"{engine.name}: {error}", flush=True)
         return False
     print(f"{engine.name}: first run of batch {len(prompts)} {time.perf_counter() - started:.1f} s", flush=True)
     return True
@@ -162,15 +211,13 @@ def summarize(batch: int, args: argparse.Namespace, prompts: Prompts, found: dic
 
 
 class Ours:
-    name = "ours"
-
-    def __init__(self, folder: Path, batch_size: int) -> None:
+    def __init__(self, folder: str, batch_size: int) -> None:
         from trillora.generation.generator import Generator
 
-        self.generator = Generator.open(str(folder), batch_size=batch_size)
+        self.generator = Generator.open(folder, batch_size=batch_size)
         self.generator.prompts.stops = ()
 
-    def run(self, prompts: Prompts, num_new: int) -> tuple[float, float, list[list[int]]]:
+    def run(self, prompts: Prompts, num_new: int) -> Run:
         import numpy as np
 
         started = time.perf_counter()
@@ -183,13 +230,13 @@ class Ours:
 
 
 class Transformers:
-    def __init__(self, folder: Path, dtype: str, on_gpu: bool, cache: str | None) -> None:
+    def __init__(self, folder: str, threads: int, cache: str | None) -> None:
         import torch
         from transformers import AutoModelForCausalLM, CompileConfig
 
-        self.name = cache or "dynamic"
-        self.device = "cuda" if on_gpu else "cpu"
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(self.device).eval()
+        torch.set_num_threads(threads)
+        self.device = "cuda" if on_gpu() else "cpu"
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype())).to(self.device).eval()
         settings = self.model.generation_config
         settings.eos_token_id, settings.pad_token_id, settings.do_sample = None, 0, False
         settings.temperature = settings.top_p = settings.top_k = None
@@ -199,7 +246,7 @@ class Transformers:
             compiling._compile_all_devices = True  # transformers compiles on CPU only on request
             self.options = {"cache_implementation": cache, "compile_config": compiling}
 
-    def run(self, prompts: Prompts, num_new: int) -> tuple[float, float, list[list[int]]]:
+    def run(self, prompts: Prompts, num_new: int) -> Run:
         import torch
         from transformers import StoppingCriteriaList
 
@@ -230,20 +277,18 @@ class Transformers:
 
 
 class Vllm:
-    name = "vllm"
-
-    def __init__(self, folder: Path, dtype: str, longest: int) -> None:
+    def __init__(self, folder: str, longest: int) -> None:
         from vllm import LLM
 
         self.model = LLM(
-            str(folder),
-            dtype=dtype,
+            folder,
+            dtype=dtype(),
             max_model_len=longest + 16,
             gpu_memory_utilization=0.3,
             enable_prefix_caching=False,
         )
 
-    def run(self, prompts: Prompts, num_new: int) -> tuple[float, float, list[list[int]]]:
+    def run(self, prompts: Prompts, num_new: int) -> Run:
         from vllm import SamplingParams
 
         def seconds(n: int) -> tuple[float, list[list[int]]]:

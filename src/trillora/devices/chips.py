@@ -95,7 +95,7 @@ def generation_of(device: Any) -> Generation:
     """The generation of a GPU in jax. Its `compute_capability` is a number on NVIDIA GPUs, a name (gfx942) on AMD's."""
     asked = os.environ.get(CAPABILITY_VARIABLE)
     try:
-        capability = float(asked or getattr(device, "compute_capability", ""))
+        capability = float(str(asked or getattr(device, "compute_capability", "")))
         return next(generation for generation in GENERATIONS if capability >= generation.since)
     except (ValueError, StopIteration):
         if asked:

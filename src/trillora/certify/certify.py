@@ -47,6 +47,7 @@ LIBRARIES = ("jax", "torch", "transformers", "tokenizers", "peft", "gguf", "xlla
 EXACT = 0.02  # largest difference of a log-probability that is no error of structure, for float32 and float16
 LEAST = 2e-3  # differences below this are rounding, however small the trained change is
 OF_CHANGE = 0.05  # of the trained change
+COARSE = 0.1  # mean KL divergence in nats above which the type of a quantized file changes answers
 NOTHING = 1e-4  # a change of log-probabilities below this is none
 
 
@@ -248,6 +249,10 @@ def _close(name: str, found: Comparison, stored: str) -> Check:
         do = "export it again; if the tensors are right, this is an error of structure: report it"
         return Check("reader", name, "failed", f"{figures}, and the limit is {limit:.2g}.", found.difference, limit, do)
     # A rounded type has no limit that fits all models. Its tensors were compared one by one.
+    if found.divergence > COARSE:
+        what = f"{figures}. {stored} rounds so coarsely for this model that its answers change."
+        do = "use a finer type, such as --type q8_0, or compare the answers before you use this one"
+        return Check("reader", name, "warning", what, found.divergence, COARSE, do)
     return Check("reader", name, "ok", f"{figures}. {stored} rounds: its tensors are the proof.", found.divergence)
 
 

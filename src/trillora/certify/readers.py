@@ -122,7 +122,11 @@ def _logprobs(model: Any, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
 
 @contextmanager
 def _reader(name: str) -> Iterator[None]:
-    """An exception of the reader is what it says about the files."""
+    """An exception of the reader is what it says about the files. Its progress bars are hidden."""
+    from transformers.utils import logging as bars
+
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     except TrilloraError:
@@ -130,6 +134,9 @@ def _reader(name: str) -> Iterator[None]:
     except Exception as error:
         what = f"{name} cannot load it: {in_words(error)}"
         raise TrilloraError(what, do="export it again; if this happens again, use another kind of export") from error
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 def read_with_llama_cpp(

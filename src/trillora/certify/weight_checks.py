@@ -190,7 +190,7 @@ def _tensors_of(folder: Path) -> dict[str, Callable[[], tuple[np.ndarray, str]]]
 
         return read
 
-    found = {}
+    found: dict[str, Callable[[], tuple[np.ndarray, str]]] = {}
     for file in weight_files(folder):
         with opened(file) as tensors:
             found |= {name: reader(file, name) for name in tensors.keys()}  # noqa: SIM118

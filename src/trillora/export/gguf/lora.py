@@ -19,7 +19,7 @@ from trillora.events import Listener, ignore_events
 from trillora.export.gguf.families import Family, family_of
 from trillora.export.gguf.quantize import check_type
 from trillora.export.gguf.tensors import change_of, name_finder, text_name
-from trillora.export.gguf.write import FileTensor, write_tensors
+from trillora.export.gguf.write import FileTensor, Value, write_tensors
 from trillora.export.merged import writing
 from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
@@ -35,7 +35,7 @@ def export_lora_gguf(source: ExportSource, out: Path, *, listener: Listener = ig
     family, config = family_of(source.base.config), source.base.config.get_text_config()
     _check(source, config)
     alpha = scale_of(source.spec, "", source.spec.rank) * source.spec.rank
-    values = {
+    values: dict[str, Value] = {
         "general.architecture": family.arch,
         "general.type": "adapter",
         "general.name": source.name,

@@ -106,6 +106,7 @@ def write_tensors(
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
+        assert writer.fout is not None
         (file,) = writer.fout
         writer.write_padding(file, file.tell())
         for tensor, size in zip(tensors, sizes, strict=True):

@@ -137,6 +137,8 @@ def test_a_run_is_exported_with_its_card_and_tokenizer(run: Path, tmp_path: Path
     card = (tmp_path / "merged" / CARD_FILE).read_text("utf-8")
     assert metadata_of(card)["library_name"] == "transformers" and "A fine-tuned version" in card
     assert {*TOKENIZER_FILES, CARD_FILE} <= {*exported.files}
+    generation = json.loads((tmp_path / "merged" / "generation_config.json").read_text())
+    assert chat_tokenizer("chatml").eos_token_id in generation["eos_token_id"]  # the base's files stop elsewhere
     by_adapter = open_source(str(run / "adapter"))
     assert by_adapter.matrices.keys() == source.matrices.keys() and by_adapter.run is not None
 

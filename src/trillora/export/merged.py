@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,20 +23,23 @@ from trillora.adapters.card import CARD_FILE
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.export.merged_weights import MergedWeights
+from trillora.export.prompts import prompts_of
 from trillora.export.safetensors_file import Planned, write_tensors
 from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
 from trillora.files.bounded import read_bounded
+from trillora.files.read_json import read_json
 from trillora.model.loading.checkpoint import DTYPES
-from trillora.model.loading.description import CONFIG_FILE, INDEX_FILE
+from trillora.model.loading.description import CONFIG_FILE, INDEX_FILE, stop_tokens
 from trillora.model.loading.source import SINGLE_FILE, code_files
 
 SHARD_BYTES = 5_000_000_000
 MAX_BYTES = 64 << 20  # of a file that is copied
 FLOATS = {"float32": ("F32", np.float32), "float16": ("F16", np.float16), "bfloat16": ("BF16", ml_dtypes.bfloat16)}
+GENERATION_FILE = "generation_config.json"
 # What a base may have in addition, for its own generation and for the images of a multimodal model.
 OTHER_FILES = (
-    "generation_config.json",
+    GENERATION_FILE,
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -164,10 +168,30 @@ def _other_files(source: ExportSource, weights: MergedWeights, dtype: str | None
         config.pop("torch_dtype", None)  # the older name
         config["dtype"] = dtype
     base = source.base.folder
+    generation = _generation_config(source)
     copied = [file for file in (base / name for name in OTHER_FILES) if file.is_file()]
     copied += code_files(base)  # of a model whose code the user trusts
     return {
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
         **{file.name: read_bounded(file, MAX_BYTES) for file in copied},
+        **({} if generation is None else {GENERATION_FILE: generation}),
         **source.tokenizer_files(),
     }
+
+
+def _generation_config(source: ExportSource) -> bytes | None:
+    """The base's generation_config.json with the token that ends an answer in training, or else generation would go
+    past the end. None if the base's files stop there already."""
+    base, prompts = source.base, prompts_of(source)
+    known = sorted(stop_tokens(base.folder, base.config))
+    eos = base.tokenizer.eos_token_id
+    wanted = [*prompts.template_stops] or ([eos] if eos is not None else [])
+    if {*wanted} <= {*known}:
+        return None
+    file, text = base.folder / GENERATION_FILE, base.config.get_text_config()
+    ids = {name: getattr(text, name, None) for name in ("bos_token_id", "pad_token_id")}
+    content: dict[str, Any] = {name: id_ for name, id_ in ids.items() if id_ is not None}
+    if file.is_file():
+        content = read_json(file, dict[str, Any], do="download the file again", allow_infinity=True)
+    content["eos_token_id"] = list(dict.fromkeys([*known, *wanted]))
+    return (json.dumps(content, indent=2) + "\n").encode()

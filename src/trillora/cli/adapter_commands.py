@@ -49,7 +49,7 @@ def merge(
     ] = None,
     as_json: JsonResult = False,
 ) -> None:
-    """Merge adapters of one base model to one adapter."""
+    """Merge adapters of one base model into one adapter."""
     from trillora.recipe.merge_options import MergeOptions
 
     options = MergeOptions(method, _numbers(weights), density, rank, seed)  # type: ignore[arg-type]

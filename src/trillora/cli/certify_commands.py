@@ -33,14 +33,14 @@ def certify(
     base: BaseModel = None,
     as_json: JsonResult = False,
 ) -> None:
-    """Check that an adapter or export is what was trained, and write its certificate next to it."""
+    """Prove that an adapter or export is what was trained."""
     with progress_on_stderr() as listener:
         certificate = certify_with_page(target, run=run, base=base, listener=listener)
     show_certificate(certificate, as_json)
 
 
 def verify(target: Target, *, base: BaseModel = None, as_json: JsonResult = False) -> None:
-    """Repeat the certificate of an adapter or export, on a CPU and without the run."""
+    """Repeat the checks of a certificate, without the run."""
     with progress_on_stderr() as listener:
         from trillora.certify.verify import verify as repeat
 

@@ -53,7 +53,7 @@ def export(
     trust: TrustCode = False,
     as_json: JsonResult = False,
 ) -> None:
-    """Export an adapter: merged into its base model, as GGUF, for Ollama, or to the hub."""
+    """Export an adapter: merged, as GGUF, for Ollama or to the hub."""
     if to not in KINDS:
         meant = nearest(to, KINDS)
         hint = f"did you mean '{meant}'? " if meant else ""

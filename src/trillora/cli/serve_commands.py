@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trillora.cli.options import OnlyBase, Overrides, QuantizeBase, RunOrModel, TrustCode, number_parser
+from trillora.cli.options import Overrides, QuantizeBase, RunOrModel, TrustCode, number_parser
 from trillora.cli.output import progress_on_stderr
 from trillora.errors import TrilloraError
 
@@ -60,7 +60,7 @@ def serve(
     ] = 256,
     quantize: QuantizeBase = None,
     page: Annotated[bool, typer.Option("--page", help="Also serve a web page to chat with the models.")] = False,
-    base: OnlyBase = False,
+    base: Annotated[bool, typer.Option("--base", help="Serve only the base model.")] = False,
     trust: TrustCode = False,
 ) -> None:
     """Serve a run or a model over the OpenAI protocol."""

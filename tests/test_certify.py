@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import planted_defects
 import pytest
 import tiny_run
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from trillora.certify.certificate import Certificate, read_certificate
 from trillora.certify.certify import certify
+from trillora.certify.readers import read_with_llama_cpp
 from trillora.certify.verify import verify
 from trillora.cli import app
 from trillora.errors import TrilloraError
@@ -80,6 +82,16 @@ def test_rounded_gguf_has_the_trained_change(type: str, world: World, tmp_path: 
     assert certificate.passed, shown(certificate)
     share = next(check for check in certificate.checks if check.name == "share of the change")
     assert share.figure == pytest.approx(1, abs=0.02)
+
+
+def test_llama_cpp_is_read_where_the_most_likely_token_ends_the_answer(world: World) -> None:
+    """llama.cpp tells no probabilities for an answer that is a stop token or a part of a character."""
+    num_tokens = json.loads((world.model / "config.json").read_text("utf-8"))["vocab_size"]
+    prompts = [[1, 2, 3], *([token] for token in range(24))]
+    (file,) = world.gguf.glob("*.gguf")
+    found = read_with_llama_cpp(file, prompts, num_tokens)[0].logprobs
+    assert [array.shape for array in found] == [(num_tokens,)] * len(prompts)
+    assert all(np.exp(array).sum() == pytest.approx(1, abs=1e-3) for array in found)
 
 
 # ---- correct ones of every kind

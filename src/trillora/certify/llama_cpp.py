@@ -18,7 +18,8 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # llama.cpp prints to stdout too
     server = _open(request)
-    logprobs = [_next_token(server, prompt, request["num_tokens"]) for prompt in request["prompts"]]
+    letter = _post(server, "/tokenize", {"content": "a", "add_special": False})["tokens"][-1]
+    logprobs = [_next_token(server, prompt, request["num_tokens"], letter) for prompt in request["prompts"]]
     chats = [_chat_tokens(server, chat) for chat in request["chats"]]
     os.write(answers, json.dumps({"logprobs": logprobs, "chats": chats}).encode() + b"\n")
     os._exit(0)  # its threads would keep the process
@@ -40,8 +41,11 @@ def _open(request: dict[str, Any]) -> Any:
     return xllamacpp.Server(options)
 
 
-def _next_token(server: Any, prompt: list[int], num_tokens: int) -> list[tuple[int, float]]:
+def _next_token(server: Any, prompt: list[int], num_tokens: int, letter: int) -> list[tuple[int, float]]:
+    """The log-probabilities of the next token, without any bias. llama.cpp tells none if the token that it chooses is a
+    stop token or a part of a character, so it is made to choose a letter."""
     asked = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": num_tokens, "cache_prompt": False}
+    asked["logit_bias"] = [[letter, 1000.0]]
     answer = server.handle_completions(asked)
     if "choices" not in answer:
         raise RuntimeError(str(answer)[:400])

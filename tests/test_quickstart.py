@@ -44,11 +44,15 @@ class Finished:
 
 
 def tiny_model(folder: Path) -> dict[str, str]:
-    """What changes in the recipe. A small vocabulary makes longer sequences of the same text."""
+    """What changes in the recipe. A small vocabulary makes longer sequences of the same text; still one row in each."""
     config = tiny_run.llama(num_layers=1, width=32)
     config.max_position_embeddings = 1024
     tiny_run.write_model(folder, config)
-    return {"model: smollm2": f"model: {folder}", "sequence_length: 184": "sequence_length: 1024"}
+    return {
+        "model: smollm2": f"model: {folder}",
+        "data: train.jsonl": "data: {path: train.jsonl, pack: false}",
+        "sequence_length: 184": "sequence_length: 1024",
+    }
 
 
 @pytest.fixture(scope="module")

@@ -485,6 +485,7 @@ class Defect:
     caught_by: tuple[str, ...]  # checks that must fail, as "part: name"
     base: bool = False  # certify with the base in World.model
     seals: bool = True
+    loads: bool = True  # there is a base that it fits to
     slow: bool = False  # alike another one: tested at full dose
 
 
@@ -510,7 +511,7 @@ DEFECTS = (
     Defect("missing EOS", adapter_without_eos, "adapter", ("tokenizer: special tokens",)),
     Defect("changed chat template", changed_template, "adapter", ("tokenizer: chat template",)),
     Defect("mask over the prompt", mask_over_the_prompt, "adapter", ("masks: recorded example",)),
-    Defect("frozen expert", frozen_expert, "adapter", ("norms: zero layers",), seals=False),
+    Defect("frozen expert", frozen_expert, "adapter", ("norms: zero layers",), seals=False, loads=False),
     Defect("wrong base revision", changed_base, "adapter", ("trained: base weights",), base=True),
     Defect("base with another template", changed_base_tokenizer, "adapter", ("tokenizer: same as in training",), True),
     Defect("merged model is the base", merged_is_base, "merged", (TENSORS, SHARE, LOADED)),

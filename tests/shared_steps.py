@@ -33,15 +33,19 @@ def options_key(recipe: Recipe) -> str:
     return recipe.model_dump_json(exclude=NOT_COMPILED)
 
 
+def config_key(config: Any) -> str:
+    return repr(sorted((key, str(value)) for key, value in config.to_dict().items() if key != "_name_or_path"))
+
+
 def step_key(
     recipe: Recipe, settings: Any, config: Any, mesh: Any, num_steps: int, *, mapped: bool = False
 ) -> Hashable:
-    return options_key(recipe), repr(settings), config.to_json_string(use_diff=False), mesh, num_steps, mapped
+    return options_key(recipe), repr(settings), config_key(config), mesh, num_steps, mapped
 
 
 def group_key(members: Sequence[Stage], settings: Any, config: Any, mesh: Any, width: int | None = None) -> Hashable:
     recipes = tuple(options_key(member.recipe) for member in members)
-    return recipes, repr(settings), config.to_json_string(use_diff=False), mesh, width
+    return recipes, repr(settings), config_key(config), mesh, width
 
 
 def of_assembly(assembly: Assembly, *values: Any, **options: Any) -> Hashable:

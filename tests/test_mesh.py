@@ -15,7 +15,7 @@ import pytest
 import tiny_models
 import tiny_run
 import yaml
-from dose import slow_case
+from dose import full_dose_only, slow_case
 from transformers import MixtralConfig
 
 from trillora.devices.mesh import AXES, MeshShape, make_mesh, weight_spec
@@ -76,6 +76,7 @@ def test_micro_batches_equal_one_batch_on_a_mesh(folder: Path, alone: list[float
     assert train(load_recipe(settings), tmp_path / "run").losses == pytest.approx(alone, rel=LOSS)
 
 
+@full_dose_only
 def test_experts_on_a_mesh_equal_one_device(tmp_path: Path) -> None:
     from chat_tokenizers import chat_tokenizer
 

@@ -56,6 +56,7 @@ def last_loss(run: Path) -> float:
     return metrics(run, "evaluation")[-1]["loss"]
 
 
+@pytest.mark.usefixtures("optimized")  # 80 steps each
 @pytest.mark.parametrize("outcome", ["clipped", "skipped"])
 def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
     tmp_path: Path, outcome: str, record_property: Record

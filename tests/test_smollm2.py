@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
-from dose import dose
+from dose import FULL
 from peft_reference import peft_losses
 from transformers import AutoModelForCausalLM
 
@@ -44,7 +44,7 @@ def test_logits_equal_transformers(folder: Path) -> None:
 
 @pytest.mark.usefixtures("optimized")
 def test_first_steps_equal_pytorch_and_peft(folder: Path, tmp_path: Path) -> None:
-    num_steps = dose(4, 10)
+    num_steps = 10 if FULL else 4
     tiny_run.write_chats(tmp_path / "chats.jsonl", num_rows=40)
     recipe = load_recipe(
         {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
-from dose import dose, slow_case
+from dose import FULL, slow_case
 from transformers import AutoModelForCausalLM
 
 import trillora
@@ -149,8 +149,9 @@ def test_dropout_trains_the_same_in_scan_and_unroll_and_for_any_micro_batch(fold
 
     without, whole = losses(0.0, "scan", 8), losses(0.3, "scan", 8)
     assert abs(whole[2] - without[2]) > 1e-4, "dropout has an effect"
-    assert losses(0.0, "scan", 2) == pytest.approx(without, rel=1e-5)
-    for layers, micro_batch_size in (("unroll", 8), ("scan", 4), ("unroll", 1))[-dose(1, 3) :]:
+    if FULL:  # test_mesh.py always does it
+        assert losses(0.0, "scan", 2) == pytest.approx(without, rel=1e-5)
+    for layers, micro_batch_size in (("unroll", 1), *([("unroll", 8), ("scan", 4)] if FULL else [])):
         assert losses(0.3, layers, micro_batch_size) == pytest.approx(whole, rel=1e-5)
 
 

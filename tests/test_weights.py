@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from dose import slow_case
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -170,7 +171,7 @@ def test_mixtral_is_saved_one_tensor_per_expert(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", slow_case("mixtral")])
 def test_casting_rounds_as_transformers_does(
     name: str, stored_dtype: torch.dtype, target_dtype: str, tmp_path: Path
 ) -> None:

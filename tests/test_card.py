@@ -198,18 +198,23 @@ def test_another_base_is_refused_unless_the_user_names_it(run: Path, folder: Pat
     assert "--base org/unknown" in caught.value.do
 
 
+def test_the_export_command_writes_a_folder_once(run: Path) -> None:
+    for code, said in ((0, "Exported to"), (2, "The output folder already exists")):
+        result = CliRunner().invoke(app, ["export", str(run), "--to", "merged"])
+        assert result.exit_code == code and said in result.output, result.output
+        assert (run / "exports" / "merged" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "said"),
     [
-        (["--to", "merged"], 0, "Exported to"),
-        (["--to", "merged"], 2, "The output folder already exists"),
-        (["--to", "merged", "--type", "int3", "--out", "x"], 2, "cannot be stored as int3"),
-        (["--to", "mergd"], 2, "did you mean 'merged'"),
-        (["--to", "merged", "--repo", "a/b"], 2, "--repo is for --to hub"),
-        (["--to", "merged", "--adapter", "none"], 2, "There is no adapter here"),
+        (["--to", "merged", "--type", "int3", "--out", "x"], "cannot be stored as int3"),
+        (["--to", "mergd"], "did you mean 'merged'"),
+        (["--to", "merged", "--repo", "a/b"], "--repo is for --to hub"),
+        (["--to", "merged", "--adapter", "none"], "There is no adapter here"),
     ],
 )
-def test_the_export_command(arguments: list[str], code: int, said: str, run: Path) -> None:
+def test_the_export_command_refuses(arguments: list[str], said: str, run: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(run), *arguments])
-    assert result.exit_code == code and said in result.output, result.output
-    assert (run / "exports" / "merged" / "model.safetensors").is_file()
+    assert result.exit_code == 2 and said in result.output, result.output
+    assert not Path("x").exists()

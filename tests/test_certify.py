@@ -85,7 +85,7 @@ def test_rounded_gguf_has_the_trained_change(type: str, world: World, tmp_path: 
 
 
 def test_llama_cpp_is_read_where_the_most_likely_token_ends_the_answer(world: World) -> None:
-    """llama.cpp tells no probabilities for an answer that is a stop token or a part of a character."""
+    """llama.cpp returns no probabilities for an answer that is a stop token or a part of a character."""
     num_tokens = json.loads((world.model / "config.json").read_text("utf-8"))["vocab_size"]
     prompts = [[1, 2, 3], *([token] for token in range(24))]
     (file,) = world.gguf.glob("*.gguf")

@@ -42,8 +42,8 @@ def _open(request: dict[str, Any]) -> Any:
 
 
 def _next_token(server: Any, prompt: list[int], num_tokens: int, letter: int) -> list[tuple[int, float]]:
-    """The log-probabilities of the next token, without any bias. llama.cpp returns none if the token that it chooses is a
-    stop token or a part of a character, so it is made to choose a letter."""
+    """The log-probabilities of the next token, without any bias. llama.cpp returns none if the token that it chooses is
+    a stop token or a part of a character, so it is made to choose a letter."""
     asked = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": num_tokens, "cache_prompt": False}
     asked["logit_bias"] = [[letter, 1000.0]]
     answer = server.handle_completions(asked)

@@ -25,13 +25,13 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("data",),
     ("step",),
-    ("generation",),
+    ("prove", "generation"),
     ("evaluation",),
     ("preflight", "tracking", "doctor", "adapters"),
     ("export",),
     ("certify",),
     ("report",),
-    ("training", "serving"),
+    ("training", "serving", "launch"),
     ("quickstart",),
     ("",),  # trillora/__init__.py: the Python API
     ("cli",),
@@ -46,11 +46,11 @@ ONLY_IN: dict[str, set[str]] = {
     "transformers": {"model", "certify"},
     "jax": {
         *("devices", "engine", "model", "step", "generation", "evaluation", "preflight", "adapters", "training"),
-        *("certify", "serving"),
+        *("certify", "serving", "prove"),
     },
     "jaxlib": {"devices", "engine", "model", "step"},
     "optax": {"engine", "step"},
-    "pydantic": {"files", "recipe", "model", "preflight", "training", "certify", "serving"},
+    "pydantic": {"files", "recipe", "model", "preflight", "training", "certify", "serving", "launch"},
     "typer": {"cli"},
     "rich": {"", "cli", "report"},
     "peft": {"certify"},  # the independent reader
@@ -60,6 +60,7 @@ ONLY_IN: dict[str, set[str]] = {
     "uvicorn": {"serving"},
     "lm_eval": {"evaluation"},
     "sacrebleu": {"evaluation"},
+    "nbformat": {"launch"},
 }
 
 # The engine is arithmetic: it uses no files and no environment.

@@ -31,20 +31,27 @@ __all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load_recip
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any], *, out: str | Path, listener: Listener | None = None, **overrides: Any
+    recipe: str | Path | Mapping[str, Any],
+    *,
+    out: str | Path,
+    tiny: bool = False,
+    listener: Listener | None = None,
+    **overrides: Any,
 ) -> TrainResult:
     """Trains an adapter by a recipe (a YAML file or a mapping), and writes the run into the folder `out`.
 
     Overrides replace options of the recipe: whole sections (`train={"steps": 5}`) or dotted names
-    (`**{"train.steps": 5}`). Without a listener, events are shown as on the command line.
+    (`**{"train.steps": 5}`). `tiny` uses the embedded model and small sizes, to try the recipe on a CPU. Without a
+    listener, events are shown as on the command line.
     """
     from pathlib import Path
 
     from trillora.devices.quiet import quiet_libraries
     from trillora.recipe.load import load_recipe
+    from trillora.recipe.tiny import is_tiny_run
     from trillora.report.console import console_listener
 
-    loaded = load_recipe(recipe, overrides)
+    loaded = load_recipe(recipe, overrides, tiny=tiny or is_tiny_run(out))
     quiet_libraries(loaded.hardware.backend)
     from trillora.training.trainer import train as run
 
@@ -54,7 +61,7 @@ def train(
         return run(loaded, Path(out), listener=shown)
 
 
-def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> list[DataReport]:
+def inspect_data(recipe: str | Path | Mapping[str, Any], *, tiny: bool = False, **overrides: Any) -> list[DataReport]:
     """Shows the data of a recipe, as `trillora inspect` does. Returns one report per stage."""
     from trillora.data.summary import inspect
     from trillora.recipe.load import load_recipe
@@ -62,14 +69,19 @@ def inspect_data(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> li
     from trillora.report.console import SafeConsole
     from trillora.report.data.screen import show
 
-    reports = [inspect(stage.recipe) for stage in stages_of(load_recipe(recipe, overrides))]
+    reports = [inspect(stage.recipe) for stage in stages_of(load_recipe(recipe, overrides, tiny=tiny))]
     for report in reports:
         show(report, SafeConsole())
     return reports
 
 
 def run_preflight(
-    recipe: str | Path | Mapping[str, Any], *, on: Sequence[str], estimate: bool = False, **overrides: Any
+    recipe: str | Path | Mapping[str, Any],
+    *,
+    on: Sequence[str],
+    tiny: bool = False,
+    estimate: bool = False,
+    **overrides: Any,
 ) -> list[PreflightResult]:
     """Shows whether a recipe fits these slices and how long it takes, as `trillora preflight` does. Returns one result
     per slice."""
@@ -79,7 +91,7 @@ def run_preflight(
     from trillora.report.preflight_screen import show
 
     with console_listener() as listener:
-        results = preflight(load_recipe(recipe, overrides), on, estimate=estimate, listener=listener)
+        results = preflight(load_recipe(recipe, overrides, tiny=tiny), on, estimate=estimate, listener=listener)
     show(results, SafeConsole())
     return results
 

@@ -13,6 +13,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the recipe, e.g. train.steps=10."),
 ]
+Tiny = Annotated[
+    bool,
+    typer.Option("--tiny", help="Use the embedded model and small sizes, to try the recipe on a CPU in minutes."),
+]
 RunOrModel = Annotated[
     str, typer.Argument(metavar="RUN|MODEL", help="Folder of a run; or a model: folder, hub id or smollm2.")
 ]

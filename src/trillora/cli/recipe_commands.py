@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from trillora.cli.errors import EXIT_MISTAKE, OWN_PROCESS
-from trillora.cli.options import JsonEvents, JsonResult, Overrides, RecipeFile, RunFolder, parse_price
+from trillora.cli.options import JsonEvents, JsonResult, Overrides, RecipeFile, RunFolder, Tiny, parse_price
 from trillora.cli.output import only_progress, print_json, progress_on_stderr, run_events
 from trillora.errors import TrilloraError
 
@@ -23,6 +23,7 @@ def train(
     overrides: Overrides = None,
     *,
     out: RunFolder,
+    tiny: Tiny = False,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume a run although its recipe, model or data has changed.")
     ] = False,
@@ -33,8 +34,9 @@ def train(
     Exit code 75: the run was saved before its end. The same command resumes it.
     """
     from trillora.recipe.load import load_recipe
+    from trillora.recipe.tiny import is_tiny_run
 
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = load_recipe(recipe, overrides or (), tiny=tiny or is_tiny_run(out))
     with run_events(as_json, loaded.hardware.backend) as listener:
         from trillora.training import trainer
         from trillora.training.signals import EXIT_STOPPED
@@ -52,6 +54,7 @@ def preflight(
         list[str],
         typer.Option("--on", metavar="SLICE", help="Slice to check: v5e-8, v6e-1, colab, kaggle. Repeat to compare."),
     ],
+    tiny: Tiny = False,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Estimate without the TPU compiler: seconds, on any machine.")
     ] = False,
@@ -74,7 +77,7 @@ def preflight(
     from trillora.recipe.load import load_recipe
 
     slices = _slices(on, overrides or ())
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = load_recipe(recipe, overrides or (), tiny=tiny)
     with progress_on_stderr() as listener:
         from trillora.preflight.verdict import preflight as check
 
@@ -112,6 +115,8 @@ def inspect(
     context: typer.Context,
     recipe: RecipeFile,
     overrides: Overrides = None,
+    *,
+    tiny: Tiny = False,
     as_json: JsonResult = False,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write the report as an HTML page.")
@@ -124,7 +129,7 @@ def inspect(
     """
     from trillora.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = load_recipe(recipe, overrides or (), tiny=tiny)
     with progress_on_stderr() as listener:
         from trillora.data.summary import inspect as summarise
         from trillora.recipe.schema import stages_of

@@ -25,7 +25,6 @@ from trillora.files.bounded import read_bounded
 from trillora.files.user_path import check_letters, user_path
 from trillora.recipe import run_file, yaml
 from trillora.recipe.data_section import DataSection, SourceSection
-from trillora.recipe.merge import merged
 from trillora.recipe.problems import (
     MAX_LETTERS,
     MAX_SHOWN,
@@ -38,38 +37,39 @@ from trillora.recipe.problems import (
     value_problem,
 )
 from trillora.recipe.run_file import RunFile
-from trillora.recipe.schema import (
-    ModelSection,
-    PhaseOptions,
-    Recipe,
-    StageOptions,
-)
-from trillora.recipe.section import Section, as_mapping
+from trillora.recipe.schema import LISTS, ModelSection, PhaseOptions, Recipe, StageOptions
+from trillora.recipe.section import Section, as_mapping, merged
+from trillora.recipe.tiny import APPLIED, require_local_data, shrunk, tiny_overrides
 from trillora.safe_text import visible_line
 from trillora.secrets import MASK
 
 RECIPE_FILES = (run_file.NAME, "resolved.yaml")  # of a run: for programs; for people and older versions
 RUN_FILES = (*RECIPE_FILES, "run.json", "metrics.jsonl")  # a recipe next to one of them came with a run
-LISTS = ("stages", "phases")  # sections that are lists, whose items have data
 MAX_BYTES = 1 << 20  # of a recipe; PyYAML reads about 200 kB per second
 
 
-def load_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
-    """Reads and checks a recipe: the path of a YAML file or a mapping, with overrides such as `train.steps=10`.
+def load_recipe(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    tiny: bool = False,
+) -> Recipe:
+    """Reads and checks a recipe: the path of a YAML file or a mapping, with overrides such as `train.steps=10`. With
+    `tiny`, on the embedded model and in small sizes (`recipe.tiny`).
 
     A recipe in the folder of a run may have come with that run from another person: only an override can allow its
     model's Python code to run.
     """
     if isinstance(source, Mapping):
-        return _checked(source, "the recipe", Path.cwd(), overrides)
+        return _checked(source, "the recipe", Path.cwd(), overrides, tiny=tiny)
     file = user_path(source, where="the recipe")
     flag = "model.trust_remote_code=true" if any(os.path.isfile(file.parent / name) for name in RUN_FILES) else None
     if file.name == run_file.NAME:
         saved = run_file.read(file)
-        recipe = _checked(saved.recipe, str(file), file.parent, overrides, flag)
+        recipe = _checked(saved.recipe, str(file), file.parent, overrides, flag, tiny)
         saved.require("", recipe, file)
         return recipe
-    return _checked(_read_mapping(file), str(file), file.parent, overrides, flag)
+    return _checked(_read_mapping(file), str(file), file.parent, overrides, flag, tiny)
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,21 @@ def _checked(
     folder: Path,
     overrides: Sequence[str] | Mapping[str, Any],
     code_flag: str | None = None,
+    tiny: bool = False,
 ) -> Recipe:
     """The recipe in a mapping whose relative paths count from `folder`. With `code_flag` (what the user must give),
     only an override may allow the code of a model."""
-    tree = _expanded(source)
-    typed: dict[str, Any] = {}
-    _locate(tree, folder)
     origins = Origins(name)
+    tree = _read_tree(source, folder, origins, tiny)
+    typed: dict[str, Any] = {}
     for path, value in _parsed_overrides(overrides, origins):
-        given = _expanded(_nested(path, value))
-        _locate(given, Path.cwd())  # typed on the command line: relative to the current folder
+        given = _given(path, value, Path.cwd())  # typed on the command line: relative to the current folder
         tree, typed = merged(tree, given), merged(typed, given)
+    if "tiny" in typed:
+        do = "leave out 'tiny.'; with --tiny, overrides replace options of the tiny recipe"
+        raise TrilloraError("The section tiny cannot be overridden.", where=origins.of("tiny"), do=do)
+    if tiny:
+        require_local_data(tree, _read_tree(source, folder, Origins(name), False), name)
     recipe = _validated(tree, origins)
     if masked := sorted(option for option, text in run_file.texts(recipe) if MASK in text):
         exact = folder / run_file.NAME
@@ -143,6 +147,31 @@ def _checked(
             do=f"read the *.py files of {recipe.model.name}; if you trust them, add {code_flag}",
         )
     return recipe
+
+
+def _read_tree(source: Mapping[str, Any], folder: Path, origins: Origins, tiny: bool) -> dict[str, Any]:
+    """The recipe in a mapping, with shorthand written out, absolute paths, and its section `tiny` applied or left
+    out."""
+    tree = _expanded(source)
+    _locate(tree, folder)
+    section = tree.pop("tiny", None)
+    small = tiny_overrides(section, origins.recipe)
+    if section == APPLIED:
+        return {**tree, "tiny": APPLIED}
+    if not tiny:
+        return tree
+    tree = shrunk(tree)
+    for path, value in small:
+        origins.overridden(path, f"{origins.recipe}, tiny.{path}")
+        tree = merged(tree, _given(path, value, folder))
+    return {**tree, "tiny": APPLIED}
+
+
+def _given(path: str, value: Any, folder: Path) -> dict[str, Any]:
+    """One override as a tree. Its relative paths count from `folder`."""
+    given = _expanded(_nested(path, value))
+    _locate(given, folder)
+    return given
 
 
 def recipe_schema() -> dict[str, Any]:

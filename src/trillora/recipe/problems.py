@@ -258,6 +258,8 @@ def _phrase(kind: Any, constraints: Iterable[Any]) -> str:
         return f"a list of {of}"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return f"a mapping of {_names(kind)}"
+    if get_origin(kind) is dict and get_args(kind)[1] is Any:
+        return "a mapping of options"
     if get_origin(kind) is dict:
         return f"a mapping of names or patterns to {_phrase(get_args(kind)[1], ())}"
     words = {int: "a whole number", float: "a number", bool: "yes or no", str: "text"}[kind]

@@ -184,7 +184,7 @@ class ResolvedRecipe:
         for name, section in _masked(self.fill(recipe).model_dump(mode="json")).items():
             if section is None:
                 continue
-            if name == "tokens":
+            if name in ("tokens", "tiny"):
                 lines.append(f"{name}: {yaml.write(section)}")
                 continue
             lines.append(f"{name}:")

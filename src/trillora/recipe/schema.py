@@ -29,8 +29,7 @@ from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.group_section import MAX_ADAPTERS, MergeSection, SweepSection
 from trillora.recipe.lora import LoraSection, TokenText
-from trillora.recipe.merge import merged
-from trillora.recipe.section import Auto, Count, Devices, Rate, Section, Sequences, Tokens, conflict
+from trillora.recipe.section import Auto, Count, Devices, Rate, Section, Sequences, Tokens, conflict, merged
 
 _DURATION = r"^([0-9]{1,6}h([0-9]{1,6}m)?|[0-9]{1,6}m([0-9]{1,6}s)?|[0-9]{1,6}s)$"
 MAX_STEPS = 10**9  # of a stage
@@ -42,6 +41,7 @@ Quantize = Literal["none", "int8", "int4", "nf4", "fp8"]
 Layers = Literal["scan", "unroll"]
 Remat = Literal["none", "linear", "dots", "full"]
 Attention = Literal["xla", "splash", "cudnn"]
+LISTS = ("stages", "phases")  # sections that are lists, whose items have data
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}$"  # of a stage or phase
 
 
@@ -355,6 +355,11 @@ class Recipe(Section):
     )
     sweep: SweepSection | None = Field(default=None, description="Several values of an option, trained together.")
     merge: MergeSection | None = Field(default=None, description="Merge the adapters of all phases at the end.")
+    tiny: Literal["applied"] | dict[str, Any] | None = Field(
+        default=None,
+        description="Options of this recipe that only --tiny sets, after its built-in ones. applied: in the recipe of "
+        "a run that was started with --tiny.",
+    )
 
     @model_validator(mode="after")
     def _tokens_are_different(self) -> Recipe:
@@ -455,7 +460,7 @@ class Stage:
     restarts_optimizer: bool = False
 
 
-_PARTS = ("stages", "phases", "sweep", "merge")  # sections that `stages_of` and `group_of` take apart
+_PARTS = (*LISTS, "sweep", "merge", "tiny")  # sections that `stages_of` and `group_of` take apart
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:

@@ -85,7 +85,8 @@ class RunProcess:
         remember_programs(cache_root() / "programs")
         wanted, named = self._recipe.hardware, self._recipe.model
         devices = find_devices(wanted.backend, None if wanted.devices == "auto" else wanted.devices)
-        self._listener(Note(f"Model {named.name}"))
+        small = " and small sizes, because of --tiny" if self._recipe.tiny else ""
+        self._listener(Note(f"Model {named.name}{small}"))
         opened = OpenModel.open(
             named.name,
             revision=named.revision,

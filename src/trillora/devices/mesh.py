@@ -13,7 +13,6 @@ A run that trains several adapters together may have a fourth axis, `adapter`: e
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,15 +195,3 @@ def any_process(*flags: bool) -> tuple[bool, ...]:
 def same_everywhere(number: int) -> bool:
     """Whether all processes of the run have the same number."""
     return jax.process_count() == 1 or len(set(multihost_utils.process_allgather(np.array(number)).tolist())) == 1
-
-
-def join_cluster() -> None:
-    """Connects to the other processes of a multi-host run, if environment variables name them: JAX_COORDINATOR_ADDRESS
-    with JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the worker list of a Cloud TPU slice."""
-    if jax.distributed.is_initialized():
-        return
-    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if coordinator:
-        jax.distributed.initialize(coordinator, int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"]))
-    elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
-        jax.distributed.initialize()

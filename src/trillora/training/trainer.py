@@ -24,7 +24,8 @@ from trillora.adapters.card import CARD_FILE, adapter_card
 from trillora.data.batches import Batches
 from trillora.data.open import TEMPLATE_DATE_REASON
 from trillora.data.stage import StageData
-from trillora.devices.mesh import any_process, join_cluster
+from trillora.devices.cluster import join_cluster
+from trillora.devices.mesh import any_process
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events

@@ -67,7 +67,7 @@ def train(
     recipe: Recipe, out: Path, *, listener: Listener = ignore_events, accept_changes: bool = False
 ) -> TrainResult:
     """Trains by the recipe, or resumes the run in `out`. Everything is written to that folder."""
-    join_cluster()
+    join_cluster(listener)
     limit = recipe.train.time_limit
     stop = Stop(seconds_of(limit) if limit else None)
     is_writer = jax.process_index() == 0

@@ -67,7 +67,7 @@ def test_workers_of_a_tpu_vm_are_named_by_the_metadata_server(
     assert find_cluster(environment) == found, "one answer of a busy server must not split the slice"
 
 
-def test_one_worker_joins_nobody(metadata: tuple[type[Metadata], dict[str, str]]) -> None:
+def test_one_worker_joins_no_cluster(metadata: tuple[type[Metadata], dict[str, str]]) -> None:
     server, environment = metadata
     assert find_cluster(environment) is None  # an ordinary VM: 404
     server.attributes = {"agent-worker-number": "0", "worker-network-endpoints": "10.0.0.2"}

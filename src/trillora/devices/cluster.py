@@ -1,7 +1,7 @@
 """The processes of a run on several hosts: who they are, and how this one joins them.
 
 Every host of a slice runs the same command. Process 0 listens, the others connect to it. Who they are is found in this
-order; a run that finds nobody else is a run of one process:
+order; a run that finds no other is a run of one process:
 
     JAX_COORDINATOR_ADDRESS=10.0.0.2:8482 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1    written by `trillora launch tpu-vm`
     TPU_WORKER_HOSTNAMES=t-0.svc,t-1.svc TPU_WORKER_ID=1                          GKE

@@ -7,13 +7,14 @@ HARNESS := .venv-harness/bin
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all lint compat harness architectures real-data soak lock audit clean
+.PHONY: help setup quickstart test test-all lint docs compat harness architectures real-data soak lock audit clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
 	@echo "make test           run lint, type checks and tests"
 	@echo "make test-all       run every test, including the slow ones"
 	@echo "make lint           run only lint and type checks"
+	@echo "make docs           write the documentation site to build/site"
 	@echo "make compat         run the core tests with the oldest supported libraries"
 	@echo "make harness        test the interface to lm-evaluation-harness, with its forty packages"
 	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
@@ -42,6 +43,11 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/python tools/check_english.py
 	$(BIN)/mypy src
+
+# Also part of the tests (tests/test_docs.py). Without the variable, the theme prints a note about its successor.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html; to read it: $(BIN)/python -m http.server --directory build/site"
 
 compat:
 	@$(PYTHON) tools/setup_env.py --compat

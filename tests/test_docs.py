@@ -1,0 +1,102 @@
+"""The documentation: the site builds without a warning, needs no other server, and its links work on GitHub too."""
+
+from __future__ import annotations
+
+import html.parser
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from docs_site import LINK, PAGES, ROOT, SOURCES, for_site
+
+# What mkdocs prints if all is well. (--quiet would silence warnings for --strict too.)
+USUAL = re.compile(r"INFO +- +(Cleaning site directory|Building documentation to|Documentation built in)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make docs` builds it. Anything that mkdocs says is a fault."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    said = [line for line in (built.stdout + built.stderr).splitlines() if not USUAL.match(line)]
+    assert (built.returncode, said) == (0, [])
+    return folder
+
+
+class Loads(html.parser.HTMLParser):
+    """What a browser loads for a page by itself, in contrast to what a reader may click."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        loads = tag in ("script", "img", "iframe", "source") or (tag == "link" and values.get("rel") != "canonical")
+        self.urls += [values[key] or "" for key in ("src", "href") if loads and key in values]
+
+
+def test_every_page_is_on_the_site_and_loads_nothing_from_other_servers(site: Path) -> None:
+    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
+    documents = {*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in SOURCES.values())}
+    assert len(pages) >= len(documents) > 20
+    num_urls = 0
+    for page in pages:
+        loads = Loads()
+        loads.feed(page.read_text(encoding="utf-8"))
+        num_urls += len(loads.urls)
+        assert [url for url in loads.urls if re.match(r"(https?:)?//", url)] == [], page
+    assert num_urls > 5 * len(pages)
+    styles = list(site.rglob("*.css"))
+    assert styles and all("url(http" not in style.read_text(encoding="utf-8") for style in styles)
+
+
+def test_the_navigation_lists_every_page_once() -> None:
+    def pages(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)]  # type: ignore[attr-defined]
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert sorted(listed) == sorted([path.name for path in (ROOT / "docs").glob("*.md")] + list(SOURCES))
+
+
+@pytest.mark.parametrize("document", ["README.md", *SOURCES.values()])
+def test_links_of_documents_outside_docs_lead_to_files(document: str) -> None:
+    """mkdocs checks the pages in docs/; these are read on GitHub."""
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / document).read_text(encoding="utf-8"), flags=re.M | re.S)
+    links = [link[3].partition("#")[0] for link in LINK.finditer(text)]
+    local = [link for link in links if link and "://" not in link]
+    assert [link for link in local if not ((ROOT / document).parent / link).exists()] == []
+
+
+def test_links_for_github_become_links_of_the_site() -> None:
+    cases = {
+        "[a](../benchmarks/RESULTS.md#b)": "[a](project/results.md#b)",
+        "[a](../Makefile)": "[a](files/Makefile)",
+        "[`a`](../tests)": "`a`",
+        "[a](runs.md)": "[a](runs.md)",
+        "[a](../no-such-file)": "[a](../no-such-file)",
+        "[a](https://example.org)": "[a](https://example.org)",
+    }
+    assert {text: for_site(text, "data.md") for text in cases} == cases
+    assert for_site("[a](docs/runs.md) [b](README.md)", "project/architecture.md") == "[a](../runs.md) [b](../index.md)"
+    assert for_site("```\n[a](../Makefile)\n- b\n```", "data.md") == "```\n[a](../Makefile)\n- b\n```"
+    assert set(PAGES.values()) >= set(SOURCES)
+
+
+def test_a_list_after_a_paragraph_is_a_list() -> None:
+    """As on GitHub; mkdocs alone would make one paragraph of it."""
+    assert for_site("These:\n- one,\n  and more\n- two", "data.md") == "These:\n\n- one,\n  and more\n- two"

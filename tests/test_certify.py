@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import planted_defects
 import pytest
@@ -21,10 +22,13 @@ from typer.testing import CliRunner
 
 from trillora.certify.certificate import Certificate, read_certificate
 from trillora.certify.certify import certify
+from trillora.certify.logits import TEXTS, compute_reference
 from trillora.certify.readers import read_with_llama_cpp
+from trillora.certify.subject import find_subject
 from trillora.certify.verify import verify
 from trillora.cli import app
 from trillora.errors import TrilloraError
+from trillora.events import ignore_events
 from trillora.export.gguf.write import export_gguf
 from trillora.export.source import open_source
 from trillora.recipe.load import load_recipe
@@ -92,6 +96,13 @@ def test_llama_cpp_is_read_where_the_most_likely_token_ends_the_answer(world: Wo
     found = read_with_llama_cpp(file, prompts, num_tokens)[0].logprobs
     assert [array.shape for array in found] == [(num_tokens,)] * len(prompts)
     assert all(np.exp(array).sum() == pytest.approx(1, abs=1e-3) for array in found)
+
+
+def test_the_engines_weights_are_freed_before_a_reader_loads_its_own(world: World) -> None:
+    before = {id(array) for array in jax.live_arrays()}
+    reference = compute_reference(find_subject(world.run), (), ignore_events)
+    assert len(reference.logits) >= len(TEXTS)
+    assert sum(array.nbytes for array in jax.live_arrays() if id(array) not in before) < 1 << 10
 
 
 # ---- correct ones of every kind

@@ -326,3 +326,12 @@ def test_evaluation_sums_add_up_over_any_split() -> None:
     assert whole.keys() == {"loss", "num_correct", "num_tokens"}
     assert float(whole["num_tokens"]) == float(batch(0)["weights"].sum())
     assert_close({name: sum(half[name] for half in halves) for name in whole}, whole)
+
+
+def test_a_program_that_closes_over_its_weights_is_an_error_in_tests() -> None:
+    """See conftest.py. It was one in `certify`: a model of 1B was compiled with 4.9 GB of constants."""
+    weights = jnp.ones((128, 129))
+    x = jnp.ones((1, 128))
+    with pytest.raises(UserWarning, match="constants were captured"):
+        jax.jit(lambda x: x @ weights).lower(x)
+    jax.jit(lambda x, weights: x @ weights).lower(x, weights)

@@ -44,12 +44,12 @@ def losses_by_document(batches: Batches, folder: Path) -> dict[tuple[int, ...], 
     model = CausalLM(load_config(folder / "model"), dtype="float32", lora=None)
     one_device = replicated(make_mesh(jax.devices()[:1], MeshShape()))
     base = load_weights(folder / "model", model.module, model.layout, dict.fromkeys(model.layout, one_device))
-    logits = jax.jit(lambda inputs: model.logits(base, {}, inputs))
+    logits = jax.jit(model.logits)
     found = {}
     for step in range(batches.steps_per_epoch):
         batch = batches.batch(step)
         inputs = {name: jnp.asarray(batch[name]) for name in ("tokens", "positions", "segments")}
-        losses = np.asarray(token_losses(logits(inputs), jnp.asarray(batch["targets"])))
+        losses = np.asarray(token_losses(logits(base, {}, inputs), jnp.asarray(batch["targets"])))
         for row in range(len(batch["tokens"])):
             for segment in range(1, int(batch["segments"][row].max()) + 1):
                 slots = batch["segments"][row] == segment

@@ -27,6 +27,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Note
 from trillora.model.adapters import fit_adapter, fitting
 from trillora.model.bridge import CausalLM
+from trillora.model.layout import Tree
 from trillora.model.loading.weights import load_weights
 from trillora.step.autotune import memory_limit
 from trillora.step.build import shard_adapter, weight_shardings
@@ -97,15 +98,16 @@ def compute_reference(subject: Subject, rows: Sequence[TokenizedDocument], liste
     tokens_BT, targets_BT, ends_B = _batch(prompts, rows)
 
     @jax.jit
-    def run(adapter: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits_BTV = model.logits(base, adapter, {"tokens": jnp.asarray(tokens_BT)}).astype(jnp.float32)
+    def run(base: Tree, adapter: Tree, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_BTV = model.logits(base, adapter, {"tokens": tokens_BT}).astype(jnp.float32)
         totals_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
         last_BV = logits_BTV[jnp.arange(len(tokens_BT)), ends_B]
         chosen_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
         return jax.nn.log_softmax(last_BV, axis=-1)[: len(prompts)], chosen_BT - totals_BT
 
     with jax.default_matmul_precision("highest"):
-        (own_BV, own_BT), (base_BV, base_BT) = (tuple(map(np.asarray, run(adapter))) for adapter in adapters)
+        found = [tuple(map(np.asarray, run(base, adapter, tokens_BT))) for adapter in adapters]
+    (own_BV, own_BT), (base_BV, base_BT) = found
     if not np.isfinite(own_BV).all():
         raise TrilloraError(
             "The logits of the trained weights are not finite.",

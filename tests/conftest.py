@@ -31,9 +31,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# A program must get its weights as arguments: XLA copies constants, and compiles longer. Constants of more than 64 KiB
+# A program must get its weights as arguments: XLA copies constants, and compiles longer. Constants of more than 128 KiB
 # are a warning of jax, and so an error here. The models of the tests are larger.
-os.environ["JAX_CAPTURED_CONSTANTS_WARN_BYTES"] = str(1 << 16)
+os.environ["JAX_CAPTURED_CONSTANTS_WARN_BYTES"] = str(1 << 17)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # The first process, which is the controller of pytest-xdist: all workers and their children share its programs.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="trillora-test-programs-")

@@ -221,11 +221,11 @@ def output_and_gradients(
     def run(*tensors: jax.Array) -> jax.Array:
         return attend(*tensors, form.rule, form.scores, **extra, implementation=implementation, interpret=True)
 
-    def both(*tensors: jax.Array) -> Any:
+    def both(cotangent: jax.Array, *tensors: jax.Array) -> Any:
         out, pull_back = jax.vjp(run, *tensors)
-        return out * real, pull_back(jnp.asarray(cotangent))
+        return out * real, pull_back(cotangent)
 
-    return jax.jit(both)(*tensors)
+    return jax.jit(both)(cotangent, *tensors)
 
 
 def uses_kernel(function: Any, *args: Any) -> bool:

@@ -283,12 +283,13 @@ def test_a_batch_of_adapters_on_one_base_equals_each_alone() -> None:
         for key, leaf in model.adapter_layout.items()
     }
 
-    def loss(adapter: Tree) -> jax.Array:
+    def loss(adapter: Tree, base: Tree) -> jax.Array:
         return (model.hidden(base, adapter, tokens) ** 2).mean()
 
-    together, alone = jax.jit(jax.vmap(jax.grad(loss)))(adapters), jax.jit(jax.grad(loss))
+    gradient = jax.grad(loss)
+    together, alone = jax.jit(jax.vmap(gradient, (0, None)))(adapters, base), jax.jit(gradient)
     for i in range(2):
-        expected = jax.tree.map(np.asarray, alone({key: a[i] for key, a in adapters.items()}))
+        expected = jax.tree.map(np.asarray, alone({key: a[i] for key, a in adapters.items()}, base))
         assert gradient_distance({key: a[i] for key, a in together.items()}, expected) <= GRADIENTS
 
 

@@ -330,8 +330,8 @@ def test_evaluation_sums_add_up_over_any_split() -> None:
 
 def test_a_program_that_closes_over_its_weights_is_an_error_in_tests() -> None:
     """See conftest.py. It was one in `certify`: a model of 1B was compiled with 4.9 GB of constants."""
-    weights = jnp.ones((128, 129))
-    x = jnp.ones((1, 128))
+    weights = jnp.ones((256, 129))
+    x = jnp.ones((1, 256))
     with pytest.raises(UserWarning, match="constants were captured"):
         jax.jit(lambda x: x @ weights).lower(x)
     jax.jit(lambda x, weights: x @ weights).lower(x, weights)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from trillora.cli.errors import EXIT_MISTAKE
 from trillora.cli.options import JsonEvents, JsonResult, RunFolder
-from trillora.cli.output import print_json, run_events, show_evaluation
+from trillora.cli.output import print_json, progress_on_stderr, run_events, show_evaluation
+
+EXIT_REFUSED = 1
 
 
 def quickstart(out: RunFolder = Path("runs/quickstart"), as_json: JsonEvents = False) -> None:
@@ -26,11 +29,22 @@ def quickstart(out: RunFolder = Path("runs/quickstart"), as_json: JsonEvents = F
         print(lesson.next_steps(result.run))
 
 
-def doctor(as_json: JsonResult = False) -> None:
+def doctor(
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove", help="Train a small known model on the chips, compare its gradients, and measure speeds."
+        ),
+    ] = False,
+    as_json: JsonResult = False,
+) -> None:
     """Check this machine and show how to fix problems.
 
-    Exit code 2: something is broken.
+    Exit code 2: something is broken. With --prove, exit code 1: a chip computes wrong results.
     """
+    if prove:
+        _prove(as_json)
+        return
     import dataclasses
 
     from trillora.doctor import examine, this_machine
@@ -41,8 +55,31 @@ def doctor(as_json: JsonResult = False) -> None:
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     else:
-        from trillora.report.console import show_findings
+        from trillora.report.machine.screen import show_findings
 
         show_findings(findings)
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(EXIT_MISTAKE)
+
+
+def _prove(as_json: bool) -> None:
+    """The record goes to stdout and to the cache folder, where preflight finds it."""
+    with progress_on_stderr() as listener:
+        from trillora.events import Note
+        from trillora.prove.client import prove
+
+        listener(Note("Proving the chips of this machine: about a minute"))
+        record = prove(listener)
+        try:
+            path = record.save()
+        except OSError as error:
+            path = None
+            listener(Note(f"The record cannot be stored: {error.strerror}; use --json"))
+    if as_json:
+        print_json(record.to_dict())
+    else:
+        from trillora.report.machine.screen import show_proof
+
+        show_proof(record, path)
+    if not record.ok:
+        raise typer.Exit(EXIT_REFUSED)

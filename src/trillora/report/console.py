@@ -15,13 +15,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.text import Text
 
 from trillora.events import QUIET_SECONDS, Event, Listener, Progress
 from trillora.report.adapter_text import Adapters, Collector
@@ -29,9 +27,6 @@ from trillora.report.live_panel import LivePanel
 from trillora.report.output import closed_pipe_safe, masked, unguarded
 from trillora.report.plain_lines import LOG, NOTEBOOK, PlainLines
 from trillora.safe_text import visible
-
-if TYPE_CHECKING:
-    from trillora.doctor import Finding
 
 
 class SafeConsole(Console):
@@ -117,17 +112,6 @@ class _SlowWork:
             if label in self._waiting:
                 self._shown.add(label)
                 self._show(self._waiting.pop(label)[1])
-
-
-def show_findings(findings: Iterable[Finding], console: Console | None = None) -> None:
-    """Prints the doctor's findings, each followed by its fix."""
-    console = console or SafeConsole()
-    looks = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "broken": ("broken ", "bold red")}
-    for finding in findings:
-        word, style = looks[finding.state]
-        console.print(Text.assemble((word, style), f"  {finding.name:<15} {finding.what}"), soft_wrap=True)
-        if finding.do:
-            console.print(Text.assemble(" " * 25, ("do: ", "dim"), finding.do), soft_wrap=True)
 
 
 def _choose_view(console: Console, adapters: Adapters) -> PlainLines | LivePanel:

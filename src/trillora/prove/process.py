@@ -1,0 +1,113 @@
+"""The process that proves: it uses the chips and sends progress and the record to its parent as lines of JSON.
+
+A part that fails with an error is a refused line of the record, with the error's text: that is what we need to know
+about a chip that we do not have.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from trillora.devices.cluster import join_cluster
+from trillora.devices.measured import GoldenFigures, MeasuredChip, ProofCheck
+from trillora.devices.mesh import find_devices
+from trillora.devices.versions import installed_version
+from trillora.events import Listener, Progress, to_json
+from trillora.prove.compare import GoldenRecord, figures_of, judge
+from trillora.prove.golden import golden_dtypes, train_golden
+from trillora.prove.rates import Rates, exchange_faults, measure_rates
+from trillora.recipe.schema import Dtype
+
+LIBRARIES = ("trillora", "jax", "jaxlib", "libtpu", "torch", "torchax", "transformers", "numpy")
+MAX_ERROR = 600  # characters of an error's text in a record
+
+
+def prove_devices(devices: list[Any], listener: Listener) -> MeasuredChip:
+    """The record of these devices."""
+    started = time.monotonic()
+    checks: list[ProofCheck] = []
+    golden: dict[str, GoldenFigures] = {}
+
+    def attempt(name: str, work: Callable[[], list[ProofCheck]]) -> None:
+        try:
+            checks.extend(work())
+        except Exception as error:  # whatever a new chip, its driver or its compiler raises
+            checks.append(ProofCheck(name, "refused", "failed with an error", _text_of(error)))
+
+    def prove_golden(dtype: Dtype) -> list[ProofCheck]:
+        record = GoldenRecord.read()
+        run = train_golden(devices, dtype, listener)
+        if run.inputs != record.inputs:
+            return [ProofCheck(f"golden model, {dtype}", "refused", "its inputs are not those of the record")]
+        golden[dtype] = figures_of(run.losses, run.gradients, run.how, record)
+        return judge(golden[dtype], dtype)
+
+    dtypes = golden_dtypes(devices[0])
+    attempt("collectives", lambda: [_collectives(devices, listener)])
+    for dtype in dtypes:
+        attempt(f"golden model, {dtype}", lambda dtype=dtype: prove_golden(dtype))  # type: ignore[misc]
+    rates, speed = _rates(devices, dtypes[0], listener)
+    return MeasuredChip(
+        device_kind=devices[0].device_kind,
+        platform=devices[0].platform,
+        num_devices=len(devices),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        libraries={name: installed_version(name) for name in LIBRARIES},
+        checks=[*checks, speed],
+        matrix_tflops=rates.matrix_tflops if rates else None,
+        memory_gb_per_second=rates.memory_gb_per_second if rates else None,
+        gather_gb_per_second=rates.gather_gb_per_second if rates else None,
+        reduce_gb_per_second=rates.reduce_gb_per_second if rates else None,
+        golden=golden,
+        seconds=round(time.monotonic() - started, 1),
+    )
+
+
+def _collectives(devices: list[Any], listener: Listener) -> ProofCheck:
+    name = "collectives"
+    if len(devices) == 1:
+        return ProofCheck(name, "skipped", "one device")
+    label = "Exchanging numbers between devices"
+    listener(Progress(label, 0, 1))
+    faults = exchange_faults(devices)
+    listener(Progress(label, 1, 1))
+    if faults:
+        return ProofCheck(name, "refused", f"{len(faults)} wrong results", "; ".join(faults[:3]))
+    return ProofCheck(name, "ok", f"all-reduce, all-gather and reduce-scatter over {len(devices)} devices are exact")
+
+
+def _rates(devices: list[Any], dtype: Dtype, listener: Listener) -> tuple[Rates | None, ProofCheck]:
+    """A chip that cannot be timed, for example because another process uses its memory, may still be right."""
+    label = "Measuring speeds"
+    listener(Progress(label, 0, 1))
+    try:
+        rates = measure_rates(devices, dtype)
+    except Exception as error:
+        return None, ProofCheck("speed", "skipped", "failed with an error", _text_of(error))
+    finally:
+        listener(Progress(label, 1, 1))
+    shown = [f"{rates.matrix_tflops:.4g} TFLOP/s ({dtype} products)", f"{rates.memory_gb_per_second:.4g} GB/s memory"]
+    if rates.gather_gb_per_second and rates.reduce_gb_per_second:
+        shown.append(f"all-gather {rates.gather_gb_per_second:.4g}, all-reduce {rates.reduce_gb_per_second:.4g} GB/s")
+    return rates, ProofCheck("speed", "ok", ", ".join(shown), "of one device, while all of them work")
+
+
+def _text_of(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}…"
+
+
+def main() -> None:
+    """Writes to the file descriptor in `sys.argv[1]`."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    with os.fdopen(descriptor, "w", buffering=1) as answers:
+        join_cluster()
+        record = prove_devices(find_devices("auto", None), lambda event: print(to_json(event), file=answers))
+        print(json.dumps({"result": record.to_dict()}, allow_nan=False), file=answers)

@@ -1,0 +1,1 @@
+"""What `trillora doctor` shows."""

@@ -18,6 +18,7 @@ from trillora.cli import (
     adapter_commands,
     certify_commands,
     export_commands,
+    launch_commands,
     recipe_commands,
     run_commands,
     serve_commands,
@@ -69,6 +70,7 @@ def _options(
 app.command()(recipe_commands.train)
 app.command()(recipe_commands.preflight)
 app.command()(recipe_commands.inspect)
+app.add_typer(launch_commands.launch, name="launch")
 app.command()(run_commands.generate)
 app.command()(run_commands.chat)
 app.command()(serve_commands.serve)

@@ -1,0 +1,11 @@
+"""The commands that take a recipe to rented hardware: launch colab, launch kaggle, launch tpu-vm."""
+
+from __future__ import annotations
+
+import typer
+
+launch = typer.Typer(
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Take a recipe to Colab, Kaggle or a Cloud TPU.",
+)

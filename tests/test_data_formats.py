@@ -66,6 +66,12 @@ ROWS: list[tuple[dict[str, Any], str, Any]] = [
         "sharegpt",
         Chat([system(), *ROUND]),
     ),
+    ({"id": "7", "data": ["Why?", "Because."]}, "ultrachat", Chat(ROUND)),
+    (
+        {"data": ["Why?", "Because.", "And?"], "system": "Be brief."},
+        "ultrachat",
+        Chat([system(), *ROUND, user("And?")]),
+    ),
     ({"prompt": "Why? ", "completion": "Because."}, "prompt-completion", Pair("Why? ", "Because.")),
     ({"prompt": "Why? ", "response": "Because."}, "prompt-completion", Pair("Why? ", "Because.")),
     ({"prompt": "Why?", "response": "Because.", "system": ""}, "prompt-completion", Chat(ROUND)),
@@ -85,6 +91,7 @@ ROWS: list[tuple[dict[str, Any], str, Any]] = [
         Chat([system(), *ROUND]),
     ),
     ({"text": "Once."}, "text", Text("Once.")),
+    ({"text": "Once.", "data": ["a", "b"]}, "text", Text("Once.")),
 ]
 
 
@@ -263,6 +270,10 @@ def test_a_bad_chat_is_refused_with_its_turn(messages: Any, message: str) -> Non
         ({"messages": ROUND, "tools": {"a": 1}}, "messages", '"tools" is an object, not a list'),
         ({"messages": ROUND, "tools": [{}, "look"]}, "messages", "Tool 2 is text, not an object"),
         ({"messages": [{"from": "human", "value": "a"}]}, "messages", 'have no "role"'),
+        ({"data": ["Why?", 3]}, "ultrachat", '"data" is not a list of texts'),
+        ({"data": []}, "ultrachat", '"data" is not a list of texts'),
+        ({"data": ["Why?"]}, "ultrachat", "no assistant turn"),
+        ({"data": ["Why?", " "]}, "ultrachat", "The answer in turn 2 is empty"),
         ({"conversations": []}, "sharegpt", "The conversation is empty"),
         ({"conversations": ["a"]}, "sharegpt", "Turn 1 is text"),
         ({"conversations": [{"value": "a"}]}, "sharegpt", 'Turn 1 has no "from"'),

@@ -70,9 +70,9 @@ class DataSection(Section):
         description="A file, glob, folder, URL or Hugging Face dataset id, or a list of them with weights. Relative "
         "paths start at the recipe's folder.",
     )
-    format: Literal["auto", "messages", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text"] = Field(
-        default="auto", description="Format of the rows. auto: detected for each file."
-    )
+    format: Literal[
+        "auto", "messages", "sharegpt", "ultrachat", "prompt-completion", "alpaca", "question-answer", "text"
+    ] = Field(default="auto", description="Format of the rows. auto: detected for each file.")
     template: TemplateSection | None = Field(
         default=None, description="Templates that turn any JSON object into a training row."
     )

@@ -23,7 +23,7 @@ from trillora.errors import nearest
 
 Row = dict[str, Any]
 
-FORMATS = ("messages", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text", "template")
+FORMATS = ("messages", "sharegpt", "ultrachat", "prompt-completion", "alpaca", "question-answer", "text", "template")
 
 # Role names in ShareGPT-like data sets, in lower case. A function call is an assistant turn that is all call.
 _CALL_ROLES = ("function_call", "function-call", "tool_call")
@@ -42,10 +42,11 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names for the
 _KEPT_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # what chat templates read in addition to role and content
 _TURN_FORM = 'write each turn as {"role": "user", "content": "..."}'
 _SHAREGPT_FORM = 'write each turn as {"from": "human", "value": "..."}'
+_ULTRACHAT_FORM = 'write the turns as texts in a list: {"data": ["question", "answer", ...]}'
 _KEYS_OF_FORMATS = (
-    "messages (messages: role, content), sharegpt (conversations: from, value), prompt-completion (prompt, completion "
-    "or response), alpaca (instruction, output, optionally input), question-answer (question, answer or response), "
-    "text (text)"
+    "messages (messages: role, content), sharegpt (conversations: from, value), ultrachat (data: texts), "
+    "prompt-completion (prompt, completion or response), alpaca (instruction, output, optionally input), "
+    "question-answer (question, answer or response), text (text)"
 )
 # Formats without a list of turns: the key of the question, and the keys that may hold the answer.
 _PLAIN_FORMATS = {
@@ -76,6 +77,8 @@ def detect(row: Row) -> str:
     matching += [
         name for name, (key, answers) in _PLAIN_FORMATS.items() if key in given and given.intersection(answers)
     ]
+    if not matching and _is_list_of_texts(row.get("data")):
+        return "ultrachat"
     if len(matching) == 1:
         return matching[0]
     if matching:
@@ -163,11 +166,27 @@ def _from_alpaca(row: Row) -> Chat:
     return _one_round(row, question, _text_at(row, "output"))
 
 
+def _from_ultrachat(row: Row) -> Chat:
+    """Texts without roles: user and assistant take turns."""
+    texts = row.get("data")
+    if texts is None:
+        _refuse_keys(row, '"data"')
+    if not _is_list_of_texts(texts):
+        raise BadRow('"data" is not a list of texts.', _ULTRACHAT_FORM)
+    turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    return Chat(_with_system(row, check_chat(turns)), _tools(row))
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+
+
 def _from_question_answer(row: Row) -> Chat:
     return _one_round(row, _text_at(row, "question"), _text_at(row, _answer_key(row, "question-answer")))
 
 
 _CONVERTERS: dict[str, Callable[[Row], Example]] = {
+    "ultrachat": _from_ultrachat,
     "prompt-completion": _from_prompt_completion,
     "alpaca": _from_alpaca,
     "question-answer": _from_question_answer,

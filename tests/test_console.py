@@ -114,9 +114,9 @@ EVENTS: list[Event] = [
 ]
 
 
-def logged(events: list[Event]) -> list[str]:
+def logged(events: list[Event], every_steps: int | None = None) -> list[str]:
     out = io.StringIO()
-    with console_listener(Console(file=out)) as listener:
+    with console_listener(Console(file=out), every_steps) as listener:
         for event in events:
             listener(event)
     return out.getvalue().splitlines()
@@ -179,6 +179,13 @@ def test_a_long_run_has_few_lines_in_a_log(num_steps: int, most: int) -> None:
     assert len(shown) <= most and min(num_steps, 100) <= len(shown)
     assert shown == sorted(set(shown)) and shown[-1] == num_steps
     assert set(range(1, min(num_steps, 10) + 1)) <= set(shown)
+
+
+@pytest.mark.parametrize("num_steps", [40, 1000, 1037])
+def test_the_steps_in_a_log_can_be_chosen(num_steps: int) -> None:
+    lines = logged([step(number, num_steps) for number in range(1, num_steps + 1)], every_steps=50)
+    shown = [int(re.match(r"step +(\d+)/", line)[1]) for line in lines]  # type: ignore[index]
+    assert shown == sorted({1, *range(50, num_steps + 1, 50), num_steps})
 
 
 def test_everything_else_is_bounded_in_a_log_and_the_latest_is_never_lost() -> None:

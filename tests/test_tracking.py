@@ -106,6 +106,17 @@ def test_tensorboard_sees_that_a_loss_was_not_finite(tmp_path: Path, values: tup
 
 
 @needs_tensorboard
+def test_trackers_get_the_chosen_steps_and_every_evaluation(tmp_path: Path) -> None:
+    with tracking_listener(tmp_path, 1, (), "trillora", {}, ignore_events, every_steps=5) as listener:
+        for number in range(1, 13):
+            listener(step(number))
+        listener(evaluated(12))
+    read = scalars(tmp_path / "tensorboard")
+    assert [number for number, _ in read["train/loss"]] == [5, 10]
+    assert [number for number, _ in read["eval/loss"]] == [12]
+
+
+@needs_tensorboard
 def test_a_resumed_run_replaces_what_was_trained_again(tmp_path: Path) -> None:
     for first, last in ((1, 8), (6, 10), (4, 9)):  # killed at 8 with a checkpoint at 5; then resumed from 3
         with tracking_listener(tmp_path, first, (), "trillora", {}, ignore_events) as listener:

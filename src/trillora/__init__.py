@@ -57,7 +57,7 @@ def train(
 
     if listener is not None:
         return run(loaded, Path(out), listener=listener)
-    with console_listener() as shown:
+    with console_listener(every_steps=loaded.track.every_steps) as shown:
         return run(loaded, Path(out), listener=shown)
 
 

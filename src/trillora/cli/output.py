@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def run_events(as_json: bool, backend: str = "auto") -> Iterator[Listener]:
-    """Shows the events of a run on stdout, for people or as JSON."""
+def run_events(as_json: bool, backend: str = "auto", every_steps: int | None = None) -> Iterator[Listener]:
+    """Shows the events of a run on stdout, for people (`every_steps` as in `console_listener`) or all of them as
+    JSON."""
     from trillora.devices.quiet import quiet_libraries
 
     quiet_libraries(backend)
@@ -26,7 +27,7 @@ def run_events(as_json: bool, backend: str = "auto") -> Iterator[Listener]:
         return
     from trillora.report.console import console_listener
 
-    with console_listener() as listener:
+    with console_listener(every_steps=every_steps) as listener:
         yield listener
 
 

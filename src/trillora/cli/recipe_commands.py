@@ -37,7 +37,7 @@ def train(
     from trillora.recipe.tiny import is_tiny_run
 
     loaded = load_recipe(recipe, overrides or (), tiny=tiny or is_tiny_run(out))
-    with run_events(as_json, loaded.hardware.backend) as listener:
+    with run_events(as_json, loaded.hardware.backend, loaded.track.every_steps) as listener:
         from trillora.training import trainer
         from trillora.training.signals import EXIT_STOPPED
 

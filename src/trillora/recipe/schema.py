@@ -269,6 +269,11 @@ class TrackSection(Section):
         default=(), description="Services to log to, through their own libraries."
     )
     project: str = Field(default="trillora", min_length=1, description="Project name in these services.")
+    every_steps: Count | None = Field(
+        default=None,
+        description="Steps between logged steps (default: about 100 lines in a log, 20 in a notebook, all steps in "
+        "trackers). metrics.jsonl has all steps.",
+    )
 
 
 class MeshSection(Section):

@@ -43,13 +43,16 @@ class SafeConsole(Console):
 
 
 @contextmanager
-def console_listener(console: Console | None = None) -> Iterator[Listener]:
-    """Yields a listener that shows events on the console. It never raises, and threads may share it."""
+def console_listener(console: Console | None = None, every_steps: int | None = None) -> Iterator[Listener]:
+    """Yields a listener that shows events on the console. It never raises, and threads may share it.
+
+    In plain lines, `every_steps` sets which steps are shown. Without it, their number is limited.
+    """
     console = console or SafeConsole()
     file = console.file
     console.file = closed_pipe_safe(file)
     adapters = Adapters()
-    view = _choose_view(console, adapters)
+    view = _choose_view(console, adapters, every_steps)
     lock = threading.RLock()
     slow = _SlowWork(view.show, lock)
     collector = Collector(view.show, adapters)
@@ -114,10 +117,10 @@ class _SlowWork:
                 self._show(self._waiting.pop(label)[1])
 
 
-def _choose_view(console: Console, adapters: Adapters) -> PlainLines | LivePanel:
+def _choose_view(console: Console, adapters: Adapters, every_steps: int | None) -> PlainLines | LivePanel:
     # A command that a notebook starts with `!` sees a terminal without a cursor. The variable is set in such processes.
     if console.is_jupyter or (console.is_terminal and "JPY_PARENT_PID" in os.environ):
-        return PlainLines(console.file, NOTEBOOK, adapters)
+        return PlainLines(console.file, NOTEBOOK, adapters, every_steps)
     if console.is_terminal and not console.is_dumb_terminal:
         return LivePanel(console, adapters)
-    return PlainLines(console.file, LOG, adapters)
+    return PlainLines(console.file, LOG, adapters, every_steps)

@@ -57,9 +57,11 @@ class PlainLines:
     """Prints events as lines of text. In a long run it holds most of them back, and prints the latest held one of each
     kind before a message and at the end."""
 
-    def __init__(self, file: IO[str], limits: LineLimits, adapters: Adapters) -> None:
+    def __init__(self, file: IO[str], limits: LineLimits, adapters: Adapters, every_steps: int | None = None) -> None:
+        """`every_steps` replaces the limit on lines of steps."""
         self._file = file
         self._limits = limits
+        self._every_steps = every_steps
         self._adapters = adapters
         self._num_steps = 0
         self._num_skipped = 0
@@ -116,8 +118,9 @@ class PlainLines:
         if type(event) not in self._printed:
             return True
         if isinstance(event, Step):
-            every = max(1, event.num_steps // self._limits.steps)
-            return event.step <= self._limits.first_steps or event.step % every == 0 or event.step == event.num_steps
+            is_first = self._every_steps is None and event.step <= self._limits.first_steps
+            every = self._every_steps or max(1, event.num_steps // self._limits.steps)
+            return is_first or event.step % every == 0 or event.step == event.num_steps
         limits = self._limits
         lines = {Sampled: limits.samples, Saved: limits.saves}.get(type(event), limits.evaluations)
         return event.step - self._printed[type(event)] >= self._num_steps // lines

@@ -20,11 +20,18 @@ from trillora.tracking.tensorboard import EventFile
 
 @contextmanager
 def tracking_listener(
-    run: Path, first_step: int, services: tuple[str, ...], project: str, config: dict[str, Any], inner: Listener
+    run: Path,
+    first_step: int,
+    services: tuple[str, ...],
+    project: str,
+    config: dict[str, Any],
+    inner: Listener,
+    every_steps: int = 1,
 ) -> Iterator[Listener]:
     """A listener that passes every event to `inner` and logs the metrics of steps and evaluations.
 
     `first_step` is the first step of this process; it and later steps replace what the trackers already have.
+    `every_steps` is the number of steps between two that are logged; evaluations are all logged.
     """
     trackers: dict[str, Tracker] = {}
     adapters: set[str] = set()  # those that are trained together
@@ -38,6 +45,8 @@ def tracking_listener(
             adapters.update(event.adapters)
         if isinstance(event, AdapterStep):
             adapters.add(event.adapter)
+        if isinstance(event, Step | AdapterStep) and event.step % every_steps:
+            return
         if isinstance(event, Step | Evaluated | AdapterStep | Scored):
             values = numbers_of(event, adapters)
             for name, tracker in list(trackers.items()):

@@ -172,7 +172,9 @@ class RunProcess:
             return
         track, folder = resolved.track, self._folder.path
         config = mask_values(resolved.model_dump(mode="json"))
-        with tracking_listener(folder, first_step, track.services, track.project, config, self._listener) as listener:
+        with tracking_listener(
+            folder, first_step, track.services, track.project, config, self._listener, track.every_steps or 1
+        ) as listener:
             yield self._folder.recording(listener)
 
     def _check_saved(self, saver: Saver) -> None:

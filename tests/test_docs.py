@@ -12,8 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+import trillora
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import api_reference
+import error_reference
+import recipe_reference
 from docs_site import LINK, PAGES, ROOT, SOURCES, for_site
+from generated import part_of
 
 # What mkdocs prints if all is well. (--quiet would silence warnings for --strict too.)
 USUAL = re.compile(r"INFO +- +(Cleaning site directory|Building documentation to|Documentation built in)")
@@ -50,7 +56,7 @@ class Loads(html.parser.HTMLParser):
 
 def test_every_page_is_on_the_site_and_loads_nothing_from_other_servers(site: Path) -> None:
     pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
-    documents = {*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in SOURCES.values())}
+    documents = {*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in SOURCES.values())}
     assert len(pages) >= len(documents) > 20
     num_urls = 0
     for page in pages:
@@ -70,7 +76,8 @@ def test_the_navigation_lists_every_page_once() -> None:
         return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)]  # type: ignore[attr-defined]
 
     listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
-    assert sorted(listed) == sorted([path.name for path in (ROOT / "docs").glob("*.md")] + list(SOURCES))
+    written = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted([*written, *SOURCES])
 
 
 @pytest.mark.parametrize("document", ["README.md", *SOURCES.values()])
@@ -100,3 +107,52 @@ def test_links_for_github_become_links_of_the_site() -> None:
 def test_a_list_after_a_paragraph_is_a_list() -> None:
     """As on GitHub; mkdocs alone would make one paragraph of it."""
     assert for_site("These:\n- one,\n  and more\n- two", "data.md") == "These:\n\n- one,\n  and more\n- two"
+
+
+def test_the_recipe_reference_has_every_option_of_the_schema() -> None:
+    schema = recipe_reference.read_schema()
+    part = recipe_reference.page_part(schema)
+    assert part == part_of(recipe_reference.DOCUMENT, recipe_reference.PART), "run tools/recipe_reference.py"
+    rows = [line for line in part.splitlines() if line.startswith(("| `", "| [`"))]
+    assert len(rows) == recipe_reference.num_options(schema) > 100
+
+
+def test_the_python_reference_has_every_public_name() -> None:
+    part = api_reference.page_part()
+    assert part == part_of(api_reference.DOCUMENT, api_reference.PART), "run tools/api_reference.py"
+    functions = {name for name in trillora.__all__ if callable(getattr(trillora, name)) and name[0].islower()}
+    assert functions <= set(re.findall("^### (.*)", part, flags=re.M)) and len(functions) == 4
+
+
+@pytest.fixture(scope="module")
+def code() -> error_reference.Code:
+    return error_reference.Code.read()
+
+
+def test_the_troubleshooting_page_has_every_error_of_the_code(code: error_reference.Code) -> None:
+    part = error_reference.page_part(code.messages)
+    assert part == part_of(error_reference.DOCUMENT, error_reference.PART), "run tools/error_reference.py"
+    # Found without the syntax tree: lines that make an error. A message that several places make has one row.
+    lines = [line for file in error_reference.SOURCE.rglob("*.py") for line in file.read_text("utf-8").splitlines()]
+    makes = [line for line in lines if re.search(r"(raise|return|yield) (TrilloraError|BadRow|conflict|Fault)\(", line)]
+    sites = list(code.sites())
+    assert len(sites) > len(makes) > 400
+    # What has no row passes on the text of another error. These are few; a new one is probably a message that the
+    # generator does not understand.
+    unknown = [f"{m.path}:{call.lineno}" for m, call, what, _ in sites if set(code.texts(what, m)) == {"…"}]
+    assert len(unknown) <= 30, unknown
+
+
+def test_a_message_that_users_see_is_on_the_troubleshooting_page(code: error_reference.Code) -> None:
+    rest = {"model": "smollm2", "data": "x"}
+    recipes = [
+        {"model": "smollm2"},
+        {**rest, "train": {"stepz": 1}},
+        {**rest, "train": {"steps": 1, "epochs": 1}},
+        {**rest, "tokens": ["a", "a"]},
+    ]
+    patterns = [re.escape(message.what).replace("…", ".+") for message in code.messages]
+    for recipe in recipes:
+        with pytest.raises(trillora.TrilloraError) as caught:
+            trillora.load_recipe(recipe)
+        assert [pattern for pattern in patterns if re.fullmatch(pattern, caught.value.what)], caught.value

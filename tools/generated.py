@@ -30,7 +30,9 @@ def cell(text: str) -> str:
     """Plain text as a cell of a Markdown table; code between backticks stays code."""
     parts = re.split(r"(`[^`]*`)", text.replace("\n", " "))
     return "".join(
-        part.replace("|", "\\|") if part.startswith("`") and len(part) > 1 else re.sub(r"([\\|<>*_\[\]`])", r"\\\1", part)
+        part.replace("|", "\\|")
+        if part.startswith("`") and len(part) > 1
+        else re.sub(r"([\\|<>*_\[\]`])", r"\\\1", part)
         for part in parts
     )
 

@@ -16,7 +16,7 @@ import ast
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from generated import ROOT, cell, write_part
@@ -347,7 +347,7 @@ def _assigned(scope: ast.AST, name: str) -> list[ast.expr]:
     return _assignments(scope).get(name, [])
 
 
-@lru_cache(maxsize=None)
+@cache
 def _assignments(scope: ast.AST) -> dict[str, list[ast.expr]]:
     values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(scope):

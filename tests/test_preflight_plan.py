@@ -1,11 +1,9 @@
-"""Hours, sessions, weeks and cost of a run, compared with a minute-by-minute simulation; host requirements; and the
-recipes of the documentation."""
+"""Hours, sessions, weeks and cost of a run, compared with a minute-by-minute simulation; and host requirements."""
 
 from __future__ import annotations
 
 import math
 import random
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +11,9 @@ from trillora.devices.slices import NOTEBOOK_SLICES, Platform
 from trillora.errors import TrilloraError
 from trillora.preflight.host import host_lines
 from trillora.preflight.sessions import RunTime, run_time
-from trillora.recipe.load import load_recipe
 
 NOTEBOOK = Platform("a notebook", 9.0, 20.0, 47.0, 100.0, None)
 GIB = 2**30
-RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def plan(
@@ -158,17 +154,3 @@ def test_several_hosts_are_named_in_the_lines() -> None:
         "RAM for loading, each of 4 hosts",
         "Disk for the model, each of 4 hosts",
     ]
-
-
-# ---- the recipes
-
-
-def test_the_recipes_of_the_documentation_are_valid() -> None:
-    mistral = load_recipe(RECIPES / "mistral-7b-lora.yaml")
-    assert (mistral.lora.rank, mistral.lora.alpha, mistral.lora.dropout) == (16, 32, 0.05)
-    assert (mistral.train.optimizer, mistral.train.batch_size) == ("lion-8bit", 32)
-    gemma = load_recipe(RECIPES / "gemma-3-270m-chat.yaml")
-    assert (gemma.lora.rank, gemma.lora.alpha, gemma.train.batch_size) == (8, 16, 128)
-    for recipe in (mistral, gemma):
-        assert recipe.data is not None
-        assert Path(str(recipe.data.path)).is_file()

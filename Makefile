@@ -7,7 +7,7 @@ HARNESS := .venv-harness/bin
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all lint docs compat harness architectures real-data soak lock audit clean
+.PHONY: help setup quickstart test test-all lint docs compat harness architectures recipes real-data soak lock audit clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
@@ -18,6 +18,7 @@ help:
 	@echo "make compat         run the core tests with the oldest supported libraries"
 	@echo "make harness        test the interface to lm-evaluation-harness, with its forty packages"
 	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
+	@echo "make recipes        measure the recipes: preflight, and their --tiny runs; writes README's table of recipes"
 	@echo "make real-data      download public data sets and run trillora inspect on each"
 	@echo "make soak           run the reliability tests at full scale (hours; PART=kills for one part); writes dev/SOAK.md"
 	@echo "make lock           update locks/, the exact packages with their hashes (UPGRADE=1: newest versions)"
@@ -60,6 +61,10 @@ harness:
 
 architectures: setup
 	$(BIN)/python tools/architectures.py --jobs $(WORKERS)
+
+# Preflight needs x86-64 Linux for the TPU compiler; elsewhere it estimates, and known answers of the compiler stay.
+recipes: setup
+	$(BIN)/python tools/recipes.py --jobs $(WORKERS)
 
 real-data: setup
 	$(BIN)/python tools/real_data.py

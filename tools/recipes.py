@@ -3,14 +3,15 @@
     python tools/recipes.py                              # both parts, all recipes
     python tools/recipes.py --preflight-only             # each at full size on the chips that it is for
     python tools/recipes.py --tiny-only gemma-3-270m-chat
-    python tools/recipes.py --table-only                 # README's table, from the file
+    python tools/recipes.py --add results.json           # what another machine measured with --json results.json
+    python tools/recipes.py --table-only                 # only README's table
 
 Preflight asks the TPU compiler, which exists for x86-64 Linux only; elsewhere it answers with an estimate, which does
 not replace an answer of the compiler. It uses no network: a recipe whose data is on the hub is checked with the sample
 of `--tiny`, so its memory and step time are those of the full run, and its share of padding is not recorded. A tiny run
 is trained in runs/recipes/NAME, where its report stays, and tested on rows that it has not seen.
 
-Each part of each recipe replaces its own entry in the file, so the parts may come from different machines.
+Each part of each recipe replaces its own entry in the file, so that the parts may come from different machines.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def tiny(shown: Shown) -> dict[str, Any]:
     shutil.rmtree(run, ignore_errors=True)
     run.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    _trillora(run, "train", str(shown.file), "--tiny", "--out", str(run))
+    _trillora(run, "train", str(shown.file), "hardware.backend=cpu", "--tiny", "--out", str(run))
     seconds = round(time.monotonic() - started)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     return {
@@ -277,12 +278,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     only.add_argument("--preflight-only", action="store_const", const=("preflight",), dest="parts")
     only.add_argument("--tiny-only", action="store_const", const=("tiny",), dest="parts")
     only.add_argument("--table-only", action="store_const", const=(), dest="parts")
+    only.add_argument("--add", type=Path, metavar="FILE", help="measure nothing; add the results in this file")
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help="(default: recipes/results.json)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="recipes at once (default: 1)")
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.names) - set(NAMES)):
         parser.error(f"there is no recipe {unknown[0]}; there are {', '.join(NAMES)}")
-    parts = ("preflight", "tiny") if args.parts is None else args.parts
+    parts = ("preflight", "tiny") if args.parts is None and args.add is None else args.parts or ()
+    if args.add is not None:
+        _add(read_results(args.add), args.json)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if "preflight" in parts and not FINDINGS.exists():
         write_archive(FINDINGS, scans(NUM_SCANS), NUM_SCANS)
@@ -306,12 +310,18 @@ def _measure(tasks: list[tuple[str, str]], file: Path, jobs: int) -> int:
                 num_failed += 1
                 print(f"{name}, {part}: failed after {minutes:.1f} min\n{error}", file=sys.stderr, flush=True)
                 continue
-            results = read_results(file)
-            kept = add_result(results, name, part, found)
-            write_file(file, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-            note = "" if kept else " (an estimate: the compiler's answer is kept)"
-            print(f"{name}, {part}: done after {minutes:.1f} min{note}", file=sys.stderr, flush=True)
+            print(f"{name}, {part}: done after {minutes:.1f} min", file=sys.stderr, flush=True)
+            _add({name: {part: found}}, file)
     return num_failed
+
+
+def _add(found: dict[str, Any], file: Path) -> None:
+    results = read_results(file)
+    for name, parts in found.items():
+        for part, measured in parts.items():
+            if not add_result(results, name, part, measured):
+                print(f"{name}: the TPU compiler's answer stays, an estimate does not replace it", file=sys.stderr)
+    write_file(file, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

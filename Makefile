@@ -7,7 +7,7 @@ HARNESS := .venv-harness/bin
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all lint docs compat harness architectures recipes real-data soak lock audit clean
+.PHONY: help setup quickstart test test-all lint docs compat harness architectures recipes real-data soak lock audit atlas clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
@@ -19,6 +19,7 @@ help:
 	@echo "make harness        test the interface to lm-evaluation-harness, with its forty packages"
 	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
 	@echo "make recipes        measure the recipes: preflight, and their --tiny runs; writes README's table of recipes"
+	@echo "make atlas          compile popular models for many TPU slices (MINUTES=15, FRESH=1); writes docs/ATLAS.md"
 	@echo "make real-data      download public data sets and run trillora inspect on each"
 	@echo "make soak           run the reliability tests at full scale (hours; PART=kills for one part); writes dev/SOAK.md"
 	@echo "make lock           update locks/, the exact packages with their hashes (UPGRADE=1: newest versions)"
@@ -65,6 +66,10 @@ architectures: setup
 # Preflight needs x86-64 Linux for the TPU compiler; elsewhere it estimates, and known answers of the compiler stay.
 recipes: setup
 	$(BIN)/python tools/recipes.py --jobs $(WORKERS)
+
+# Compiles only what docs/atlas.jsonl lacks. FRESH=1 compiles everything again.
+atlas: setup
+	$(BIN)/python tools/atlas.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(FRESH),--fresh)
 
 real-data: setup
 	$(BIN)/python tools/real_data.py

@@ -1,0 +1,355 @@
+"""The pages of the fit atlas, made from docs/atlas.jsonl alone: a Markdown page, and a table to sort in the browser.
+
+    render(read_steps(Path("docs/atlas.jsonl")))      # {"ATLAS.md": "# Fit atlas …", "atlas.html": "<!DOCTYPE html> …"}
+
+The HTML page is one file. It loads nothing, and the browser runs only the script whose hash is in its security policy.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from atlas_steps import MODELS, SLICES, TOKENS, Step, config_of, limit_of, next_ask, of_cell
+
+from trillora.devices.chips import CHIPS
+from trillora.devices.slices import find_slice
+from trillora.report.html import STYLE, text
+
+# Dollars per chip-hour on demand in US zones: catalogs/v8/gcp/vms.csv of skypilot-org/skypilot-catalog. None for 7x.
+PRICES = {"v4": 12.88 / 4, "v5e": 9.60 / 8, "v5p": 16.80 / 4, "v6e": 21.60 / 8}
+PRICES_OF = "2026-08-21"
+NOTEBOOKS = {"v5e-1": "Colab, free", "v6e-1": "Colab, paid", "v5e-8": "Kaggle, free"}
+TEMPLATES = Path(__file__).with_name("atlas_page")
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model on a slice, as the pages show it."""
+
+    model: str
+    slice: str
+    first: Step
+    longest: int  # tokens of the longest sequence that fits; 0: none of those tried
+    longest_is_known: bool  # False: the search is not complete, or longer than the model supports was not tried
+
+    @property
+    def is_estimate(self) -> bool:
+        return self.first.method == "estimate"
+
+    @property
+    def time_is_estimate(self) -> bool:
+        return self.first.timed_by == "estimate"
+
+    @property
+    def verdict(self) -> str:
+        return "failed" if self.first.failed else "GO" if self.first.fits else "NO-GO"
+
+    @property
+    def micro_batch(self) -> int | None:
+        return int(self.first.settings["micro_batch_size"]) if self.first.settings else None
+
+    @property
+    def base(self) -> str:
+        """Number format of the base."""
+        settings = self.first.settings
+        if settings is None:
+            return ""
+        return str(settings["dtype"] if settings["quantize"] == "none" else settings["quantize"])
+
+    @property
+    def remat(self) -> str:
+        return str(self.first.settings["remat"]) if self.first.settings else ""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.first.batch_size * self.first.tokens / self.first.seconds if self.first.seconds else None
+
+    @property
+    def share_of_peak(self) -> float | None:
+        place = find_slice(self.slice)
+        if self.first.flops is None or self.first.seconds is None:
+            return None
+        return self.first.flops / (self.first.seconds * place.num_devices * CHIPS[place.chip].bf16_tflops * 1e12)
+
+    @property
+    def hours_per_million(self) -> float | None:
+        return MILLION / self.tokens_per_second / 3600 if self.tokens_per_second else None
+
+    @property
+    def cost_per_million(self) -> float | None:
+        place = find_slice(self.slice)
+        price = PRICES.get(place.chip)
+        if self.hours_per_million is None or price is None:
+            return None
+        return self.hours_per_million * price * place.num_chips
+
+
+def cells_of(steps: Sequence[Step]) -> list[Cell]:
+    """The cells that have an answer, by model and slice in the order of the pages."""
+    found = []
+    for model in by_size(steps):
+        for slice_name in by_chip():
+            cell = of_cell(steps, model, slice_name)
+            first = next((step for step in cell if not step.is_long), None)
+            if first is not None:
+                longest = max((step.tokens for step in cell if step.fits), default=0)
+                is_known = next_ask(model, slice_name, cell) is None and not any(step.failed for step in cell)
+                found.append(Cell(model, slice_name, first, longest, is_known))
+    return found
+
+
+def by_size(steps: Sequence[Step]) -> list[str]:
+    """The models, smallest first."""
+    sizes = sizes_of(steps)
+    return sorted(MODELS, key=lambda model: (sizes.get(model, 0), model))
+
+
+def sizes_of(steps: Iterable[Step]) -> dict[str, int]:
+    """Parameters of each model."""
+    return {step.model: step.num_parameters for step in steps if step.num_parameters}
+
+
+def by_chip() -> list[str]:
+    """The slices by chip and size."""
+    chips = ("v5e", "v6e", "v4", "v5p", "7x")
+    return sorted(SLICES, key=lambda name: (chips.index(find_slice(name).chip), find_slice(name).num_devices))
+
+
+def render(steps: Sequence[Step]) -> dict[str, str]:
+    cells = cells_of(steps)
+    return {"ATLAS.md": markdown(cells, steps), "atlas.html": page(cells, steps)}
+
+
+def _template(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _filled(template: str, **parts: str | int) -> str:
+    """A template with `{{name}}` replaced, in one pass: a value that looks like a placeholder stays as it is."""
+    filled, *pieces = _template(template).split("{{")
+    for piece in pieces:
+        name, _, rest = piece.partition("}}")
+        filled += str(parts[name]) + rest
+    return filled
+
+
+# ---- figures as text
+
+
+def tokens_text(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+
+
+def longest_text(cell: Cell) -> str:
+    if not cell.longest:
+        return "none" if cell.longest_is_known else ""
+    return ("" if cell.longest_is_known else "≥ ") + tokens_text(cell.longest)
+
+
+def significant(number: float | None) -> str:
+    """Three digits, without an exponent."""
+    if number is None:
+        return ""
+    if number >= 100:
+        return f"{number:,.0f}"
+    digits = 2 if number >= 1 else 3 if number >= 0.1 else 4
+    return f"{number:.{digits}f}"
+
+
+def size_text(num_parameters: int | None) -> str:
+    if not num_parameters:
+        return ""
+    return f"{num_parameters / 1e9:.1f} B" if num_parameters >= 1e9 else f"{num_parameters / 1e6:.0f} M"
+
+
+def short_name(model: str) -> str:
+    return model.partition("/")[2]
+
+
+def slice_title(slice_name: str) -> str:
+    place = find_slice(slice_name)
+    chips = f"{place.num_chips} chip{'s' if place.num_chips > 1 else ''}"
+    devices = "" if place.num_devices == place.num_chips else f", {place.num_devices} devices"
+    notebook = f"; {NOTEBOOKS[slice_name]}" if slice_name in NOTEBOOKS else ""
+    price = PRICES.get(place.chip)
+    cost = f"; ${price * place.num_chips:.2f} per hour" if price else "; no public price"
+    return f"{slice_name} ({chips}{devices} of {limit_of(slice_name):g} GiB{cost}{notebook})"
+
+
+# ---- Markdown
+
+
+def markdown(cells: Sequence[Cell], steps: Sequence[Step]) -> str:
+    slices = [name for name in by_chip() if any(cell.slice == name for cell in cells)]
+    models = [model for model in by_size(steps) if any(cell.model == model for cell in cells)]
+    at = {(cell.model, cell.slice): cell for cell in cells}
+    sizes = sizes_of(steps)
+
+    def matrix(show: Callable[[Cell], str]) -> str:
+        lines = [f"| model | | {' | '.join(slices)} |", f"|---|---:|{'---:|' * len(slices)}"]
+        for model in models:
+            found = [at.get((model, name)) for name in slices]
+            shown = [marked(cell, show(cell)) if cell else "" for cell in found]
+            lines.append(f"| {short_name(model)} | {size_text(sizes.get(model))} | {' | '.join(shown)} |")
+        return "\n".join(lines)
+
+    return _filled(
+        "page.md",
+        counts=counts_text(cells),
+        sources="\n".join(f"- {line}" for line in sources(cells)),
+        tokens=TOKENS,
+        prices=", ".join(f"{chip} ${price:.2f}" for chip, price in PRICES.items()),
+        prices_of=PRICES_OF,
+        longest=matrix(lambda cell: longest_cell(cell)),
+        speed=matrix(lambda cell: approximately(cell) + significant(cell.tokens_per_second) if cell.first.fits else ""),
+        cost=matrix(lambda cell: approximately(cell) + significant(cell.cost_per_million) if cell.first.fits else ""),
+        slices="\n\n".join(slice_section(name, [at[m, name] for m in models if (m, name) in at]) for name in slices),
+        failures=failures(cells),
+    )
+
+
+def longest_cell(cell: Cell) -> str:
+    if cell.first.failed:
+        return "failed"
+    if not cell.first.fits:
+        return f"no ({longest_text(cell)})" if cell.longest else "no"
+    return longest_text(cell) + ("" if cell.base == "bfloat16" else f" {cell.base}")
+
+
+def approximately(cell: Cell) -> str:
+    return "≈ " if cell.time_is_estimate and not cell.is_estimate else ""
+
+
+def marked(cell: Cell, words: str) -> str:
+    """Estimates are in italics, with a sign."""
+    return f"*≈ {words}*" if cell.is_estimate and words else words
+
+
+def slice_section(name: str, cells: Sequence[Cell]) -> str:
+    lines = [
+        f"### {slice_title(name)}",
+        "",
+        "| model | fits | longest | micro-batch | base | remat | GiB | tokens/s | of peak | hours per M | $ per M |",
+        "|---|---|---:|---:|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for cell in cells:
+        share = f"{cell.share_of_peak:.0%}" if cell.share_of_peak is not None else ""
+        figures = (
+            short_name(cell.model),
+            marked(cell, cell.verdict),
+            longest_text(cell),
+            str(cell.micro_batch or ""),
+            cell.base,
+            cell.remat,
+            significant(cell.first.peak_gib),
+            approximately(cell) + significant(cell.tokens_per_second) if cell.tokens_per_second else "",
+            share,
+            significant(cell.hours_per_million),
+            significant(cell.cost_per_million),
+        )
+        lines.append(f"| {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def failures(cells: Sequence[Cell]) -> str:
+    failed = [cell for cell in cells if cell.first.failed]
+    if not failed:
+        return ""
+    lines = [f"| {short_name(c.model)} | {c.slice} | {_escaped(c.first.problem or '')} |" for c in failed]
+    return "\n## Without an answer\n\n| model | slice | reason |\n|---|---|---|\n" + "\n".join(lines) + "\n"
+
+
+def _escaped(words: str) -> str:
+    return text(words).replace("|", "\\|").replace("\n", " ")
+
+
+def counts_text(cells: Sequence[Cell]) -> str:
+    compiled = [cell for cell in cells if not cell.is_estimate]
+    num_go = sum(cell.first.fits for cell in cells)
+    estimates = f"; {len(cells) - len(compiled)} are estimates (≈)" if len(compiled) < len(cells) else ""
+    models, slices = {cell.model for cell in cells}, {cell.slice for cell in cells}
+    return (
+        f"{len(models)} models on {len(slices)} slices: {len(cells)} combinations, {len(compiled)} of them compiled "
+        f"with the TPU compiler{estimates}. {num_go} fit."
+    )
+
+
+def sources(cells: Sequence[Cell]) -> list[str]:
+    """Versions and dates of the answers, with their numbers."""
+    made = [(cell.first.method, cell.first.made_with) for cell in cells]
+    how = {"compiler": "compiled", "estimate": "estimated"}
+    return [f"{made.count(each)} {how[each[0]]} with {each[1]}" for each in sorted(set(made))]
+
+
+# ---- HTML
+
+COLUMNS = (
+    *("model", "size", "slice", "fits", "longest", "micro-batch", "base", "remat", "GiB", "tokens/s", "of peak"),
+    *("hours per M tokens", "$ per M tokens"),
+)
+
+
+def page(cells: Sequence[Cell], steps: Sequence[Step]) -> str:
+    """The whole page. Cells carry the value to sort by where it differs from the text."""
+    sizes = sizes_of(steps)
+    script = _template("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    numbers = {"size", "longest", "micro-batch", "GiB", "tokens/s", "of peak", *COLUMNS[-2:]}
+    head = "".join(
+        f"<th{' class=number' if name in numbers else ''} aria-sort=none><button type=button>{name}</button></th>"
+        for name in COLUMNS
+    )
+    options = "".join(f"<option>{text(name)}</option>" for name in by_chip())
+    notes = "".join(f"<li>{text(line)}</li>" for line in sources(cells))
+    return _filled(
+        "page.html",
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        style=STYLE + _template("page.css"),
+        counts=text(counts_text(cells)),
+        tokens=TOKENS,
+        prices_of=PRICES_OF,
+        options=options,
+        head=head,
+        rows="\n".join(_row(cell, sizes.get(cell.model)) for cell in cells),
+        notes=notes,
+        script=script,
+    )
+
+
+def _row(cell: Cell, num_parameters: int | None) -> str:
+    about = "≈ " if cell.is_estimate else ""
+    limit = config_of(cell.model)["max_position_embeddings"]
+    longest_title = "the longest that the model supports" if cell.longest == limit else ""
+    share = cell.share_of_peak
+    columns = (
+        _column(cell.model.lower(), short_name(cell.model), title=cell.model),
+        _column(num_parameters, size_text(num_parameters)),
+        _column(by_chip().index(cell.slice), cell.slice, title=NOTEBOOKS.get(cell.slice, "")),
+        _column(
+            cell.verdict, about + cell.verdict, kind="go" if cell.first.fits else "no", title=cell.first.problem or ""
+        ),
+        _column(cell.longest or None, longest_text(cell), title=longest_title),
+        _column(cell.micro_batch, str(cell.micro_batch or "")),
+        _column(cell.base, cell.base),
+        _column(cell.remat, cell.remat),
+        _column(cell.first.peak_gib, significant(cell.first.peak_gib), title=f"of {limit_of(cell.slice):g}"),
+        _column(cell.tokens_per_second, approximately(cell) + significant(cell.tokens_per_second)),
+        _column(share, f"{share:.0%}" if share is not None else ""),
+        _column(cell.hours_per_million, significant(cell.hours_per_million)),
+        _column(cell.cost_per_million, significant(cell.cost_per_million)),
+    )
+    return f"<tr{' class=estimate' if cell.is_estimate else ''}>{''.join(columns)}</tr>"
+
+
+def _column(value: float | str | None, shown: str, *, kind: str = "", title: str = "") -> str:
+    if kind == "" and not isinstance(value, str):
+        kind = "number"
+    number = f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
+    attributes = f' class="{kind}"' if kind else ""
+    attributes += f' title="{text(title)}"' if title else ""
+    return f'<td data-value="{text(number)}"{attributes}>{text(shown)}</td>'

@@ -1,7 +1,7 @@
 """Which models fit on which TPU slices, from compiled steps: `make atlas` writes docs/ATLAS.md and docs/atlas.html.
 
     python tools/atlas.py                      compile what is missing in docs/atlas.jsonl, then write the pages
-    python tools/atlas.py --minutes 15         the most useful cells first; run it again to go on
+    python tools/atlas.py --minutes 15         the most useful cells first; run it again to resume
     python tools/atlas.py --only 'Qwen/*:v5e-8'
     python tools/atlas.py --fresh              forget the answers so far, for example after an update of libtpu
     python tools/atlas.py --render             only write the pages; works on any machine
@@ -264,10 +264,12 @@ def compile_missing(args: argparse.Namespace) -> None:
     limits = {"seconds_per_step": args.step_seconds, "gib_per_step": args.step_gib}
     sweep = Sweep(args.answers, cells, method, steps, args.minutes, **limits)
     started = time.monotonic()
-    try:
-        num_answers = sweep.run(args.jobs)
-    finally:
-        write_steps(args.answers, sweep.steps)
+    with tempfile.TemporaryDirectory(prefix="trillora-atlas-", ignore_cleanup_errors=True) as scratch:
+        os.environ["TMPDIR"] = scratch  # of the compiler processes: one that is killed leaves files behind
+        try:
+            num_answers = sweep.run(args.jobs)
+        finally:
+            write_steps(args.answers, sweep.steps)
     took = sorted(step.took_seconds for step in sweep.steps if step.took_seconds)
     print(
         f"{num_answers} new answers in {(time.monotonic() - started) / 60:.1f} min with {args.jobs} processes; "

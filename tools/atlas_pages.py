@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,11 +83,14 @@ class Cell:
 
     @property
     def cost_per_million(self) -> float | None:
-        place = find_slice(self.slice)
-        price = PRICES.get(place.chip)
-        if self.hours_per_million is None or price is None:
-            return None
-        return self.hours_per_million * price * place.num_chips
+        price = hourly_price(self.slice)
+        return None if self.hours_per_million is None or price is None else self.hours_per_million * price
+
+
+def hourly_price(slice_name: str) -> float | None:
+    """Dollars of the whole slice; None: not published."""
+    place = find_slice(slice_name)
+    return PRICES[place.chip] * place.num_chips if place.chip in PRICES else None
 
 
 def cells_of(steps: Sequence[Step]) -> list[Cell]:
@@ -176,8 +180,8 @@ def slice_title(slice_name: str) -> str:
     chips = f"{place.num_chips} chip{'s' if place.num_chips > 1 else ''}"
     devices = "" if place.num_devices == place.num_chips else f", {place.num_devices} devices"
     notebook = f"; {NOTEBOOKS[slice_name]}" if slice_name in NOTEBOOKS else ""
-    price = PRICES.get(place.chip)
-    cost = f"; ${price * place.num_chips:.2f} per hour" if price else "; no public price"
+    price = hourly_price(slice_name)
+    cost = f"; ${price:.2f} per hour" if price else "; no public price"
     return f"{slice_name} ({chips}{devices} of {limit_of(slice_name):g} GiB{cost}{notebook})"
 
 
@@ -205,12 +209,37 @@ def markdown(cells: Sequence[Cell], steps: Sequence[Step]) -> str:
         tokens=TOKENS,
         prices=", ".join(f"{chip} ${price:.2f}" for chip, price in PRICES.items()),
         prices_of=PRICES_OF,
-        longest=matrix(lambda cell: longest_cell(cell)),
+        best=best_table(models, cells, sizes),
+        longest=matrix(longest_cell),
         speed=matrix(lambda cell: approximately(cell) + significant(cell.tokens_per_second) if cell.first.fits else ""),
         cost=matrix(lambda cell: approximately(cell) + significant(cell.cost_per_million) if cell.first.fits else ""),
         slices="\n\n".join(slice_section(name, [at[m, name] for m in models if (m, name) in at]) for name in slices),
         failures=failures(cells),
     )
+
+
+def best_table(models: Sequence[str], cells: Sequence[Cell], sizes: Mapping[str, int]) -> str:
+    """For each model the slice with the lowest price per hour, the cheapest per token, and the fastest."""
+    lines = [
+        "| model | | smallest that fits | longest | lowest cost | $ per M | fastest | tokens/s |",
+        "|---|---:|---|---:|---|---:|---|---:|",
+    ]
+    for model in models:
+        fitting = [cell for cell in cells if cell.model == model and cell.first.fits]
+        name = f"| {short_name(model)} | {size_text(sizes.get(model))} |"
+        if not fitting:
+            lines.append(f"{name} none | | | | | |")
+            continue
+        smallest = min(fitting, key=lambda cell: (hourly_price(cell.slice) or math.inf, by_chip().index(cell.slice)))
+        cheapest = min(fitting, key=lambda cell: cell.cost_per_million or math.inf)
+        fastest = max(fitting, key=lambda cell: cell.tokens_per_second or 0.0)
+        best = (
+            *(marked(smallest, smallest.slice), longest_text(smallest)),
+            *(marked(cheapest, cheapest.slice), significant(cheapest.cost_per_million)),
+            *(marked(fastest, fastest.slice), significant(fastest.tokens_per_second)),
+        )
+        lines.append(f"{name} {' | '.join(best)} |")
+    return "\n".join(lines)
 
 
 def longest_cell(cell: Cell) -> str:
@@ -271,12 +300,10 @@ def _escaped(words: str) -> str:
 def counts_text(cells: Sequence[Cell]) -> str:
     compiled = [cell for cell in cells if not cell.is_estimate]
     num_go = sum(cell.first.fits for cell in cells)
-    estimates = f"; {len(cells) - len(compiled)} are estimates (≈)" if len(compiled) < len(cells) else ""
+    num_estimates = len(cells) - len(compiled)
+    how = "all compiled" if not num_estimates else f"{len(compiled)} compiled and {num_estimates} estimated (≈)"
     models, slices = {cell.model for cell in cells}, {cell.slice for cell in cells}
-    return (
-        f"{len(models)} models on {len(slices)} slices: {len(cells)} combinations, {len(compiled)} of them compiled "
-        f"with the TPU compiler{estimates}. {num_go} fit."
-    )
+    return f"{len(models)} models on {len(slices)} TPU slices: {len(cells)} combinations, {how}. {num_go} fit."
 
 
 def sources(cells: Sequence[Cell]) -> list[str]:
@@ -329,7 +356,7 @@ def _row(cell: Cell, num_parameters: int | None) -> str:
     columns = (
         _column(cell.model.lower(), short_name(cell.model), title=cell.model),
         _column(num_parameters, size_text(num_parameters)),
-        _column(by_chip().index(cell.slice), cell.slice, title=NOTEBOOKS.get(cell.slice, "")),
+        _column(by_chip().index(cell.slice), cell.slice, kind="slice", title=NOTEBOOKS.get(cell.slice, "")),
         _column(
             cell.verdict, about + cell.verdict, kind="go" if cell.first.fits else "no", title=cell.first.problem or ""
         ),

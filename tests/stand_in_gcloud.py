@@ -54,7 +54,7 @@ class Google:
         (folder / "machines").mkdir()
         for name in ("gcloud", "uv"):
             program = bin_folder / name
-            program.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {name} {folder} "$@"\n')
+            program.write_text(f'#!/bin/sh\nexec {sys.executable} -S {Path(__file__).resolve()} {name} {folder} "$@"\n')
             program.chmod(0o755)
         self.bin = bin_folder
         self.settings: dict[str, Any] = {"account": "me@example.com", "project": "my-project", "buckets": []}
@@ -63,7 +63,7 @@ class Google:
     def set(self, **settings: Any) -> None:
         """account, project, buckets; refuse: {verb: [text, …]}, used up one by one; states: queued resource's, one by
         one, until ACTIVE; node: state of new nodes; workers: their number; preempt_when: files, whose existence ends
-        the machine once each."""
+        the machine once each; is_slow: `create` does not end, and the machine appears when it is first deleted."""
         self.settings.update(settings)
         (self.folder / "settings.json").write_text(json.dumps(self.settings))
 
@@ -120,6 +120,14 @@ class StandIn:
         name = self.named[self.named.index("create") + 1]
         if self.machine(name).exists():
             return self.fail(EXISTS)
+        if self.settings.get("is_slow"):
+            if os.fork():
+                time.sleep(600)
+            os.setsid()
+            until = time.monotonic() + 60
+            while '"delete"' not in (self.folder / "calls.jsonl").read_text() and time.monotonic() < until:
+                time.sleep(0.005)
+            (self.folder / "appeared").touch()
         self.machine(name).mkdir()
         for number in range(self.settings.get("workers", 1)):
             (self.machine(name) / f"worker-{number}").mkdir()

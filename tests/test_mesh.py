@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,6 @@ import numpy as np
 import pytest
 import tiny_models
 import tiny_run
-import yaml
 from dose import full_dose_only, slow_case
 from transformers import MixtralConfig
 
@@ -161,32 +156,3 @@ def test_large_adapter_is_sharded_except_on_a_mesh_of_three_axes() -> None:
     for shape, copied in ((MeshShape(2, 2, 2), True), (MeshShape(data=2, fsdp=4), False), (MeshShape(fsdp=8), False)):
         sharding = shard_adapter(large, make_mesh(jax.devices(), shape))["a"]
         assert sharding.is_fully_replicated == copied, shape
-
-
-def test_two_processes_of_four_devices_equal_one_of_eight(folder: Path, tmp_path: Path) -> None:
-    settings = tiny_run.recipe(folder, train={"steps": 2}, hardware={"devices": 8, "mesh": {"data": 2, "fsdp": 4}})
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [_start(tmp_path, index, port) for index in range(2)]
-    for process in processes:
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
-    alone = train(load_recipe(settings), tmp_path / "alone").losses
-    assert tiny_run.losses(tmp_path / "run") == pytest.approx(alone, rel=LOSS)
-    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
-
-
-def _start(folder: Path, index: int, port: int) -> subprocess.Popen[str]:
-    environment: dict[str, Any] = {
-        **os.environ,
-        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"),
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-        "JAX_NUM_PROCESSES": "2",
-        "JAX_PROCESS_ID": str(index),
-    }
-    command = [sys.executable, "-m", "trillora", "train", "recipe.yaml", "--out", "run"]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ import pytest
 import stand_in_gcloud as texts
 import tiny_run
 import yaml
+from dose import slow_case
 from stand_in_gcloud import Google
+from typer.testing import CliRunner, Result
 
+from trillora import cli
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Note
 from trillora.launch import worker_files
 from trillora.launch.bundle import Bundle, make_bundle
-from trillora.launch.gcloud import TABLES
+from trillora.launch.gcloud import TABLES, Refused, explain
 from trillora.launch.offers import CHIP_OFFERS, find_offer
 from trillora.launch.tpu_vm import STEPS, Plan, TpuVm, make_plan
 from trillora.recipe.load import load_recipe
@@ -34,31 +39,43 @@ PACE = 0.02  # seconds between two questions
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tpu-vm"), tiny_run.wide_llama())
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A tiny model with data. The wheel is built once, in a cache of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield tiny_run.write_both(tmp_path_factory.mktemp("tpu-vm"), tiny_run.wide_llama())
+
+
+@pytest.fixture(scope="module")
+def bundle_of(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
+    """A bundle of a recipe with these sections. Equal ones are made once."""
+    made: dict[str, Bundle] = {}
+
+    def make(**sections: Any) -> Bundle:
+        text = yaml.safe_dump(tiny_run.recipe(folder, **sections))
+        if text not in made:
+            recipe = tmp_path_factory.mktemp("recipe") / "chat.yaml"
+            recipe.write_text(text)
+            made[text] = make_bundle(recipe)
+        return made[text]
+
+    return make
 
 
 @pytest.fixture
 def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Google:
     service = Google(tmp_path / "google")
     monkeypatch.setenv("PATH", f"{service.bin}:{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return service
 
 
-def bundle_of(folder: Path, place: Path, **sections: Any) -> Bundle:
-    place.mkdir(exist_ok=True)
-    (place / "chat.yaml").write_text(yaml.safe_dump(tiny_run.recipe(folder, **sections)))
-    return make_bundle(place / "chat.yaml")
-
-
 @pytest.fixture
-def plan(folder: Path, tmp_path: Path) -> Callable[..., Plan]:
+def plan(bundle_of: Callable[..., Bundle], tmp_path: Path) -> Callable[..., Plan]:
     """A plan for v6e-8; with `sections` of the recipe, and options of `make_plan`."""
 
     def make(slice_name: str = "v6e-8", sections: dict[str, Any] | None = None, **options: Any) -> Plan:
-        bundle = bundle_of(folder, tmp_path / "recipe", **(sections or {}))
-        return make_plan(bundle, slice_name, **{"out": tmp_path / "out", "hours": 1.5, "zone": None, **options})
+        options = {"out": tmp_path / "out", "hours": 2.0, "zone": None, **options}
+        return make_plan(bundle_of(**(sections or {})), slice_name, **options)
 
     return make
 
@@ -80,58 +97,50 @@ class Heard:
 # ---- the run itself
 
 
-def test_preempted_run_resumes_on_a_new_machine_to_the_same_adapter(
+@pytest.mark.core
+def test_preempted_run_of_two_workers_resumes_on_a_new_machine_and_equals_one_process(
     google: Google, plan: Callable[..., Plan], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two processes of four devices, in the environment that the launcher writes; one process of eight."""
+    steps = {"steps": 24, "checkpoint_every": 1}
+    hardware = {"devices": 8, "mesh": {"data": 2, "fsdp": 4}}
     bucket = tmp_path / "bucket"
-    options = {"steps": 40, "checkpoint_every": 1, "checkpoint_dir": f"file://{bucket}"}
-    google.set(preempt_when=[str(bucket / "step-00000003" / "checksums.json")], states=["WAITING_FOR_RESOURCES"])
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    google.set(
+        workers=2,
+        states=["WAITING_FOR_RESOURCES"],
+        preempt_when=[str(bucket / "step-00000002" / "checksums.json")],
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(worker_files, "PORT", probe.getsockname()[1])
+    train_section = {**steps, "checkpoint_dir": f"file://{bucket}"}
+    launched = plan("v5p-16", {"train": train_section, "hardware": hardware}, has_token=True)
+    assert launched.offer.slice.num_hosts == 2
     heard = Heard()
-    launched = plan(sections={"train": options}, has_token=True)
-    assert TpuVm(launched, heard, token=TOKEN, pace=PACE).launch() == 0
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"))
+        patch.setenv("HF_TOKEN", TOKEN)
+        assert TpuVm(launched, heard, token=TOKEN, pace=PACE).launch() == 0, str(heard)
 
     assert google.verbs().count("create") == 2 and google.machines == []
-    assert "PREEMPTED" in str(heard) and "resume" in str(heard)
-    whole = tmp_path / "whole"
-    train(load_recipe(tiny_run.recipe(folder, train={"steps": 40, "checkpoint_every": 1})), whole)
-    name = "adapter/adapter_model.safetensors"
-    assert (launched.out / name).read_bytes() == (whole / name).read_bytes()
-    assert tiny_run.metrics(launched.out, "step") == tiny_run.metrics(whole, "step")
+    assert "PREEMPTED" in str(heard) and "resume" in str(heard) and "Process 0 of 2 joins" in str(heard)
+    starts = [word for words in google.calls for word in words if "start.sh" in word]
+    assert sorted(starts) == [f"--command=bash trillora-chat/start.sh {n}" for n in (0, 0, 1, 1)]
+    alone = train(load_recipe(tiny_run.recipe(folder, train=steps, hardware=hardware)), tmp_path / "alone").losses
+    # float32 sums over devices in another order
+    assert tiny_run.losses(launched.out) == pytest.approx(alone, rel=1e-5)
+    assert (launched.out / "adapter" / "adapter_model.safetensors").is_file()
 
     # The token reached the run as a file that only its owner can read, and is nowhere else.
     assert (google.folder / "token-seen").read_text() == TOKEN
     modes = [json.loads(line) for line in (google.folder / "modes.jsonl").read_text().splitlines()]
-    assert modes == [["hf-token", "0o600"]] * 2
+    assert modes == [["hf-token", "0o600"]] * 4
     assert TOKEN not in google.everything_recorded() and TOKEN not in str(heard)
     assert not any(TOKEN in text for _, text in launched.commands())
     assert all(json.loads(line)["tokens"] == [] for line in (google.folder / "calls.jsonl").read_text().splitlines())
     # What was installed: this package as a wheel with TPU support, and the CPU build of torch.
     installed = [json.loads(line) for line in (google.folder / "uv.jsonl").read_text().splitlines()]
     assert any("[tpu]" in word and word.startswith("./trillora-") for words in installed for word in words)
-
-
-def test_two_processes_of_four_devices_in_the_environment_of_the_launcher_equal_one_of_eight(
-    google: Google, plan: Callable[..., Plan], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hardware = {"devices": 8, "mesh": {"data": 2, "fsdp": 4}}
-    sections = {"train": {"steps": 2}, "hardware": hardware}
-    alone = train(load_recipe(tiny_run.recipe(folder, **sections)), tmp_path / "alone").losses
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(worker_files, "PORT", probe.getsockname()[1])
-    google.set(workers=2)
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"))
-    launched = plan("v5p-16", sections)
-    assert launched.offer.slice.num_hosts == 2
-    heard = Heard()
-    assert TpuVm(launched, heard, pace=PACE).launch() == 0, str(heard)
-    assert "Process 0 of 2 joins" in str(heard)
-    # The sums over devices are in another order: float32 rounding.
-    assert tiny_run.losses(launched.out) == pytest.approx(alone, rel=2e-5)
-    assert (launched.out / "adapter" / "adapter_model.safetensors").is_file()
-    starts = [word for words in google.calls for word in words if "start.sh" in word]
-    assert sorted(starts) == [f"--command=bash trillora-chat/start.sh {n}" for n in (0, 1)]
 
 
 # ---- the machine is deleted
@@ -162,7 +171,7 @@ def test_existing_machine_of_the_same_name_is_not_deleted(google: Google, plan: 
     assert google.machines == ["trillora-chat"]
 
 
-def test_failing_deletion_is_tried_again_and_then_told_with_its_command(
+def test_failing_deletion_is_tried_again_and_then_reported_with_its_command(
     google: Google, plan: Callable[..., Plan]
 ) -> None:
     google.set(refuse={"delete": ["ERROR: connection reset"]})
@@ -176,31 +185,46 @@ def test_failing_deletion_is_tried_again_and_then_told_with_its_command(
     assert "gcloud compute tpus queued-resources delete trillora-chat --zone=us-central1-b --force" in str(caught.value)
 
 
-WAITING = """
-import sys; sys.path.insert(0, {tests!r})
+LAUNCH = """
+import sys
 from pathlib import Path
-from test_tpu_vm import bundle_of
+from trillora.launch.bundle import make_bundle
 from trillora.launch.tpu_vm import TpuVm, make_plan
-bundle = bundle_of(Path({folder!r}), Path({place!r}))
-TpuVm(make_plan(bundle, "v6e-8", out=Path("out")), print, pace=0.02).launch()
+bundle = make_bundle(Path(sys.argv[1]))
+TpuVm(make_plan(bundle, "v6e-8", out=Path("out")), print, pace=0.05).launch()
 """
+INTERRUPTIONS = [
+    ("describe", signal.SIGTERM),
+    ("create", signal.SIGINT),
+    slow_case("describe", signal.SIGINT),
+    slow_case("describe", signal.SIGHUP),
+    slow_case("create", signal.SIGTERM),
+]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_machine_is_deleted_after_a_signal(google: Google, folder: Path, tmp_path: Path, number: int) -> None:
-    google.set(states=["WAITING_FOR_RESOURCES"] * 10_000)
-    code = WAITING.format(tests=str(Path(__file__).parent), folder=str(folder), place=str(tmp_path / "recipe"))
+@pytest.mark.parametrize(("during", "number"), INTERRUPTIONS)
+def test_machine_is_deleted_after_a_signal(
+    google: Google, folder: Path, tmp_path: Path, during: str, number: signal.Signals
+) -> None:
+    """Also if it appears only after the command that creates it was interrupted."""
+    google.set(states=["WAITING_FOR_RESOURCES"] * 10_000, is_slow=during == "create")
+    (tmp_path / "chat.yaml").write_text(yaml.safe_dump(tiny_run.recipe(folder)))
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-c", LAUNCH, "chat.yaml"],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     until = time.monotonic() + 120
-    while google.verbs().count("describe") < 2:
+    while during not in google.verbs():
         assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.05)
-    assert google.machines == ["trillora-chat"]
+        time.sleep(0.02)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0 and "KeyboardInterrupt" in output
+    if during == "create":
+        assert (google.folder / "appeared").exists(), output
     assert google.machines == [], output
 
 
@@ -224,15 +248,23 @@ def test_machine_is_deleted_after_a_signal(google: Google, folder: Path, tmp_pat
         ("ERROR: \x1b[31msomething new hf_" + "a" * 30, "exit code 1", "by hand"),
     ],
 )
-def test_refused_creation_says_what_to_do_and_leaves_nothing(
-    google: Google, plan: Callable[..., Plan], answer: str, what: str, do: str
+def test_answer_of_gcloud_becomes_an_error_that_says_what_to_do(
+    plan: Callable[..., Plan], answer: str, what: str, do: str
 ) -> None:
-    google.set(refuse={"create": [answer]})
-    with pytest.raises(TrilloraError, match=what) as caught:
+    launched = plan()
+    error = explain(Refused(answer, 1), launched.gcloud(), launched.offer.zones)
+    assert re.search(what, error.what) and do in (error.do or "")
+    assert "\x1b" not in str(error) and "aaaaaaaaaa" not in str(error)
+
+
+def test_refused_creation_leaves_nothing(google: Google, plan: Callable[..., Plan]) -> None:
+    google.set(refuse={"create": [texts.QUOTA]})
+    with pytest.raises(TrilloraError, match="TPUV6EPreemptiblePerProjectPerRegionForTPUAPI"):
         TpuVm(plan(), pace=PACE).launch()
-    assert do in (caught.value.do or "")
-    assert "\x1b" not in str(caught.value) and "aaaaaaaaaa" not in str(caught.value)
-    assert google.machines == [] and "delete" in google.verbs(), "a refused request may exist all the same"
+    google.set(refuse={"create": [texts.CAPACITY]})
+    with pytest.raises(TrilloraError, match="No v6e-8 is free"):
+        TpuVm(plan(), pace=PACE).step("create")
+    assert google.machines == [] and google.verbs().count("delete") == 2, "a refused request may exist all the same"
 
 
 def test_failed_request_is_deleted_because_it_holds_quota(google: Google, plan: Callable[..., Plan]) -> None:
@@ -246,7 +278,7 @@ def test_failed_request_is_deleted_because_it_holds_quota(google: Google, plan: 
     assert google.machines == [] and google.verbs().count("delete") == 2
 
 
-@pytest.mark.parametrize("state", ["SUSPENDED", "SUSPENDING", "DELETING", "SOMETHING_NEW"])
+@pytest.mark.parametrize("state", ["SUSPENDED", slow_case("SUSPENDING"), slow_case("DELETING"), "SOMETHING_NEW"])
 def test_request_in_a_state_without_a_way_back_is_deleted_and_made_again(
     google: Google, plan: Callable[..., Plan], state: str
 ) -> None:
@@ -259,7 +291,7 @@ def test_request_in_a_state_without_a_way_back_is_deleted_and_made_again(
     assert f"its state is {state}" in str(heard)
 
 
-@pytest.mark.parametrize("state", ["PREEMPTED", "TERMINATED", "HIDDEN"])
+@pytest.mark.parametrize("state", ["PREEMPTED", slow_case("TERMINATED"), slow_case("HIDDEN")])
 def test_lost_machine_without_a_bucket_is_an_error(google: Google, plan: Callable[..., Plan], state: str) -> None:
     google.set(node=state)
     launched = plan()
@@ -311,27 +343,26 @@ def test_commands_are_those_of_the_documentation(plan: Callable[..., Plan]) -> N
         "gcloud compute instances create trillora-chat --zone=us-central1-c --machine-type=tpu7x-standard-4t"
         in (engine[0][1])
     )
-    assert "--max-run-duration=5h --instance-termination-action=DELETE" in engine[0][1]
+    assert "--max-run-duration=6h --instance-termination-action=DELETE" in engine[0][1]
     assert "--provisioning-model=SPOT" in engine[0][1]
     assert "SPOT" not in plan("7x-8", is_spot=False).commands()[0][1]
     assert set(TABLES) == {"cloud-tpu", "compute-engine"}
 
 
 def test_compute_engine_has_the_same_steps(google: Google, plan: Callable[..., Plan], tmp_path: Path) -> None:
-    machine = TpuVm(plan("v6e-4", backend="compute-engine"), pace=PACE)
-    machine.create()
-    machine.wait()
-    machine.copy()
-    machine.setup()
+    for name in ("create", "wait", "copy", "setup"):  # each alone, as in processes of their own
+        assert TpuVm(plan("v6e-4", backend="compute-engine"), pace=PACE).step(name) == 0
     home = google.folder / "machines" / "trillora-chat" / "worker-0" / "trillora-chat"
     assert (home / "job" / "recipe.yaml").is_file() and (home / "workers" / "0.env").read_text() == ""
-    machine.delete()
+    TpuVm(plan("v6e-4", backend="compute-engine"), pace=PACE).step("delete")
+    with pytest.raises(TrilloraError, match="is lost: there is no such machine"):
+        TpuVm(plan("v6e-4", backend="compute-engine"), pace=PACE).step("wait")
     assert google.machines == [] and not any("tpus" in words for words in google.calls)
 
 
 def test_costs_are_those_of_all_chips_and_hours(plan: Callable[..., Plan]) -> None:
     hourly, total = plan("v6e-8").costs()
-    assert "v6e-8 spot: $5.21 to $12.35 per hour" in hourly and "1.50 h by preflight: $7.82 to $18.52" in total
+    assert "v6e-8 spot: $5.21 to $12.35 per hour" in hourly and "2.00 h by preflight: $10.42 to $24.70" in total
     assert "$16.80 per hour" in plan("v5p-8", is_spot=False).costs()[0]
     assert "v5p-16 on demand: $33.60 per hour" in plan("v5p-16", is_spot=False).costs()[0]
     assert "no price is published" in plan("7x-8").costs()[0]
@@ -366,3 +397,53 @@ def test_every_offer_has_names_and_zones() -> None:
     for chip, offer in CHIP_OFFERS.items():
         assert offer.zones and (offer.type_prefix is None) == (offer.runtime_version is None) == (chip == "7x")
     assert find_offer("v5litepod-16").accelerator_type == "v5litepod-16"
+
+
+# ---- the command
+
+
+def launch(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, ["launch", "tpu-vm", *words])
+
+
+def test_command_prints_all_commands_and_costs_and_creates_nothing(
+    google: Google, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.yaml").write_text(yaml.safe_dump(tiny_run.recipe(folder)))
+    shown = launch("chat.yaml", "--on", "v6e-8", "train.checkpoint_dir=gs://mine/chat")
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:6]] == ["create", "wait", "wait", "copy", "copy", "setup"]
+    assert "v6e-8 spot: $5.21 to $12.35 per hour" in shown.stdout and "h by preflight: $" in shown.stdout
+    assert lines[-1] == "Nothing was created. Add --run to execute these commands." and google.calls == []
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    one = launch("chat.yaml", "--on", "v6e-8", "--step", "copy", "--json")
+    answer = json.loads(one.stdout)
+    assert [command["step"] for command in answer["commands"]] == ["copy", "copy", "copy"]
+    assert "preempted" in answer["warnings"][0] and TOKEN not in one.output and google.calls == []
+    # One step for real, and its error.
+    wrong = launch("chat.yaml", "--on", "v6e-8", "--step", "delete", "--run")
+    assert wrong.exit_code == 0 and google.verbs() == ["delete"]
+    lost = launch("chat.yaml", "--on", "v6e-8", "--step", "wait", "--run")
+    assert lost.exit_code == 2 and "is lost: there is no such machine" in lost.output
+
+
+def test_no_go_and_secrets_are_refused(
+    google: Google, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "huge")
+    config = json.loads(Path("huge/model/config.json").read_text())
+    config |= {"hidden_size": 32_768, "intermediate_size": 131_072, "num_hidden_layers": 128}
+    Path("huge/model/config.json").write_text(json.dumps(config))
+    Path("huge.yaml").write_text(yaml.safe_dump(tiny_run.recipe(Path("huge").resolve())))
+    refused = launch("huge.yaml", "--on", "v5e-1", "--run")
+    assert refused.exit_code == 2 and "NO-GO" in refused.output and "--force" in refused.output, refused.output
+    forced = launch("huge.yaml", "--on", "v5e-1", "--force")
+    assert forced.exit_code == 0 and "queued-resources create" in forced.stdout, forced.output
+    recipe = tiny_run.recipe(folder, train={"checkpoint_dir": f"s3://key:{TOKEN}@bucket/chat"})
+    Path("secret.yaml").write_text(yaml.safe_dump(recipe))
+    secret = launch("secret.yaml", "--on", "v5e-1", "--run", "--force")
+    assert secret.exit_code == 2 and "secret" in secret.output and TOKEN not in secret.output
+    assert google.calls == []

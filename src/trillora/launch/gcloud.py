@@ -30,6 +30,7 @@ from trillora.secrets import mask_message
 MAX_OUTPUT = 1 << 20  # characters of an answer
 MAX_LINE = 1 << 16  # characters; a longer line comes in pieces
 SHOWN = 600  # characters of an answer in an error
+TIMED_OUT = 124  # the exit code of a command that took too long, as of `timeout`
 SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of no use to gcloud, so it does not get them
 INSTALL = "install it from https://cloud.google.com/sdk/docs/install, then run `gcloud auth login`"
 
@@ -190,7 +191,7 @@ class Gcloud:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise Refused(f"gcloud did not end within {seconds:.0f} s", 124) from error
+            raise Refused(f"gcloud did not end within {seconds:.0f} s", TIMED_OUT) from error
         if done.returncode:
             raise Refused((done.stderr + done.stdout)[-MAX_OUTPUT:], done.returncode)
         return done.stdout[:MAX_OUTPUT]

@@ -111,6 +111,21 @@ class Offer:
         one = self.chip.spot if spot else self.chip.on_demand and (self.chip.on_demand, self.chip.on_demand)
         return (one[0] * self.slice.num_chips, one[1] * self.slice.num_chips) if one else None
 
+    def costs(self, *, spot: bool, hours: float | None) -> list[str]:
+        """What it costs per hour, and for a run of these hours, in lines for people."""
+        kind, price = "spot" if spot else "on demand", self.price(spot=spot)
+        if price is None:
+            return [f"{self.slice.name} {kind}: no price is published; see cloud.google.com/tpu/pricing"]
+        lines = [f"{self.slice.name} {kind}: {_dollars(*price)} per hour (prices of {PRICES_OF})"]
+        if hours is not None:
+            total = _dollars(price[0] * hours, price[1] * hours)
+            lines.append(f"The run takes {hours:.2f} h by preflight: {total}, and the time for boot and set-up")
+        return lines
+
+
+def _dollars(low: float, high: float) -> str:
+    return f"${low:.2f}" if low == high else f"${low:.2f} to ${high:.2f}"
+
 
 def find_offer(slice_name: str) -> Offer:
     """The offer for a slice. TrilloraError if Google Cloud does not rent it."""
@@ -162,3 +177,27 @@ def choose_zone(offer: Offer, asked: str | None, *, force: bool) -> str:
             do=f"use one of {' '.join(offer.zones)}; --force tries {asked} all the same",
         )
     return asked
+
+
+def checked_name(name: str) -> str:
+    """A name that Google accepts for a machine, and xpk for a job."""
+    if not re.fullmatch(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", name):
+        do = "use up to 40 lower case letters, digits and hyphens; start with a letter"
+        raise TrilloraError(f"'{name[:60]}' cannot be the name of a machine.", where="--name", do=do)
+    return name
+
+
+def checked_project(project: str | None) -> str | None:
+    if project is not None and not re.fullmatch(r"[a-z][a-z0-9.:-]{3,80}", project):
+        do = "use the project's ID, see `gcloud projects list`"
+        raise TrilloraError(f"'{project[:60]}' is not the ID of a project.", where="--project", do=do)
+    return project
+
+
+def default_name(recipe: str) -> str:
+    """The name of a recipe's machine.
+
+    >>> default_name("chat")
+    'trillora-chat'
+    """
+    return f"trillora-{recipe}"[:40].rstrip("-")

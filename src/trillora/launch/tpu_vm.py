@@ -31,8 +31,16 @@ from typing import Any, NoReturn
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, Progress, ignore_events
 from trillora.launch.bundle import Bundle
-from trillora.launch.gcloud import TABLES, Gcloud, Phase, Refused, explain, said_by
-from trillora.launch.offers import PRICES_OF, Offer, choose_backend, choose_zone, find_offer
+from trillora.launch.gcloud import TABLES, TIMED_OUT, Gcloud, Phase, Refused, explain, said_by
+from trillora.launch.offers import (
+    Offer,
+    checked_name,
+    checked_project,
+    choose_backend,
+    choose_zone,
+    default_name,
+    find_offer,
+)
 from trillora.launch.worker_files import EXIT_MARK, TOKEN_FILE, write_files
 from trillora.safe_text import visible
 from trillora.secrets import mask_message
@@ -44,6 +52,9 @@ BOOT_SECONDS = 900.0  # from ACTIVE to a machine that answers to ssh
 MAX_FAILURES = 5  # questions in a row that gcloud does not answer
 MAX_SILENT = 8  # connections in a row that print nothing, until a machine counts as lost
 SILENCE = 60.0  # seconds without a line of the log, until the machine's state is asked for
+MAX_SILENCES = 10  # in a row, until the connection is made again: it may have died without a sign
+OWN_CODES = (0, 1, 2, EXIT_STOPPED, 76)  # of a run that ended by itself; others may be signs of a preemption
+PREEMPTION_CHECKS = 4  # the state of a preempted machine may change a little later than its processes end
 
 
 class Lost(Exception):
@@ -107,15 +118,7 @@ class Plan:
 
     def costs(self) -> list[str]:
         """What it costs, per hour and in total, in lines for people."""
-        kind = "spot" if self.is_spot else "on demand"
-        price = self.offer.price(spot=self.is_spot)
-        if price is None:
-            return [f"{self.offer.slice.name} {kind}: no price is published; see cloud.google.com/tpu/pricing"]
-        lines = [f"{self.offer.slice.name} {kind}: {_dollars(*price)} per hour (prices of {PRICES_OF})"]
-        if self.hours is not None:
-            total = _dollars(price[0] * self.hours, price[1] * self.hours)
-            lines.append(f"The run takes {self.hours:.2f} h by preflight: {total}, and the time for boot and set-up")
-        return lines
+        return self.offer.costs(spot=self.is_spot, hours=self.hours)
 
     def warnings(self) -> list[str]:
         if self.is_spot and self.bucket is None:
@@ -145,23 +148,16 @@ def make_plan(
 ) -> Plan:
     """Checks what can be checked without Google: the slice, the zone, the names."""
     offer = find_offer(slice_name)
-    chosen = name or f"trillora-{bundle.name}"
-    if not re.fullmatch(r"[a-z](?:[a-z0-9-]{0,48}[a-z0-9])?", chosen):
-        do = "use up to 50 lower case letters, digits and hyphens; start with a letter"
-        raise TrilloraError(f"'{chosen[:60]}' cannot be the name of a machine.", where="--name", do=do)
-    if project is not None and not re.fullmatch(r"[a-z0-9.:-]{4,80}", project):
-        do = "use the project's ID, see `gcloud projects list`"
-        raise TrilloraError(f"'{project[:60]}' is not the ID of a project.", where="--project", do=do)
     return Plan(
         bundle=bundle,
         offer=offer,
         backend=choose_backend(offer, backend),
         zone=choose_zone(offer, zone, force=force),
-        name=chosen,
+        name=checked_name(name or default_name(bundle.name)),
         out=out,
         hours=hours,
         is_spot=is_spot,
-        project=project,
+        project=checked_project(project),
         has_token=has_token,
     )
 
@@ -176,6 +172,7 @@ class TpuVm:
         self._gcloud = plan.gcloud()
         self._pace = pace  # seconds between two questions
         self._is_ours = False  # whether this process may have created a machine that still exists
+        self._is_answered = True  # whether Google has answered the last request to create one
 
     # ---- all steps
 
@@ -207,7 +204,7 @@ class TpuVm:
                 self.run()
                 code = self.follow()
                 if code == EXIT_STOPPED and self._plan.bundle.recipe.train.time_limit is None:
-                    raise Lost("the run was told to stop, as before a preemption")
+                    raise Lost("the run received a signal to stop, as before a preemption")
                 return code
             except Lost as lost:
                 self._listener(Alarm(f"The machine {self._plan.name} is lost: {lost}."))
@@ -258,6 +255,24 @@ class TpuVm:
 
     # ---- one step each
 
+    def step(self, name: str) -> int:
+        """One of STEPS alone. Returns the exit code of the run for "follow", otherwise 0."""
+        if name == "create":
+            self.check()
+        with _signals_raise():
+            try:
+                return int(getattr(self, name)() or 0)
+            except Lost as lost:
+                raise TrilloraError(
+                    f"The machine {self._plan.name} is lost: {lost}.",
+                    where=self._plan.zone,
+                    do="delete what is left of it with --step delete, then start again; a bucket keeps the checkpoints",
+                ) from lost
+            except BaseException:
+                if name == "create":
+                    self._clean_up(keep=False)
+                raise
+
     def check(self) -> None:
         """What would fail later, and costs nothing to find out now."""
         if self._plan.out.exists() and (not self._plan.out.is_dir() or any(self._plan.out.iterdir())):
@@ -274,11 +289,12 @@ class TpuVm:
 
     def create(self) -> None:
         self._listener(Note(f"Creating {self._plan.name}: {self._plan.offer.slice.name} in {self._plan.zone}"))
-        self._is_ours = True  # also if the command fails after Google has accepted it
+        self._is_ours, self._is_answered = True, False  # also if the command fails after Google has accepted it
         try:
             self._gcloud.call("create", seconds=CREATE)
+            self._is_answered = True
         except Refused as refused:
-            self._is_ours = refused.reason != "exists"
+            self._is_ours, self._is_answered = refused.reason != "exists", refused.code != TIMED_OUT
             raise self._explained(refused) from refused
 
     def wait(self) -> None:
@@ -330,11 +346,14 @@ class TpuVm:
         """Shows the log of the first worker until the run ends, and returns its exit code."""
         next_line, silent = 1, 0
         while True:
-            code, seen = self._follow_once(next_line)
+            code, seen, is_cut = self._follow_once(next_line)
             if code is not None:
+                for _ in range(0 if code in OWN_CODES else PREEMPTION_CHECKS):
+                    time.sleep(self._pace)
+                    self._require_ready()
                 return code
             self._require_ready()
-            silent = 0 if seen else silent + 1
+            silent = 0 if seen or is_cut else silent + 1
             if silent >= MAX_SILENT:
                 raise Lost("it does not answer to ssh any more")
             next_line += seen
@@ -359,16 +378,18 @@ class TpuVm:
         self._listener(Note(f"Results are in {out}"))
 
     def delete(self) -> None:
-        """Deletes the machine and what holds its quota. It is no error if there is none."""
+        """Deletes the machine and what holds its quota. It is no error if there is none. A machine whose creation was
+        interrupted may appear a little later, so it is looked for several times."""
         self._listener(Note(f"Deleting {self._plan.name}"))
         for attempt in range(MAX_FAILURES):
             try:
                 self._gcloud.call("delete", seconds=DELETE)
                 break
             except Refused as refused:
-                if refused.reason == "missing":
+                is_last = attempt == MAX_FAILURES - 1
+                if refused.reason == "missing" and (self._is_answered or is_last):
                     break
-                if attempt == MAX_FAILURES - 1:
+                if is_last:
                     raise TrilloraError(
                         f"The machine {self._plan.name} could not be deleted. It may still run and cost money.",
                         where=f"gcloud: {said_by(refused.text)}",
@@ -453,30 +474,33 @@ class TpuVm:
             )
         return words
 
-    def _follow_once(self, first: int) -> tuple[int | None, int]:
-        """Shows the log from a line on. Returns the exit code, or None if the connection ended; and lines shown."""
+    def _follow_once(self, first: int) -> tuple[int | None, int, bool]:
+        """Shows the log from a line on. Returns the exit code, or None if the connection ended; the number of lines
+        shown; and whether the connection was cut because it was silent for long."""
         command = f"bash {self._plan.name}/follow.sh {first}"
         held: str | None = None  # the last line, which may be the exit code
-        seen = 0
+        seen, silences = 0, 0
         with self._gcloud.stream("ssh", worker="0", command=command) as stream:
-            while True:
+            while silences < MAX_SILENCES:
                 try:
                     line = stream.line(min(SILENCE, 4 * self._pace))
                 except queue.Empty:
                     self._require_ready()
+                    silences += 1
                     continue
                 if line is None:
                     break
+                silences = 0
                 if held is not None:
                     seen += 1
                     self._show(held)
                 held = line
         if held is not None and (found := re.fullmatch(rf"{EXIT_MARK} ([0-9]{{1,3}})", held)):
-            return int(found[1]), seen
+            return int(found[1]), seen, False
         if held is not None:
             seen += 1
             self._show(held)
-        return None, seen
+        return None, seen, silences == MAX_SILENCES
 
     def _show(self, text: str) -> None:
         for line in text.splitlines():
@@ -502,10 +526,6 @@ class TpuVm:
 
     def _explained(self, refused: Refused) -> TrilloraError:
         return explain(refused, self._gcloud, self._plan.offer.zones)
-
-
-def _dollars(low: float, high: float) -> str:
-    return f"${low:.2f}" if low == high else f"${low:.2f} to ${high:.2f}"
 
 
 # ---- signals

@@ -7,6 +7,8 @@
     chat/follow.sh LINE      prints the log from this line on, until the run ends, then `trillora-exit-code 0`
     chat/workers/0.env       JAX_COORDINATOR_ADDRESS=10.0.0.2:8482 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0
 
+SkyPilot and xpk start workers themselves. They get bundle.tar, setup.sh and job.sh, which does all of it.
+
 A token of Hugging Face is a file of its own, `hf-token` with mode 600, and is removed when the run ends. It is in no
 command, log, metadata or variable.
 """
@@ -42,7 +44,7 @@ if ! command -v uv >/dev/null; then
     sudo apt-get -o DPkg::Lock::Timeout=300 -qq update
     sudo apt-get -o DPkg::Lock::Timeout=300 -qq install -y python3-pip
   fi
-  python3 -m pip install --quiet --user uv
+  PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv  # Ubuntu 24.04 refuses it otherwise
 fi
 rm -rf job installed
 mkdir job
@@ -97,15 +99,57 @@ tail --lines=+"$1" --follow --pid="$pid" worker.log 2>/dev/null
 printf '\\n{mark} %s\\n' "$(cat exit-code 2>/dev/null || echo {killed})"
 """
 
+JOB = """\
+#!/bin/bash
+# Installs, trains or resumes, and copies the results to the bucket. Exit code 75: saved before its end.
+cd "$(dirname "$0")"
+bash setup.sh || exit
+venv/bin/trillora train job/{recipe} --out run &
+child=$!
+stopping=
+trap 'trap "" TERM; stopping=yes; kill -TERM "$child"' TERM  # the run saves and ends by itself
+wait "$child"
+code=$?
+if [ -n "$stopping" ]; then  # the signal ended the first `wait`
+  wait "$child"
+  code=$?
+fi
+if [ -d run/adapter ]; then  # written by the first worker only
+  venv/bin/python - {results} <<'EOF' || code=1
+import sys
+
+import fsspec
+
+files, place = fsspec.core.url_to_fs(sys.argv[1])
+files.put("run/", place.rstrip("/") + "/", recursive=True)
+print("results copied to", sys.argv[1])
+EOF
+fi
+exit "$code"
+"""
+
+
+def setup_script(bundle: Bundle) -> str:
+    return SETUP.format(python=PYTHON, install=install_lines(bundle))
+
+
+def job_script(results: str) -> str:
+    """`results` is the URL of the folder for the run's files."""
+    return JOB.format(recipe=RECIPE, results=shlex.quote(results))
+
 
 def write_files(folder: Path, bundle: Bundle, addresses: Sequence[str], listener: Listener = ignore_events) -> None:
     """Writes all files but the token. `addresses` are those of the workers, in their order."""
     (folder / "workers").mkdir(parents=True)
     bundle.write_tar(folder / "bundle.tar", listener)
-    fields = {"token": TOKEN_FILE, "recipe": RECIPE, "mark": EXIT_MARK, "killed": KILLED, "python": PYTHON}
-    scripts = {"setup.sh": SETUP, "start.sh": START, "worker.sh": WORKER, "follow.sh": FOLLOW}
+    scripts = {
+        "setup.sh": setup_script(bundle),
+        "start.sh": START,
+        "worker.sh": WORKER.format(token=TOKEN_FILE, recipe=RECIPE),
+        "follow.sh": FOLLOW.format(mark=EXIT_MARK, killed=KILLED),
+    }
     for name, text in scripts.items():
-        (folder / name).write_text(text.format(**fields, install=install_lines(bundle)))
+        (folder / name).write_text(text)
     for number in range(len(addresses)):
         variables = worker_environment(addresses, number)
         lines = [f"{name}={shlex.quote(value)}\n" for name, value in variables.items()]

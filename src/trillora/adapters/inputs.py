@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -154,6 +155,34 @@ def check_compatible(inputs: Sequence[AdapterInput]) -> None:
                 where=f"{one.name} and {other.name}",
                 do="merge adapters that were trained with the same tokenizer",
             )
+        _check_special_tokens(one, other)
+
+
+def _check_special_tokens(one: AdapterInput, other: AdapterInput) -> None:
+    """Refuses adapters with different stop or padding tokens. Trainers that take the stop token for padding do not
+    train it, so an adapter may have learned to stop at another token than the next one, or not at all."""
+    for name, shown in (("eos_token", "stop"), ("pad_token", "padding")):
+        tokens = [_special_token(each, name) for each in (one, other)]
+        if None not in tokens and tokens[0] != tokens[1]:
+            raise TrilloraError(
+                f"The adapters were trained with different {shown} tokens: {tokens[0]!r} and {tokens[1]!r}.",
+                where=f"{one.name} and {other.name}, tokenizer_config.json",
+                do=f"train them with the same {name}; if only the files differ, copy tokenizer_config.json from one",
+            )
+
+
+def _special_token(adapter: AdapterInput, name: str) -> str | None:
+    """The text of a special token, if the adapter's files name it."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            content = json.loads(adapter.tokenizer.get(file, b"{}"))
+        except (ValueError, RecursionError):
+            continue  # the file is only copied; what it says is not known
+        token = content.get(name) if isinstance(content, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
+    return None
 
 
 def _check_is_sum(config: dict[str, Any], file: Path) -> None:

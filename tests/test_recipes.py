@@ -135,8 +135,8 @@ def test_a_bad_archive_is_refused_with_its_reason(tmp_path: Path, member: str | 
             info = tarfile.TarInfo(member)
             info.size = len(text)
             files.addfile(info, io.BytesIO(text))
-    told = CliRunner().invoke(app, ["inspect", str(SYS_SCAN), "--tiny", f"data.path={archive}"])
-    assert told.exit_code == 2 and what in told.output, told.output
+    result = CliRunner().invoke(app, ["inspect", str(SYS_SCAN), "--tiny", f"data.path={archive}"])
+    assert result.exit_code == 2 and what in result.output, result.output
 
 
 # ---- all recipes

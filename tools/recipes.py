@@ -306,7 +306,7 @@ def _measure(tasks: list[tuple[str, str]], file: Path, jobs: int) -> int:
             minutes = (time.monotonic() - started) / 60
             try:
                 found = done.result()
-            except Exception as error:  # the others go on
+            except Exception as error:  # the others continue
                 num_failed += 1
                 print(f"{name}, {part}: failed after {minutes:.1f} min\n{error}", file=sys.stderr, flush=True)
                 continue

@@ -15,12 +15,12 @@ from random import Random
 from typing import Any
 
 PRODUCERS = ("process", "network", "suid", "kernel", "modules", "ioc", "mac", "dns", "endpoint", "world-writable")
-_USERS = ("www-data", "postgres", "jenkins", "deploy", "backup", "nobody", "maria", "jürgen", "svc-web", "ana")
+_USERS = ("www-data", "postgres", "jenkins", "deploy", "backup", "guest", "maria", "jürgen", "svc-web", "ana")
 _NAMES = ("update", "sync", "agent", "helper", "cache", "worker", "probe", "relay", "cron", "loader", "kit", "daemon")
 _WORDS = ("north", "amber", "cedar", "delta", "ember", "falcon", "granite", "harbor", "indigo", "juniper", "kestrel")
 _FOLDERS = ("/opt/tools", "/usr/local/bin", "/srv/app/bin", "/var/lib/build", "/home/deploy/bin", "/srv/données")
 _HIDDEN = ("/tmp/.x", "/dev/shm/.k", "/var/tmp/.cache", "/tmp/.ICE", "/run/user/.s")  # noqa: S108  (text of findings)
-_ZONES = ("example", "invalid", "test")  # reserved names: nobody's
+_ZONES = ("example", "invalid", "test")  # reserved names, which no one can own
 _PARAMETERS = (
     ("net.ipv4.ip_forward", 1, 0),
     ("kernel.kptr_restrict", 0, 2),
@@ -43,7 +43,7 @@ class Kind:
     rationale: str
     action: str
     risk: tuple[float, float, float, float]
-    make: Callable[[Random], dict[str, Any]]  # its metadata, the most telling values first
+    make: Callable[[Random], dict[str, Any]]  # its metadata, the most important values first
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
             "process",
             "Process {pid} traces another process",
             "Process {pid} ({exe}) is attached to process {target} of {user} with ptrace.",
-            "A tracer reads the memory of its target, including keys and passwords, and nobody debugs on this host.",
+            "A tracer reads the memory of its target, including keys and passwords, and no one debugs on this host.",
             "Detach process {pid} from process {target}, and replace the credentials that {target} holds.",
             (0.85, 0.45, 0.8, 0.7),
             lambda d: {"pid": _pid(d), "target": _pid(d), "exe": _program(d), "user": _user(d)},
@@ -163,7 +163,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
             "network",
             "SSH connections to {hosts} hosts",
             "{user} opened SSH connections to {hosts} hosts in {minutes} minutes; {failed} of them failed.",
-            "An administrator visits few hosts at a time; so many in {minutes} minutes is a search for access.",
+            "An administrator visits few hosts at a time; {hosts} in {minutes} minutes is a search for access.",
             "Lock the SSH keys of {user}, and check the {hosts} hosts for new sessions.",
             (0.7, 0.7, 0.85, 0.6),
             lambda d: {"user": _user(d), "hosts": d.randrange(12, 200), "minutes": d.randrange(2, 30),
@@ -311,7 +311,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
             "dns",
             "The resolver is {remote}",
             "/etc/resolv.conf names {remote}, which is not a resolver of this network; changed by {user}.",
-            "Whoever runs {remote} sees every name and can send this host anywhere.",
+            "The owner of {remote} sees every name and can send this host anywhere.",
             "Restore /etc/resolv.conf, and find out how {user} could change it.",
             (0.7, 0.75, 0.8, 0.85),
             lambda d: {"remote": _address(d), "user": _user(d)},
@@ -322,7 +322,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
             "endpoint",
             "The agent {agent} was stopped",
             "{user} stopped {agent} {hours} hours ago; the host has sent no events since.",
-            "Nobody planned this, and what happened in these {hours} hours is not recorded.",
+            "No one planned this, and what happened in these {hours} hours is not recorded.",
             "Start {agent} again, and ask {user} why it was stopped.",
             (0.7, 0.5, 0.85, 0.9),
             lambda d: {"agent": d.choice(("auditd", "osqueryd", "falco", "wazuh-agent")), "user": _user(d),
@@ -342,7 +342,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
             "endpoint",
             "{user} signed in from {remote}",
             "{user} signed in from {remote}, {distance} km from the last place, {minutes} minutes later.",
-            "Nobody travels {distance} km in {minutes} minutes, so two people use the account of {user}.",
+            "No one travels {distance} km in {minutes} minutes, so two people use the account of {user}.",
             "End the sessions of {user}, and reset the password and the second factor.",
             (0.7, 0.8, 0.9, 0.6),
             lambda d: {"user": _user(d), "remote": _address(d), "distance": d.randrange(600, 9_000),
@@ -365,7 +365,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
             "world-writable",
             "The folder {folder} is in root's PATH and open to everyone",
             "{folder} has mode {mode} and comes before /usr/bin in root's PATH; {count} programs are in it.",
-            "Whoever puts a program called ls into {folder} waits until root types it.",
+            "An attacker puts a program called ls into {folder} and waits until root types it.",
             "Set the mode of {folder} to 0755, and check its {count} programs.",
             (0.75, 0.55, 0.5, 0.9),
             lambda d: {"folder": d.choice(_FOLDERS), "mode": d.choice(("0777", "1777")), "count": d.randrange(1, 60)},

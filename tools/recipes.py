@@ -109,7 +109,7 @@ def _slice(result: PreflightResult, own_data: bool) -> dict[str, Any]:
         "hbm_peak_gib": result.hbm_peak_gib,
         "hbm_limit_gib": result.hbm_limit_gib,
         "changes": {change.option: change.after for change in result.changes},
-        "notes": list(result.notes),
+        "notes": [note for note in result.notes if own_data or not note.startswith("Warning")],  # of the sample's size
     }
     if step and run and settings:
         found |= {"step_seconds": step.seconds, "tokens_per_second": step.tokens_per_second, "hours": run.hours}

@@ -26,7 +26,8 @@ from trillora.events import Listener, Progress
 from trillora.files.cache_dir import cache_root
 
 PROGRAM = "from trillora.prove.process import main; main()"
-TIMEOUT = 300  # seconds; the proof takes less than one minute on a chip
+EXIT_SECONDS = 10  # to wait for a process that closed its pipe
+TIMEOUT = 180  # seconds; the proof takes less than one minute on a chip
 DO = "run `trillora doctor`, restart the runtime, and try again; if it happens again, send us this file"
 
 
@@ -51,36 +52,42 @@ def prove(listener: Listener) -> MeasuredChip:
             )
         finally:
             os.close(write_end)
-        with _ended_after(process, TIMEOUT) as timer:
+        with _ended_after(process, TIMEOUT) as timed_out:
             doing, result = _read_answers(answers, listener)
         if result is None:
-            raise _no_record(process.returncode, not timer.is_alive(), doing, output)
+            raise _no_record(process.returncode, timed_out.is_set(), doing, output)
         return result
 
 
 @contextlib.contextmanager
-def _ended_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[threading.Timer]:
-    """Ends the process and its children after this time, or at the end of the block if it is still running then."""
+def _ended_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[threading.Event]:
+    """Ends the process and its children after this time, or after the block if it is still running then. The event
+    is set if its time was over."""
+    timed_out = threading.Event()
 
     def end() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    timer = threading.Timer(seconds, end)
+    def time_is_over() -> None:
+        timed_out.set()
+        end()
+
+    timer = threading.Timer(seconds, time_is_over)
     timer.daemon = True
     timer.start()
     try:
-        yield timer
+        yield timed_out
+    except BaseException:  # ^C, or the process has refused
+        end()
+        raise
     finally:
         try:
-            process.wait(timeout=5)  # its pipe is closed, so it is ending
+            process.wait(timeout=EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             end()
             process.wait()
-        has_time_left = timer.is_alive()
         timer.cancel()
-        if not has_time_left:
-            timer.join()
 
 
 def _read_answers(answers: IO[str], listener: Listener) -> tuple[str, MeasuredChip | None]:
@@ -95,6 +102,8 @@ def _read_answers(answers: IO[str], listener: Listener) -> tuple[str, MeasuredCh
             break
         if "result" in message:
             return doing, from_json(json.dumps(message["result"]).encode(), where="the proof")
+        if "refused" in message:
+            raise TrilloraError(**message["refused"])
         message.pop("event", None)
         progress = Progress(**message)
         doing = progress.label

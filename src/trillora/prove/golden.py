@@ -1,7 +1,7 @@
 """The golden model: a small Llama whose numbers are known, trained for a few steps with the real training step.
 
     run = train_golden(jax.devices(), "bfloat16", listener)
-    run.losses, run.gradients["model.layers.0.self_attn.q_proj.lora_A.weight"]
+    run.losses, run.gradients["model.layers.0.self_attn.q_proj.lora_a"]
 
 It is built to go through what a real run goes through: weights from a safetensors file, layers in a scan, the chip's
 attention kernel with heads of 128 and three blocks of 128 tokens in each direction, packed documents, micro-batches, a
@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 from trillora.data.pack import fill_row
 from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.devices.chips import generation_of
-from trillora.devices.mesh import put_batch
+from trillora.devices.mesh import gather, put_batch
 from trillora.engine.step import initial_state
 from trillora.events import Listener, Progress
 from trillora.files.digests import text_digest
@@ -115,8 +115,7 @@ def train_golden(devices: list[Any], dtype: Dtype, listener: Listener, num_steps
             state, metrics = plan.compiled(state, base, placed)
             losses.append(float(metrics.loss))
             if step == 0:
-                means = {key: np.asarray(mean) for key, mean in state.optimizer.mu.items()}
-                gradients = unstack(means, assembly.model.adapter_layout)
+                gradients = unstack(gather(dict(state.optimizer.mu), assembly.mesh), assembly.model.adapter_layout)
         listener(Progress(label, num_steps + 1, num_steps + 1))
     settings = plan.settings
     return GoldenRun(

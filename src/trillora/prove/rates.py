@@ -33,13 +33,14 @@ class Sizes:
 
     side: int  # of the square matrices of a product
     num_bytes: int  # that are read and written
-    part_bytes: int  # of each device, in a collective
+    part_bytes: int  # of each device in a collective, at most
+    gathered_bytes: int  # of all parts together, at most
     seconds: float  # that a loop takes at least
 
 
 # A turn takes about a millisecond or more on any chip, and the arrays are far larger than its caches.
-CHIP = Sizes(side=8192, num_bytes=2**30, part_bytes=2**26, seconds=0.25)
-CPU = Sizes(side=256, num_bytes=2**22, part_bytes=2**18, seconds=0.02)
+CHIP = Sizes(side=8192, num_bytes=2**30, part_bytes=2**26, gathered_bytes=2**30, seconds=0.25)
+CPU = Sizes(side=256, num_bytes=2**22, part_bytes=2**18, gathered_bytes=2**22, seconds=0.02)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def measure_rates(devices: list[Any], dtype: Dtype) -> Rates:
     gather = reduce = None
     if len(devices) > 1:
         others = (len(devices) - 1) / len(devices)
-        gather = len(devices) * others * sizes.part_bytes / _gather_seconds(mesh, sizes) / 1e9
+        part = min(sizes.part_bytes, sizes.gathered_bytes // len(devices))
+        gather = len(devices) * others * part / _gather_seconds(mesh, sizes, part) / 1e9
         reduce = 2 * others * sizes.part_bytes / _reduce_seconds(mesh, sizes) / 1e9
     flops = 2 * PRODUCTS * sizes.side**3
     return Rates(
@@ -128,9 +130,9 @@ def _reduce_seconds(mesh: Mesh, sizes: Sizes) -> float:
     return _seconds(mesh, lambda: _ones(sizes.part_bytes), turn, sizes.seconds)
 
 
-def _gather_seconds(mesh: Mesh, sizes: Sizes) -> float:
+def _gather_seconds(mesh: Mesh, sizes: Sizes, part_bytes: int) -> float:
     def start() -> tuple[jax.Array, jax.Array]:
-        part = _ones(sizes.part_bytes)
+        part = _ones(part_bytes)
         return part, jnp.zeros((mesh.size, *part.shape), part.dtype)
 
     def turn(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

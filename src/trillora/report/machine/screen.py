@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trillora.devices.chips import CHIPS
 from trillora.devices.measured import MeasuredChip
 from trillora.doctor import Finding
 from trillora.report.console import SafeConsole
@@ -45,9 +46,10 @@ def show_proof(record: MeasuredChip, path: Path | None, console: Console | None 
     console.print(table)
     refused = [check for check in record.checks if check.state == "refused"]
     if not refused:
-        console.print(Text("The chips train correctly.", "bold green"))
+        console.print(Text("This machine trains correctly.", "bold green"))
         if path is not None:
-            console.print(Text(f"Record: {path}. Preflight uses its speeds on this machine."), soft_wrap=True)
+            used = " Preflight uses its speeds." if record.chip in CHIPS else ""
+            console.print(Text(f"Record: {path}.{used}"), soft_wrap=True)
         return
     console.print(Text(f"REFUSED: {len(refused)} of {len(record.checks)} checks. Do not train here.", "bold red"))
     for check in refused:

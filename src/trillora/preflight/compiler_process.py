@@ -36,7 +36,7 @@ from trillora.model.loading.source import load_config
 from trillora.preflight.early_exit import CompileResult, compile_until_layout
 from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, kind_shares
 from trillora.preflight.hlo.memory import GIB, StepShapes, largest, logits_bytes, out_of_memory
-from trillora.preflight.hlo.simulate import SimulatedStep, simulate
+from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown, simulate
 from trillora.preflight.result import StageResult, StepTimes, Trial, UnitSeconds
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
@@ -55,13 +55,13 @@ FLOPS_AGREE = 0.2  # relative: flops of the compiled program against those of th
 class Estimates:
     """Estimates of assemblies, each computed once."""
 
-    def __init__(self, chip: Chip) -> None:
-        self._chip = chip
+    def __init__(self, chip: Chip, slowdown: Slowdown) -> None:
+        self._chip, self._slowdown = chip, slowdown
         self._known: dict[int, tuple[Assembly, Estimate]] = {}
 
     def of(self, assembly: Assembly) -> Estimate:
         if id(assembly) not in self._known:
-            self._known[id(assembly)] = assembly, estimate(assembly, self._chip)
+            self._known[id(assembly)] = assembly, estimate(assembly, self._chip, slowdown=self._slowdown)
         return self._known[id(assembly)][1]
 
     def peak_bytes(self, assembly: Assembly) -> float:
@@ -122,22 +122,23 @@ class AbsentDevice:
 
 def answer(question: dict[str, Any], listener: Listener) -> StageResult:
     """`question`: slice, method, whole, model (folder), trust_remote_code, stage (a StageRecipe), num_steps, kept
-    (the `StepSettings` of another stage, or null); for a group of adapters, members (name and StageRecipe of each) and
-    width (how many of them are trained)."""
+    (the `StepSettings` of another stage, or null), slowdown (as measured on the chip, or null); for a group of
+    adapters, members (name and StageRecipe of each) and width (how many of them are trained)."""
     place = find_slice(question["slice"])
     stage = StageRecipe.model_validate(question["stage"])
     config = load_config(Path(question["model"]), trust_remote_code=question["trust_remote_code"])
     answer_by = by_estimate if question["method"] == "estimate" else by_compiler
     kept = StepSettings.from_dict(question["kept"]).shared() if question.get("kept") else {}
+    slowdown = Slowdown(**(question.get("slowdown") or {}))
     whole, num_steps = bool(question.get("whole")), question["num_steps"]
     if not question.get("members"):
-        return answer_by(stage, config, place, num_steps, kept, whole, listener, assemble)
+        return answer_by(stage, config, place, num_steps, kept, whole, listener, assemble, slowdown)
     members = [Stage(name, StageRecipe.model_validate(recipe)) for name, recipe in question["members"]]
-    width, stage = question["width"], widest(members)
+    width, stage, build = question["width"], widest(members), _group_builder(members)
     result: StageResult | None = None
     for size in halvings(width, 1 if stage.hardware.mesh == "auto" else stage.hardware.mesh.adapter):
         own = {**kept, "adapters_at_once": size}
-        result = answer_by(stage, config, place, num_steps, own, whole, listener, _group_builder(members))
+        result = answer_by(stage, config, place, num_steps, own, whole, listener, build, slowdown)
         if result.step is not None:
             return replace(result, step=_repeated(result.step, math.ceil(width / size)))
     assert result is not None
@@ -170,9 +171,10 @@ def by_compiler(
     whole: bool,
     listener: Listener,
     build: Builder,
+    slowdown: Slowdown = AS_ASSUMED,
 ) -> StageResult:
     chip = CHIPS[place.chip]
-    limit, estimates = chip.hbm_gib, Estimates(chip)
+    limit, estimates = chip.hbm_gib, Estimates(chip, slowdown)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=place.topology, **place.options)
     with tempfile.TemporaryDirectory(prefix="trillora-preflight-", ignore_cleanup_errors=True) as folder:
         compiler = TpuCompiler(Path(folder), whole=whole)
@@ -203,7 +205,7 @@ def by_compiler(
         result: CompileResult = plan.compiled
         assert result.program is not None
         shapes = step_shapes(plan.assembly, config, stage.train.sequence_length, plan.settings.micro_batch_size)
-        simulated = simulate(result.program, chip, plan.assembly.mesh.size, kind_shares(config))
+        simulated = simulate(result.program, chip, plan.assembly.mesh.size, kind_shares(config), slowdown)
         arguments = argument_bytes(plan.assembly)
         logits = logits_bytes(result.report, shapes) if result.report else 0.0
         activations = max(plan.tried[-1].needed - sum(arguments.values()) - logits, 0.0)
@@ -269,10 +271,11 @@ def by_estimate(
     whole: bool,
     listener: Listener,
     build: Builder,
+    slowdown: Slowdown = AS_ASSUMED,
 ) -> StageResult:
     """The same choices on virtual CPU devices of this machine; nothing is compiled."""
     chip = CHIPS[place.chip]
-    estimates = Estimates(chip)
+    estimates = Estimates(chip, slowdown)
     kind = next(kind for kind, name in DEVICE_KINDS.items() if name == place.chip)
     absent = _used([AbsentDevice(kind)] * place.num_devices, stage)
     virtual = jax.devices("cpu")[: len(absent)]

@@ -29,7 +29,9 @@ object, or a list for several slices. Sizes are GiB of one device, times are sec
      "run": {"hours": 0.57, "num_steps": 300, "num_tokens": 1753800, "padding": 0.96, "num_compiles": 1,
              "compile_seconds": 20.4, "sessions": 1, "weeks": 1, "session_hours": null, "weekly_hours": null,
              "cost": null, "price_per_hour": null,
-             "stages": [{"name": "train", "num_steps": 300, "sequence_length": 4096, "step_seconds": 6.14}]}}
+             "stages": [{"name": "train", "num_steps": 300, "sequence_length": 4096, "step_seconds": 6.14}]},
+     "measured": {"date": "2026-11-16", "num_devices": 8, "compute": 1.0, "hbm": 1.08, "links": 1.0}}
+                                                # times slower than assumed; null if the chip was not measured
 
 Reading is strict: an unknown key, a missing required key, or a value of the wrong type is an error.
 """
@@ -184,6 +186,21 @@ class RunForecast(_Record):
 
 
 @dataclass(frozen=True)
+class MeasuredSpeeds(_Record):
+    """A measurement of the chip, and how many times slower than assumed it found each unit. Step times contain it."""
+
+    date: str  # ISO 8601
+    num_devices: int  # that were measured
+    compute: float = 1.0
+    hbm: float = 1.0
+    links: float = 1.0
+
+    @property
+    def slowdown(self) -> dict[str, float]:
+        return {"compute": self.compute, "hbm": self.hbm, "links": self.links}
+
+
+@dataclass(frozen=True)
 class PreflightResult(_Record):
     """The answer for one slice."""
 
@@ -207,6 +224,7 @@ class PreflightResult(_Record):
     from_cache: bool
     step: StepForecast | None
     run: RunForecast | None
+    measured: MeasuredSpeeds | None = None  # None: the chip was not measured
 
     @property
     def fits(self) -> bool:

@@ -24,6 +24,7 @@ from trillora.files.cache_dir import cache_root
 from trillora.preflight.client import WHERE_IT_RUNS, CompilerClient, choose_method, versions
 from trillora.preflight.host import host_lines
 from trillora.preflight.inputs import PreflightInput, StageInput, fingerprint, read_inputs
+from trillora.preflight.measured_speeds import measured_speeds
 from trillora.preflight.result import (
     Change,
     Method,
@@ -66,7 +67,8 @@ def preflight(
     results: dict[str, PreflightResult] = {}
     files: dict[str, Path] = {}
     for place in places:
-        question = {"slice": place.name, "method": method, "whole": whole, "price": price_per_hour}
+        speeds = measured_speeds(place, lambda text: listener(Note(text)))
+        question = {"slice": place.name, "method": method, "whole": whole, "price": price_per_hour, "measured": speeds}
         file = cache_root() / "preflight" / f"{fingerprint(recipe, **question)}.json"
         if use_cache and file.exists():
             cached = PreflightResult.from_dict(json.loads(file.read_text()))
@@ -154,6 +156,7 @@ class _Preflight:
             from_cache=False,
             step=step,
             run=run,
+            measured=measured_speeds(place),
         )
 
     def _search(self, place: Slice) -> _Outcome:
@@ -175,6 +178,7 @@ class _Preflight:
         for all stages. The first stage that does not fit is returned alone."""
         results: list[tuple[StageInput, StageResult]] = []
         kept: StepSettings | None = None
+        speeds = measured_speeds(place)
         for stage in sorted(self.inputs.stages, key=lambda s: -s.sequence_length):
             recipe = relax(stage.recipe, relaxed)
             question = {
@@ -186,6 +190,7 @@ class _Preflight:
                 "stage": recipe.model_dump(mode="json"),
                 "num_steps": stage.num_steps,
                 "kept": kept.to_dict() if kept else None,
+                "slowdown": speeds.slowdown if speeds else None,
                 "members": [[member.name, member.recipe.model_dump(mode="json")] for member in stage.members],
                 "width": stage.width,
             }

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trillora.devices.slices import find_slice
-from trillora.preflight.result import HostLine, PreflightResult, RunForecast, StepForecast
+from trillora.preflight.result import HostLine, MeasuredSpeeds, PreflightResult, RunForecast, StepForecast
 from trillora.report.numbers import format_count, format_duration, format_percent, format_seconds
 
 STYLES = {"GO": "bold green", "GO WITH CHANGES": "bold yellow", "NO-GO": "bold red"}
@@ -35,6 +35,7 @@ PART_STYLES = {
     "logits": "yellow",
 }
 UNITS = {"compute": "compute", "hbm": "HBM traffic", "interconnect": "interconnect", "kernels": "attention kernels"}
+MEASURED_UNITS = {"compute": "products", "hbm": "HBM", "links": "interconnect"}
 COMPILER = "Memory from the TPU compiler"
 ESTIMATE = "ESTIMATE: memory and time were estimated without the TPU compiler"
 MAX_WIDTH = 100  # columns; wider lines are harder to read
@@ -135,6 +136,8 @@ def _step(result: PreflightResult, console: Console) -> list[RenderableType]:
         return []
     error = f"estimated, error up to {_plus_minus(step.error, console)}"
     lines: list[RenderableType] = [Text.assemble((format_seconds(step.seconds), "bold"), f"  {error}")]
+    if result.measured is not None:
+        lines.append(Text(_measured(result.measured)))
     if step.unit_seconds is not None:
         times = {words: getattr(step.unit_seconds, unit) for unit, words in UNITS.items()}
         times = {words: spent for words, spent in times.items() if spent}
@@ -145,6 +148,14 @@ def _step(result: PreflightResult, console: Console) -> list[RenderableType]:
     lines.append(Text(f"Roofline (lower bound at the chip's peak rates): {format_seconds(step.roofline_seconds)}."))
     lines.append(Text(_speed(step, result.run)))
     return lines
+
+
+def _measured(speeds: MeasuredSpeeds) -> str:
+    devices = format_count(speeds.num_devices, "device", "devices")
+    slow = {words: getattr(speeds, unit) for unit, words in MEASURED_UNITS.items()}
+    parts = [f"{words} {times:.2f}x slower" for words, times in slow.items() if times > 1]
+    measured = f"the speeds measured on {speeds.date} ({devices})"
+    return f"Corrected by {measured}: {', '.join(parts)} than assumed." if parts else f"Confirmed by {measured}."
 
 
 def _speed(step: StepForecast, run: RunForecast | None) -> str:
@@ -234,6 +245,9 @@ def _several(results: Sequence[PreflightResult], console: Console) -> Iterable[R
             yield Text.assemble((result.slice, "bold"), "  ", (result.verdict, STYLES[result.verdict]))
             yield Padding(Group(*lines), (0, 0, 0, 2))
     notes = dict.fromkeys(note for result in results for note in result.notes)
+    for result in results:
+        if result.measured is not None:
+            notes[f"{result.slice}: {_measured(result.measured)}"] = None
     if notes:
         yield ""
         yield from map(_note, notes)

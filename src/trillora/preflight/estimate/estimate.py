@@ -28,14 +28,14 @@ from trillora.devices.mesh import FSDP_AXIS
 from trillora.engine.quantize import item_bytes
 from trillora.preflight.estimate.traced import Operation, TracedProgram, Value, read_program
 from trillora.preflight.hlo.simulate import (
-    GPU,
+    AS_ASSUMED,
     HOP_SECONDS,
-    LARGE_GROUP,
     MAX_HOPS,
-    TPU,
-    TPU_LARGE_UNIT,
     VECTOR_OPERATIONS_PER_CYCLE,
     Efficiency,
+    Slowdown,
+    efficiency_of,
+    num_lanes,
 )
 from trillora.step.build import Assembly
 
@@ -70,12 +70,14 @@ class Estimate:
     tokens: float  # of the batch, divided by the number of devices
 
 
-def estimate(assembly: Assembly, chip: Chip, calibration: Calibration = CALIBRATION) -> Estimate:
+def estimate(
+    assembly: Assembly, chip: Chip, calibration: Calibration = CALIBRATION, slowdown: Slowdown = AS_ASSUMED
+) -> Estimate:
     program = trace(assembly)
     vocabulary = assembly.model.module.config.get_text_config().vocab_size
     arguments = argument_bytes(assembly)
     held = _Memory(calibration, vocabulary).peak(program)
-    work = _Time(calibration, chip).work(program)
+    work = _Time(calibration, chip, slowdown).work(program)
     batch = assembly.batch_shapes["tokens"]
     return Estimate(
         peak_bytes=sum(arguments.values()) + held.total,
@@ -324,6 +326,7 @@ class _Fusion:
 class _Time:
     calibration: Calibration
     chip: Chip
+    slowdown: Slowdown = AS_ASSUMED
 
     def work(self, program: TracedProgram) -> _Work:
         """Two clocks: one computes in order, the other transfers. All gathers start at the beginning and finish in the
@@ -386,9 +389,7 @@ class _Time:
 
     @property
     def _efficiency(self) -> Efficiency:
-        if self.chip.torus_dims == 0:
-            return GPU
-        return TPU_LARGE_UNIT if self.chip.matrix_unit > 128 else TPU
+        return efficiency_of(self.chip, self.slowdown)
 
     def _product(self, operation: Operation) -> float:
         """Products are padded to whole tiles of the matrix unit; a kernel's products are as narrow as its heads."""
@@ -422,6 +423,5 @@ class _Time:
         """A ring transfer in both directions."""
         if num_devices == 1 or not self.chip.link_gb_per_second:
             return 0.0
-        lanes = 2 * (self.chip.torus_dims if num_devices >= LARGE_GROUP and self.chip.torus_dims == 3 else 1)
-        bandwidth = lanes * self.chip.link_gb_per_second * 1e9 * self._efficiency.links
+        bandwidth = num_lanes(self.chip, num_devices) * self.chip.link_gb_per_second * 1e9 * self._efficiency.links
         return num_bytes * (num_devices - 1) / num_devices / bandwidth + HOP_SECONDS * min(num_devices, MAX_HOPS)

@@ -22,13 +22,14 @@ of HBM, 2 x 45 GB/s of links; times in microseconds):
 The factors 0.92, 0.85 and 0.80 are the `Efficiency` of this chip. A TPU program that was compiled to the end carries
 the compiler's own cycle counts, which are used instead. A program from an early exit, and any GPU program, does not:
 there a product takes its flops divided by the peak rate, and on a TPU fused elementwise operations use the vector unit.
+A `Slowdown`, measured on the chip, lowers the efficiency (`preflight.measured_speeds`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from trillora.devices.chips import Chip
 from trillora.preflight.hlo.kernels import extra_bytes, head_width, is_kernel, kernel_flops
@@ -61,6 +62,17 @@ class Efficiency:
     launch_seconds: float = 0.0  # per instruction
 
 
+@dataclass(frozen=True)
+class Slowdown:
+    """How many times slower each unit of a chip is than its efficiency says; 1 is as fast."""
+
+    compute: float = 1.0  # products and kernels
+    hbm: float = 1.0
+    links: float = 1.0
+
+
+AS_ASSUMED = Slowdown()
+
 # `product` and `kernel` were fitted to the published rates of docs/preflight.md, with one value for chips with a matrix
 # unit of 128 and one for 256 (tools/tpu_anchors.py prints the errors). `hbm` and `links` are what large copies and
 # collectives are known to reach.
@@ -69,6 +81,23 @@ TPU_LARGE_UNIT = Efficiency(hbm=0.85, links=0.80, product=0.83, kernel=0.56)
 # Fitted to the kernels of eight steps on an H200 (benchmarks/preflight_gpu.py --keep); `links` is assumed. Half of the
 # launch time is the start and end of the kernel, half the gap before it.
 GPU = Efficiency(hbm=0.85, links=0.80, product=0.75, kernel=0.43, launch_seconds=4e-6)
+
+
+def efficiency_of(chip: Chip, slowdown: Slowdown = AS_ASSUMED) -> Efficiency:
+    base = GPU if chip.torus_dims == 0 else TPU_LARGE_UNIT if chip.matrix_unit > 128 else TPU
+    return replace(
+        base,
+        hbm=base.hbm / slowdown.hbm,
+        links=base.links / slowdown.links,
+        product=base.product / slowdown.compute,
+        kernel=base.kernel / slowdown.compute,
+    )
+
+
+def num_lanes(chip: Chip, num_devices: int) -> int:
+    """Number of links a device sends on at once: both directions of each torus dim that a group of this size uses."""
+    return 2 * (3 if num_devices >= LARGE_GROUP and chip.torus_dims == 3 else 1)
+
 
 # Correction of the compiler's cycle counts for instructions without products. The compiler assumes that these are bound
 # by HBM at 0.4 of its public bandwidth, even if the operands are in on-chip memory.
@@ -94,16 +123,22 @@ class SimulatedStep:
     warnings: tuple[str, ...]  # parts of the program that were not understood
 
 
-def simulate(hlo_text: str, chip: Chip, num_devices: int, branch_shares: Sequence[float] = ()) -> SimulatedStep:
+def simulate(
+    hlo_text: str,
+    chip: Chip,
+    num_devices: int,
+    branch_shares: Sequence[float] = (),
+    slowdown: Slowdown = AS_ASSUMED,
+) -> SimulatedStep:
     """Simulates a step from the text of its program: `compiled.as_text()`, or the compiler's dump after optimization.
 
     `branch_shares`: how often each branch of a conditional with that many branches is taken, if known. Layers of
-    several kinds that share a loop body select their mask with such a conditional.
+    several kinds that share a loop body select their mask with such a conditional. `slowdown`: as measured on the chip.
     """
     program = parse(hlo_text)
     on_gpu = chip.torus_dims == 0
     work = Work(program, num_devices, matrix_unit=chip.matrix_unit, on_gpu=on_gpu)
-    walk = _Walk(program, work, chip, "estimated_cycles" in hlo_text, branch_shares)
+    walk = _Walk(program, work, chip, "estimated_cycles" in hlo_text, branch_shares, slowdown)
     total = walk.run(program.entry)
     roofline = max(
         total.flops / (chip.bf16_tflops * 1e12),
@@ -193,14 +228,13 @@ class _Walk:
     chip: Chip
     has_cycles: bool
     branch_shares: Sequence[float] = ()
+    slowdown: Slowdown = AS_ASSUMED
     warnings: list[str] = field(default_factory=list)
     _totals: dict[str, _Total] = field(default_factory=dict)
 
     @property
     def efficiency(self) -> Efficiency:
-        if self.work.on_gpu:
-            return GPU
-        return TPU_LARGE_UNIT if self.chip.matrix_unit > 128 else TPU
+        return efficiency_of(self.chip, self.slowdown)
 
     def run(self, computation: Computation) -> _Total:
         if computation.name not in self._totals:
@@ -285,11 +319,10 @@ class _Walk:
         return time.use_links(seconds, one_way=transfer.one_way)
 
     def _lanes(self, transfer: Transfer) -> int:
-        """Number of links a device sends on at once: both directions of each torus dim in use."""
+        """Number of links a device sends on at once, as the compiler states it if it does."""
         if self.work.on_gpu or transfer.one_way:
             return 1
-        large = transfer.num_devices >= LARGE_GROUP and self.chip.torus_dims == 3
-        return 2 * (transfer.torus_dims or (3 if large else 1))
+        return 2 * transfer.torus_dims if transfer.torus_dims else num_lanes(self.chip, transfer.num_devices)
 
     def _hbm_seconds(self, num_bytes: float, time: _Timeline) -> float:
         time.total.hbm_bytes += num_bytes
@@ -327,7 +360,8 @@ class _Walk:
     def _compute_seconds(self, computation: Computation, instruction: Instruction, flops: float) -> float:
         clock = self.chip.clock_ghz * 1e9
         if self.has_cycles:
-            return (instruction.config_number("estimated_cycles") or 0) / clock * (1.0 if flops else VECTOR_CYCLES)
+            cycles = instruction.config_number("estimated_cycles") or 0
+            return cycles / clock * (self.slowdown.compute if flops else VECTOR_CYCLES)
         peak = self.chip.bf16_tflops * 1e12 * self.efficiency.product
         product = self.work.filled_flops(computation, instruction) / peak
         if self.work.on_gpu:  # the vector units keep up with HBM

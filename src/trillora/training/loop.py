@@ -36,6 +36,7 @@ from trillora.training.divergence import DivergenceMonitor
 from trillora.training.run_folder import RunFolder
 from trillora.training.saver import Saver
 from trillora.training.signals import Stop
+from trillora.training.stalls.watchdog import Watchdog
 from trillora.training.state_files import METRICS_FILE, to_files
 from trillora.training.validation import Measures, Sampler, peak_memory_gib
 
@@ -105,6 +106,7 @@ class Run:
     num_steps: int  # of all stages
     evaluate_every: int  # steps
     watch: CompileWatch
+    watchdog: Watchdog
     peak_seconds_per_token: float  # on all chips together at peak FLOP/s; 0 if the peak is unknown
 
     def save(self, state: TrainState, position: Position) -> None:
@@ -177,6 +179,8 @@ class StageLoop:
             return state, self._run.stop.reason()
         self._run.stop.begin_training()
         self._started = self._last_report = time.perf_counter()
+        num_slots = stage.batches.batch_size * stage.batches.sequence_length
+        self._run.watchdog.begin_stage(position.global_step, num_slots, num_slots * self._run.peak_seconds_per_token)
         steps = range(position.step, 0 if position.stage_is_over else stage.num_steps)
         for batch in placed_batches(stage.batches, steps, self._assembly.mesh):
             shape = shape_text(batch["tokens"].shape)
@@ -213,7 +217,8 @@ class StageLoop:
         self._step_seconds, self._last_report = now - self._last_report, now
         run, stage, position = self._run, self._stage, self._position
         step = position.global_step - position.step + number + 1
-        rate = stage.batches.batch_size * stage.batches.length_of(number) / self._step_seconds
+        run.watchdog.step_ended(step, self._num_slots(number))
+        rate = self._num_slots(number) / self._step_seconds
         seconds = now - self._started
         skipped, loss, grad_norm = values["skipped"], values["loss"], values["grad_norm"]
         run.listener(
@@ -239,6 +244,10 @@ class StageLoop:
         position.health.observe(step, loss, grad_norm, bool(skipped))
         if position.health.num_bad >= self._options.max_bad_steps:
             raise self._diverged()
+
+    def _num_slots(self, number: int) -> int:
+        """Token positions in the batch of a step."""
+        return self._stage.batches.batch_size * self._stage.batches.length_of(number)
 
     def _diverged(self) -> Diverged:
         """Remove the checkpoints that may be bad. A step's loss is that of the state before it, so the state of step
@@ -283,6 +292,7 @@ class StageLoop:
         self._position.measured_at = self._position.step
         self._run.update_report()
         self._last_report = time.perf_counter()  # evaluation time is not part of the next step's time
+        self._run.watchdog.restart()
         return improved
 
     def _answers(self, sampler: Sampler, adapter: Tree) -> tuple[Sample, ...]:
@@ -324,6 +334,7 @@ class StageLoop:
     def _save(self, state: TrainState) -> None:
         self._run.save(state, self._position)
         self._last_save = time.perf_counter()
+        self._run.watchdog.restart()
 
 
 def check_signal(stop: Stop) -> None:

@@ -23,6 +23,7 @@ from trillora.files.atomic import append_file, write_file
 from trillora.files.bounded import read_bounded
 from trillora.files.user_path import user_path
 
+STALLS_FILE = "stalls.log"  # stacks of steps that took long
 GROUP_FILE = "group.json"  # how each adapter of a group ended; written last
 MAX_LOG = 1 << 30  # bytes; a million steps have about 300 MB
 
@@ -104,6 +105,11 @@ class RunFolder:
         entry = HistoryEntry(now, event, step, reason, platform.node())
         file = self.path / "history.jsonl"
         self._append(file, ("\n" if _is_unfinished(file) else "") + json.dumps(asdict(entry)))
+
+    def add_stall(self, text: str) -> str | None:
+        """Adds to the log of steps that took long. Returns its name; None in a process that does not write."""
+        self._append(self.path / STALLS_FILE, text)
+        return str(self.path / STALLS_FILE) if self._writes else None
 
     def _append(self, file: Path, line: str) -> None:
         """Add a line. It is kept in memory while the disk is full: logging never stops training."""

@@ -43,6 +43,7 @@ from trillora.training.run_identity import differences, fixed_options, refuse
 from trillora.training.saved_record import RunRecord
 from trillora.training.saver import Saver
 from trillora.training.signals import Stop
+from trillora.training.stalls.watchdog import Watchdog
 from trillora.training.state_files import METRICS_FILE, find_fault, read_facts
 
 
@@ -75,6 +76,7 @@ class RunProcess:
         self._recipe, self._folder, self._checkpoints, self._stop = recipe, folder, checkpoints, stop
         self._watch = CompileWatch()
         self._listener = self._watch.allow_compiling(listener)
+        self._watchdog = Watchdog(self._listener, folder.add_stall)
         self._accept_changes = accept_changes
         self._record = RunRecord(folder)
         self._of_run: dict[str, Any] = {}  # the content of run.json

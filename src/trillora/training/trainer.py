@@ -163,6 +163,7 @@ class _Training(RunProcess):
                 num_steps=sum(stage.num_steps for stage in stages),
                 evaluate_every=resolved.evaluate_every,
                 watch=self._watch,
+                watchdog=self._watchdog,
                 peak_seconds_per_token=peak_seconds_per_token(assembly.model.layout, devices),
             )
             works = [
@@ -202,7 +203,7 @@ class _Training(RunProcess):
         if position.global_step:
             run.listener(Note(f"Resuming from step {position.global_step} of {run.num_steps}"))
         try:
-            with self._watch.watching():
+            with self._watch.watching(), self._watchdog.guarding():
                 stopped = self._run_stages(run, works, base, state, position)
             run.saver.wait()
             self._check_saved(run.saver)

@@ -42,6 +42,7 @@ from trillora.training.loop import NUM_AHEAD, Abandoned, check_signal, save_is_d
 from trillora.training.run_folder import RunFolder
 from trillora.training.saver import Saver
 from trillora.training.signals import Stop
+from trillora.training.stalls.watchdog import Watchdog
 from trillora.training.state_files import METRICS_FILE
 from trillora.training.validation import Measures, peak_memory_gib
 
@@ -87,6 +88,7 @@ class GroupRun:
     options: AdapterOptions  # on the devices
     selections: tuple[Selection, ...]  # where learning rates are dropped
     watch: CompileWatch
+    watchdog: Watchdog
     peak_seconds_per_token: float
 
     @property
@@ -130,6 +132,8 @@ class GroupLoop:
             return state, run.stop.reason()
         run.stop.begin_training()
         self._started = self._last_report = time.perf_counter()
+        num_slots = self._num_slots(len(position.running))
+        run.watchdog.begin_stage(position.step, num_slots, num_slots * run.peak_seconds_per_token)
         while running := position.running:
             calls = plan_calls(position.lanes, len(run.members), list(run.programs))
             for placed in placed_calls(run.members, calls, running, self._steps(), run.assembly.mesh):
@@ -201,6 +205,7 @@ class GroupLoop:
             read |= {member: {name: v[i].item() for name, v in values.items()} for i, member in enumerate(members)}
         now = time.perf_counter()
         self._step_seconds, self._last_report = now - self._last_report, now
+        self._run.watchdog.step_ended(number + 1, self._num_slots(len(read)))
         # An adapter that diverged at the step before may have taken one more, which does not count.
         read = {member: values for member, values in sorted(read.items()) if position.members[member].is_running}
         for member, values in read.items():
@@ -232,12 +237,16 @@ class GroupLoop:
             own.step = step
             self._end(member, "diverged", f"from step {first} on, {own.health.num_bad} steps were bad ({reasons})")
 
+    def _num_slots(self, num_adapters: int) -> int:
+        """Token positions in the batches of a step of this many adapters."""
+        batches = self._run.members[0].stage.batches
+        return num_adapters * batches.batch_size * batches.sequence_length
+
     def _report_mean(self, number: int, read: dict[int, dict[str, Any]], now: float) -> None:
         run = self._run
         if not read:
             return
-        first = run.members[next(iter(read))].stage
-        rate = len(read) * first.batches.batch_size * first.batches.sequence_length / self._step_seconds
+        rate = self._num_slots(len(read)) / self._step_seconds
         seconds = now - self._started
         left = seconds / max(self._num_done, 1) * (run.num_steps - number - 1)
         run.listener(
@@ -295,6 +304,7 @@ class GroupLoop:
             self._position.members[number].measured_at = self._position.step
         self._run.update_report()
         self._last_report = time.perf_counter()  # evaluation time is not part of the next step's time
+        self._run.watchdog.restart()
         return True
 
     def _measured(self, state: TrainState, number: int, known: dict[int, TokenMetrics]) -> tuple[Any, Any, Tree]:
@@ -404,6 +414,7 @@ class GroupLoop:
                 lambda: run.checkpoints.prune(run.keep_checkpoints),
             )
         self._last_save = time.perf_counter()
+        run.watchdog.restart()
 
 
 @dataclass(frozen=True)

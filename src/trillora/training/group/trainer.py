@@ -94,7 +94,6 @@ class GroupTraining(RunProcess):
         # A sweep compares numbers; only phases show answers.
         eval_plans = [plan_evaluation(one, size, opened, listener, answers=group.kind == "phases") for one in data]
         listener(Note(describe(planned_programs(plans, data, eval_plans, is_new=saved is None))))
-
         base = read_base(opened.folder, assembly, listener)
         options = jax.device_put(options_of(group.members, [one.num_steps for one in data]), _everywhere(assembly))
         kept: Kept = {}
@@ -125,6 +124,7 @@ class GroupTraining(RunProcess):
                 options=options,
                 selections=picks,
                 watch=self._watch,
+                watchdog=self._watchdog,
                 peak_seconds_per_token=peak_seconds_per_token(assembly.model.layout, devices),
             )
             any_process(False, False)  # compiled now: it is a program too
@@ -265,7 +265,7 @@ class GroupTraining(RunProcess):
         run.listener(AdaptersStarted(group.kind, tuple(run.names[number] for number in position.running)))
         if position.step:
             run.listener(Note(f"Resuming from step {position.step} of {run.num_steps}"))
-        with self._watch.watching():
+        with self._watch.watching(), self._watchdog.guarding():
             state, stopped = GroupLoop(run, base, position, kept).train(state)
         run.saver.wait()
         self._check_saved(run.saver)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import platform
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from dose import dose, slow_case
+from dose import dose, full_dose_only
 from hostile_json import changed_value
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,6 +38,18 @@ Plant = Callable[[Gradients], Gradients]
 LAYER = "model.layers.1."
 Q = "model.layers.0.self_attn.q_proj.lora_a"
 RECORD = GoldenRecord.read()
+SAVED = MeasuredChip(
+    device_kind="TPU v5 lite",
+    platform="tpu",
+    num_devices=8,
+    date="2026-11-16T12:00:00+00:00",
+    libraries={"jax": "0.10.2", "libtpu": None},
+    checks=[ProofCheck("speed", "ok", "all")],
+    matrix_tflops=187.0,
+    memory_gb_per_second=702.0,
+    gather_gb_per_second=70.0,
+    reduce_gb_per_second=68.0,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -162,23 +175,59 @@ def test_wrong_loss_is_refused(wrong: float) -> None:
 # ---- the proof
 
 
-def test_eight_devices_are_accepted_and_measured() -> None:
+def test_two_devices_are_accepted_and_measured() -> None:
     seen: list[str] = []
 
     def listen(event: Any) -> None:
         assert isinstance(event, Progress)
         seen.append(event.label)
 
-    record = process.prove_devices(jax.devices(), listen)
+    record = process.prove_devices(jax.devices()[:2], listen)
     assert record.ok and [check.state for check in record.checks] == ["ok"] * 6, record.checks
-    assert record.num_devices == 8 and "fsdp 8" in record.golden["float32"].how
+    assert record.num_devices == 2 and "fsdp 2" in record.golden["float32"].how
     speeds = (record.matrix_tflops, record.memory_gb_per_second)
     assert all(speed and speed > 0 for speed in (*speeds, record.gather_gb_per_second, record.reduce_gb_per_second))
     assert len(dict.fromkeys(seen)) == 3
     record.save()
-    assert measured.load("cpu", 8, say=pytest.fail) == record
+    assert measured.load("cpu", 2, say=pytest.fail) == record
     sent = json.dumps(record.to_dict())
-    assert platform.node() not in sent and str(Path.home()) not in sent
+    assert re.search(rf"\b{platform.node()}\b", sent) is None and str(Path.home()) not in sent
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_refused_record_ends_the_command_with_exit_code_1(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process sends a record with a planted gradient over its real pipe."""
+    flipped = PLANTS["the signs of one matrix are flipped"][0](RECORD.gradients)
+    checks = judge(figures_of(RECORD.losses, flipped, "planted", RECORD), "float32")
+    line = json.dumps({"result": dataclasses.replace(SAVED, checks=checks).to_dict()})
+    monkeypatch.setattr(client, "PROGRAM", f"import os, sys; os.write(int(sys.argv[1]), {line + chr(10)!a}.encode())")
+    result = CliRunner().invoke(app, ["doctor", "--prove", *(["--json"] if as_json else [])])
+    assert result.exit_code == 1, result.output
+    if as_json:
+        assert [check["state"] for check in json.loads(result.stdout)["checks"]] == ["ok", "refused", "refused", "ok"]
+    else:
+        assert "REFUSED: 2 of 4 checks. Do not train here." in result.stdout and f"where: {Q}" in result.stdout
+    said: list[str] = []
+    assert measured.load("v5e", 8, said.append) is None
+    assert len(said) == 1 and "refused" in said[0]
+
+
+def test_accepted_record_ends_the_command_with_exit_code_0(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = json.dumps({"result": SAVED.to_dict()})
+    monkeypatch.setattr(client, "PROGRAM", f"import os, sys; os.write(int(sys.argv[1]), {line + chr(10)!a}.encode())")
+    result = CliRunner().invoke(app, ["doctor", "--prove"])
+    assert result.exit_code == 0 and "This machine trains correctly." in result.stdout
+    shown = "".join(result.stdout.split())
+    assert str(cache / "measured" / "v5e-8.json") in shown and "Preflightusesitsspeeds." in shown
+    assert measured.load("v5e", 8, pytest.fail) == SAVED
+
+
+@full_dose_only
+def test_repeated_rows_change_no_gradient() -> None:
+    """Three devices do not divide the eight rows of the batch: each of its rows is there three times."""
+    run = golden.train_golden(jax.devices()[:3], "float32", ignore_events, num_steps=1)
+    checks = judge(figures_of(run.losses, run.gradients, run.how, RECORD), "float32")
+    assert len(checks) == 4 and all(check.state == "ok" for check in checks), checks
 
 
 # Code that runs before the proof in its process.
@@ -189,22 +238,18 @@ WRONG_PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("plant", [name if not n else slow_case(name) for n, name in enumerate(WRONG_PROGRAMS)])
+@full_dose_only
+@pytest.mark.parametrize("plant", WRONG_PROGRAMS)
 def test_wrong_attention_mask_is_refused(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the command: exit code 1, a record with the reason, and no use of its speeds."""
+    """Through the command, in its own process."""
     planted = f"import trillora.engine.attention as a; {WRONG_PROGRAMS[plant]}\n"
-    # Two devices are enough, and one step; speeds are measured elsewhere.
-    quick = "import trillora.prove.process as p; p.measure_rates = None\n"
-    monkeypatch.setattr(client, "PROGRAM", planted + quick + client.PROGRAM)
-    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(client, "PROGRAM", planted + client.PROGRAM)
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device
     result = CliRunner().invoke(app, ["doctor", "--prove", "--json"])
     assert result.exit_code == 1, result.output
     record = json.loads(result.stdout)
     refused = [check["name"] for check in record["checks"] if check["state"] == "refused"]
     assert "gradients, float32: cosine" in refused and record["golden"]["float32"]["losses"]
-    said: list[str] = []
-    assert measured.load("cpu", 1, said.append) is None
-    assert len(said) == 1 and "refused" in said[0]
 
 
 def test_wrong_collective_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,19 +293,6 @@ def test_process_that_fails_is_an_error_with_its_output(
 
 
 # ---- the stored record
-
-SAVED = MeasuredChip(
-    device_kind="TPU v5 lite",
-    platform="tpu",
-    num_devices=8,
-    date="2026-11-16T12:00:00+00:00",
-    libraries={"jax": "0.10.2", "libtpu": None},
-    checks=[ProofCheck("speed", "ok", "all")],
-    matrix_tflops=187.0,
-    memory_gb_per_second=702.0,
-    gather_gb_per_second=70.0,
-    reduce_gb_per_second=68.0,
-)
 
 
 def test_record_is_found_by_chip_and_number_of_devices() -> None:

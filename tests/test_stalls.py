@@ -80,7 +80,7 @@ def test_slow_data_and_a_slow_step_are_reported_once_each_and_nothing_else_is(
     monkeypatch.setattr(Batches, "batch", slow_batch)
     monkeypatch.setattr(loop.jax, "device_get", slow_read)
     folder = tiny_run.write_both(tmp_path)
-    options = {"steps": 12, "checkpoint_every": 1, "sequence_length": 32, "batch_size": 2}
+    options = {"steps": 12, "checkpoint_every": 1, "batch_size": 2}
     recipe = load_recipe(
         tiny_run.recipe(
             folder,

@@ -9,6 +9,9 @@ chunked loss, LoRA on seven layers, AdamW; on several devices the base is split 
 
 Weights, adapter and batch are the same on every machine. They come from whole numbers of a generator that numpy has
 frozen, times powers of two, so that bfloat16 holds them exactly: two number formats differ only in their arithmetic.
+The batch of another number of devices repeats its rows, which changes neither loss nor gradients: both are means over
+all tokens.
+
 Gradients are read from the optimizer. After the first step, AdamW's mean is a tenth of the first gradient, so the
 program that is checked is the program that trains.
 """
@@ -27,13 +30,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from trillora.data.pack import fill_row
 from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.devices.chips import generation_of
-from trillora.devices.mesh import gather, put_batch
+from trillora.devices.mesh import gather, local_rows, put_batch
 from trillora.engine.step import initial_state
 from trillora.events import Listener, Progress
 from trillora.files.digests import text_digest
@@ -108,7 +112,7 @@ def train_golden(devices: list[Any], dtype: Dtype, listener: Listener, num_steps
         shardings = jax.tree.map(lambda leaf: leaf.sharding, assembly.state_shapes)
         begin = functools.partial(initial_state, optimizer=assembly.optimizer, seed=0)
         state = jax.jit(begin, out_shardings=shardings)(stack(adapter, assembly.model.adapter_layout))
-        placed = put_batch(batch, assembly.mesh)
+        placed = _placed(batch, recipe.train.batch_size, assembly.mesh)
         losses, gradients = [], {}
         for step in range(num_steps):
             listener(Progress(label, step + 1, num_steps + 1))
@@ -129,22 +133,23 @@ def train_golden(devices: list[Any], dtype: Dtype, listener: Listener, num_steps
 def _recipe(folder: Path, dtype: Dtype, num_devices: int) -> StageRecipe:
     """The recipe of the golden run. Attention and layers are left to the choice that a real run makes, except that the
     exact run scans its layers on every chip."""
-    shards = math.gcd(BATCH_SIZE, num_devices)
+    num_rows = math.lcm(BATCH_SIZE, num_devices)
+    has_halves = num_rows // num_devices % 2 == 0
     recipe = load_recipe(
         {
             "model": {"name": str(folder), "dtype": dtype},
             "data": {"path": str(folder / "not-read.jsonl"), "pack": True},
             "lora": {"rank": 8, "alpha": 16},
             "train": {
-                "batch_size": BATCH_SIZE,
-                "micro_batch_size": max(BATCH_SIZE // 2, shards),
+                "batch_size": num_rows,
+                "micro_batch_size": num_rows // 2 if has_halves else num_rows,
                 "sequence_length": SEQUENCE_LENGTH,
                 "steps": NUM_STEPS,
                 "learning_rate": LEARNING_RATE,
                 "schedule": "constant",
                 "max_grad_norm": 1e9,  # clipping would hide a wrong size
             },
-            "hardware": {"mesh": {"fsdp": shards, "tensor": num_devices // shards}},
+            "hardware": {"mesh": {"fsdp": num_devices}},
             "engine": {
                 "remat": "linear",
                 "loss_chunk": 1024,
@@ -153,6 +158,12 @@ def _recipe(folder: Path, dtype: Dtype, num_devices: int) -> StageRecipe:
         }
     )
     return stages_of(recipe)[0].recipe
+
+
+def _placed(batch: dict[str, np.ndarray], num_rows: int, mesh: Mesh) -> dict[str, jax.Array]:
+    """The batch on the devices, repeated up to this many rows."""
+    rows = [row % BATCH_SIZE for row in local_rows(num_rows, mesh)]
+    return put_batch({name: array[rows] for name, array in batch.items()}, mesh, num_rows)
 
 
 def _base(folder: Path, assembly: Assembly) -> dict[str, jax.Array]:

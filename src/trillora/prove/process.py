@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -116,7 +117,7 @@ def _text_of(error: Exception) -> str:
     """In one line, without what a record must not have: secrets, the name of the machine and of its user."""
     text = mask_message(" ".join(f"{type(error).__name__}: {error}".split()))
     for private, shown in ((os.path.expanduser("~"), "~"), (platform.node(), "this machine")):
-        text = text.replace(private, shown) if len(private) > 2 else text
+        text = re.sub(rf"(?<!\w){re.escape(private)}(?!\w)", shown, text) if private.strip("/") else text
     return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}…"
 
 

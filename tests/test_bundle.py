@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import subprocess
 import sys
@@ -15,12 +14,9 @@ from typing import Any
 import pytest
 import tiny_run
 import yaml
-from chat_tokenizers import chat_tokenizer
-from transformers import LlamaConfig
 
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Event
-from trillora.launch import go
+from trillora.events import Event
 from trillora.launch.bundle import RECIPE, make_bundle, slug
 from trillora.launch.wheel import PACKAGE, build_wheel
 from trillora.recipe.load import load_recipe
@@ -196,24 +192,3 @@ def test_wheel_is_installed_by_pip_and_has_all_files_of_the_package(tmp_path: Pa
         metadata = archive.read(f"trillora-{__version__}.dist-info/METADATA").decode()
         assert "Requires-Dist: torchax==" in metadata and "Provides-Extra: tpu" in metadata
         assert "trillora.cli:main" in archive.read(f"trillora-{__version__}.dist-info/entry_points.txt").decode()
-
-
-# ---- preflight before a launch
-
-
-def test_recipe_that_cannot_fit_is_refused_without_force(tmp_path: Path) -> None:
-    """Six billion parameters on one chip of 16 GiB."""
-    tiny_run.write_chats(tmp_path / "chats.jsonl")
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
-    LlamaConfig(**sizes, vocab_size=len(chat_tokenizer("chatml"))).save_pretrained(tmp_path / "model")
-    chat_tokenizer("chatml").save_pretrained(tmp_path / "model")
-    tree = tiny_run.recipe(tmp_path, model={"dtype": "bfloat16"}, engine={"remat": "full", "loss_chunk": 64})
-    (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
-    recipe = make_bundle(tmp_path / "recipe.yaml").recipe
-    with pytest.raises(TrilloraError) as caught:
-        go.require_go(recipe, "colab")
-    assert caught.value.what.startswith("NO-GO: this recipe does not fit colab") and "--force" in caught.value.do
-    heard: list[Event] = []
-    result = go.require_go(recipe, "colab", force=True, listener=heard.append)
-    assert result is not None and result.from_cache and result.verdict == "NO-GO"
-    assert any(isinstance(event, Alarm) and "--force" in event.text for event in heard)

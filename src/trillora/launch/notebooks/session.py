@@ -1,0 +1,370 @@
+"""The steps of a generated notebook. On Colab, Kaggle or any other machine, the notebook runs
+
+    session = Session("chat", folder)    # `folder`: where the bundle was unpacked
+    session.install()
+    session.check()                      # on Colab and Kaggle: refuses anything but a TPU
+    session.train()                      # resumes from the kept checkpoints
+    session.evaluate(); session.show_report(); session.export("merged"); session.finish()
+
+Files that must outlive the session are in one folder: on Google Drive, in Kaggle's output, else in `results`.
+
+    checkpoints/  run/  trillora-session.json
+
+This module is imported from the wheel before anything is installed, so it uses the standard library only. Everything
+else happens in processes of the `trillora` command.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from trillora.version import __version__
+
+Platform = Literal["colab", "kaggle", "local"]
+RESULT = "trillora-session.json"
+TOKEN_FILE = "hf-token"  # noqa: S105, the name of a file
+HEADLESS = "TRILLORA_HEADLESS"  # set by `trillora launch colab --run`: no person can answer Colab's questions
+STOPPED = 75  # exit code of `trillora train`: saved before its end
+RESERVE = 1800  # seconds before the end of a session, for evaluation, export and the upload of the results
+LEAST = 60  # seconds of training that are worth starting
+DRIVE = Path("/content/drive")
+LIST_DEVICES = """\
+import json, jax
+devices = jax.devices()
+print(json.dumps({"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}))
+"""
+HELP = {
+    "colab": "choose Runtime > Change runtime type > TPU, and run all cells again",
+    "kaggle": "check Settings > Accelerator > TPU v5e-8 and the weekly quota. Kaggle gives TPUs only to accounts with "
+    "a verified identity (a phone number is not enough). Then push the kernel again",
+}
+
+
+class SessionError(Exception):
+    """A step failed. The notebook stops here."""
+
+
+def find_platform() -> Platform:
+    """Where this process runs."""
+    if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
+        return "kaggle"
+    try:
+        return "colab" if importlib.util.find_spec("google.colab") else "local"
+    except ModuleNotFoundError:
+        return "local"
+
+
+class Session:
+    """One session of a run. `folder` has the unpacked bundle; `hours` is the time limit of the session."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        install: Sequence[Sequence[str]] = (),
+        secrets: Sequence[str] = ("HF_TOKEN",),
+        hours: float | None = None,
+        devices: int = 1,
+        checkpoint_url: str | None = None,
+    ) -> None:
+        self.name, self.folder, self.platform = name, folder, find_platform()
+        self._started = time.monotonic()
+        self._install, self._secrets, self._hours, self._num_devices = install, secrets, hours, devices
+        self._checkpoint_url = checkpoint_url
+        self._python = sys.executable
+        self._environment = clean_environment(os.environ, self.platform)
+        self._on_drive = False
+        self.run = folder / "run"
+        self.results = {"kaggle": Path("/kaggle/working"), "colab": Path("/content/results")}.get(
+            self.platform, folder.parent / "results"
+        ) / ("" if self.platform == "kaggle" else name)
+        self._result: dict[str, Any] = {"format": 1, "name": name, "platform": self.platform, "trillora": __version__}
+        self._failures: list[str] = []
+        print(f"Trillora {__version__}, {name}, platform: {self.platform}")
+        if self.platform != "colab":  # its results are on Drive, which is not mounted yet
+            self._take_previous()
+
+    # ---- before training
+
+    def install(self) -> None:
+        """Installs the bundle's wheel with what it needs: on Kaggle, whose torch is too old, in an environment of its
+        own. Elsewhere nothing happens if this version is already installed."""
+        if self.platform == "kaggle":
+            self._install_beside()
+            return
+        if self.platform == "local" and self._has_trillora():
+            print(f"Trillora {__version__} is already installed.")
+            return
+        for words in self._install:
+            self._require([self._python, "-m", "pip", words[0], "--quiet", *words[1:]], "The installation failed")
+
+    def keep_results(self) -> None:
+        """Colab: mounts Google Drive, where the results outlive the session. The mount asks for permission."""
+        if self.platform == "colab" and HEADLESS not in os.environ:
+            try:
+                importlib.import_module("google.colab.drive").mount(str(DRIVE))
+                self.results = DRIVE / "MyDrive" / "trillora" / self.name
+                self._on_drive = True
+            except Exception as error:  # of Colab's own code, in any version
+                print(f"Google Drive is not mounted ({type(error).__name__}): download the results before you leave.")
+            self._take_previous()
+            self._save()
+        print(f"Results: {self.results}")
+
+    def read_secrets(self) -> None:
+        """Reads tokens from the platform's own store. Only the processes of `trillora` get them."""
+        file = Path(TOKEN_FILE)
+        if self.platform == "colab" and file.is_file():  # uploaded by `trillora launch colab --run --send-token`
+            self._environment["HF_TOKEN"] = file.read_text().strip()
+            file.unlink()
+            print("HF_TOKEN: read from the uploaded file, which is removed now.")
+        for name in self._secrets:
+            if name not in self._environment and (value := self._secret(name)):
+                self._environment[name] = value
+                print(f"{name}: found")
+
+    def check(self, *, prove: bool = True) -> None:
+        """Refuses a machine without TPU on Colab and Kaggle. Then `trillora doctor` checks everything else, and with
+        `prove` trains a tiny model on the chips and compares it with recorded values."""
+        found = self._devices()
+        self._save(device=found)
+        print(f"Devices: {found.get('count', 0)} x {found.get('kind', 'unknown')} ({found.get('platform', 'none')})")
+        if self.platform == "local":
+            print("This is neither Colab nor Kaggle: any device is accepted.")
+        elif found.get("platform") != "tpu" or found.get("count") != self._num_devices:
+            self._save(state="no-tpu")
+            why = f": {found['error']}" if "error" in found else "."
+            raise SessionError(
+                f"This session has no TPU with {self._num_devices} device(s){why}\n  do: {HELP[self.platform]}."
+            )
+        self._save(state="started")
+        self._trillora("doctor", *(["--prove"] if prove else []), what="This machine cannot be trusted")
+
+    # ---- training and after
+
+    @property
+    def is_finished(self) -> bool:
+        return self._result.get("state") == "finished"
+
+    def train(self) -> None:
+        """Trains, or resumes from the newest checkpoint. A run that is stopped by the time limit, by an interrupt or
+        by a signal is saved, and the next session resumes it."""
+        if self.is_finished:
+            print("The run is already finished.")
+            return
+        options = [] if self._checkpoint_url else [f"train.checkpoint_dir={self.results / 'checkpoints'}"]
+        if self._hours is not None:
+            left = int(self._hours * 3600 - RESERVE - (time.monotonic() - self._started))
+            if left < LEAST:
+                raise SessionError(f"The session has only {max(left, 0)} s left for training.\n  do: start a new one.")
+            options.append(f"train.time_limit={left}s")
+        recipe = str(self.folder / "recipe.yaml")
+        code = self._call([*self._command("train"), recipe, *options, "--out", str(self.run)])
+        self._save(state={0: "finished", STOPPED: "stopped"}.get(code, "failed"), exit_code=code)
+        self._copy_run()
+        if code == STOPPED:
+            print("The run is saved, but not finished. The next session resumes it.")
+        elif code != 0:
+            raise SessionError(f"Training ended with exit code {code}.\n  do: see its last lines above.")
+
+    def evaluate(self) -> None:
+        """Base model and adapter on the held-out rows."""
+        if self._skipped("Evaluation"):
+            return
+        self._try("eval", str(self.run), what="The evaluation failed")
+
+    def show_report(self) -> None:
+        """Shows report.html in the notebook. A run that is not finished has one too."""
+        if not self._try("report", str(self.run), what="The report failed"):
+            return
+        page = html.escape((self.run / "report.html").read_text(encoding="utf-8"), quote=True)
+        frame = f'<iframe srcdoc="{page}" width="100%" height="900" style="border:0"></iframe>'
+        display = importlib.import_module("IPython.display")
+        display.display(display.HTML(frame))
+
+    def export(self, kind: str) -> None:
+        """Exports the adapter in another form, in `run/exports`."""
+        if self._skipped("Export"):
+            return
+        self._try("export", str(self.run), "--to", kind, what="The export failed, but the adapter is complete")
+
+    def finish(self, *, release: bool = False) -> None:
+        """Copies everything to the results. Colab: writes what is left to Drive, or packs the results for a download;
+        with `release`, gives the machine back, because an idle TPU costs compute units too."""
+        self._copy_run()
+        self._save(seconds=round(time.monotonic() - self._started), failures=self._failures)
+        print(f"State: {self._result['state']}. Results: {self.results}")
+        if self._on_drive:
+            importlib.import_module("google.colab.drive").flush_and_unmount()
+        elif self.platform == "colab":
+            self._pack(Path(f"/content/{self.name}-results.tar"))
+        if self._failures:
+            raise SessionError("\n".join([*self._failures, "  do: see the last lines of that cell."]))
+        if release and self.platform == "colab":
+            importlib.import_module("google.colab.runtime").unassign()
+
+    # ---- how
+
+    def _command(self, verb: str) -> list[str]:
+        return [self._python, "-P", "-m", "trillora", verb]
+
+    def _trillora(self, verb: str, *words: str, what: str) -> None:
+        self._require([*self._command(verb), *words], what)
+
+    def _try(self, verb: str, *words: str, what: str) -> bool:
+        """A step after training. If it fails, the others still run, and `finish` reports it."""
+        if code := self._call([*self._command(verb), *words]):
+            self._failures.append(f"{what}: exit code {code}.")
+            print(self._failures[-1])
+        return not code
+
+    def _require(self, command: Sequence[str], what: str) -> None:
+        if code := self._call(command):
+            raise SessionError(f"{what}: exit code {code}.\n  do: see its last lines above.")
+
+    def _call(self, command: Sequence[str]) -> int:
+        """Runs a program and shows its lines. An interrupt of the cell lets it save its work first."""
+        with subprocess.Popen(
+            command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            assert process.stdout is not None
+            while True:
+                try:
+                    for line in process.stdout:
+                        print(line, end="", flush=True)
+                    return process.wait()
+                except KeyboardInterrupt:
+                    print("Interrupted: waiting until the work is saved.", flush=True)
+                    process.send_signal(signal.SIGTERM)
+
+    def _skipped(self, what: str) -> bool:
+        if not self.is_finished:
+            print(f"{what} comes when the run is finished.")
+        return not self.is_finished
+
+    def _devices(self) -> dict[str, Any]:
+        """What jax finds, in a process of its own: this one must not hold the chips."""
+        command = [self._python, "-P", "-c", LIST_DEVICES]
+        try:
+            done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=300)
+        except subprocess.TimeoutExpired:
+            return {"error": "jax did not start within 300 s"}
+        if done.returncode != 0:
+            return {"error": (done.stderr.strip().splitlines() or ["jax does not start"])[-1][:300]}
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return found
+
+    def _has_trillora(self) -> bool:
+        code = f"import importlib.metadata as m; assert m.version('trillora') == {__version__!r}; m.version('torchax')"
+        command = [self._python, "-P", "-c", code]
+        return subprocess.run(command, env=self._environment, capture_output=True).returncode == 0
+
+    def _install_beside(self) -> None:
+        """A virtual environment in the working folder, made by uv. The CPU build of torch is enough."""
+        if shutil.which("uv") is None:
+            self._require([sys.executable, "-m", "pip", "install", "--quiet", "uv"], "uv cannot be installed")
+        uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
+        home = self.folder / "venv"
+        self._python = str(home / "bin" / "python")
+        if not home.exists():
+            self._require([uv, "venv", "--quiet", str(home)], "No environment can be made")
+        pip = [uv, "pip", "install", "--quiet", "--python", self._python, "--torch-backend", "cpu"]
+        for words in self._install:
+            self._require([*pip, *words[1:]], "The installation failed")
+
+    def _secret(self, name: str) -> str | None:
+        try:
+            if HEADLESS in os.environ:
+                return None
+            if self.platform == "colab":
+                found = importlib.import_module("google.colab.userdata").get(name)
+            elif self.platform == "kaggle":
+                found = importlib.import_module("kaggle_secrets").UserSecretsClient().get_secret(name)
+            else:
+                return None
+        except Exception as error:  # SecretNotFoundError, NotebookAccessError, TimeoutException; BackendError
+            print(f"{name}: not available ({type(error).__name__}). Only models that need a login ask for it.")
+            return None
+        return str(found) if found else None
+
+    def _take_previous(self) -> None:
+        """What an earlier session kept. Kaggle mounts it as input, which cannot be written: it is copied."""
+        source = self._previous_output()
+        if source is not None and not any((self.results / name).exists() for name in ("checkpoints", "run")):
+            print(f"Taking over {source}")
+            self.results.mkdir(parents=True, exist_ok=True)
+            for name in ("checkpoints", "run"):
+                if (source / name).is_dir():
+                    shutil.copytree(source / name, self.results / name, dirs_exist_ok=True)
+            shutil.copyfile(source / RESULT, self.results / RESULT)
+        if read_result(self.results / RESULT).get("state") == "finished":
+            shutil.copytree(self.results / "run", self.run, dirs_exist_ok=True)
+            self._result["state"] = "finished"
+
+    def _previous_output(self) -> Path | None:
+        """The output of the last kernel in a chain, wherever it is mounted: the newest one of this run."""
+        root = Path("/kaggle/input") if self.platform == "kaggle" else self.folder.parent / "input"
+        found = [(read_result(file), file.parent) for file in root.rglob(RESULT)] if root.is_dir() else []
+        own = [(result.get("saved", 0.0), folder) for result, folder in found if result.get("name") == self.name]
+        return max(own)[1] if own else None
+
+    def _copy_run(self) -> None:
+        """The run without its checkpoints, which are kept already."""
+        if self.run.is_dir():
+            shutil.copytree(
+                self.run, self.results / "run", dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints", ".*")
+            )
+
+    def _pack(self, file: Path) -> None:
+        with tarfile.open(file, "w") as archive:
+            archive.add(self.results, arcname=".")
+        print(f"Packed: {file}")
+
+    def _save(self, **facts: Any) -> None:
+        self.results.mkdir(parents=True, exist_ok=True)
+        was_finished = self.is_finished and facts.get("state") == "started"
+        self._result |= {**facts, "saved": time.time()} | ({"state": "finished"} if was_finished else {})
+        making = self.results / f".{RESULT}"
+        making.write_text(json.dumps(self._result, indent=1) + "\n")
+        making.replace(self.results / RESULT)
+
+
+def clean_environment(variables: Mapping[str, str], platform: Platform) -> dict[str, str]:
+    """The environment of all processes. Kaggle's image names its own libtpu, which jax would prefer to the installed
+    one, and may have a warning text where the names of hosts belong."""
+    kept = {**variables, "PYTHONUNBUFFERED": "1"}
+    if platform == "kaggle":
+        kept.pop("TPU_LIBRARY_PATH", None)
+        if not re.fullmatch(r"[A-Za-z0-9.:,-]+", kept.get("TPU_WORKER_HOSTNAMES", "localhost")):
+            del kept["TPU_WORKER_HOSTNAMES"]
+    return kept
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """What a session wrote; empty if there is nothing, or something else."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.stat().st_size < 1 << 20 else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and found.get("format") == 1 else {}

@@ -1,0 +1,458 @@
+"""`trillora launch colab` and `launch kaggle`: their files, and the programs of Google and Kaggle.
+
+Kaggle's own client talks to a service on this machine. Google's program cannot run here: a stand-in answers with its
+texts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import tiny_run
+import yaml
+from chat_tokenizers import chat_tokenizer
+from loopback_kaggle import Kaggle
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from trillora.cli import app
+from trillora.errors import TrilloraError
+from trillora.events import Alarm, Event, Note
+from trillora.launch.bundle import Bundle, make_bundle
+from trillora.launch.notebooks import session as session_module
+from trillora.launch.notebooks.colab import ColabRun, target_of, write_colab
+from trillora.launch.notebooks.document import LARGEST_EMBEDDED
+from trillora.launch.notebooks.kaggle import KERNEL_KEYS, KaggleFiles, clean_kernel, open_kaggle, write_kaggle
+from trillora.launch.notebooks.kaggle_client import KaggleClient
+from trillora.launch.notebooks.session import RESULT, Session, SessionError, clean_environment, find_platform
+
+TOKEN = "hf_" + "Qz7" * 11
+TPU = {"platform": "tpu", "kind": "TPU v5 lite", "count": 8}
+CPU = {"platform": "cpu", "kind": "cpu", "count": 1}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    folder = tmp_path_factory.mktemp("recipe")
+    tiny_run.write_chats(folder / "chats.jsonl")
+    tree = {"model": "owner/model", "data": {"path": "chats.jsonl", "split": {"test": 0.2}}, "train": {"steps": 3}}
+    (folder / "chat.yaml").write_text(yaml.safe_dump(tree))
+    return make_bundle(folder / "chat.yaml")
+
+
+class Heard:
+    """A listener that keeps the texts."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Note | Alarm):
+            self.texts.append(event.text)
+
+    def __str__(self) -> str:
+        return "\n".join(self.texts)
+
+
+def result_file(state: str, device: dict[str, Any] = TPU) -> bytes:
+    return json.dumps({"format": 1, "name": "chat", "state": state, "device": device, "saved": 1.0}).encode()
+
+
+# ---- the files
+
+
+def test_colab_notebook_is_valid_selects_the_tpu_and_contains_everything(bundle: Bundle, tmp_path: Path) -> None:
+    files = write_colab(bundle, tmp_path / "out", "colab")
+    notebook = nbformat.read(files.notebook, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.accelerator == "TPU" and notebook.metadata.colab.gpuType == "V5E1"
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["chat.ipynb"]
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    assert bundle.recipe_text in code
+    order = ["install", "check", "keep_results", "read_secrets", "train", "evaluate", "show_report", "export", "finish"]
+    places = [code.index(f"session.{step}(") for step in order]
+    assert places == sorted(places)
+    again = write_colab(bundle, tmp_path / "again", "colab").notebook
+    assert again.read_bytes() == files.notebook.read_bytes()
+
+
+def test_large_bundle_is_a_file_next_to_the_notebook(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trillora.launch.notebooks.colab.LARGEST_EMBEDDED", 1000)
+    files = write_colab(bundle, tmp_path / "out", "colab-v6e")
+    assert files.bundle == tmp_path / "out" / "chat.bundle" and files.bundle.is_file()
+    assert files.notebook.stat().st_size < 20_000 < LARGEST_EMBEDDED
+    steps = [words for _, words in files.steps(send_token=True)]
+    assert ["colab", "new", "-s", "trillora-chat", "--tpu", "v6e1"] in steps
+    assert [words[-1] for words in steps if words[1] == "upload"] == ["content/chat.bundle", "content/hf-token"]
+
+
+def test_colab_has_two_kinds_of_tpu_and_no_other() -> None:
+    # Google's program turns any word but v5e1 into a v6e1, which costs more.
+    assert [target_of(name).slice.num_devices for name in ("colab", "colab-v6e")] == [1, 1]
+    with pytest.raises(TrilloraError, match="Colab does not have v5e-8"):
+        target_of("v5e-8")
+
+
+def test_kaggle_folders_have_valid_keys_only_and_form_a_chain(bundle: Bundle, tmp_path: Path) -> None:
+    files = write_kaggle(bundle, tmp_path / "out", "me", sessions=3)
+    assert files == open_kaggle(tmp_path / "out")
+    assert sorted(file.name for file in files.dataset.iterdir()) == [
+        "chat.bundle",
+        "dataset-metadata.json",
+        "recipe.yaml",
+    ]
+    for number in (1, 2, 3):
+        metadata = json.loads((files.session(number) / "kernel-metadata.json").read_text())
+        assert set(metadata) == set(KERNEL_KEYS)
+        assert metadata["enable_tpu"] and metadata["machine_shape"] == "TpuV5E8" and metadata["is_private"]
+        assert metadata["kernel_sources"] == ([f"me/trillora-chat-{number - 1}"] if number > 1 else [])
+        assert metadata["title"].replace(" ", "-") == metadata["id"].partition("/")[2]
+        notebook = nbformat.read(files.session(number) / metadata["code_file"], as_version=4)
+        nbformat.validate(notebook)
+        assert "hours=9.0" in "".join(cell.source for cell in notebook.cells)
+        assert clean_kernel(files.session(number)) == []
+
+
+def test_leftover_keys_that_select_a_cpu_are_removed(bundle: Bundle, tmp_path: Path) -> None:
+    """`kaggle kernels pull -m` writes such keys."""
+    folder = write_kaggle(bundle, tmp_path / "out", "me").session(1)
+    file, notebook = folder / "kernel-metadata.json", folder / "trillora-chat-1.ipynb"
+    clean = file.read_text(), notebook.read_text()
+    left = {"docker_image": "gcr.io/kaggle-images/python", "machine_shape": "TpuV232", "enable_tpo": True, "id_no": 7}
+    file.write_text(json.dumps(json.loads(clean[0]) | left))
+    tree = json.loads(clean[1])
+    tree["metadata"]["kaggle"] = {"accelerator": "none", "dockerImageVersionId": 31}
+    notebook.write_text(json.dumps(tree))
+    assert clean_kernel(folder) == [
+        "docker_image",
+        "enable_tpo",
+        "id_no",
+        "machine_shape",
+        "metadata.kaggle of the notebook",
+    ]
+    assert (file.read_text(), notebook.read_text()) == clean
+
+
+@pytest.mark.parametrize("owner", ["", "a/b", "-me", "me there", "x" * 60])
+def test_wrong_user_of_kaggle_is_refused(bundle: Bundle, tmp_path: Path, owner: str) -> None:
+    with pytest.raises(TrilloraError, match="not a user of Kaggle"):
+        write_kaggle(bundle, tmp_path / "out", owner)
+    assert not (tmp_path / "out").exists()
+
+
+# ---- Kaggle's own client
+
+
+@pytest.fixture
+def kaggle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Kaggle]:
+    pytest.importorskip("six", reason="Kaggle's client imports six, but does not require it")
+    service = Kaggle()
+    for name, value in (service.environment() | {"HOME": str(tmp_path)}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("KAGGLE_USERNAME", raising=False)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def files(bundle: Bundle, tmp_path: Path) -> KaggleFiles:
+    return write_kaggle(bundle, tmp_path / "launch", "me", sessions=2)
+
+
+def test_chain_is_pushed_watched_and_fetched(kaggle: Kaggle, files: KaggleFiles) -> None:
+    heard = Heard()
+    client = KaggleClient(files, heard, pace=0.01)
+    assert client.push() == "me/trillora-chat-1"
+    [version] = kaggle.datasets["me/trillora-chat"]
+    assert version == {name: (files.dataset / name).read_bytes() for name in ("chat.bundle", "recipe.yaml")}
+    pushed = kaggle.kernels["me/trillora-chat-1"].request
+    assert pushed["enableTpu"] and pushed["machineShape"] == "TpuV5E8" and pushed["sessionTimeoutSeconds"] == 9 * 3600
+    assert pushed["datasetDataSources"] == ["me/trillora-chat"] and "dockerImage" not in pushed
+    assert "20.0 h left" in str(heard)
+
+    with pytest.raises(TrilloraError, match="Session 1 is still running"):
+        client.push()
+    first = kaggle.kernels["me/trillora-chat-1"]
+    first.status, first.output = "COMPLETE", {RESULT: result_file("stopped"), "checkpoints/step-1/a": b"1"}
+    assert client.push() == "me/trillora-chat-2"
+    second = kaggle.kernels["me/trillora-chat-2"]
+    assert second.request["kernelDataSources"] == ["me/trillora-chat-1"]
+    assert len(kaggle.datasets["me/trillora-chat"]) == 1
+
+    second.status, second.output = "COMPLETE", {RESULT: result_file("finished"), "run/adapter/x": b"2"}
+    assert [(s.kaggle, s.state) for s in client.status()] == [("COMPLETE", "stopped"), ("COMPLETE", "finished")]
+    assert (client.pull() / "run" / "adapter" / "x").read_bytes() == b"2"
+    with pytest.raises(TrilloraError, match="The run is finished"):
+        client.push()
+
+
+def test_kernel_that_came_back_from_the_cpu_is_refused(kaggle: Kaggle, files: KaggleFiles) -> None:
+    client = KaggleClient(files, Heard(), pace=0.01)
+    client.push()
+    kernel = kaggle.kernels["me/trillora-chat-1"]
+    refused = (
+        ("ERROR", result_file("no-tpu", CPU), client.status),
+        ("COMPLETE", result_file("finished", CPU), client.pull),
+    )
+    for status, content, command in refused:
+        kernel.status, kernel.output = status, {RESULT: content, "run/adapter/x": b"2"}
+        with pytest.raises(TrilloraError, match="without TPU") as caught:
+            command()
+        assert "me/trillora-chat-1" in str(caught.value.where) and "identity" in caught.value.do
+    assert not files.results.exists()
+
+
+def test_refusals_that_kaggles_client_only_prints_are_errors(kaggle: Kaggle, files: KaggleFiles) -> None:
+    client = KaggleClient(files, Heard(), pace=0.01)
+    refusals: list[tuple[str, dict[str, Any], str]] = [
+        ("CreateDataset", {"status": "error", "error": "the title is in use"}, "the title is in use"),
+        ("SaveKernel", {"error": "Maximum batch TPU session count reached."}, "Maximum batch TPU session"),
+        ("SaveKernel", {"versionNumber": 1, "url": "u", "invalidDatasetSources": ["me/trillora-chat"]}, "not valid"),
+    ]
+    for call, answer, text in refusals:
+        kaggle.refuse = {call: answer}
+        with pytest.raises(TrilloraError, match="Kaggle refused") as caught:
+            client.push()
+        assert text in str(caught.value.where)
+
+
+def test_client_without_credentials_is_an_error_that_says_how_to_log_in(
+    kaggle: Kaggle, files: KaggleFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for token in (None, "wrong"):
+        if token is None:
+            monkeypatch.delenv("KAGGLE_API_TOKEN")
+        else:
+            monkeypatch.setenv("KAGGLE_API_TOKEN", token)
+        with pytest.raises(TrilloraError, match="not logged in") as caught:
+            KaggleClient(files, Heard()).push()
+        assert "kaggle auth login" in caught.value.do
+    assert kaggle.kernels == {}
+
+
+def test_missing_client_is_an_error_with_the_command_that_installs_it(
+    files: KaggleFiles, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(TrilloraError) as caught:
+        KaggleClient(files, Heard())
+    assert caught.value.do.startswith("pip install kaggle")
+    with pytest.raises(TrilloraError) as caught:
+        ColabRun(write_colab(bundle, tmp_path / "out", "colab"), Heard()).run()
+    assert "uv tool install google-colab-cli" in caught.value.do
+
+
+# ---- Google's program
+
+
+STAND_IN = """\
+#!{python}
+import json, os, pathlib, shutil, sys
+home = pathlib.Path({home!r})
+with open(home / "calls.jsonl", "a") as calls:
+    calls.write(json.dumps(sys.argv[1:]) + "\\n")
+verb, words = sys.argv[1], sys.argv[2:]
+plan = json.loads((home / "plan.json").read_text())
+if verb == "new" and "refuse" in plan:
+    print(plan["refuse"], file=sys.stderr)
+    sys.exit(1)
+if verb == "upload":
+    target = home / "vm" / words[-1]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(words[-2], target)
+if verb == "exec":
+    print("step 1 of 3")
+    for name in plan["results"]:
+        shutil.copy(home / name, home / "vm")
+    if plan.get("lost"):
+        print("Connection was lost.")
+        sys.exit(1)
+if verb == "download":
+    name = pathlib.Path(words[-2]).name
+    polls = len([1 for line in open(home / "calls.jsonl") if name in line])
+    if polls <= plan.get("late", 0) or not (home / "vm" / name).exists():
+        sys.exit(1)
+    shutil.copyfile(home / "vm" / name, words[-1])
+"""
+
+
+class Google:
+    """A stand-in for Google's program `colab`, with its texts and its exit codes: 0 from `exec` whatever happened."""
+
+    def __init__(self, home: Path) -> None:
+        import tarfile
+
+        self.home = home
+        (home / "bin").mkdir(parents=True)
+        (home / "vm").mkdir()
+        program = home / "bin" / "colab"
+        program.write_text(STAND_IN.format(python=sys.executable, home=str(home)))
+        program.chmod(0o755)
+        (home / "adapter").write_text("trained")
+        with tarfile.open(home / "chat-results.tar", "w") as archive:
+            archive.add(home / "adapter", arcname="./run/adapter")
+        self.plan("finished")
+
+    def plan(self, state: str, **options: Any) -> None:
+        (self.home / RESULT).write_bytes(result_file(state))
+        (self.home / "calls.jsonl").write_text("")
+        tree = {"results": [RESULT, "chat-results.tar"], **options}
+        (self.home / "plan.json").write_text(json.dumps(tree))
+
+    @property
+    def verbs(self) -> list[str]:
+        return [json.loads(line)[0] for line in (self.home / "calls.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Google:
+    found = Google(tmp_path / "google")
+    monkeypatch.setenv("PATH", f"{found.home / 'bin'}:{os.environ['PATH']}")
+    return found
+
+
+def test_run_on_colab_is_followed_and_fetched_and_the_runtime_is_given_back(
+    google: Google, bundle: Bundle, tmp_path: Path
+) -> None:
+    heard = Heard()
+    files = write_colab(bundle, tmp_path / "out", "colab")
+    assert ColabRun(files, heard, token=TOKEN).run()["state"] == "finished"
+    assert google.verbs == ["new", "upload", "exec", "download", "download", "stop"]
+    assert (files.results / "run" / "adapter").read_text() == "trained"
+    assert "step 1 of 3" in str(heard)
+    # The token is a file on the runtime, and in no command.
+    assert (google.home / "vm" / "content" / "hf-token").read_text() == TOKEN
+    assert TOKEN not in (google.home / "calls.jsonl").read_text() and TOKEN not in str(heard)
+
+
+def test_lost_connection_does_not_lose_the_run(google: Google, bundle: Bundle, tmp_path: Path) -> None:
+    google.plan("finished", lost=True, late=2)
+    files = write_colab(bundle, tmp_path / "out", "colab")
+    assert ColabRun(files, Heard(), pace=0.01).run()["state"] == "finished"
+    assert google.verbs.count("status") == 2 and google.verbs[-1] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("state", "what"),
+    [("no-tpu", "without TPU"), ("started", "did not finish"), ("failed", "did not finish")],
+)
+def test_failed_notebook_is_an_error_although_the_program_returns_0(
+    google: Google, bundle: Bundle, tmp_path: Path, state: str, what: str
+) -> None:
+    google.plan(state)
+    with pytest.raises(TrilloraError, match=what):
+        ColabRun(write_colab(bundle, tmp_path / "out", "colab"), Heard()).run()
+    assert google.verbs[-1] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("Allocation refused (precondition failed)", "no TPU for this account now"),
+        ("Backend rejected accelerator 'V5E1'", "may not use that TPU"),
+        ("google.auth.exceptions.DefaultCredentialsError: Your default credentials were not found", "not logged in"),
+    ],
+)
+def test_refused_runtime_is_explained(google: Google, bundle: Bundle, tmp_path: Path, text: str, what: str) -> None:
+    google.plan("finished", refuse=text)
+    with pytest.raises(TrilloraError, match=what):
+        ColabRun(write_colab(bundle, tmp_path / "out", "colab"), Heard()).run()
+    assert google.verbs == ["new"]
+
+
+# ---- in the notebook
+
+
+@pytest.mark.parametrize(("platform", "count"), [("colab", 1), ("kaggle", 8)])
+def test_session_without_tpu_is_refused_and_says_so_in_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, count: int
+) -> None:
+    session = Session("chat", tmp_path / "chat", devices=count)
+    monkeypatch.setattr(session, "platform", platform)
+    monkeypatch.setattr(session_module, "LIST_DEVICES", f"print('{json.dumps(CPU)}')")
+    with pytest.raises(SessionError, match="no TPU"):
+        session.check()
+    assert json.loads((session.results / RESULT).read_text())["state"] == "no-tpu"
+
+
+def test_platform_is_found_by_its_marks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert find_platform() == "local"
+    (tmp_path / "google" / "colab").mkdir(parents=True)
+    (tmp_path / "google" / "colab" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "google", None)  # another package of that name may be installed
+    monkeypatch.delitem(sys.modules, "google")
+    assert find_platform() == "colab"
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
+    assert find_platform() == "kaggle"
+
+
+def test_environment_of_kaggle_is_cleaned() -> None:
+    image = {"TPU_LIBRARY_PATH": "/lib/libtpu.so", "TPU_WORKER_HOSTNAMES": "WARNING: could not find it", "A": "1"}
+    cleaned = clean_environment(image, "kaggle")
+    assert cleaned.keys() == {"A", "PYTHONUNBUFFERED"}
+    assert clean_environment(image | {"TPU_WORKER_HOSTNAMES": "t-0,t-1"}, "kaggle")["TPU_WORKER_HOSTNAMES"] == "t-0,t-1"
+    assert image.items() <= clean_environment(image, "colab").items()
+
+
+# ---- the commands
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["launch", *arguments])
+    return done.exit_code, done.output
+
+
+def test_recipe_that_cannot_fit_is_refused_without_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six billion parameters on one chip of 16 GiB."""
+    monkeypatch.setenv("TRILLORA_CACHE", str(tmp_path / "cache"))
+    tiny_run.write_chats(tmp_path / "chats.jsonl")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
+    LlamaConfig(**sizes, vocab_size=len(chat_tokenizer("chatml"))).save_pretrained(tmp_path / "model")
+    chat_tokenizer("chatml").save_pretrained(tmp_path / "model")
+    tree = tiny_run.recipe(tmp_path, model={"dtype": "bfloat16"}, engine={"remat": "full", "loss_chunk": 64})
+    (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
+    words = ["colab", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "out")]
+    code, text = invoke(*words)
+    assert code == 2 and "NO-GO: this recipe does not fit colab" in text and "--force" in text
+    assert not (tmp_path / "out").exists()
+    code, text = invoke(*words, "--force")  # the answer of preflight is known now
+    assert code == 0 and "colab new -s trillora-recipe --tpu v5e1" in text
+    assert (tmp_path / "out" / "recipe.ipynb").is_file()
+
+
+def test_recipe_with_a_secret_is_refused(tmp_path: Path) -> None:
+    tiny_run.write_chats(tmp_path / "chats.jsonl")
+    tree = {"model": "owner/model", "data": "chats.jsonl", "track": {"project": TOKEN}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    for platform in (["colab"], ["kaggle", "--owner", "me"]):
+        code, text = invoke(*platform, str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "out"))
+        assert code == 2 and "secret in track.project" in text and TOKEN not in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_arguments_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("KAGGLE_USERNAME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for words, text in (
+        (["colab", "r.yaml", "--on", "v5e-8"], "Colab does not have v5e-8"),
+        (["colab", "r.yaml", "--export", "zip"], "no export to 'zip'"),
+        (["kaggle", "r.yaml"], "--owner"),
+        (["kaggle", "r.yaml", "--status"], "not the folder of a launch"),
+        (["kaggle", "r.yaml", "--push", "--pull"], "give only one"),
+        (["kaggle", "r.yaml", "--sessions", "0"], "not a whole number"),
+        (["nowhere", "r.yaml"], "nowhere"),
+    ):
+        code, output = invoke(*words)
+        assert code == 2 and text in output, output

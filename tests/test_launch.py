@@ -79,8 +79,11 @@ def test_colab_notebook_is_valid_selects_the_tpu_and_contains_everything(bundle:
     order = ["install", "check", "keep_results", "read_secrets", "train", "evaluate", "show_report", "export", "finish"]
     places = [code.index(f"session.{step}(") for step in order]
     assert places == sorted(places)
-    again = write_colab(bundle, tmp_path / "again", "colab").notebook
-    assert again.read_bytes() == files.notebook.read_bytes()
+    before = files.notebook.read_bytes()
+    assert write_colab(bundle, tmp_path / "out", "colab").notebook.read_bytes() == before
+    with pytest.raises(TrilloraError, match="another notebook"):
+        write_colab(bundle, tmp_path / "out", "colab-v6e")
+    assert files.notebook.read_bytes() == before and len(list((tmp_path / "out").iterdir())) == 1
 
 
 def test_large_bundle_is_a_file_next_to_the_notebook(
@@ -382,6 +385,8 @@ def test_session_without_tpu_is_refused_and_says_so_in_its_record(
     monkeypatch.setattr(session_module, "LIST_DEVICES", f"print('{json.dumps(CPU)}')")
     with pytest.raises(SessionError, match="no TPU"):
         session.check()
+    with pytest.raises(SessionError, match="has not passed"):  # `colab exec` runs the next cell all the same
+        session.train()
     assert json.loads((session.results / RESULT).read_text())["state"] == "no-tpu"
 
 
@@ -414,10 +419,10 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def test_recipe_that_cannot_fit_is_refused_without_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six billion parameters on one chip of 16 GiB."""
+    """Twelve billion parameters on one chip of 16 GiB."""
     monkeypatch.setenv("TRILLORA_CACHE", str(tmp_path / "cache"))
     tiny_run.write_chats(tmp_path / "chats.jsonl")
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 64, "num_key_value_heads": 8}
     LlamaConfig(**sizes, vocab_size=len(chat_tokenizer("chatml"))).save_pretrained(tmp_path / "model")
     chat_tokenizer("chatml").save_pretrained(tmp_path / "model")
     tree = tiny_run.recipe(tmp_path, model={"dtype": "bfloat16"}, engine={"remat": "full", "loss_chunk": 64})

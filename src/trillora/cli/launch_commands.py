@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,7 @@ from trillora.errors import TrilloraError
 if TYPE_CHECKING:
     from trillora.events import Listener
     from trillora.launch.bundle import Bundle
-    from trillora.launch.notebooks.kaggle import KaggleFiles
+    from trillora.launch.notebooks.kaggle_client import KaggleClient
     from trillora.preflight.result import PreflightResult
 
 EXPORTS = (*(kind for kind in KINDS if kind != "hub"), "none")
@@ -65,9 +65,11 @@ def colab(
     """
     _check_export(export)
     with progress_on_stderr() as listener:
-        from trillora.launch.notebooks.colab import ColabRun, target_of, write_colab
+        from trillora.launch.notebooks.colab import ColabRun, require_program, target_of, write_colab
 
         target_of(on)
+        if run:
+            require_program()
         token = _token() if send_token else None
         bundle, _ = _ready(recipe, overrides, on, tiny, force, listener)
         folder = _folder(out, f"{bundle.name}-colab")
@@ -114,7 +116,8 @@ def kaggle(
 ) -> None:
     """Write a kernel and a data set that train the recipe on Kaggle's TPU.
 
-    Without --push nothing is uploaded. --status and --pull use the folder that an earlier command wrote.
+    Without --push nothing is uploaded. --push, --status and --pull use the folder that an earlier command wrote. If
+    there is none, --push writes it first.
     """
     _check_export(export)
     if push + status + pull > 1:
@@ -123,8 +126,10 @@ def kaggle(
     with progress_on_stderr() as listener:
         from trillora.launch.bundle import slug
         from trillora.launch.notebooks.kaggle import find_owner, open_kaggle, write_kaggle
-        from trillora.launch.notebooks.kaggle_client import KaggleClient
+        from trillora.launch.notebooks.kaggle_client import KaggleClient, require_program
 
+        if push or status or pull:
+            require_program()
         folder = _folder(out, f"{slug(recipe.stem)}-kaggle")
         if status or pull or (push and folder.is_dir()):
             files = open_kaggle(folder)
@@ -133,20 +138,28 @@ def kaggle(
             bundle, checked = _ready(recipe, overrides, "kaggle", tiny, force, listener)
             expected = checked.run.sessions if checked is not None and checked.run is not None else 1
             files = write_kaggle(bundle, folder, user, sessions=sessions or expected, export=export, listener=listener)
-        client = KaggleClient(files, listener) if push or status or pull else None
-        if client is not None and push:
-            _say({"pushed": client.push()}, as_json, f"See it at https://www.kaggle.com/code/{files.owner}")
-        elif client is not None and pull:
-            _say({"results": str(client.pull())}, as_json)
-        elif client is not None:
-            found = [asdict(session) for session in client.status()]
-            lines = [
-                f"session {s['number']}: {s['kaggle'] or 'not pushed'}{', ' + s['state'] if s['state'] else ''}"
-                for s in found
-            ]
-            _say({"sessions": found}, as_json, *lines)
-        else:
-            _say(_written(files), as_json, "Start it with the same command and --push.")
+        if push or status or pull:
+            _use_client(KaggleClient(files, listener), as_json, push=push, pull=pull)
+            return
+    kernels = [str(files.session(number)) for number in range(1, files.num_sessions + 1)]
+    lines = [f"Data set: {files.dataset}", *(f"Kernel: {kernel}" for kernel in kernels)]
+    _say({"dataset": str(files.dataset), "kernels": kernels}, as_json, *lines, "Start it with this command and --push.")
+
+
+def _use_client(client: KaggleClient, as_json: bool, *, push: bool, pull: bool) -> None:
+    if push:
+        kernel = client.push()
+        _say({"pushed": kernel}, as_json, f"Started: https://www.kaggle.com/code/{kernel}")
+    elif pull:
+        folder = client.pull()
+        _say({"results": str(folder)}, as_json, f"Results: {folder}")
+    else:
+        found = client.status()
+        lines = [
+            f"Session {s.number}: {', '.join(filter(None, (s.kaggle or 'not pushed', s.state, s.device)))}"
+            for s in found
+        ]
+        _say({"sessions": [asdict(session) for session in found]}, as_json, *lines)
 
 
 launch.command("tpu-vm")(tpu_vm_commands.tpu_vm)
@@ -163,19 +176,11 @@ def _ready(
     return bundle, require_go(bundle.recipe, slice_name, force=force, listener=listener)
 
 
-def _written(files: KaggleFiles) -> dict[str, object]:
-    kernels = [str(files.session(number)) for number in range(1, files.num_sessions + 1)]
-    return {"dataset": str(files.dataset), "kernels": kernels}
-
-
-def _say(facts: dict[str, object], as_json: bool, *lines: str) -> None:
+def _say(facts: dict[str, Any], as_json: bool, *lines: str) -> None:
     if as_json:
         print_json(facts)
-        return
-    for name, value in facts.items():
-        for item in [value] if isinstance(value, str) else value if name == "kernels" else []:  # type: ignore[attr-defined]
-            print(f"{name.rstrip('s') if name == 'kernels' else name}: {item}")
-    print(*lines, sep="\n")
+    else:
+        print(*lines, sep="\n")
 
 
 def _folder(out: Path | None, default: str) -> Path:

@@ -24,7 +24,7 @@ from typing import Any
 from trillora.devices.slices import find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
-from trillora.files.atomic import new_folder
+from trillora.files.atomic import make_folder, write_file
 from trillora.launch.bundle import Bundle
 from trillora.launch.notebooks.document import LARGEST_EMBEDDED, SUFFIX, Target, make_notebook, pack
 from trillora.launch.notebooks.program import Answer, call, find_program
@@ -101,20 +101,27 @@ def write_colab(
     prove: bool = True,
     listener: Listener = ignore_events,
 ) -> ColabFiles:
-    """Writes the notebook, and the bundle next to it if it is too large for the notebook, into a new folder."""
+    """Writes the notebook, and the bundle next to it if it is too large for the notebook. The same recipe makes the
+    same files; other ones are not overwritten."""
     target = target_of(slice_name)
-    if out.is_dir() and any(out.iterdir()):
-        raise TrilloraError("This folder is not empty.", where=str(out), do="remove it, or choose another --out")
-    name = bundle.name
-    with new_folder(out) as making:
-        packed = pack(bundle, making / f"{name}{SUFFIX}", listener)
+    notebook, stored = out / f"{bundle.name}.ipynb", out / f"{bundle.name}{SUFFIX}"
+    make_folder(out)
+    with tempfile.TemporaryDirectory(prefix=".launch-", dir=out) as folder:
+        packed = pack(bundle, Path(folder) / stored.name, listener)
         is_small = packed.stat().st_size <= LARGEST_EMBEDDED
         text = make_notebook(bundle, packed, target, embed=is_small, export=export, prove=prove)
-        (making / f"{name}.ipynb").write_text(text, encoding="utf-8")
-        if is_small:
-            packed.unlink()
-    packed = out / f"{name}{SUFFIX}"
-    return ColabFiles(name, out / f"{name}.ipynb", None if is_small else packed, ACCELERATORS[target.slice_name])
+        if notebook.exists() and notebook.read_text(encoding="utf-8") != text:
+            what = "This folder has another notebook of this name."
+            raise TrilloraError(what, where=str(notebook), do="remove it, or choose another --out")
+        if not is_small:
+            os.replace(packed, stored)
+        write_file(notebook, text)
+    return ColabFiles(bundle.name, notebook, None if is_small else stored, ACCELERATORS[target.slice_name])
+
+
+def require_program() -> None:
+    """Raises an error if Google's program is not installed."""
+    find_program("colab", INSTALL)
 
 
 class ColabRun:
@@ -133,7 +140,7 @@ class ColabRun:
 
     def run(self) -> dict[str, Any]:
         """Creates, uploads, runs, fetches, stops. Returns what the notebook wrote about its session."""
-        find_program("colab", INSTALL)
+        require_program()
         answer = self._ask("new", "--tpu", self._files.accelerator, seconds=SHORT)
         if answer.code != 0:
             raise _refusal(answer)
@@ -181,7 +188,7 @@ class ColabRun:
                 is_running = ended.code != 0 and result.get("state", "started") == "started"
                 if not is_running or self._ask("status", seconds=SHORT).code != 0:
                     break
-                self._listener(Note("The connection was lost; the run goes on. Asking again."))
+                self._listener(Note("The connection was lost; the run continues. Asking again."))
                 time.sleep(self._pace)
             packed = Path(folder) / "results.tar"
             self._ask("download", f"content/{self._files.name}-results.tar", str(packed), seconds=TRANSFER)

@@ -13,7 +13,6 @@ import base64
 import hashlib
 import os
 import tempfile
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,8 @@ def make_notebook(
     bundle: Bundle, packed: Path, target: Target, *, embed: bool, export: str = "merged", prove: bool = True
 ) -> str:
     """The text of the .ipynb file. The file of `pack` is part of the notebook if `embed`."""
-    lines = textwrap.wrap(base64.b64encode(packed.read_bytes()).decode(), WIDTH) if embed else []
+    text = base64.b64encode(packed.read_bytes()).decode() if embed else ""
+    lines = [text[start : start + WIDTH] for start in range(0, len(text), WIDTH)]
     with open(packed, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     cells = [
@@ -99,7 +99,7 @@ def make_notebook(
         _hidden("\n".join(['EMBEDDED = """\\', *lines, '"""'])),
         _code(FIND.format(name=bundle.name, sha256=sha256)),
         _text("## Recipe\nAn unfinished run resumes only with the recipe it was started with."),
-        _code(f'(folder / "recipe.yaml").write_text({_literal(bundle.recipe_text)}, encoding="utf-8")'),
+        _code(f'_ = (folder / "recipe.yaml").write_text({_literal(bundle.recipe_text)}, encoding="utf-8")'),
         _text("## Install and check\nThe first minute on the chip: a tiny model is trained and compared."),
         _code(_session(bundle, target)),
         _code("session.check()" if prove else "session.check(prove=False)"),

@@ -61,6 +61,11 @@ class KaggleFiles:
         return f"{self.owner}/trillora-{self.name}"
 
     @property
+    def uploaded(self) -> Path:
+        """Exists as soon as Kaggle has the data set."""
+        return self.folder / "uploaded"
+
+    @property
     def results(self) -> Path:
         return self.folder / "results"
 

@@ -23,6 +23,7 @@ from typing import Any
 from trillora.devices.slices import KAGGLE
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note
+from trillora.files.atomic import write_file
 from trillora.launch.notebooks.kaggle import KaggleFiles, clean_kernel
 from trillora.launch.notebooks.program import Answer, call, find_program
 from trillora.launch.notebooks.session import RESULT, read_result
@@ -51,20 +52,20 @@ class KaggleClient:
 
     def __init__(self, files: KaggleFiles, listener: Listener, *, pace: float = 10.0) -> None:
         self._files, self._listener, self._pace = files, listener, pace
-        beside = Path(sys.executable).with_name("kaggle")
-        self._program = str(beside) if beside.is_file() else find_program("kaggle", INSTALL)
+        self._program = require_program()
 
     # ---- what a person asks for
 
     def push(self) -> str:
-        """Pushes the next kernel of the chain, and for the first one its data set. Returns the kernel's id."""
+        """Pushes the data set, once, and the next kernel of the chain. Returns the kernel's id."""
         number = self._next_session()
         folder = self._files.session(number)
         if changed := clean_kernel(folder):
             self._listener(Note(f"Removed from {folder.name}, because Kaggle would use a CPU: {', '.join(changed)}"))
         self._show_quota()
-        if number == 1:
+        if not self._files.uploaded.is_file():
             self._push_dataset()
+            write_file(self._files.uploaded, f"{self._files.dataset_id}\n")
         seconds = int(KAGGLE.session_hours * 3600)
         answer = self._ask("kernels", "push", "-p", str(folder), "-t", str(seconds), seconds=TRANSFER)
         if "successfully pushed" not in answer.text or "not valid" in answer.text:
@@ -128,7 +129,8 @@ class KaggleClient:
         if status in BUSY:
             return SessionStatus(number, kernel, status, None)
         result = self._result_of(kernel)
-        device: dict[str, Any] = result.get("device") if isinstance(result.get("device"), dict) else {}
+        found_device = result.get("device")
+        device: dict[str, Any] = found_device if isinstance(found_device, dict) else {}
         shown = f"{device.get('count', 0)} x {device.get('kind', '?')}" if device else None
         state = result.get("state")
         is_cpu = bool(device) and device.get("platform") != "tpu"
@@ -191,6 +193,12 @@ class KaggleClient:
             what = f"`kaggle {' '.join(words[:2])}` failed."
             raise TrilloraError(what, where=answer.last_line, do="fix what Kaggle says, and try again")
         return answer
+
+
+def require_program() -> str:
+    """The path of Kaggle's client: the one of this Python, or the first in PATH."""
+    own = Path(sys.executable).with_name("kaggle")
+    return str(own) if own.is_file() else find_program("kaggle", INSTALL)
 
 
 def _require_tpu(session: SessionStatus) -> None:

@@ -93,7 +93,9 @@ class Session:
         self.results = {"kaggle": Path("/kaggle/working"), "colab": Path("/content/results")}.get(
             self.platform, folder.parent / "results"
         ) / ("" if self.platform == "kaggle" else name)
-        self._result: dict[str, Any] = {"format": 1, "name": name, "platform": self.platform, "trillora": __version__}
+        self._result: dict[str, Any] = {"format": 1, "name": name, "platform": self.platform, "state": "started"}
+        self._result["trillora"] = __version__
+        self._is_checked = False
         self._failures: list[str] = []
         print(f"Trillora {__version__}, {name}, platform: {self.platform}")
         if self.platform != "colab":  # its results are on Drive, which is not mounted yet
@@ -105,7 +107,7 @@ class Session:
         """Installs the bundle's wheel with what it needs: on Kaggle, whose torch is too old, in an environment of its
         own. Elsewhere nothing happens if this version is already installed."""
         if self.platform == "kaggle":
-            self._install_beside()
+            self._install_separately()
             return
         if self.platform == "local" and self._has_trillora():
             print(f"Trillora {__version__} is already installed.")
@@ -139,8 +141,8 @@ class Session:
                 print(f"{name}: found")
 
     def check(self, *, prove: bool = True) -> None:
-        """Refuses a machine without TPU on Colab and Kaggle. Then `trillora doctor` checks everything else, and with
-        `prove` trains a tiny model on the chips and compares it with recorded values."""
+        """Refuses a machine without TPU on Colab and Kaggle. With `prove`, `trillora doctor` checks everything else,
+        and a tiny model is trained on the chips and compared with recorded values."""
         found = self._devices()
         self._save(device=found)
         print(f"Devices: {found.get('count', 0)} x {found.get('kind', 'unknown')} ({found.get('platform', 'none')})")
@@ -153,7 +155,10 @@ class Session:
                 f"This session has no TPU with {self._num_devices} device(s){why}\n  do: {HELP[self.platform]}."
             )
         self._save(state="started")
-        self._trillora("doctor", *(["--prove"] if prove else []), what="This machine cannot be trusted")
+        if prove:
+            self._trillora("doctor", what="This machine cannot be used")
+            self._trillora("doctor", "--prove", what="The results of these chips are wrong")
+        self._is_checked = True
 
     # ---- training and after
 
@@ -167,6 +172,8 @@ class Session:
         if self.is_finished:
             print("The run is already finished.")
             return
+        if not self._is_checked:  # `colab exec` runs the next cell although one has failed
+            raise SessionError("The check of this machine has not passed.\n  do: see its cell above.")
         options = [] if self._checkpoint_url else [f"train.checkpoint_dir={self.results / 'checkpoints'}"]
         if self._hours is not None:
             left = int(self._hours * 3600 - RESERVE - (time.monotonic() - self._started))
@@ -280,7 +287,7 @@ class Session:
         command = [self._python, "-P", "-c", code]
         return subprocess.run(command, env=self._environment, capture_output=True).returncode == 0
 
-    def _install_beside(self) -> None:
+    def _install_separately(self) -> None:
         """A virtual environment in the working folder, made by uv. The CPU build of torch is enough."""
         if shutil.which("uv") is None:
             self._require([sys.executable, "-m", "pip", "install", "--quiet", "uv"], "uv cannot be installed")

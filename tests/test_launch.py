@@ -390,6 +390,45 @@ def test_session_without_tpu_is_refused_and_says_so_in_its_record(
     assert json.loads((session.results / RESULT).read_text())["state"] == "no-tpu"
 
 
+UV = """\
+#!{python}
+import json, os, sys
+print(json.dumps(sys.argv[1:]))
+if sys.argv[1] == "venv":
+    os.makedirs(sys.argv[-1] + "/bin")
+"""
+
+
+def test_kaggle_gets_an_environment_of_its_own(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its image has torch 2.8, which is too old."""
+    (tmp_path / "uv").write_text(UV.format(python=sys.executable))
+    (tmp_path / "uv").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    session = Session("chat", tmp_path / "chat", install=bundle.install_commands("tpu"))
+    monkeypatch.setattr(session, "platform", "kaggle")
+    session.install()
+    python = str(tmp_path / "chat" / "venv" / "bin" / "python")
+    made, *installed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert made == ["venv", "--quiet", "--python", sys.executable, str(tmp_path / "chat" / "venv")]
+    [words] = installed
+    assert words[:2] == ["pip", "install"] and words[words.index("--python") + 1] == python
+    assert words[-1].endswith("[tpu]") and "--torch-backend" in words
+    assert session._command("train")[0] == python
+
+
+def test_processes_end_before_the_session_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Kaggle ends by force may be lost, for example an adapter whose evaluation takes too long."""
+    monkeypatch.setattr(session_module, "LAST", 3599.0)
+    session = Session("chat", tmp_path / "chat", hours=1)
+    assert session._call([sys.executable, "-c", "import time; time.sleep(60)"]) == -15
+    with pytest.raises(SessionError, match="start a new one"):
+        session._started -= 3000
+        session._is_checked = True
+        session.train()
+
+
 def test_platform_is_found_by_its_marks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert find_platform() == "local"
     (tmp_path / "google" / "colab").mkdir(parents=True)

@@ -23,10 +23,10 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,7 +39,8 @@ RESULT = "trillora-session.json"
 TOKEN_FILE = "hf-token"  # noqa: S105, the name of a file
 HEADLESS = "TRILLORA_HEADLESS"  # set by `trillora launch colab --run`: no person can answer Colab's questions
 STOPPED = 75  # exit code of `trillora train`: saved before its end
-RESERVE = 1800  # seconds before the end of a session, for evaluation, export and the upload of the results
+RESERVE = 1800  # seconds before the end of a session, for evaluation and export
+LAST = 300  # seconds before it, when every process is stopped: what a platform ends by force may be lost
 LEAST = 60  # seconds of training that are worth starting
 DRIVE = Path("/content/drive")
 LIST_DEVICES = """\
@@ -169,17 +170,17 @@ class Session:
     def train(self) -> None:
         """Trains, or resumes from the newest checkpoint. A run that is stopped by the time limit, by an interrupt or
         by a signal is saved, and the next session resumes it."""
-        if self.is_finished:
+        if any((self.run / name).exists() for name in ("adapter", "group.json")):  # what a run writes last
+            self._save(state="finished")
             print("The run is already finished.")
             return
         if not self._is_checked:  # `colab exec` runs the next cell although one has failed
             raise SessionError("The check of this machine has not passed.\n  do: see its cell above.")
         options = [] if self._checkpoint_url else [f"train.checkpoint_dir={self.results / 'checkpoints'}"]
-        if self._hours is not None:
-            left = int(self._hours * 3600 - RESERVE - (time.monotonic() - self._started))
-            if left < LEAST:
-                raise SessionError(f"The session has only {max(left, 0)} s left for training.\n  do: start a new one.")
-            options.append(f"train.time_limit={left}s")
+        if (left := self._seconds_left()) is not None:
+            if left - RESERVE < LEAST:
+                raise SessionError(f"The session ends in {max(left, 0):.0f} s.\n  do: start a new one.")
+            options.append(f"train.time_limit={left - RESERVE:.0f}s")
         recipe = str(self.folder / "recipe.yaml")
         code = self._call([*self._command("train"), recipe, *options, "--out", str(self.run)])
         self._save(state={0: "finished", STOPPED: "stopped"}.get(code, "failed"), exit_code=code)
@@ -245,7 +246,8 @@ class Session:
             raise SessionError(f"{what}: exit code {code}.\n  do: see its last lines above.")
 
     def _call(self, command: Sequence[str]) -> int:
-        """Runs a program and shows its lines. An interrupt of the cell lets it save its work first."""
+        """Runs a program and shows its lines. It can save its work when the cell is interrupted or the session ends."""
+        left = self._seconds_left()
         with subprocess.Popen(
             command,
             env=self._environment,
@@ -256,14 +258,24 @@ class Session:
             errors="replace",
         ) as process:
             assert process.stdout is not None
-            while True:
-                try:
-                    for line in process.stdout:
-                        print(line, end="", flush=True)
-                    return process.wait()
-                except KeyboardInterrupt:
-                    print("Interrupted: waiting until the work is saved.", flush=True)
-                    process.send_signal(signal.SIGTERM)
+            end = threading.Timer(max(left - LAST, 1), process.terminate) if left is not None else None
+            if end is not None:
+                end.start()
+            try:
+                while True:
+                    try:
+                        for line in process.stdout:
+                            print(line, end="", flush=True)
+                        return process.wait()
+                    except KeyboardInterrupt:
+                        print("Interrupted: waiting until the work is saved.", flush=True)
+                        process.terminate()
+            finally:
+                if end is not None:
+                    end.cancel()
+
+    def _seconds_left(self) -> float | None:
+        return None if self._hours is None else self._hours * 3600 - (time.monotonic() - self._started)
 
     def _skipped(self, what: str) -> bool:
         if not self.is_finished:
@@ -295,7 +307,7 @@ class Session:
         home = self.folder / "venv"
         self._python = str(home / "bin" / "python")
         if not home.exists():
-            self._require([uv, "venv", "--quiet", str(home)], "No environment can be made")
+            self._require([uv, "venv", "--quiet", "--python", sys.executable, str(home)], "No environment can be made")
         pip = [uv, "pip", "install", "--quiet", "--python", self._python, "--torch-backend", "cpu"]
         for words in self._install:
             self._require([*pip, *words[1:]], "The installation failed")

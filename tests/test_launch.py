@@ -390,6 +390,19 @@ def test_session_without_tpu_is_refused_and_says_so_in_its_record(
     assert json.loads((session.results / RESULT).read_text())["state"] == "no-tpu"
 
 
+def test_results_of_another_recipe_are_not_taken_for_this_one(tmp_path: Path) -> None:
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("model: one")
+    first = Session("chat", folder)
+    first._save(state="finished")
+    (first.results / "run").mkdir()
+    assert Session("chat", folder).results == first.results
+    (folder / "recipe.yaml").write_text("model: two")
+    with pytest.raises(SessionError, match="another recipe with the name chat"):
+        Session("chat", folder)
+
+
 UV = """\
 #!{python}
 import json, os, sys

@@ -16,6 +16,7 @@ else happens in processes of the `trillora` command.
 
 from __future__ import annotations
 
+import hashlib
 import html
 import importlib
 import importlib.util
@@ -95,7 +96,7 @@ class Session:
             self.platform, folder.parent / "results"
         ) / ("" if self.platform == "kaggle" else name)
         self._result: dict[str, Any] = {"format": 1, "name": name, "platform": self.platform, "state": "started"}
-        self._result["trillora"] = __version__
+        self._result |= {"trillora": __version__, "recipe": _digest(folder / "recipe.yaml")}
         self._is_checked = False
         self._failures: list[str] = []
         print(f"Trillora {__version__}, {name}, platform: {self.platform}")
@@ -337,7 +338,13 @@ class Session:
                 if (source / name).is_dir():
                     shutil.copytree(source / name, self.results / name, dirs_exist_ok=True)
             shutil.copyfile(source / RESULT, self.results / RESULT)
-        if read_result(self.results / RESULT).get("state") == "finished":
+        before = read_result(self.results / RESULT)
+        if before.get("recipe", self._result["recipe"]) != self._result["recipe"]:
+            raise SessionError(
+                f"{self.results} has the results of another recipe with the name {self.name}.\n"
+                "  do: move them away, or give the recipe's file another name and launch it again."
+            )
+        if before.get("state") == "finished":
             shutil.copytree(self.results / "run", self.run, dirs_exist_ok=True)
             self._result["state"] = "finished"
 
@@ -378,6 +385,10 @@ def clean_environment(variables: Mapping[str, str], platform: Platform) -> dict[
         if not re.fullmatch(r"[A-Za-z0-9.:,-]+", kept.get("TPU_WORKER_HOSTNAMES", "localhost")):
             del kept["TPU_WORKER_HOSTNAMES"]
     return kept
+
+
+def _digest(file: Path) -> str | None:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def read_result(file: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from trillora.devices.chips import has_accelerator
 from trillora.errors import TrilloraError
@@ -156,6 +156,11 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh, num_rows: int | None = N
         return jax.make_array_from_callback((whole, *array.shape[1:]), sharding, part)
 
     return {name: put(array) for name, array in batch.items()}
+
+
+def put_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """Copies an array that every process has to the devices of all processes; `jax.device_put` does not do that."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def split_rows(array: jax.Array, mesh: Mesh | None) -> jax.Array:

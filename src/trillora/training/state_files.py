@@ -27,7 +27,7 @@ from pydantic import (
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from trillora.devices.mesh import replicated
+from trillora.devices.mesh import put_array, replicated
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.events import METRICS
@@ -221,8 +221,8 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
         read(extra, None)
     leaves = [read(name, leaf) for name, leaf in named_arrays(as_stored)]
     state = jax.tree.unflatten(jax.tree.structure(as_stored), leaves)._replace(adapter=adapter)
-    key = jax.random.wrap_key_data(jnp.asarray(state.key))
-    return jax.tree.map(lambda array, leaf: jax.device_put(array, leaf.sharding), state._replace(key=key), shapes)
+    placed: TrainState = jax.tree.map(lambda array, leaf: put_array(array, leaf.sharding), state, shapes)
+    return placed._replace(key=jax.random.wrap_key_data(placed.key))
 
 
 def read_facts(files: dict[str, bytes]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 from safetensors.numpy import save
 
+from trillora.devices.mesh import put_array
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.files.read_json import parse_json
@@ -142,9 +143,8 @@ def from_files(
     if stored:
         raise _does_not_fit(min(stored), where)
     state = jax.tree.unflatten(jax.tree.structure(as_stored), leaves)
-    key = jax.random.wrap_key_data(jnp.asarray(state.key))
-    placed = jax.tree.map(lambda array, leaf: jax.device_put(array, leaf.sharding), state._replace(key=key), shapes)
-    return placed, read_kept(files, names)
+    placed: TrainState = jax.tree.map(lambda array, leaf: put_array(array, leaf.sharding), state, shapes)
+    return placed._replace(key=jax.random.wrap_key_data(placed.key)), read_kept(files, names)
 
 
 def read_kept(files: Mapping[str, bytes], names: Sequence[str]) -> Kept:

@@ -35,7 +35,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     recipe = tiny_run.recipe(folder, train={"checkpoint_dir": "gs://mine/chat"})
     (folder / "chat.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("TRILLORA_CACHE", str(folder / "cache"))
         return make_bundle(folder / "chat.yaml")
 
 
@@ -124,9 +124,9 @@ def test_job_passes_signals_and_exit_codes_on_and_copies_the_results(
     job = make_job(bundle, "v6e-8")
     type(job)(**{**vars(job), "results": f"file://{results}"}).write("skypilot", folder)
     (folder / "venv" / "bin").mkdir(parents=True)
-    (folder / "venv" / "bin" / "python").symlink_to(sys.executable)
-    (folder / "venv" / "bin" / "trillora").write_text(TRAINING)
-    (folder / "venv" / "bin" / "trillora").chmod(0o755)
+    for name, text in (("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'), ("trillora", TRAINING)):
+        (folder / "venv" / "bin" / name).write_text(text)
+        (folder / "venv" / "bin" / name).chmod(0o755)
     (folder / "installed").write_text(hashlib.sha256((folder / "bundle.tar").read_bytes()).hexdigest())
     (folder / "mode").write_text(mode)
     process = subprocess.Popen(["bash", "job.sh"], cwd=folder, text=True, stdout=subprocess.PIPE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,16 +20,18 @@ import tiny_run
 import yaml
 from dose import slow_case
 from stand_in_gcloud import Google
+from test_preflight_show import GO, NO_GO
 from typer.testing import CliRunner, Result
 
 from trillora import cli
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Note
-from trillora.launch import worker_files
+from trillora.launch import go, worker_files
 from trillora.launch.bundle import Bundle, make_bundle
 from trillora.launch.gcloud import TABLES, Refused, explain
 from trillora.launch.offers import CHIP_OFFERS, find_offer
 from trillora.launch.tpu_vm import STEPS, Plan, TpuVm, make_plan
+from trillora.preflight.result import PreflightResult
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
@@ -42,7 +43,7 @@ PACE = 0.02  # seconds between two questions
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A tiny model with data. The wheel is built once, in a cache of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TRILLORA_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield tiny_run.write_both(tmp_path_factory.mktemp("tpu-vm"), tiny_run.wide_llama())
 
 
@@ -406,41 +407,65 @@ def launch(*words: str) -> Result:
     return CliRunner().invoke(cli.app, ["launch", "tpu-vm", *words])
 
 
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[[PreflightResult], None]:
+    """Sets preflight's answer. tests/test_bundle.py asks preflight itself."""
+
+    def answer(result: PreflightResult) -> None:
+        monkeypatch.setattr(go, "preflight", lambda *args, **options: [result])
+
+    return answer
+
+
 def test_command_prints_all_commands_and_costs_and_creates_nothing(
-    google: Google, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    google: Google,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answered: Callable[[PreflightResult], None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("chat.yaml").write_text(yaml.safe_dump(tiny_run.recipe(folder)))
+    answered(GO)
     shown = launch("chat.yaml", "--on", "v6e-8", "train.checkpoint_dir=gs://mine/chat")
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.splitlines()
     assert [line.split()[0] for line in lines[:6]] == ["create", "wait", "wait", "copy", "copy", "setup"]
-    assert "v6e-8 spot: $5.21 to $12.35 per hour" in shown.stdout and "h by preflight: $" in shown.stdout
+    assert "v6e-8 spot: $5.21 to $12.35 per hour" in shown.stdout
+    assert "23.40 h by preflight: $121.91 to $288.99" in shown.stdout
     assert lines[-1] == "Nothing was created. Add --run to execute these commands." and google.calls == []
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     one = launch("chat.yaml", "--on", "v6e-8", "--step", "copy", "--json")
     answer = json.loads(one.stdout)
     assert [command["step"] for command in answer["commands"]] == ["copy", "copy", "copy"]
     assert "preempted" in answer["warnings"][0] and TOKEN not in one.output and google.calls == []
-    # One step for real, and its error.
-    wrong = launch("chat.yaml", "--on", "v6e-8", "--step", "delete", "--run")
-    assert wrong.exit_code == 0 and google.verbs() == ["delete"]
+    # One step for real, and an error of one.
+    deleted = launch("chat.yaml", "--on", "v6e-8", "--step", "delete", "--run")
+    assert deleted.exit_code == 0 and google.verbs() == ["delete"]
     lost = launch("chat.yaml", "--on", "v6e-8", "--step", "wait", "--run")
     assert lost.exit_code == 2 and "is lost: there is no such machine" in lost.output
+    job = launch(
+        "chat.yaml", "--on", "v6e-8", "--as", "skypilot", "--out", "job", "train.checkpoint_dir=gs://mine/chat"
+    )
+    assert job.exit_code == 0 and "sky jobs launch task.yaml --secret HF_TOKEN" in job.stdout, job.output
+    assert TOKEN not in job.output and not any(TOKEN in file.read_text() for file in Path("job").glob("*.[sy]*"))
 
 
 def test_no_go_and_secrets_are_refused(
-    google: Google, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    google: Google,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answered: Callable[[PreflightResult], None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(folder, "huge")
-    config = json.loads(Path("huge/model/config.json").read_text())
-    config |= {"hidden_size": 32_768, "intermediate_size": 131_072, "num_hidden_layers": 128}
-    Path("huge/model/config.json").write_text(json.dumps(config))
-    Path("huge.yaml").write_text(yaml.safe_dump(tiny_run.recipe(Path("huge").resolve())))
-    refused = launch("huge.yaml", "--on", "v5e-1", "--run")
-    assert refused.exit_code == 2 and "NO-GO" in refused.output and "--force" in refused.output, refused.output
-    forced = launch("huge.yaml", "--on", "v5e-1", "--force")
+    Path("chat.yaml").write_text(yaml.safe_dump(tiny_run.recipe(folder)))
+    answered(NO_GO)
+    refused = launch("chat.yaml", "--on", "v5e-1", "--run")
+    assert refused.exit_code == 2 and "NO-GO" in refused.output and "--on v5e-4" in refused.output, refused.output
+    job = launch("chat.yaml", "--on", "v5e-1", "--as", "skypilot", "train.checkpoint_dir=gs://mine/chat")
+    assert job.exit_code == 2 and "NO-GO" in job.output and not Path("runs").exists()
+    forced = launch("chat.yaml", "--on", "v5e-1", "--force")
     assert forced.exit_code == 0 and "queued-resources create" in forced.stdout, forced.output
     recipe = tiny_run.recipe(folder, train={"checkpoint_dir": f"s3://key:{TOKEN}@bucket/chat"})
     Path("secret.yaml").write_text(yaml.safe_dump(recipe))

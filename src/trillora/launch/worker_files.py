@@ -115,7 +115,7 @@ if [ -n "$stopping" ]; then  # the signal ended the first `wait`
   code=$?
 fi
 if [ -d run/adapter ]; then  # written by the first worker only
-  venv/bin/python - {results} <<'EOF' || code=1
+  venv/bin/python - {results} <<'EOF' || [ "$code" -ne 0 ] || code=1
 import sys
 
 import fsspec

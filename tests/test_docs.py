@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import trillora
+from trillora.recipe.problems import ELSEWHERE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import api_reference
@@ -156,3 +157,11 @@ def test_a_message_that_users_see_is_on_the_troubleshooting_page(code: error_ref
         with pytest.raises(trillora.TrilloraError) as caught:
             trillora.load_recipe(recipe)
         assert [pattern for pattern in patterns if re.fullmatch(pattern, caught.value.what)], caught.value
+
+
+def test_the_page_of_terms_has_every_name_that_recipes_suggest_a_better_one_for() -> None:
+    page = (ROOT / "docs" / "terms.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| ")]
+    for theirs, ours in ELSEWHERE.items():
+        assert any(re.search(rf"`{theirs}\b", there) and f"`{ours}" in here for there, here in rows), theirs
+    assert len(ELSEWHERE) > 25

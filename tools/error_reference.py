@@ -42,7 +42,8 @@ TOPICS = {
     "Export": ("export",),
     "Certificates": ("certify", "report/certificate_page.py"),
     "Serving": ("serving",),
-    "The machine": ("errors.py", "report", "doctor.py", "child_process.py"),
+    "Launching": ("launch", "cli/launch_commands.py", "cli/tpu_vm_commands.py", "devices/cluster.py"),
+    "The machine": ("errors.py", "report", "doctor.py", "child_process.py", "prove", "devices/measured.py"),
 }
 INTRODUCTIONS = {
     "Command line": "Arguments that do not fit together. `trillora COMMAND --help` lists the options of a command.",
@@ -87,6 +88,10 @@ INTRODUCTIONS = {
     "Serving": (
         "Errors of single requests are answered in OpenAI's form and leave the server running: "
         "[Serving](serving.md#what-is-supported)."
+    ),
+    "Launching": (
+        "A launch is checked on your machine first: data, secrets and preflight. Without a flag that starts something, "
+        "only the commands are printed. See [Where to train](platforms.md)."
     ),
     "The machine": (
         "`trillora doctor` checks the machine and shows how to fix what it finds. Errors of the operating system "

@@ -48,7 +48,7 @@ TOPICS = {
 INTRODUCTIONS = {
     "Command line": "Arguments that do not fit together. `trillora COMMAND --help` lists the options of a command.",
     "Recipe": (
-        "Everything in a recipe is checked before anything is loaded, and up to ten mistakes are reported at once. "
+        "Everything in a recipe is checked before anything is loaded, and up to 20 mistakes are reported at once. "
         "[Recipe options](reference/recipe.md) lists every option with its values."
     ),
     "Data": (

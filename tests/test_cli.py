@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -209,6 +210,12 @@ def test_without_a_command_the_help_is_printed() -> None:
         "quickstart",
     )
     assert all(f"  {verb} " in output for verb in verbs)
+
+
+@pytest.mark.parametrize("verb", ["train", "merge", "eval", "chat"])
+def test_help_shows_arguments_by_their_names(verb: str) -> None:
+    code, output = invoke(verb, "--help")
+    assert code == 0 and "Arguments:" in output and not re.search(r"<\w|[{}]", output), output
 
 
 def test_a_slice_without_the_option_on_is_an_error(tmp_path: Path) -> None:

@@ -60,7 +60,21 @@ class Verbs(TyperGroup):
         assert command is not None
         shared = [option for option in self.params if option.name == TRACEBACK]  # may stand before or after the verb
         command.params += [option for option in shared if option not in command.params]
+        _show_names_only(command)
         return name, command, rest
+
+
+def _show_names_only(command: Any) -> None:
+    """Shows arguments by their names in the help of a command. New versions of typer add `<list[str]>` and braces."""
+
+    def without_braces(pieces: Any) -> Any:
+        return lambda ctx: [piece.replace("{", "").replace("}", "") for piece in pieces(ctx)]
+
+    for each in (command, *getattr(command, "commands", {}).values()):
+        for argument in each.params:
+            if argument.param_type_name == "argument":
+                argument.display_type_rich = lambda ctx: None
+                argument.get_usage_pieces = without_braces(argument.get_usage_pieces)
 
 
 @contextmanager

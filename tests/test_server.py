@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -30,13 +31,14 @@ from typer.testing import CliRunner
 from warm_process import WarmCommand
 
 from trillora.cli import app
+from trillora.data.rendering.chat_templates import NAMED
 from trillora.engine.sampling import Sampling
 from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
 from trillora.serving import served, server
 from trillora.serving.app import App
 from trillora.serving.lane import Lane
-from trillora.serving.programs import Shape
+from trillora.serving.programs import Compiler, Shape
 from trillora.serving.served import Service, open_service
 from trillora.serving.server import Server, open_socket, read_key
 
@@ -89,7 +91,7 @@ class Running:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serve")
-    write_adapter(tiny_run.write_model(folder / "model"), folder / "one", seed=1)
+    write_adapter(tiny_run.write_model(folder / "model", tiny_run.llama(num_layers=1)), folder / "one", seed=1)
     write_adapter(folder / "model", folder / "two", seed=2)
     return folder
 
@@ -117,6 +119,23 @@ def reference(folder: Path) -> Reference:
             return model(torch.tensor([tokens])).logits[0].float().log_softmax(dim=-1)
 
     return logprobs
+
+
+def test_a_base_has_its_own_chat_template_here_and_in_a_chat(folder: Path, tmp_path: Path) -> None:
+    """The adapter was trained in another one. A base without a template gets that of the adapter."""
+    trained, _ = NAMED["zephyr"]
+    adapter = shutil.copytree(folder / "one", tmp_path / "adapter")
+    (adapter / "chat_template.jinja").write_text(trained)
+    bare = shutil.copytree(folder / "model", tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    own = (folder / "model" / "chat_template.jinja").read_text()
+    for model, expected in ((folder / "model", own), (bare, trained)):
+        generator = Generator.open(str(model), adapter=adapter)
+        models = served._models(generator, "base", {"adapter": adapter}, Compiler())
+        assert {name: one.prompts.template for name, one in models.items()} == {"base": expected, "adapter": trained}
+        for name, one in models.items():
+            assert generator.encode(QUESTION, adapted=name == "adapter") == one.prompts.encode(QUESTION)
+            assert set(one.prompts.stops) <= set(generator.prompts.stops)
 
 
 def test_the_models_are_the_base_and_every_adapter(running: Running) -> None:

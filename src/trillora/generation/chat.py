@@ -126,7 +126,7 @@ class _Chat:
         question: Message = {"role": "user", "content": "question"}
         changes = ""
         if text:
-            encode = self.generator.prompts.encode
+            encode = self.generator.encode
             if encode([{"role": "system", "content": text}, question]) == encode([question]):
                 changes = " The chat template of this model ignores it."
         self.system = text
@@ -186,7 +186,7 @@ class _Chat:
     def _stream(self, turns: list[Message], *, adapted: bool) -> Iterator[str]:
         messages = self._messages(turns)
         longest = self.generator.longest
-        if longest is not None and (length := len(self.generator.prompts.encode(messages))) >= longest:
+        if longest is not None and (length := len(self.generator.encode(messages, adapted=adapted))) >= longest:
             do = "clear it with /reset; save it before with /save FILE" if len(turns) > 1 else "write a shorter message"
             raise TrilloraError(
                 f"The conversation has {length:,} tokens with this message; the model's limit, with the answer, is "

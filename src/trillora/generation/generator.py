@@ -74,8 +74,9 @@ class Bucket:
 
 
 class Generator:
-    """A model with or without an adapter. `longest` limits the tokens of prompt and answer together. `is_tight`:
-    prompts are read in groups of similar length with little padding, which takes more programs. That pays off on CPUs.
+    """A model with or without an adapter. `base_prompts` are those of the base, if its chat template is another one.
+    `longest` limits the tokens of prompt and answer together. `is_tight`: prompts are read in groups of similar length
+    with little padding, which takes more programs. That pays off on CPUs.
     """
 
     def __init__(
@@ -86,11 +87,12 @@ class Generator:
         prompts: Prompts,
         mesh: Mesh,
         *,
+        base_prompts: Prompts | None = None,
         longest: int | None = None,
         batch_size: int = 8,
         is_tight: bool = False,
     ) -> None:
-        self.prompts, self.batch_size = prompts, batch_size
+        self.prompts, self.base_prompts, self.batch_size = prompts, base_prompts or prompts, batch_size
         self._decoder, self._base, self._mesh = Decoder(model), base, mesh
         self.adapter = adapter  # may be replaced at any time by one with the same shapes
         positions = getattr(model.module.config.get_text_config(), "max_position_embeddings", None)
@@ -143,14 +145,24 @@ class Generator:
             model, mesh = _place(
                 opened.config, devices, spec, source.dtype, quantize or source.quantize, trust_remote_code=trusted
             )
-        prompts = _prompts(opened, recipe, adapter or (run / "adapter" if recipe is not None else None))
+        own, prompts = _prompts(opened, recipe, adapter or (run / "adapter" if recipe is not None else None))
         folder = opened.folder
         base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)
         fitted = fit_adapter(matrices, model.adapter_layout, where=str(adapter_folder))
         shardings = shard_adapter(model.adapter_layout, mesh)
         placed = {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
         is_tight = devices[0].platform == "cpu" and mesh.size == 1
-        return cls(model, base, placed, prompts, mesh, longest=longest, batch_size=batch_size, is_tight=is_tight)
+        return cls(
+            model,
+            base,
+            placed,
+            prompts,
+            mesh,
+            base_prompts=own,
+            longest=longest,
+            batch_size=batch_size,
+            is_tight=is_tight,
+        )
 
     @property
     def model(self) -> CausalLM:
@@ -175,6 +187,10 @@ class Generator:
     def num_compiles(self) -> int:
         return len(self._readers) + len(self._writers)
 
+    def encode(self, prompt: Prompt, *, adapted: bool = True) -> list[int]:
+        """The tokens of a prompt, in the chat template of the model that answers."""
+        return (self.prompts if adapted and self.adapter else self.base_prompts).encode(prompt)
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -184,7 +200,7 @@ class Generator:
         adapted: bool = True,
     ) -> list[Answer]:
         """One answer per prompt, in order. `adapted=False` uses the base, through the same programs."""
-        encoded = [self.prompts.encode(prompt) for prompt in prompts]
+        encoded = [self.encode(prompt, adapted=adapted) for prompt in prompts]
         written = self.continue_tokens(encoded, max_tokens=max_tokens, sampling=sampling, adapted=adapted)
         return [
             Answer(self.prompts.decode(tokens), tuple(tokens), len(prompt), stopped)
@@ -200,7 +216,7 @@ class Generator:
         adapted: bool = True,
     ) -> Iterator[str]:
         """One answer as a stream of text pieces. It stops at the model's maximum length at the latest."""
-        tokens = self.prompts.encode(prompt)
+        tokens = self.encode(prompt, adapted=adapted)
         if self.longest is not None and len(tokens) < self.longest:
             max_tokens = min(max_tokens, self.longest - len(tokens))
         self._check([tokens], max_tokens, sampling)
@@ -444,17 +460,17 @@ def _check_base(opened: OpenModel, run: Path) -> None:
         )
 
 
-def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path | None) -> Prompts:
-    """Prompts in the chat template of the adapter, or else of the tokenizer."""
+def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path | None) -> tuple[Prompts, Prompts]:
+    """Prompts of the base, in its own chat template, and of the adapter, in the one it was trained with. A base without
+    a template gets the adapter's. The adapter's stop tokens include those of the base."""
     tokenizer = opened.tokenizer
-    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    own = adapter / TEMPLATE_FILE if adapter is not None else None
-    if own is not None and own.is_file():
-        template = find_template(str(own), (), None)
+    own = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    file = adapter / TEMPLATE_FILE if adapter is not None else None
+    trained = find_template(str(file), (), None) if file is not None and file.is_file() else None
     date = stages_of(recipe)[-1].recipe.data.template_date if recipe is not None else None
-    return Prompts(
-        tokenizer, template=template, template_date=date, stops=configured_stops(opened.folder, opened.config)
-    )
+    stops = configured_stops(opened.folder, opened.config)
+    base = Prompts(tokenizer, template=own or trained, template_date=date, stops=stops)
+    return base, base.with_template(trained or own)
 
 
 def _place(

@@ -64,11 +64,6 @@ class Prompts:
             return self
         return Prompts(self._tokenizer, template=template, template_date=self._date, stops=self.stops)
 
-    @property
-    def own_template(self) -> str | None:
-        """The chat template of the tokenizer."""
-        return self._tokenizer.get_chat_template() if self._tokenizer.chat_template else None
-
     def keep_trying(self) -> None:
         """For prompts of strangers: many that use up their limits do not stop the others."""
         self._worker.max_past_limit = sys.maxsize

@@ -161,10 +161,9 @@ def _base_id(run: Path, name: str, overrides: Sequence[str]) -> str:
 def _models(generator: Generator, base: str, folders: dict[str, Path], compiler: Compiler) -> dict[str, Served]:
     model, mesh = generator.model, generator.mesh
     programs = Programs(Decoder(model), generator.base, generator.adapter, mesh, compiler)
-    prompts = generator.prompts.with_template(generator.prompts.own_template)
     num_tokens = int(model.module.config.get_text_config().vocab_size)
     unchanged = generator.neutral_adapter if folders else generator.adapter
-    models = {base: Served(base, prompts, unchanged, programs, num_tokens)}
+    models = {base: Served(base, generator.base_prompts, unchanged, programs, num_tokens)}
     known: list[tuple[CausalLM, Programs]] = [(model, programs)]
     for number, (name, folder) in enumerate(folders.items()):
         if name in models:
@@ -180,7 +179,7 @@ def _models(generator: Generator, base: str, folders: dict[str, Path], compiler:
             adapter = _placed(matrices, own, mesh, folder)
             alike = (own, Programs(Decoder(own), generator.base, adapter, mesh, compiler))
             known.append(alike)
-        template = _template(folder) or generator.prompts.own_template
+        template = _template(folder) or generator.base_prompts.template
         adapter = _placed(matrices, alike[0], mesh, folder)
         own_prompts = generator.prompts.with_template(template)
         models[name] = Served(name, own_prompts, adapter, alike[1], num_tokens)

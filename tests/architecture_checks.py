@@ -39,10 +39,10 @@ class Answer:
 class Subject:
     """One tiny model with random adapters: PyTorch's results, and our model with the same weights."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.torch_model = tiny_models.build(name)
-        self.config = tiny_models.configuration(name)
+    def __init__(self, name: str, num_layers: int | None = None) -> None:
+        self.name, self.num_layers = name, num_layers
+        self.torch_model = tiny_models.build(name, num_layers=num_layers)
+        self.config = tiny_models.configuration(name, num_layers)
         self.tokens = np.random.default_rng(0).integers(3, 256, (ROWS, TOKENS)).astype(np.int32)
         self.adapter = self._random_adapter()
         self.logits, self.gradients = self._reference(self.torch_model)
@@ -180,7 +180,7 @@ def check_bfloat16(subject: Subject) -> Answer:
     """Hidden states have the same dtype as in PyTorch (bfloat16, except in a few models), and the error relative to
     float32 is no larger than that of PyTorch in bfloat16."""
     ours = subject.ours(dtype="bfloat16")
-    rounded = tiny_models.build(subject.name, dtype=torch.bfloat16)
+    rounded = tiny_models.build(subject.name, dtype=torch.bfloat16, num_layers=subject.num_layers)
     attach_adapter(rounded, subject.adapter)
     kinds = []
     if ours.decoder is not None:

@@ -12,16 +12,14 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import pytest
 
-FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    # An extra option, because a version of XLA that does not have it ignores it.
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-)
+# An extra option, because a version of XLA that does not have it ignores it.
+FASTER_COMPILATION = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+FLAGS = ("--xla_force_host_platform_device_count=8", FASTER_COMPILATION)
 
 LONGEST = ("test_smollm2.py", "test_golden.py", "test_quickstart.py")
 
@@ -56,12 +54,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def steps_so_far() -> dict[Hashable, Any]:
+    return {}
+
+
 @pytest.fixture(scope="module")
-def shared_steps() -> Iterator[None]:
-    """The runs of a module with equal steps share one compiled step."""
+def shared_steps(steps_so_far: dict[Hashable, Any]) -> Iterator[None]:
+    """The runs of all modules that ask for it share one compiled step where their steps are equal."""
     from shared_steps import sharing
 
-    with sharing():
+    with sharing(steps_so_far):
         yield
 
 

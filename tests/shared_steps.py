@@ -54,9 +54,9 @@ def of_assembly(assembly: Assembly, *values: Any, **options: Any) -> Hashable:
 
 
 @contextlib.contextmanager
-def sharing() -> Iterator[dict[Hashable, Any]]:
-    """While it is open, `train` builds and compiles each step once. Yields what is shared."""
-    shared: dict[Hashable, Any] = {}
+def sharing(shared: dict[Hashable, Any] | None = None) -> Iterator[dict[Hashable, Any]]:
+    """While it is open, `train` builds and compiles each step once. Yields what is shared, with what already was."""
+    shared = {} if shared is None else shared
 
     def once(function: Callable[..., Any], key: Callable[..., Hashable]) -> Callable[..., Any]:
         def remembered(*values: Any, **options: Any) -> Any:

@@ -37,7 +37,7 @@ TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("card"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("card"), tiny_run.llama(num_layers=1))
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +147,7 @@ def test_a_run_is_exported_with_its_card_and_tokenizer(run: Path, tmp_path: Path
 def test_the_code_on_the_report_runs_as_printed(
     tokens: tuple[str, ...], run: Path, folder: Path, tmp_path: Path
 ) -> None:
+    """In a new process in another directory, offline, with the PEFT and transformers that are installed."""
     if tokens:
         settings = {**tiny_run.recipe(folder, train={"steps": 1}), "tokens": list(tokens)}
         train(load_recipe(settings), tmp_path / "run")
@@ -156,13 +157,16 @@ def test_the_code_on_the_report_runs_as_printed(
     script = html.unescape(re.sub(r"<[^>]+>", "", code)) + "\n"
     check = """
 logits = model(**tokenizer("What is 3 plus 4?", return_tensors="pt")).logits
-print(type(model).__name__, len(tokenizer), logits.shape[-1])
+num_trained = sum("lora_B" in name and bool(p.any()) for name, p in model.named_parameters())
+print(type(model).__name__, len(tokenizer), logits.shape[-1], num_trained)
 """
     done = subprocess.run(
         [sys.executable, "-c", script + check], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     size = len(chat_tokenizer("chatml")) + len(tokens)
-    assert done.stdout.split() == ["PeftModelForCausalLM", str(size), str(size)], done.stderr[-2000:]
+    num_trained = 7  # matrices of its one layer
+    expected = ["PeftModelForCausalLM", str(size), str(size), str(num_trained)]
+    assert done.stdout.split() == expected, done.stderr[-2000:]
 
 
 def test_a_run_without_an_adapter_is_exported_from_its_last_checkpoint(folder: Path, tmp_path: Path) -> None:

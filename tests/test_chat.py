@@ -42,7 +42,7 @@ FIRST, SECOND = "What is 3 plus 4?", "And 4 plus 5?"
 def generator() -> Generator:
     """A random Llama with a random adapter that changes its answers."""
     torch.manual_seed(0)
-    config = tiny_run.llama()
+    config = tiny_run.llama(num_layers=1)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     mesh = make_mesh(jax.devices()[:1], MeshShape())
     model = CausalLM(config, lora=LORA, scan=False, remat="none", mesh=mesh)

@@ -36,7 +36,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_run.write_both(tmp_path_factory.mktemp("choices"))
+    folder = tiny_run.write_both(tmp_path_factory.mktemp("choices"), tiny_run.llama(num_layers=1))
     train(load_recipe(tiny_run.recipe(folder, train={"steps": 6, "sequence_length": 96})), folder / "run")
     return folder / "run"
 

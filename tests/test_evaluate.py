@@ -55,7 +55,7 @@ ROUNDING = 2e-5  # float32 sums in another order
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("evaluate"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("evaluate"), tiny_run.llama(num_layers=1))
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.llama(num_layers=1))
 
 
 def checkpoints_of(run: Path) -> Checkpoints:
@@ -49,7 +49,7 @@ def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoTokenizer
 
     place = tmp_path_factory.mktemp("broken")
-    tiny_run.write_both(place)
+    tiny_run.write_both(place, tiny_run.llama(num_layers=1))
     token = AutoTokenizer.from_pretrained(place / "model")("€", add_special_tokens=False)["input_ids"][-1]
     weights = load_file(place / "model" / "model.safetensors")
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tiny_run
 import yaml
+from conftest import FASTER_COMPILATION
 from run_process import WAIT
 
 # These shorten compilation or are needed to find files; everything else that conftest.py sets could hide a warning.
@@ -31,7 +32,7 @@ def test_training_prints_only_our_lines(tmp_path: Path) -> None:
     )
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-    environment |= {"TRILLORA_CACHE": str(tmp_path / "cache"), "XLA_FLAGS": ""}
+    environment |= {"TRILLORA_CACHE": str(tmp_path / "cache"), "XLA_FLAGS": FASTER_COMPILATION}
     command = [sys.executable, "-m", "trillora", "train", "recipe.yaml", "--out", "run", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -301,7 +301,7 @@ def test_the_alarm_names_the_file_and_the_reason(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.llama(num_layers=1))
 
 
 @pytest.fixture(scope="module")

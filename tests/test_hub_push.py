@@ -32,7 +32,7 @@ BASE = "some-org/tiny-base"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_run.write_both(tmp_path_factory.mktemp("push"))
+    folder = tiny_run.write_both(tmp_path_factory.mktemp("push"), tiny_run.llama(num_layers=1))
     train(load_recipe(tiny_run.recipe(folder, train={"steps": 1})), folder / "run")
     return folder / "run"
 

@@ -39,7 +39,7 @@ from trillora.step.adapter_spec import lora_spec
 from trillora.step.build import update_factors, weight_shardings
 from trillora.training.trainer import train
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 
 PATTERNS = LoraSpec(
     rank=4,

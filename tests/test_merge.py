@@ -266,7 +266,7 @@ def test_dare_depends_on_the_seed_alone_and_keeps_the_expected_share(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("merge"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("merge"), tiny_run.llama(num_layers=1))
 
 
 @pytest.fixture(scope="module")

@@ -443,7 +443,7 @@ LARGE = {"rank": 256, "exclude": ["k_proj", "v_proj"]}  # matrices that are spli
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_model(folder / "model", tiny_run.wide_llama())
+    tiny_run.write_model(folder / "model", tiny_run.wide_llama(num_layers=1))
     tiny_run.write_chats(folder / "chats.jsonl")
     return folder
 
@@ -478,7 +478,7 @@ def test_lion_8bit_on_eight_devices_equals_one(folder: Path, tmp_path: Path, mon
     assert runs["mesh"] == pytest.approx(runs["alone"], rel=1e-5)
     (_, ours), (_, reference) = (load_adapter(tmp_path / name / "adapter") for name in ("mesh", "alone"))
     flipped = np.concatenate([(np.abs(ours[key] - array) > 1e-4).reshape(-1) for key, array in reference.items()])
-    assert flipped.size > 10**6 and flipped.mean() < 1e-3  # 0 when measured
+    assert flipped.size > 8 * 10**5 and flipped.mean() < 1e-3  # 0 when measured
 
 
 @pytest.mark.parametrize(("name", "num_like_it"), [("adamw", 2), ("lion", 1), ("lion-8bit", 1), ("adafactor", 0)])

@@ -210,7 +210,12 @@ def test_the_estimate_runs_anywhere_and_is_labelled(
     started: list[Any] = []
     popen = subprocess.Popen
     monkeypatch.setattr(client.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
-    settings = tiny_run.recipe(folder, train={"steps": 20, "batch_size": 16}, hardware={"devices": "auto"})
+    settings = tiny_run.recipe(
+        folder,
+        train={"steps": 20, "batch_size": 16},
+        hardware={"devices": "auto"},
+        engine={"remat": "none"},  # one candidate for each slice
+    )
     recipe = load_recipe(settings)
     one, eight, four, again = preflight(recipe, ["v5e-1", "kaggle", "v5e-4", "kaggle"], estimate=True)
     for result in (one, eight, four):
@@ -237,8 +242,8 @@ def test_an_estimate_that_does_not_fit_names_the_smallest_slice_that_fits(folder
     settings = tiny_run.recipe(
         folder,
         model={"name": str(tmp_path / "large")},
-        train={"steps": 5, "batch_size": 4},
-        engine={"loss_chunk": 256},
+        train={"steps": 5, "batch_size": 1},  # one micro-batch size to try
+        engine={"loss_chunk": 256, "remat": "full"},
         hardware={"devices": "auto"},
     )
     (result,) = preflight(load_recipe(settings), ["v5e-1"], estimate=True)

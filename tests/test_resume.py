@@ -209,7 +209,7 @@ def test_changes_are_accepted_with_accept_changes(folder: Path, whole: Path, tmp
 
 def test_devices_may_change_between_starts(tmp_path: Path) -> None:
     """One device, then eight, then one: the same adapter, except for the order of float additions."""
-    folder = tiny_run.write_both(tmp_path, tiny_run.wide_llama())  # wide enough to be split
+    folder = tiny_run.write_both(tmp_path, tiny_run.wide_llama(num_layers=1))  # wide enough to be split
 
     def settings(devices: int, **train_options: Any) -> dict[str, Any]:
         options = {"steps": 6, "checkpoint_every": 2, "keep_checkpoints": 9, **train_options}

@@ -44,7 +44,7 @@ def test_logits_equal_transformers(folder: Path) -> None:
 
 @pytest.mark.usefixtures("optimized")
 def test_first_steps_equal_pytorch_and_peft(folder: Path, tmp_path: Path) -> None:
-    num_steps = 10 if FULL else 4
+    num_steps = 10 if FULL else 3  # the third depends on the gradients of both matrices of LoRA
     tiny_run.write_chats(tmp_path / "chats.jsonl", num_rows=40)
     recipe = load_recipe(
         {

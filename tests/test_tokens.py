@@ -132,7 +132,7 @@ FIRST = num_ids(chat_tokenizer("chatml"))  # the number of the first new token
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model, and chats that use two new tokens."""
     folder = tmp_path_factory.mktemp("tokens")
-    tiny_run.write_model(folder / "model")
+    tiny_run.write_model(folder / "model", tiny_run.llama(num_layers=1))
     rows = [
         {
             "messages": [

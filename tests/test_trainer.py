@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
-from dose import FULL, slow_case
+from dose import full_dose_only, slow_case
 from transformers import AutoModelForCausalLM
 
 import trillora
@@ -141,6 +141,7 @@ def test_layers_and_remat_do_not_change_the_numbers(
     assert train(load_recipe(other), tmp_path / "other").losses == pytest.approx(plain_losses, rel=1e-5)
 
 
+@full_dose_only  # test_dropout.py always has the micro-batches, and test_lora.py has scan and unroll
 def test_dropout_trains_the_same_in_scan_and_unroll_and_for_any_micro_batch(folder: Path, tmp_path: Path) -> None:
     def losses(dropout: float, layers: str, micro_batch_size: int) -> tuple[float, ...]:
         train_section = {"steps": 3, "micro_batch_size": micro_batch_size}
@@ -149,9 +150,8 @@ def test_dropout_trains_the_same_in_scan_and_unroll_and_for_any_micro_batch(fold
 
     without, whole = losses(0.0, "scan", 8), losses(0.3, "scan", 8)
     assert abs(whole[2] - without[2]) > 1e-4, "dropout has an effect"
-    if FULL:  # test_mesh.py always does it
-        assert losses(0.0, "scan", 2) == pytest.approx(without, rel=1e-5)
-    for layers, micro_batch_size in (("unroll", 1), *([("unroll", 8), ("scan", 4)] if FULL else [])):
+    assert losses(0.0, "scan", 2) == pytest.approx(without, rel=1e-5)
+    for layers, micro_batch_size in (("unroll", 1), ("unroll", 8), ("scan", 4)):
         assert losses(0.3, layers, micro_batch_size) == pytest.approx(whole, rel=1e-5)
 
 

@@ -483,28 +483,34 @@ NOT_COVERED: dict[str, str] = {
 }
 
 
-def configuration(name: str) -> PreTrainedConfig:
-    """The case's configuration, as a checkpoint of that type would have it."""
+def configuration(name: str, num_layers: int | None = None) -> PreTrainedConfig:
+    """The case's configuration, as a checkpoint of that type would have it; with other than its usual number of layers
+    unless the case lists the type of each."""
     case = CASES[name]
     settings = {key: value for key, value in {**BASE, **case.overrides}.items() if value is not None}
+    if num_layers is not None and "layer_types" not in settings:
+        settings["num_hidden_layers"] = num_layers
     # The configuration keeps references to these values and transformers edits them in place, so copy them.
     return AutoConfig.for_model(case.model_type, **deepcopy(settings))
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def build(
+    name: str, dtype: torch.dtype = torch.float32, seed: int = 0, num_layers: int | None = None
+) -> PreTrainedModel:
     """The case's model in eval mode, with random weights; attention and experts are plain PyTorch.
 
     In other dtypes the weights are the rounded weights of the float32 model with the same seed.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configuration(name), attn_implementation="eager", dtype=dtype)
+    config = configuration(name, num_layers)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     model.config.use_cache = False
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     if dtype == torch.float32:
         _add_noise(model, seed)
     else:
-        model.load_state_dict(build(name, seed=seed).state_dict())
+        model.load_state_dict(build(name, seed=seed, num_layers=num_layers).state_dict())
     return model.eval()
 
 

@@ -62,19 +62,21 @@ def measure(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """The losses of each recipe, and the digests of two adapters: one of a run without interruption, one of a resumed
     run."""
     import tiny_run
+    from shared_steps import sharing
 
     from trillora.recipe.load import load_recipe
     from trillora.training.trainer import train
 
     write_inputs(folder)
     recipes = golden_recipes(folder)
-    losses = {name: list(train(load_recipe(recipes[name]), folder / name).losses) for name in names}
-    name = "stages"
-    resumed = folder / "resumed"
-    shutil.copytree(folder / name, resumed)
-    shutil.rmtree(resumed / "adapter")
-    tiny_run.checkpoints_of(resumed).remove_after(4)
-    train(load_recipe(recipes[name]), resumed)
+    with sharing():  # the resumed run has the steps of the first
+        losses = {name: list(train(load_recipe(recipes[name]), folder / name).losses) for name in names}
+        name = "stages"
+        resumed = folder / "resumed"
+        shutil.copytree(folder / name, resumed)
+        shutil.rmtree(resumed / "adapter")
+        tiny_run.checkpoints_of(resumed).remove_after(4)
+        train(load_recipe(recipes[name]), resumed)
     return {"losses": losses, "whole": adapter_digest(folder / name), "resumed": adapter_digest(resumed)}
 
 

@@ -23,6 +23,7 @@ FLAGS = ("--xla_force_host_platform_device_count=8", FASTER_COMPILATION)
 
 LONGEST = ("test_smollm2.py", "test_golden.py", "test_quickstart.py")
 
+gc.disable()  # during the imports, which leave little garbage
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *FLAGS])
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -52,6 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the garbage collector does not have to look at it again."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -91,7 +91,7 @@ class Running:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serve")
-    write_adapter(tiny_run.write_model(folder / "model", tiny_run.llama(num_layers=1)), folder / "one", seed=1)
+    write_adapter(tiny_run.write_model(folder / "model"), folder / "one", seed=1)
     write_adapter(folder / "model", folder / "two", seed=2)
     return folder
 

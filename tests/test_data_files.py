@@ -134,6 +134,28 @@ def test_a_hub_dataset_is_read_from_the_cache(hub_cache: Path) -> None:
     assert all(split(list(rows_of(file))) == (ROWS, []) for file in files)
 
 
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/data/*.json", ["more.json"]),
+        ("/data/train.jsonl", ["train.jsonl"]),
+        ("/data", ["more.json", "train.jsonl"]),
+        ("@main/data/", ["more.json", "train.jsonl"]),
+        ("", ["more.json", "train.jsonl"]),
+    ],
+)
+def test_a_part_of_a_hub_dataset_is_read_from_the_cache(hub_cache: Path, path: str, found: list[str]) -> None:
+    files = expand([f"hf://datasets/owner/talks{path}"])
+    assert [Path(file.name).name for file in files] == found
+    assert all(split(list(rows_of(file))) == (ROWS, []) for file in files)
+
+
+@pytest.mark.parametrize("path", ["/other", "/data/*.parquet", "/README.md"])
+def test_a_part_of_a_hub_dataset_without_data_is_an_error(hub_cache: Path, path: str) -> None:
+    with pytest.raises(TrilloraError, match="has no data file"):
+        expand([f"hf://datasets/owner/talks{path}"])
+
+
 def test_a_folder_has_precedence_over_a_dataset_of_the_same_name(hub_cache: Path, tmp_path: Path) -> None:
     write(tmp_path, "owner/talks/mine.jsonl", as_jsonl())
     assert [file.name for file in expand(["owner/talks"])] == ["owner/talks/mine.jsonl"]

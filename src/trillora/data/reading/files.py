@@ -1,7 +1,8 @@
 """Expands the recipe's paths to an ordered list of data files, and checks that they exist before any is read.
 
 An entry is a file, a glob, a folder, an fsspec URL (`gs://…`, `memory://…`) or a Hugging Face dataset id
-(`owner/name`, `owner/name@revision`), whose files come from the hub's cache. A local path has precedence over the hub.
+(`owner/name`, `owner/name@revision`; `hf://datasets/owner/name/path` for some of its files), whose files come from the
+hub's cache. A local path has precedence over the hub.
 In folders, archives and dataset repositories only files with a known suffix are used, except hidden files and files
 that describe the data (README, LICENSE, dataset_infos.json). The order does not depend on the file system.
 
@@ -18,6 +19,7 @@ import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -40,6 +42,7 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
 KNOWN = " ".join([*FORMATS, *ARCHIVES]) + ", each format also with .gz or .zst"
 
 _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w-][\w./-]*))?")
+_HUB_URL = re.compile(r"hf://datasets/(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.*))?")
 _ABOUT_DATA = re.compile(
     r"(?:readme|licen[cs]e|changelog|citation)(?:\.\w+)?|dataset_infos?\.json|dataset_dict\.json|state\.json", re.I
 )
@@ -118,7 +121,9 @@ def expand(paths: Sequence[str]) -> list[DataFile]:
     """The data files of all entries, in the order of the entries and sorted by name within each."""
     files: list[DataFile] = []
     for source, entry in enumerate(paths):
-        if _URL.match(entry) and not entry.startswith("file://"):
+        if (part := _HUB_URL.fullmatch(entry)) is not None:
+            files += _hub(entry, part["id"], part["revision"], part["path"], source)
+        elif _URL.match(entry) and not entry.startswith("file://"):
             files += _remote(entry, source)
         else:
             files += _local(os.path.expanduser(entry.removeprefix("file://")), source)
@@ -180,14 +185,27 @@ def _local(entry: str, source: int) -> list[DataFile]:
         return [_local_file(path, path, source) for path in chosen]
     hub_id = _HUB_ID.fullmatch(entry)
     if hub_id and kind_of(entry) is None:
-        suffixes = [*(suffix + compression for suffix in FORMATS for compression in ("", *COMPRESSIONS)), *ARCHIVES]
-        data, not_data = [f"*{suffix}" for suffix in suffixes], ("README*", "*/README*", ".*", "*/.*")
-        snapshot = download(hub_id["id"], "dataset", revision=hub_id["revision"], allow=data, ignore=not_data)
-        if not snapshot.is_dir():  # the hub creates no folder if no file matches
-            raise _nothing_there(entry, 0)
-        return _folder(str(snapshot), entry, source)
+        return _hub(entry, hub_id["id"], hub_id["revision"], None, source)
     do = "check the path; a relative path in a recipe starts at the recipe's folder"
     raise TrilloraError(f"The data file {entry} does not exist.", where=entry, do=do)
+
+
+def _hub(entry: str, name: str, revision: str | None, path: str | None, source: int) -> list[DataFile]:
+    """The data files of a data set on the hub: all of them, or those at a path (a file, a glob or a folder) in it. They
+    are downloaded to the hub's cache, because a URL would be read from the network at every start."""
+    suffixes = [*(suffix + compression for suffix in FORMATS for compression in ("", *COMPRESSIONS)), *ARCHIVES]
+    wanted, not_data = [f"*{suffix}" for suffix in suffixes], ("README*", "*/README*", ".*", "*/.*")
+    if path:
+        is_file = glob.has_magic(path) or kind_of(path) is not None
+        wanted = [path] if is_file else [f"{path.rstrip('/')}/{pattern}" for pattern in wanted]
+    snapshot = download(name, "dataset", revision=revision, allow=wanted, ignore=not_data)
+    if not snapshot.is_dir():  # the hub creates no folder if no file matches
+        raise _nothing_there(entry, 0)
+    files = _folder(str(snapshot), name if path else entry, source)
+    chosen = [file for file in files if any(fnmatchcase(file.name.removeprefix(f"{name}/"), each) for each in wanted)]
+    if path and not chosen:
+        raise _nothing_there(entry, len(files))
+    return chosen if path else files
 
 
 def _folder(folder: str, shown_as: str, source: int) -> list[DataFile]:

@@ -185,12 +185,15 @@ def test_preflight_of_each_recipe_needs_no_hub(shown: recipes.Shown) -> None:
     assert bool(options) == (shown.name in ("romanian-mistral-7b", "qwen3-coder-phases"))
 
 
-def test_the_table_of_recipes_is_that_of_the_measured_results() -> None:
+def test_the_table_and_the_heads_of_recipes_show_the_measured_results() -> None:
     text = recipes.README.read_text("utf-8")
     shown = text.partition(recipes.START)[2].partition(recipes.END)[0].strip()
     results = recipes.read_results(recipes.RESULTS)
     assert set(results) == set(recipes.NAMES)
     assert shown == recipes.table(results)
+    for entry in recipes.SHOWN:
+        recipe = entry.file.read_text("utf-8")
+        assert recipe == recipes.with_figures(recipe, recipes.figures(results[entry.name]))
     for name, measured in results.items():
         assert {place["verdict"] for place in measured["preflight"]["slices"]} == {"GO"}, name
         for test in measured.get("tiny", {"test": {}})["test"].values():

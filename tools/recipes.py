@@ -1,10 +1,11 @@
-"""Measures the recipes of recipes/: writes recipes/results.json and README's table of recipes. `make recipes` calls it.
+"""Measures the recipes of recipes/: writes recipes/results.json, README's table of recipes, and the figures in the head
+of each recipe. `make recipes` calls it.
 
     python tools/recipes.py                              # both parts, all recipes
     python tools/recipes.py --preflight-only             # each at full size on the chips that it is for
     python tools/recipes.py --tiny-only gemma-3-270m-chat
     python tools/recipes.py --add results.json           # what another machine measured with --json results.json
-    python tools/recipes.py --table-only                 # only README's table
+    python tools/recipes.py --table-only                 # only README's table and the heads
 
 Preflight asks the TPU compiler, which exists for x86-64 Linux only; elsewhere it answers with an estimate, which does
 not replace an answer of the compiler. It uses no network: a recipe whose data is on the hub is checked with the sample
@@ -257,10 +258,35 @@ def _tiny_cell(found: dict[str, Any]) -> str:
     return f"loss {base['loss']:.2f} → {adapter['loss']:.2f}{scores.replace('%', ' %')}"
 
 
-def write_table(results: dict[str, Any]) -> None:
+def figures(measured: dict[str, Any]) -> list[str]:
+    """The lines of a recipe's head that say what was measured."""
+    lines = []
+    if full := measured.get("preflight"):
+        by = f"libtpu {libtpu}" if (libtpu := full["versions"].get("libtpu")) else "without the compiler"
+        for place in full["slices"]:
+            memory, step, run = _place_cells(place)
+            lines.append(f"# Preflight, {place['slice']}: {memory}; {step}; {run} ({by}, {full['date']}).")
+    if small := measured.get("tiny"):
+        run = f"{small['num_steps']} steps in {_duration(small['seconds'] / 3600)} on {small['machine']}"
+        lines.append(f"# Tiny run: {_tiny_cell(small)}; {run} ({small['date']}).")
+    return lines
+
+
+def with_figures(text: str, lines: Sequence[str]) -> str:
+    """A recipe with these figures, at the end of its head."""
+    old = text.splitlines(keepends=True)
+    kept = [line for line in old if not line.startswith(("# Preflight, ", "# Tiny run: "))]
+    start = next(number for number, line in enumerate(kept) if not line.startswith("#"))
+    return "".join([*kept[:start], *(f"{line}\n" for line in lines), *kept[start:]])
+
+
+def write_texts(results: dict[str, Any]) -> None:
     text = README.read_text("utf-8")
     before, after = text.partition(START)[0], text.partition(END)[2]
     write_file(README, f"{before}{START}\n{table(results)}\n{END}{after}")
+    for shown in SHOWN:
+        recipe = shown.file.read_text("utf-8")
+        write_file(shown.file, with_figures(recipe, figures(results.get(shown.name, {}))))
 
 
 # ---- the command
@@ -292,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_archive(FINDINGS, scans(NUM_SCANS), NUM_SCANS)
     num_failed = _measure([(part, name) for part in parts for name in args.names or NAMES], args.json, args.jobs)
     if args.json.resolve() == RESULTS:
-        write_table(read_results(RESULTS))
+        write_texts(read_results(RESULTS))
     return min(num_failed, 1)
 
 

@@ -108,7 +108,7 @@ def test_the_search_finds_the_longest_sequence_in_few_steps(tmp_path: Path) -> N
 
 def test_a_stopped_sweep_resumes_where_it_was(tmp_path: Path) -> None:
     cells = selected(["Qwen/*:v5e-*"])
-    assert len(cells) == 7 * 4
+    assert len(cells) == 8 * 4
     whole = StandIn()
     sweep(tmp_path / "whole.jsonl", cells, whole).run(3)
     parts: list[StandIn] = []

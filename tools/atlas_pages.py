@@ -18,11 +18,11 @@ from atlas_steps import MODELS, SLICES, TOKENS, Step, config_of, limit_of, next_
 
 from trillora.devices.chips import CHIPS
 from trillora.devices.slices import find_slice
+from trillora.launch.offers import CHIP_OFFERS, PRICES_OF
 from trillora.report.html import STYLE, text
 
-# Dollars per chip-hour on demand in US zones: catalogs/v8/gcp/vms.csv of skypilot-org/skypilot-catalog. None for 7x.
-PRICES = {"v4": 12.88 / 4, "v5e": 9.60 / 8, "v5p": 16.80 / 4, "v6e": 21.60 / 8}
-PRICES_OF = "2026-08-21"
+# Dollars per chip-hour on demand in US zones. v4 is not offered by `trillora launch`; its price has the same source.
+PRICES = {chip: offer.on_demand for chip, offer in CHIP_OFFERS.items() if offer.on_demand} | {"v4": 12.88 / 4}
 NOTEBOOKS = {"v5e-1": "Colab, free", "v6e-1": "Colab, paid", "v5e-8": "Kaggle, free"}
 TEMPLATES = Path(__file__).with_name("atlas_page")
 MILLION = 1_000_000
@@ -234,9 +234,9 @@ def best_table(models: Sequence[str], cells: Sequence[Cell], sizes: Mapping[str,
         cheapest = min(fitting, key=lambda cell: cell.cost_per_million or math.inf)
         fastest = max(fitting, key=lambda cell: cell.tokens_per_second or 0.0)
         best = (
-            *(marked(smallest, smallest.slice), longest_text(smallest)),
-            *(marked(cheapest, cheapest.slice), significant(cheapest.cost_per_million)),
-            *(marked(fastest, fastest.slice), significant(fastest.tokens_per_second)),
+            *(smallest.slice, marked(smallest, longest_text(smallest))),
+            *(cheapest.slice, marked(cheapest, significant(cheapest.cost_per_million))),
+            *(fastest.slice, marked(fastest, significant(fastest.tokens_per_second))),
         )
         lines.append(f"{name} {' | '.join(best)} |")
     return "\n".join(lines)
@@ -268,9 +268,7 @@ def slice_section(name: str, cells: Sequence[Cell]) -> str:
     ]
     for cell in cells:
         share = f"{cell.share_of_peak:.0%}" if cell.share_of_peak is not None else ""
-        figures = (
-            short_name(cell.model),
-            marked(cell, cell.verdict),
+        found = (
             longest_text(cell),
             str(cell.micro_batch or ""),
             cell.base,
@@ -281,7 +279,8 @@ def slice_section(name: str, cells: Sequence[Cell]) -> str:
             significant(cell.hours_per_million),
             significant(cell.cost_per_million),
         )
-        lines.append(f"| {' | '.join(figures)} |")
+        figures = (marked(cell, figure) for figure in (cell.verdict, *found))
+        lines.append(f"| {short_name(cell.model)} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 

@@ -157,7 +157,6 @@ def test_wrong_user_of_kaggle_is_refused(bundle: Bundle, tmp_path: Path, owner: 
 
 @pytest.fixture
 def kaggle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Kaggle]:
-    pytest.importorskip("six", reason="Kaggle's client imports six, but does not require it")
     service = Kaggle()
     for name, value in (service.environment() | {"HOME": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)

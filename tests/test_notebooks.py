@@ -17,7 +17,7 @@ import psutil
 import pytest
 import tiny_run
 import yaml
-from dose import full_dose_only
+from dose import FULL, full_dose_only
 from nbclient import NotebookClient
 from safetensors.numpy import load_file
 
@@ -78,14 +78,16 @@ def recipe(home: Path, name: str, **sections: Any) -> Path:
 def test_colab_notebook_proves_trains_evaluates_exports_and_shows_the_report(home: Path, tmp_path: Path) -> None:
     data = {"split": {"validation": 0.2, "test": 0.2}}
     file = recipe(home, "lesson", data=data, train={"steps": 6}, evaluate={"max_tokens": 4, "num_samples": 1})
-    files = write_colab(make_bundle(file), tmp_path / "launch", "colab")
+    # The proof and the export are half of the time; both have tests of their own.
+    export = "merged" if FULL else "none"
+    files = write_colab(make_bundle(file), tmp_path / "launch", "colab", export=export, prove=FULL)
     found = execute(files.notebook, tmp_path / "there")
     assert found.record["state"] == "finished" and found.record["device"]["platform"] == "cpu"
     assert "neither Colab nor Kaggle" in found.of("session.check(")
-    assert "trained" in found.of("session.train(").lower() or "loss" in found.of("session.train(")
+    assert "loss" in found.of("session.train(")
     assert len(load_file(found.results / ADAPTER)) > 0
     assert "adapter" in found.of("session.evaluate(")
-    assert (found.results / "run" / "exports" / "merged" / "model.safetensors").is_file()
+    assert (found.results / "run" / "exports" / "merged" / "model.safetensors").is_file() == FULL
     assert found.html.startswith("<iframe srcdoc=") and "lesson" in found.html
 
     # The same as without a notebook, bit for bit.

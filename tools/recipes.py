@@ -37,6 +37,7 @@ from typing import Any
 from sys_scan_findings import scans, write_archive
 
 from trillora.devices.versions import installed_version
+from trillora.evaluation.result import LABELS
 from trillora.files.atomic import write_file
 from trillora.preflight.result import PreflightResult
 from trillora.preflight.verdict import preflight
@@ -251,11 +252,13 @@ def _tiny_cell(found: dict[str, Any]) -> str:
         losses = [mean(test[who]["loss"] for test in tests) for who in WHO]
         return f"mean loss {losses[0]:.2f} → {losses[1]:.2f}"
     base, adapter = tests[-1]["base"], tests[-1]["adapter"]
-    names = {"json": "exact_match", "short": "exact_match", "long": "chrf"}
-    name = names.get(tests[-1]["kind"], "accuracy")
-    label = {"exact_match": "exact match", "chrf": "chrF", "accuracy": "token accuracy"}[name]
-    scores = f"; {label} {base[name]:.0%} → {adapter[name]:.0%}" if name in base and name in adapter else ""
-    return f"loss {base['loss']:.2f} → {adapter['loss']:.2f}{scores.replace('%', ' %')}"
+    names = {"json": ("right_fields", "exact_match"), "short": ("exact_match", "chrf"), "long": ("chrf",)}
+    scores = "".join(
+        f", {LABELS[name]} {base[name]:.0%} → {adapter[name]:.0%}".replace("%", " %")
+        for name in names.get(tests[-1]["kind"], ("accuracy",))
+        if name in base and name in adapter
+    )
+    return f"loss {base['loss']:.2f} → {adapter['loss']:.2f}{scores}"
 
 
 def figures(measured: dict[str, Any]) -> list[str]:

@@ -138,7 +138,10 @@ def _correlation(story: Story, shared: dict[str, Any], members: Sequence[Finding
 
 
 def _assessed(subscores: dict[str, float]) -> dict[str, Any]:
-    risk = round(100 * sum(WEIGHTS[part] * share for part, share in subscores.items()))
+    total = 0.0
+    for part, share in subscores.items():  # sum() rounds differently from Python 3.12 on, and the rows must not
+        total += WEIGHTS[part] * share
+    risk = round(100 * total)
     severity = next(name for name, lowest in LOWEST_RISK.items() if risk >= lowest)
     return {"severity": severity, "risk_score": risk, "base_severity_score": 2 * SEVERITIES.index(severity) + 1}
 

@@ -180,8 +180,10 @@ def test_the_table_and_the_heads_of_recipes_show_the_measured_results() -> None:
         recipe = entry.file.read_text("utf-8")
         assert recipe == recipes.with_figures(recipe, recipes.figures(results[entry.name]))
     for name, measured in results.items():
-        assert {place["verdict"] for place in measured["preflight"]["slices"]} == {"GO"}, name
-        for test in measured.get("tiny", {"test": {}})["test"].values():
+        places = measured["preflight"]["slices"]
+        assert {(place["verdict"], place["method"]) for place in places} == {("GO", "compiler")}, name
+        assert measured["tiny"]["test"]
+        for test in measured["tiny"]["test"].values():
             assert test["adapter"]["loss"] < test["base"]["loss"], name
 
 

@@ -145,13 +145,14 @@ def test_job_passes_signals_and_exit_codes_on_and_copies_the_results(
 # ---- the real programs
 
 PARSE = """
-import json, sky
-task = sky.Task.from_yaml("task.yaml")
-[r] = task.resources
-print(json.dumps({
-    "name": task.name, "setup": task.setup, "run": task.run, "cloud": str(r.cloud), "zone": r.zone,
-    "accelerators": r.accelerators, "arguments": r.accelerator_args, "spot": r.use_spot, "recovery": r.job_recovery,
-}))
+import json, sys, sky
+for file in sys.argv[1:]:
+    task = sky.Task.from_yaml(file)
+    [r] = task.resources
+    print(json.dumps({
+        "name": task.name, "setup": task.setup, "run": task.run, "cloud": str(r.cloud), "spot": r.use_spot,
+        "accelerators": r.accelerators, "arguments": r.accelerator_args, "recovery": r.job_recovery,
+    }))
 """
 
 
@@ -166,20 +167,23 @@ def call(words: list[str], folder: Path, home: Path) -> str:
 
 
 @needs_clouds
-@pytest.mark.parametrize("slice_name", SLICES)
-def test_skypilot_itself_reads_the_task(bundle: Bundle, tmp_path: Path, slice_name: str) -> None:
-    job = make_job(bundle, slice_name)
-    job.write("skypilot", tmp_path / "job")
+def test_skypilot_itself_reads_the_tasks(bundle: Bundle, tmp_path: Path) -> None:
+    jobs = {name: make_job(bundle, name) for name in SLICES}
+    for name, job in jobs.items():
+        (tmp_path / f"{name}.yaml").write_text(job.skypilot_task())
     python = str(Path(str(CLOUDS), "python").absolute())
-    read = json.loads(call([python, "-c", PARSE], tmp_path / "job", tmp_path / "home").splitlines()[-1])
-    assert read["name"] == "trillora-chat" and read["run"] == "bash job.sh" and read["setup"] == "bash setup.sh"
-    assert read["accelerators"] == {f"tpu-{job.offer.accelerator_type}": 1} and read["spot"] is True
-    assert read["arguments"]["runtime_version"] == job.offer.runtime_version
-    assert read["recovery"]["recover_on_exit_codes"] == [EXIT_STOPPED] and read["cloud"] == "GCP"
+    words = [python, "-c", PARSE, *(f"{name}.yaml" for name in SLICES)]
+    lines = call(words, tmp_path, tmp_path / "home").splitlines()[-len(SLICES) :]
+    for job, line in zip(jobs.values(), lines, strict=True):
+        read = json.loads(line)
+        assert read["name"] == "trillora-chat" and read["run"] == "bash job.sh" and read["setup"] == "bash setup.sh"
+        assert read["accelerators"] == {f"tpu-{job.offer.accelerator_type}": 1} and read["spot"] is True
+        assert read["arguments"]["runtime_version"] == job.offer.runtime_version
+        assert read["recovery"]["recover_on_exit_codes"] == [EXIT_STOPPED] and read["cloud"] == "GCP"
 
 
 @needs_clouds
-@pytest.mark.parametrize("slice_name", [*SLICES, "7x-8"])
+@pytest.mark.parametrize("slice_name", ["v5e-8", "v6e-16", "7x-8"])
 def test_dry_run_of_xpk_writes_the_manifest(bundle: Bundle, tmp_path: Path, slice_name: str) -> None:
     command = make_job(bundle, slice_name, project="my-project").write("xpk", tmp_path / "job", "my-tpus")
     words = [str(Path(str(CLOUDS), "xpk").absolute()), *shlex.split(command)[1:]]

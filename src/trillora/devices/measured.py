@@ -71,7 +71,8 @@ class MeasuredChip:
     gather_gb_per_second: float | None = None  # received by a device in an all-gather; None: one device
     reduce_gb_per_second: float | None = None  # sent by a device in an all-reduce over a ring
     golden: dict[str, GoldenFigures] = field(default_factory=dict)  # by number format
-    seconds: float = 0.0  # that the proof took
+    seconds: float = 0.0  # that the proof took, with the start of its process
+    part_seconds: dict[str, float] = field(default_factory=dict)  # of each part
     format: int = FORMAT
 
     @property

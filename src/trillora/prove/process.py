@@ -7,6 +7,7 @@ is skipped.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -21,7 +22,7 @@ import psutil
 
 from trillora.devices.cluster import join_cluster
 from trillora.devices.measured import GoldenFigures, MeasuredChip, ProofCheck
-from trillora.devices.mesh import find_devices
+from trillora.devices.mesh import any_process, find_devices
 from trillora.devices.versions import installed_version
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, to_json
@@ -33,19 +34,23 @@ from trillora.secrets import mask_message
 
 LIBRARIES = ("trillora", "jax", "jaxlib", "libtpu", "torch", "torchax", "transformers", "numpy")
 MAX_ERROR = 600  # characters of an error's text in a record
-LATEST = 40  # seconds after the start of the process; a part that has not begun by then is skipped
+END = 55  # seconds after the start of the process; another number format that would not end by then is skipped
 
 
 def prove_devices(devices: list[Any], listener: Listener) -> MeasuredChip:
     """The record of these devices."""
     checks: list[ProofCheck] = []
     golden: dict[str, GoldenFigures] = {}
+    parts = {"start": round(_seconds_so_far(), 1)}
 
-    def attempt(name: str, work: Callable[[], list[ProofCheck]]) -> None:
+    def attempt(name: str, work: Callable[[], list[ProofCheck]]) -> float:
+        began = time.monotonic()
         try:
             checks.extend(work())
         except Exception as error:  # whatever a new chip, its driver or its compiler raises
             checks.append(ProofCheck(name, "refused", "failed with an error", _text_of(error)))
+        parts[name] = round(time.monotonic() - began, 1)
+        return parts[name]
 
     def prove_golden(dtype: Dtype) -> list[ProofCheck]:
         record = GoldenRecord.read()
@@ -57,11 +62,12 @@ def prove_devices(devices: list[Any], listener: Listener) -> MeasuredChip:
 
     first, *others = golden_dtypes(devices[0])
     attempt("collectives", lambda: [_collectives(devices, listener)])
-    attempt(f"golden model, {first}", lambda: prove_golden(first))
-    rates, speed = _rates(devices, first, listener)
+    needed = attempt(f"golden model, {first}", lambda: prove_golden(first))
+    rates: list[Rates] = []
+    attempt("speed", lambda: [_speed(devices, first, listener, rates)])
     for dtype in others:
-        if _seconds_so_far() > LATEST:
-            checks.append(ProofCheck(f"golden model, {dtype}", "skipped", f"{LATEST} s have passed"))
+        if any(any_process(_seconds_so_far() + needed > END)):  # all processes of a slice do the same
+            checks.append(ProofCheck(f"golden model, {dtype}", "skipped", f"would not end within {END} s"))
         else:
             attempt(f"golden model, {dtype}", lambda dtype=dtype: prove_golden(dtype))  # type: ignore[misc]
     return MeasuredChip(
@@ -70,13 +76,11 @@ def prove_devices(devices: list[Any], listener: Listener) -> MeasuredChip:
         num_devices=len(devices),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         libraries={name: installed_version(name) for name in LIBRARIES},
-        checks=[*checks, speed],
-        matrix_tflops=rates.matrix_tflops if rates else None,
-        memory_gb_per_second=rates.memory_gb_per_second if rates else None,
-        gather_gb_per_second=rates.gather_gb_per_second if rates else None,
-        reduce_gb_per_second=rates.reduce_gb_per_second if rates else None,
+        checks=checks,
         golden=golden,
         seconds=round(_seconds_so_far(), 1),
+        part_seconds=parts,
+        **(dataclasses.asdict(rates[0]) if rates else {}),
     )
 
 
@@ -93,20 +97,21 @@ def _collectives(devices: list[Any], listener: Listener) -> ProofCheck:
     return ProofCheck(name, "ok", f"all-reduce, all-gather and reduce-scatter over {len(devices)} devices are exact")
 
 
-def _rates(devices: list[Any], dtype: Dtype, listener: Listener) -> tuple[Rates | None, ProofCheck]:
+def _speed(devices: list[Any], dtype: Dtype, listener: Listener, found: list[Rates]) -> ProofCheck:
     """A chip that cannot be timed, for example because another process uses its memory, may still be right."""
     label = "Measuring speeds"
     listener(Progress(label, 0, 1))
     try:
         rates = measure_rates(devices, dtype)
     except Exception as error:
-        return None, ProofCheck("speed", "skipped", "failed with an error", _text_of(error))
+        return ProofCheck("speed", "skipped", "failed with an error", _text_of(error))
     finally:
         listener(Progress(label, 1, 1))
     shown = [f"{rates.matrix_tflops:.4g} TFLOP/s ({dtype} products)", f"{rates.memory_gb_per_second:.4g} GB/s memory"]
     if rates.gather_gb_per_second and rates.reduce_gb_per_second:
         shown.append(f"all-gather {rates.gather_gb_per_second:.4g}, all-reduce {rates.reduce_gb_per_second:.4g} GB/s")
-    return rates, ProofCheck("speed", "ok", ", ".join(shown), "of one device, while all of them work")
+    found.append(rates)
+    return ProofCheck("speed", "ok", ", ".join(shown), "of one device, while all of them work")
 
 
 def _seconds_so_far() -> float:

@@ -157,16 +157,15 @@ class Sweep:
                 self._changed.notify_all()
 
     def _take(self) -> tuple[tuple[str, str], Ask, Step | None] | None:
-        """The next ask of the first cell that is neither complete nor busy; None when the sweep is over."""
+        """The next ask, of a cell that is not busy; None when the sweep is over. First steps come before the searches
+        for the longest sequence, so that little time gives many cells."""
         with self._changed:
             while time.monotonic() < self._end:
-                for cell in self.cells:
-                    if cell in self._busy:
-                        continue
-                    ask = self._asks[cell]
-                    if ask is not None:
-                        self._busy.add(cell)
-                        return cell, ask, next((step for step in self._known[cell] if not step.is_long), None)
+                asks = [(cell, ask) for cell, ask in self._asks.items() if ask is not None and cell not in self._busy]
+                if asks:
+                    cell, ask = min(asks, key=lambda pair: pair[1].is_long)
+                    self._busy.add(cell)
+                    return cell, ask, next((step for step in self._known[cell] if not step.is_long), None)
                 if not self._busy:
                     return None
                 self._changed.wait(timeout=1.0)

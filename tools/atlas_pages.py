@@ -168,7 +168,7 @@ def significant(number: float | None) -> str:
 def size_text(num_parameters: int | None) -> str:
     if not num_parameters:
         return ""
-    return f"{num_parameters / 1e9:.1f} B" if num_parameters >= 1e9 else f"{num_parameters / 1e6:.0f} M"
+    return f"{num_parameters / 1e9:.1f} B" if num_parameters >= 0.9995e9 else f"{num_parameters / 1e6:.0f} M"
 
 
 def short_name(model: str) -> str:

@@ -48,7 +48,7 @@ MODELS = (
     "google/gemma-2-9b",
     "google/gemma-2-2b",
     "microsoft/phi-4",
-    "microsoft/Phi-4-mini-instruct",
+    "HuggingFaceTB/SmolLM2-135M",
     "mistralai/Mistral-Small-24B-Base-2501",
     "mistralai/Mistral-Nemo-Base-2407",
     "Qwen/Qwen3-30B-A3B",
@@ -136,9 +136,11 @@ def append_step(file: Path, step: Step) -> None:
 
 
 def write_steps(file: Path, steps: Iterable[Step]) -> None:
-    """The file in its order. Of two answers to the same ask the compiler's remains, else the later one."""
+    """The file in its order. Of two answers to the same ask the compiler's remains, else the later one. Cells that are
+    not in the atlas any more are left out."""
     best: dict[tuple[str, str, int, bool], Step] = {}
-    for step in sorted(steps, key=lambda step: (step.method == "compiler", not step.failed)):
+    shown = [step for step in steps if step.model in MODELS and step.slice in SLICES]
+    for step in sorted(shown, key=lambda step: (step.method == "compiler", not step.failed)):
         best[(step.model, step.slice, step.tokens, step.is_long)] = step
     compiled = {(step.model, step.slice) for step in best.values() if step.method == "compiler"}
     kept = [s for s in best.values() if s.method == "compiler" or (s.model, s.slice) not in compiled]

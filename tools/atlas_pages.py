@@ -211,8 +211,8 @@ def markdown(cells: Sequence[Cell], steps: Sequence[Step]) -> str:
         prices_of=PRICES_OF,
         best=best_table(models, cells, sizes),
         longest=matrix(longest_cell),
-        speed=matrix(lambda cell: approximately(cell) + significant(cell.tokens_per_second) if cell.first.fits else ""),
-        cost=matrix(lambda cell: approximately(cell) + significant(cell.cost_per_million) if cell.first.fits else ""),
+        speed=matrix(lambda cell: timed(cell, cell.tokens_per_second)),
+        cost=matrix(lambda cell: timed(cell, cell.cost_per_million)),
         slices="\n\n".join(slice_section(name, [at[m, name] for m in models if (m, name) in at]) for name in slices),
         failures=failures(cells),
     )
@@ -235,8 +235,8 @@ def best_table(models: Sequence[str], cells: Sequence[Cell], sizes: Mapping[str,
         fastest = max(fitting, key=lambda cell: cell.tokens_per_second or 0.0)
         best = (
             *(smallest.slice, marked(smallest, longest_text(smallest))),
-            *(cheapest.slice, marked(cheapest, significant(cheapest.cost_per_million))),
-            *(fastest.slice, marked(fastest, significant(fastest.tokens_per_second))),
+            *(cheapest.slice, marked(cheapest, timed(cheapest, cheapest.cost_per_million))),
+            *(fastest.slice, marked(fastest, timed(fastest, fastest.tokens_per_second))),
         )
         lines.append(f"{name} {' | '.join(best)} |")
     return "\n".join(lines)
@@ -250,8 +250,10 @@ def longest_cell(cell: Cell) -> str:
     return longest_text(cell) + ("" if cell.base == "bfloat16" else f" {cell.base}")
 
 
-def approximately(cell: Cell) -> str:
-    return "≈ " if cell.time_is_estimate and not cell.is_estimate else ""
+def timed(cell: Cell, figure: float | None) -> str:
+    """A figure that follows from the step time. The sign is for a compiled cell whose time is an estimate."""
+    sign = "≈ " if figure is not None and cell.time_is_estimate and not cell.is_estimate else ""
+    return sign + significant(figure)
 
 
 def marked(cell: Cell, words: str) -> str:
@@ -274,10 +276,10 @@ def slice_section(name: str, cells: Sequence[Cell]) -> str:
             cell.base,
             cell.remat,
             significant(cell.first.peak_gib),
-            approximately(cell) + significant(cell.tokens_per_second) if cell.tokens_per_second else "",
+            timed(cell, cell.tokens_per_second),
             share,
-            significant(cell.hours_per_million),
-            significant(cell.cost_per_million),
+            timed(cell, cell.hours_per_million),
+            timed(cell, cell.cost_per_million),
         )
         figures = (marked(cell, figure) for figure in (cell.verdict, *found))
         lines.append(f"| {short_name(cell.model)} | {' | '.join(figures)} |")
@@ -364,10 +366,10 @@ def _row(cell: Cell, num_parameters: int | None) -> str:
         _column(cell.base, cell.base),
         _column(cell.remat, cell.remat),
         _column(cell.first.peak_gib, significant(cell.first.peak_gib), title=f"of {limit_of(cell.slice):g}"),
-        _column(cell.tokens_per_second, approximately(cell) + significant(cell.tokens_per_second)),
+        _column(cell.tokens_per_second, timed(cell, cell.tokens_per_second)),
         _column(share, f"{share:.0%}" if share is not None else ""),
-        _column(cell.hours_per_million, significant(cell.hours_per_million)),
-        _column(cell.cost_per_million, significant(cell.cost_per_million)),
+        _column(cell.hours_per_million, timed(cell, cell.hours_per_million)),
+        _column(cell.cost_per_million, timed(cell, cell.cost_per_million)),
     )
     return f"<tr{' class=estimate' if cell.is_estimate else ''}>{''.join(columns)}</tr>"
 

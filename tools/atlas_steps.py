@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,7 +288,7 @@ def step_of(model: str, slice_name: str, ask: Ask, result: StageResult, method: 
         method=method,
         fits=result.fits,
         batch_size=batch_size_of(slice_name, ask),
-        peak_gib=result.hbm_peak_gib,
+        peak_gib=_peak(result, method),
         fixed_gib=round(fixed, 3),
         seconds=result.step and round(result.step.seconds, 5),
         timed_by=result.step and result.step.timed_by,
@@ -297,3 +298,12 @@ def step_of(model: str, slice_name: str, ask: Ask, result: StageResult, method: 
         problem=result.problem and result.problem[:300],
         **took,
     )
+
+
+def _peak(result: StageResult, method: Method) -> float | None:
+    """GiB that the step needs. Of a refused step, the result has the smallest figure that was found, which may be an
+    estimate: candidates that are far too large are not compiled. The reason has the compiler's own."""
+    if result.fits or method == "estimate":
+        return result.hbm_peak_gib
+    needs = re.search(r"needs ([0-9.]+) GiB per device", result.problem or "")
+    return float(needs[1]) if needs else None

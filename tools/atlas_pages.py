@@ -205,7 +205,7 @@ def markdown(cells: Sequence[Cell], steps: Sequence[Step]) -> str:
     return _filled(
         "page.md",
         counts=counts_text(cells),
-        sources="\n".join(f"- {line}" for line in sources(cells)),
+        sources="\n".join(f"- {_escaped(line)}" for line in sources(cells)),
         tokens=TOKENS,
         prices=", ".join(f"{chip} ${price:.2f}" for chip, price in PRICES.items()),
         prices_of=PRICES_OF,

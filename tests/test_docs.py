@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import api_reference
 import error_reference
 import recipe_reference
-from docs_site import LINK, PAGES, ROOT, SOURCES, for_site
+from docs_site import LINK, PAGES, ROOT, SOURCES, for_site, with_sections
 from generated import part_of
 
 # What mkdocs prints if all is well. (--quiet would silence warnings for --strict too.)
@@ -103,6 +103,12 @@ def test_links_for_github_become_links_of_the_site() -> None:
     assert for_site("[a](docs/runs.md) [b](README.md)", "project/architecture.md") == "[a](../runs.md) [b](../index.md)"
     assert for_site("```\n[a](../Makefile)\n- b\n```", "data.md") == "```\n[a](../Makefile)\n- b\n```"
     assert set(PAGES.values()) >= set(SOURCES)
+
+
+def test_a_page_can_have_a_section_of_the_readme() -> None:
+    section = for_site(with_sections("a\n\n<!-- README: Recipes -->\n\nb"), "index.md")
+    assert section.startswith("a\n\n## Recipes\n") and section.endswith("\n\nb")
+    assert "(files/recipes/sys-scan-mistral-7b.yaml)" in section and "(recipes.md)" in section
 
 
 def test_a_list_after_a_paragraph_is_a_list() -> None:

@@ -6,7 +6,8 @@ Links in docs/ are written for GitHub, relative to the file. On the site,
     ../recipes/sys-scan.yaml       leads to a copy of the file, files/recipes/sys-scan.yaml
     ../recipes                     a folder: leads to docs/recipes.md if there is one, else only its name remains
 
-A link to a file that does not exist is left as it is, and mkdocs reports it.
+A link to a file that does not exist is left as it is, and mkdocs reports it. `<!-- README: Recipes -->` in a page
+becomes that section of README.md.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ PAGES = {
 SOURCES = {page: document for document, page in PAGES.items() if page != "index.md"}
 FENCE = re.compile(r"^ *(```|~~~)")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+INCLUDED = re.compile(r"^<!-- README: (.+) -->$", flags=re.M)
 LIST_ITEM = re.compile(r"(?:[-*] |\d+\. )")
 
 
@@ -53,7 +55,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A page as the site needs it."""
-    return for_site(markdown, page.file.src_uri)
+    return for_site(with_sections(markdown), page.file.src_uri)
+
+
+def with_sections(markdown: str) -> str:
+    """The Markdown of a page in docs/ with the sections of README.md that it names, their links relative to docs/."""
+
+    def section(named: re.Match[str]) -> str:
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        found = re.search(rf"^## {re.escape(named[1])}\n.*?(?=^## |\Z)", readme, flags=re.M | re.S)
+        assert found, f"README.md has no section {named[1]}"
+        return LINK.sub(lambda link: link[0] if "://" in link[3] else f"{link[1]}[{link[2]}](../{link[3]})", found[0])
+
+    return INCLUDED.sub(section, markdown)
 
 
 def for_site(markdown: str, page: str) -> str:
@@ -75,7 +89,7 @@ def linked_files(docs: Path) -> set[str]:
     texts |= {page: ROOT / document for page, document in SOURCES.items()}
     found = set()
     for page, path in texts.items():
-        for line, is_code in _lines(path.read_text(encoding="utf-8")):
+        for line, is_code in _lines(with_sections(path.read_text(encoding="utf-8"))):
             targets = [] if is_code else [_target(link[3], page) for link in LINK.finditer(line)]
             found |= {target for target in targets if target and (_place(target) or "").startswith("files/")}
     return {target for target in found if (ROOT / target).is_file()}

@@ -39,6 +39,7 @@ def in_memory(documents: Sequence[TokenizedDocument]) -> Documents:
         lengths,
         np.array([document.num_supervised for document in documents], np.int64),
         np.arange(len(lengths)),
+        np.array([document.weight for document in documents], np.float32),
     )
 
 

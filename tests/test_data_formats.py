@@ -249,8 +249,11 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([user(), assistant("", tool_calls=[{**call(), "type": "code"}])], "unknown type 'code'"),
     ([{**user(), "tool_calls": [call()]}, assistant()], "Turn 1 is a user turn with tool calls"),
     ([user(), assistant(thinking=["Hm."])], 'The "thinking" of turn 2 is a list'),
-    ([user(), assistant(weight=0)], 'Turn 2 has "weight": 0'),
-    ([user(), assistant(train=False)], 'Turn 2 has .* "train": false'),
+    ([user(), assistant(weight=0.5)], 'The "weight" of turn 2 is 0.5'),
+    ([user(), assistant(weight=-1)], 'The "weight" of turn 2 is -1'),
+    ([user(), assistant(weight=math.nan)], 'The "weight" of turn 2 is nan'),
+    ([user(), assistant(weight="0")], "The \"weight\" of turn 2 is '0'"),
+    ([user(), assistant(train="no")], '"train" of turn 2 is text'),
 ]
 
 

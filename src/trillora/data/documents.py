@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +38,20 @@ class Documents:
     lengths_N: NDArray[np.int64]
     trained_N: NDArray[np.int64]  # number of targets
     rows_N: NDArray[np.int64]  # index of the store's row
+    weights_N: NDArray[np.float32]  # of the targets in the loss
 
     def __len__(self) -> int:
         return len(self.starts_N)
 
     def __getitem__(self, index: int) -> TokenizedDocument:
         tokens = self.tokens[self.starts_N[index] : self.starts_N[index] + self.lengths_N[index]]
-        return TokenizedDocument((tokens & ~TRAINED).astype(np.int32), (tokens & TRAINED) != 0)
+        weight = float(self.weights_N[index])
+        return TokenizedDocument((tokens & ~TRAINED).astype(np.int32), (tokens & TRAINED) != 0, weight)
 
     @property
-    def arrays(self) -> tuple[NDArray[np.int64], ...]:
+    def arrays(self) -> tuple[NDArray[Any], ...]:
         """The arrays with one entry per document."""
-        return self.starts_N, self.lengths_N, self.trained_N, self.rows_N
+        return self.starts_N, self.lengths_N, self.trained_N, self.rows_N, self.weights_N
 
     def take(self, chosen: NDArray[np.generic]) -> Documents:
         """The documents at these indices, or where this mask is true."""
@@ -70,7 +73,7 @@ NOTHING_LOST = Lost()
 def all_documents(store: Store) -> Documents:
     rows = store.rows
     start, length, trained = (rows[name].astype(np.int64) for name in ("start", "length", "trained"))
-    return Documents(store.tokens, start, length, trained, np.arange(len(rows)))
+    return Documents(store.tokens, start, length, trained, np.arange(len(rows)), rows["weight"])
 
 
 def part_of(digests: NDArray[np.uint64], validation: float, test: float) -> NDArray[np.int8]:
@@ -128,7 +131,8 @@ def _with_pieces(kept: Documents, texts: Documents, sequence_length: int) -> Doc
     offsets = stride * (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts))
     lengths = np.minimum(sequence_length, texts.lengths_N[owner] - offsets)
     # All tokens of a text are trained, so a piece has one target fewer than tokens.
-    pieces = Documents(texts.tokens, texts.starts_N[owner] + offsets, lengths, lengths - 1, texts.rows_N[owner])
+    starts, rows, weights = texts.starts_N[owner] + offsets, texts.rows_N[owner], texts.weights_N[owner]
+    pieces = Documents(texts.tokens, starts, lengths, lengths - 1, rows, weights)
     whole = Documents(kept.tokens, *map(np.concatenate, zip(kept.arrays, pieces.arrays, strict=True)))
     return whole.take(np.argsort(whole.rows_N, kind="stable"))
 

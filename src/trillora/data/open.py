@@ -71,6 +71,8 @@ def data_options(data: DataSection, tokenizer: Tokenizer, *, lenient: bool = Fal
         on_too_long=data.on_too_long,
         on_bad_row="skip" if lenient else data.on_bad_row,
         template_date=data.template_date or DataOptions.template_date,
+        template_arguments=data.template_arguments,
+        weight_key=data.weight_key,
         validation=data.split.validation if data.split else 0.0,
         test=data.split.test if data.split else 0.0,
     )

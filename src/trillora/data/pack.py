@@ -7,7 +7,7 @@ Example: documents [5 6 7] (6 and 7 trained) and [8 9] (9 trained) in one sequen
 
     tokens     5 6 7 8 9 0     0 is padding
     targets    6 7 0 9 0 0     the next token of the same document
-    weights    1 1 0 1 0 0     1 where the target is in the loss
+    weights    1 1 0 1 0 0     1, or the row's weight, where the target is in the loss
     segments   1 1 1 2 2 0     attention stays within a segment; 0 is padding
     positions  0 1 2 0 1 0
 """
@@ -97,5 +97,5 @@ def fill_row(documents: Iterable[TokenizedDocument], row: dict[str, NDArray[np.g
         row["positions"][start:end] = np.arange(len(document))
         supervised = document.supervised[1:]
         row["targets"][start : end - 1] = np.where(supervised, document.tokens[1:], 0)
-        row["weights"][start : end - 1] = supervised
+        row["weights"][start : end - 1] = supervised * np.float32(document.weight)
         start = end

@@ -44,7 +44,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.files.digests import json_digest, text_digest
 
-FORMAT = 2  # of a store: increase it when the same data would be read, tokenized or stored differently
+FORMAT = 3  # of a store: increase it when the same data would be read, tokenized or stored differently
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
@@ -73,6 +73,8 @@ class DataOptions:
     on_too_long: str = "auto"
     on_bad_row: str = "refuse"
     template_date: str = "2024-07-26"
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    weight_key: str | None = None
     validation: float = 0.0
     test: float = 0.0
 
@@ -147,7 +149,8 @@ class Dataset:
         """The rows of one part, not yet fitted to a length. Source weights apply to the training part only."""
         rows = self.store.rows
         chosen = part_of(rows["digest"], self.options.validation, self.options.test) == PARTS.index(part)
-        documents = all_documents(self.store).take(np.flatnonzero(chosen & (rows["trained"] > 0)))
+        counted = (rows["trained"] > 0) & (rows["weight"] > 0)
+        documents = all_documents(self.store).take(np.flatnonzero(chosen & counted))
         if part != "train":
             return documents
         weights = np.array([source.weight for source in self.options.sources])[rows["source"][documents.rows_N]]
@@ -301,7 +304,7 @@ class _StoreBuilder:
             assert isinstance(rendered, RenderedRow)
             name = self.names.setdefault((batch.file, row.member), len(self.names))
             kind, was_cut = KINDS.index(rendered.kind), document is not whole
-            facts.append((0, rendered.digest, row.line, 0, 0, name, source, kind, was_cut))
+            facts.append((0, rendered.digest, row.line, 0, 0, rendered.weight, name, source, kind, was_cut))
             documents.append(document)
         self.num_rows[batch.file][batch.format] += len(documents)
         return documents, np.array(facts, ROW)
@@ -384,6 +387,8 @@ def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder
         chat_template=template,
         chat_words=dict(tokenizer.special_tokens_map),
         template_date=options.template_date,
+        arguments=options.template_arguments,
+        weight_key=options.weight_key,
         schema=options.schema,
     )
 

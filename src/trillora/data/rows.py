@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trillora.errors import TrilloraError
@@ -49,6 +49,8 @@ class Chat:
     messages: list[Message]
     tools: list[Any] | None = None
     num_prompt: int = 0  # leading turns that belong to the prompt, where the row separates prompt and completion
+    untrained: frozenset[int] = frozenset()  # assistant turns with weight 0, which are read but are no targets
+    arguments: dict[str, Any] = field(default_factory=dict)  # for the chat template, in addition to the recipe's
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,9 @@ def make_train_step(
     def train_step(state: TrainState, base: Tree, batch: Batch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(state.key, state.step)
         sums = accumulate(loss, state.adapter, base, batch, key, num_micro_batches)
-        num_tokens = batch["weights"].sum()
-        loss_mean, gradients = jax.tree.map(lambda x: x / jnp.maximum(num_tokens, 1), sums)
+        total_weight, num_tokens = batch["weights"].sum(), (batch["weights"] > 0).sum(dtype=jnp.float32)
+        divisor = jnp.where(total_weight > 0, total_weight, 1)
+        loss_mean, gradients = jax.tree.map(lambda x: x / divisor, sums)
         grad_norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
         if max_grad_norm is not None:
             shrink = jnp.minimum(1.0, max_grad_norm / (grad_norm + 1e-6))

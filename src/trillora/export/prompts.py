@@ -22,9 +22,14 @@ def template_of(source: ExportSource) -> str | None:
 
 def prompts_of(source: ExportSource) -> Prompts:
     """Prompts as in training. Templates are untrusted: they are rendered in a process with limits."""
-    date = stages_of(source.recipe)[-1].recipe.data.template_date if source.recipe is not None else None
-    stops = configured_stops(source.base.folder, source.base.config)
-    return Prompts(source.base.tokenizer, template=template_of(source), template_date=date, stops=stops)
+    data = stages_of(source.recipe)[-1].recipe.data if source.recipe is not None else None
+    return Prompts(
+        source.base.tokenizer,
+        template=template_of(source),
+        template_date=data.template_date if data is not None else None,
+        arguments=data.template_arguments if data is not None else None,
+        stops=configured_stops(source.base.folder, source.base.config),
+    )
 
 
 def adds_bos(tokenizer: Any, prompts: Prompts) -> bool:

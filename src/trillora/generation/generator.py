@@ -467,9 +467,14 @@ def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path | None) -> 
     own = tokenizer.get_chat_template() if tokenizer.chat_template else None
     file = adapter / TEMPLATE_FILE if adapter is not None else None
     trained = find_template(str(file), (), None) if file is not None and file.is_file() else None
-    date = stages_of(recipe)[-1].recipe.data.template_date if recipe is not None else None
-    stops = configured_stops(opened.folder, opened.config)
-    base = Prompts(tokenizer, template=own or trained, template_date=date, stops=stops)
+    data = stages_of(recipe)[-1].recipe.data if recipe is not None else None
+    base = Prompts(
+        tokenizer,
+        template=own or trained,
+        template_date=data.template_date if data is not None else None,
+        arguments=data.template_arguments if data is not None else None,
+        stops=configured_stops(opened.folder, opened.config),
+    )
     return base, base.with_template(trained or own)
 
 

@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,17 @@ class Prompts:
     """Encodes prompts and decodes answers for one tokenizer and chat template."""
 
     def __init__(
-        self, tokenizer: Any, *, template: str | None, template_date: str | None = None, stops: Iterable[int] = ()
+        self,
+        tokenizer: Any,
+        *,
+        template: str | None,
+        template_date: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        stops: Iterable[int] = (),
     ) -> None:
+        """`arguments` are those of the chat template; a prompt may add its own."""
         self._tokenizer, self.template, self._date = tokenizer, template, template_date
+        self._arguments = dict(arguments or {})
         self._encoder = Encoder(tokenizer, template)
         date = datetime.date.fromisoformat(template_date) if template_date else datetime.date.today()
         settings = RenderSettings(
@@ -49,6 +57,7 @@ class Prompts:
             chat_template=template or None,
             chat_words=dict(tokenizer.special_tokens_map),
             template_date=date.isoformat(),
+            arguments=self._arguments,
         )
         self.has_template = bool(template)
         self._worker = Worker(settings)  # templates are untrusted: they run in a process with limits
@@ -62,14 +71,16 @@ class Prompts:
         """The same tokenizer and stop tokens with another chat template."""
         if template == self.template:
             return self
-        return Prompts(self._tokenizer, template=template, template_date=self._date, stops=self.stops)
+        return Prompts(
+            self._tokenizer, template=template, template_date=self._date, arguments=self._arguments, stops=self.stops
+        )
 
     def keep_trying(self) -> None:
         """For prompts of strangers: many that use up their limits do not stop the others."""
         self._worker.max_past_limit = sys.maxsize
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The tokens that the answer follows."""
+    def encode(self, prompt: Prompt, arguments: Mapping[str, Any] | None = None) -> list[int]:
+        """The tokens that the answer follows. `arguments` are for the chat template, in this prompt only."""
         if isinstance(prompt, str) and not self.has_template:
             return self.encode_text(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -78,7 +89,7 @@ class Prompts:
                 "This model has no chat template, so it cannot answer a conversation.",
                 do='use the chat ("instruct") version of the model, or give plain text to continue',
             )
-        return self._encode_script(self._rendered({"messages": messages}, PROMPT))
+        return self._encode_script(self._rendered({"messages": messages, "arguments": dict(arguments or {})}, PROMPT))
 
     def encode_text(self, text: str) -> list[int]:
         """The tokens of a text to continue, without a chat template."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -115,6 +115,17 @@ class DataSection(Section):
         default=None,
         description="Date (YYYY-MM-DD) returned by the chat template's strftime_now (default: the date of the first "
         "start).",
+    )
+
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the chat template, such as {enable_thinking: false} or {tools: [...]}, in training, "
+        "evaluation, generation and serving alike. A row's own chat_template_kwargs come first.",
+    )
+    weight_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Key of a row's weight in the loss, a number from 0 to 1000 (default: 1).",
     )
 
     @field_validator("template_date")

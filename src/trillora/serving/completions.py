@@ -64,7 +64,8 @@ class Completions:
         request: ChatRequest = parse(ChatRequest, body)
         served = self.served(request.model)
         messages = [message.plain() for message in request.messages]
-        prompts = await self._encoded(served, lambda: [tuple(served.prompts.encode(messages))], "messages")
+        arguments = request.chat_template_kwargs
+        prompts = await self._encoded(served, lambda: [tuple(served.prompts.encode(messages, arguments))], "messages")
         num_top = (request.top_logprobs or 0) if request.logprobs else 0
         limit = request.max_completion_tokens or request.max_tokens
         form = ChatForm(served.name, self._token_texts[served.name], with_logprobs=bool(request.logprobs))

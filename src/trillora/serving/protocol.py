@@ -128,6 +128,7 @@ class ChatRequest(Options):
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # arguments of the chat template; vLLM's name for them
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:

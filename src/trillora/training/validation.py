@@ -146,7 +146,14 @@ def plan_evaluation(
     tokenizer = opened.tokenizer
     template = stage.template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
     stops = configured_stops(opened.folder, opened.config)
-    prompts = Prompts(tokenizer, template=template, template_date=stage.recipe.data.template_date, stops=stops)
+    data = stage.recipe.data
+    prompts = Prompts(
+        tokenizer,
+        template=template,
+        template_date=data.template_date,
+        arguments=data.template_arguments,
+        stops=stops,
+    )
     if options.prompts:
         questions = [Question(tuple(prompts.encode(prompt)), ()) for prompt in options.prompts]
     else:

@@ -13,6 +13,7 @@ code runs on millions of rows: text is passed on, not copied.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 from trillora.errors import nearest
 
 Row = dict[str, Any]
+MAX_WEIGHT = 1000.0  # of a row
 
 FORMATS = ("messages", "sharegpt", "ultrachat", "prompt-completion", "alpaca", "question-answer", "text", "template")
 
@@ -40,6 +42,8 @@ _TURN_KEYS = ("messages", "conversation", "conversations")
 _SYSTEM_KEYS = ("system", "system_prompt")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names for the assistant's thinking
 _KEPT_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # what chat templates read in addition to role and content
+_UNTRAINED = "weight"  # key of a checked turn that is not trained, until `_chat` removes it
+_ARGUMENTS_KEY = "chat_template_kwargs"  # TRL's name for a row's arguments of the chat template
 _TURN_FORM = 'write each turn as {"role": "user", "content": "..."}'
 _SHAREGPT_FORM = 'write each turn as {"from": "human", "value": "..."}'
 _ULTRACHAT_FORM = 'write the turns as texts in a list: {"data": ["question", "answer", ...]}'
@@ -130,7 +134,7 @@ def _from_turns(row: Row, format: str) -> Chat:
         turns = [_sharegpt_turn(turn, number) for number, turn in enumerate(turns, start=1)]
     elif not is_sharegpt and turns and _turn_format(key, turns) == "sharegpt":
         raise BadRow(f'The turns of "{key}" have no "role".', f"{_TURN_FORM}, or set data.format: sharegpt")
-    return Chat(_with_system(row, check_chat(turns, calls_in_text=is_sharegpt)), _tools(row))
+    return _chat(row, check_chat(turns, calls_in_text=is_sharegpt))
 
 
 def _from_prompt_completion(row: Row) -> Chat | Pair:
@@ -145,8 +149,7 @@ def _from_prompt_completion(row: Row) -> Chat | Pair:
         turns = check_chat(prompt + completion)
         if all(turn["role"] != "assistant" for turn in turns[len(prompt) :]):
             raise BadRow(f'"{answer_key}" has no assistant turn, so there is nothing to train on.', "add the answer")
-        whole = _with_system(row, turns)
-        return Chat(whole, _tools(row), num_prompt=len(whole) - len(completion))
+        return _chat(row, turns, num_completion=len(completion))
     if isinstance(prompt, list) or isinstance(completion, list):
         what = f'"prompt" is {kind_name(prompt)} and "{answer_key}" is {kind_name(completion)}.'
         raise BadRow(what, "write both as text, or both as lists of turns")
@@ -202,7 +205,40 @@ def _answer_key(row: Row, format: str) -> str:
 
 def _one_round(row: Row, question: str, answer: str) -> Chat:
     turns: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return Chat(_with_system(row, turns), _tools(row))
+    return _chat(row, turns)
+
+
+def _chat(row: Row, turns: list[Message], num_completion: int | None = None) -> Chat:
+    """The conversation of checked turns, with what the row has for all of them."""
+    turns = _with_system(row, turns)
+    untrained = [number for number, turn in enumerate(turns) if turn.pop(_UNTRAINED, None) is not None]
+    num_prompt = 0 if num_completion is None else len(turns) - num_completion
+    return Chat(turns, _tools(row), num_prompt, frozenset(untrained), _arguments(row))
+
+
+def _arguments(row: Row) -> dict[str, Any]:
+    """The row's arguments for the chat template."""
+    arguments, form = row.get(_ARGUMENTS_KEY), f'write {{"{_ARGUMENTS_KEY}": {{"enable_thinking": false}}}}'
+    if not arguments:
+        return {}
+    if isinstance(arguments, str) and (arguments := _parsed(arguments, dict)) is None:
+        raise BadRow(f'"{_ARGUMENTS_KEY}" is text that is not a JSON object.', form)
+    if not isinstance(arguments, dict):
+        raise BadRow(f'"{_ARGUMENTS_KEY}" is {kind_name(arguments)}, not an object.', form)
+    # A table (Parquet) has every key in every row; null there means that the row does not give it.
+    return {key: value for key, value in arguments.items() if value is not None}
+
+
+def row_weight(row: Row, key: str) -> float:
+    """The row's weight in the loss, at the key that `data.weight_key` names; 1 without it."""
+    weight = row.get(key, 1)
+    if isinstance(weight, str):  # CSV files have only text
+        with contextlib.suppress(ValueError):
+            weight = float(weight)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
+        what = f'The weight of this row, "{key}", is {excerpt(weight)}.'
+        raise BadRow(what, f"write a number from 0 to {MAX_WEIGHT:,}")
+    return float(weight)
 
 
 def _with_system(row: Row, turns: list[Message]) -> list[Message]:
@@ -241,8 +277,9 @@ def _sharegpt_turn(turn: object, number: int) -> Message:
         _refuse_role(name, number, SHAREGPT_ROLES)
     value = turn.get("value")
     if known in _CALL_ROLES and isinstance(value, str) and (calls := _parsed(value, (dict, list))):
-        return {"role": role, "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
-    plain = {"role": role, "content": value}
+        plain = {"role": role, "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+    else:
+        plain = {"role": role, "content": value}
     return plain if len(turn) == 2 else {**turn, **plain}
 
 
@@ -290,10 +327,19 @@ def _keep_extras(turn: Message, message: Row, number: int) -> None:
         if turn["role"] != "assistant":
             raise BadRow(f"Turn {number} is a {turn['role']} turn with tool calls.", "move them to an assistant turn")
         turn["tool_calls"] = _checked_calls(calls, number)
-    # Other trainers support these keys. To ignore them would train a turn that the data excludes.
-    if turn["role"] == "assistant" and (message.get("weight") == 0 or message.get("train") is False):
-        what = f'Turn {number} has "weight": 0 or "train": false; excluding single turns is not supported.'
-        raise BadRow(what, "end the conversation before this turn, or remove the key and set data.train_on: last")
+    if turn["role"] == "assistant" and not _is_trained(message, number):
+        turn[_UNTRAINED] = 0
+
+
+def _is_trained(message: Row, number: int) -> bool:
+    """Whether the turn is a target. OpenAI's format says so by a weight of 0 or 1, others by `train`."""
+    weight, train = message.get("weight"), message.get("train")
+    if weight is not None and weight not in (0, 1):  # 1.0 and true are in it, NaN is not
+        what = f'The "weight" of turn {number} is {excerpt(weight)}.'
+        raise BadRow(what, "write 0 (not trained) or 1; for other numbers, weight whole rows with data.weight_key")
+    if train is not None and not isinstance(train, bool):
+        raise BadRow(f'"train" of turn {number} is {kind_name(train)}.', "write true or false")
+    return weight != 0 and train is not False
 
 
 def _checked_calls(calls: object, number: int) -> list[Row]:

@@ -200,5 +200,7 @@ class Pool:
 def _outcome(answer: list[Any]) -> Outcome:
     if len(answer) == 3:
         return BadRow(*answer)
-    text, supervised, planted, cuts, kind, digest = answer
-    return RenderedRow(text, tuple(map(tuple, supervised)), tuple(map(tuple, planted)), tuple(cuts), kind, digest)
+    text, supervised, planted, *others = answer
+    cuts, kind, digest, weight = others
+    spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
+    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight)

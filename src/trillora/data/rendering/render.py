@@ -47,6 +47,11 @@ NO_CHAT_TEMPLATE = "The model's tokenizer has no chat template, so conversations
 # Placeholder for content that spells a control word: a number between two of Unicode's noncharacters.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _NONCHARACTERS = re.compile("[\ufdd0-\ufdd3]")
+MAX_FINDERS = 64  # different arguments of the chat template that are remembered
+# Values that the template gets from the row itself, and options of transformers' `apply_chat_template`.
+RESERVED_ARGUMENTS = frozenset(
+    ("messages", "add_generation_prompt", "continue_final_message", "conversation", "tokenize")
+)
 _THINKING = frozenset(("<think>", "</think>"))
 _WRITTEN = ("content", *formats.REASONING_KEYS)  # texts of an assistant turn that the model writes
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
@@ -63,6 +68,8 @@ class RenderSettings:
     chat_template: str | None = None
     chat_words: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token and others, for the chat template
     template_date: str = "2024-07-26"  # date returned by the template's `strftime_now`
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the chat template, in every row
+    weight_key: str | None = None  # key of a row's weight in the loss
     schema: dict[str, Any] | None = None
 
 
@@ -76,6 +83,7 @@ class RenderedRow:
     cuts: tuple[int, ...] = ()  # positions that no token may span
     kind: str = "text"  # or pair, or chat: a chat template writes BOS and stop tokens itself
     digest: int = 0  # hash of the content: equal rows have equal digests
+    weight: float = 1.0  # of the row's tokens in the loss
 
 
 @dataclass(frozen=True)
@@ -95,11 +103,8 @@ class Renderer:
         self._fragments = Fragments(self._words.words)
         self._schema = SchemaCheck(settings.schema) if settings.schema is not None else None
         self._rows = RowTemplate(settings.template) if settings.template is not None else None
-        self._answers: AnswerFinder | None = None
-        if settings.chat_template is not None:
-            today = datetime.date.fromisoformat(settings.template_date)
-            chat_template = ChatTemplate(settings.chat_template, settings.chat_words, today)
-            self._answers = AnswerFinder(chat_template, self._words)
+        self._finders: dict[str, AnswerFinder] = {}  # by the arguments of the chat template
+        self._answers = None if settings.chat_template is None else self._finder({})
 
     def render(self, raw: bytes, format: str, cut: Cut | None = None) -> RenderedRow:
         """Render one row from its JSON text. Raises `BadRow` for anything that cannot be trained on."""
@@ -110,6 +115,8 @@ class Renderer:
         if cut is not None:
             example = shortened(example, cut)
         rendered = self.write(example)
+        if self._settings.weight_key is not None:
+            rendered = dataclasses.replace(rendered, weight=formats.row_weight(row, self._settings.weight_key))
         if len(rendered.text) > MAX_CHARACTERS:
             what = f"This row renders to {len(rendered.text):,} characters; the limit is {MAX_CHARACTERS:,}."
             raise BadRow(what, "shorten this row, or split it into several rows")
@@ -143,19 +150,58 @@ class Renderer:
         if self._answers is None:
             do = 'use the chat ("instruct") version of the model, or set data.chat_template, for example to chatml'
             raise BadRow(NO_CHAT_TEMPLATE, do)
-        text, planted = self._written(chat, self._answers.template, prompt=False)
+        chat, answers = self._with_arguments(chat)
+        text, planted = self._written(chat, answers.template, prompt=False)
         if self._settings.train_on == "everything":
-            supervised: tuple[Span, ...] = ((0, len(text)),)
+            supervised = _around(answers.find(chat, text, planted, sorted(chat.untrained)), text)
         else:
-            supervised = self._answers.find(chat, text, planted, trained_turns(chat, self._settings.train_on))
+            supervised = answers.find(chat, text, planted, trained_turns(chat, self._settings.train_on))
         return RenderedRow(text, supervised, planted, kind="chat", digest=_digest([chat.messages, chat.tools]))
 
-    def prompt(self, messages: list[Message]) -> RenderedRow:
+    def prompt(self, chat: Chat) -> RenderedRow:
         """A conversation with a generation prompt at its end. Content cannot become control tokens, as in training."""
         if self._answers is None:
             raise BadRow("The model's tokenizer has no chat template.", "use a chat model, or set data.chat_template")
-        text, planted = self._written(Chat(messages), self._answers.template, prompt=True)
+        chat, answers = self._with_arguments(chat)
+        text, planted = self._written(chat, answers.template, prompt=True)
         return RenderedRow(text, (), planted, kind="chat")
+
+    def _with_arguments(self, chat: Chat) -> tuple[Chat, AnswerFinder]:
+        """The conversation with its tools, and the template with the row's arguments. A row's value replaces the
+        recipe's. The list of tools is an argument too; a row may also have it in a key of its own."""
+        own = {**self._settings.arguments, **chat.arguments}
+        tools = own.pop("tools", None)
+        if chat.tools is None and tools:
+            chat = dataclasses.replace(chat, tools=tools)
+        return chat, self._finder(own)
+
+    def _finder(self, arguments: dict[str, Any]) -> AnswerFinder:
+        """A template with these arguments, and what is known about it. Other arguments, other texts around answers."""
+        key = json.dumps(arguments, sort_keys=True)
+        if key not in self._finders:
+            for name, value in arguments.items():
+                self._check_argument(name, value)
+            if len(self._finders) >= MAX_FINDERS:
+                self._finders = {}
+            settings = self._settings
+            assert settings.chat_template is not None, "without a template, conversations are refused"
+            today = datetime.date.fromisoformat(settings.template_date)
+            words = {**settings.chat_words, **arguments}
+            self._finders[key] = AnswerFinder(ChatTemplate(settings.chat_template, words, today), self._words)
+        return self._finders[key]
+
+    def _check_argument(self, name: str, value: Any) -> None:
+        if name in RESERVED_ARGUMENTS or name in self._settings.chat_words:
+            what = f"The chat template's argument {name!r} cannot be set: it comes from the row or the tokenizer."
+            raise BadRow(what, "remove it from the arguments of the chat template")
+
+        def check(text: str) -> str:
+            if self._words.control.search(text) or self._fragments.at_borders(text.strip()):
+                what = f"The chat template's argument {name!r} spells a control token, or a part of one: {text[:60]!r}."
+                raise BadRow(what, "remove this text from the argument")
+            return text
+
+        _map_text(value, check, check)
 
     def _written(self, chat: Chat, template: ChatTemplate, *, prompt: bool) -> tuple[str, tuple[Span, ...]]:
         """The rendered conversation, and the spans where content spells a control word."""
@@ -265,14 +311,14 @@ class Fragments:
         if not text:
             return False
         if len(text) < self._longest:
-            return any(text in word and text != word for word in self._words) or self._at_borders(text)
+            return any(text in word and text != word for word in self._words) or self.at_borders(text)
         tail = len(text) - self._longest
         return (
             any(text.find(character, tail) >= 0 for character in self._firsts)
             or any(text.find(character, 0, self._longest) >= 0 for character in self._lasts)
-        ) and self._at_borders(text)
+        ) and self.at_borders(text)
 
-    def _at_borders(self, text: str) -> bool:
+    def at_borders(self, text: str) -> bool:
         lengths = range(1, min(len(text), self._longest) + 1)
         return any(text[-n:] in self._beginnings or text[:n] in self._ends for n in lengths)
 
@@ -301,6 +347,24 @@ def parse(raw: bytes) -> dict[str, Any]:
 
 def trained_turns(chat: Chat, train_on: str) -> list[int]:
     """The indices of the assistant turns to train."""
+    turns = [turn for turn in _chosen_turns(chat, train_on) if turn not in chat.untrained]
+    if not turns:
+        what = "Every answer that would be trained has weight 0."
+        raise BadRow(what, "give one of them weight 1, or remove the row")
+    return turns
+
+
+def _around(spans: Sequence[Span], text: str) -> tuple[Span, ...]:
+    """Everything but these spans, which are in order. White space after a span counts as part of it: some stop tokens
+    include it, and a token is trained or not as a whole."""
+    edges = [0]
+    for start, end in spans:
+        edges += [start, len(text) - len(text[end:].lstrip())]
+    edges.append(len(text))
+    return tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
+
+
+def _chosen_turns(chat: Chat, train_on: str) -> list[int]:
     turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if train_on == "last":
         return turns[-1:]

@@ -27,9 +27,9 @@ OPEN, CLOSE = "\ufdd2", "\ufdd3"
 
 
 class ChatTemplate:
-    """A chat template with the special tokens of its tokenizer."""
+    """A chat template with the values it can use: the special tokens of its tokenizer, and the user's arguments."""
 
-    def __init__(self, source: str, words: Mapping[str, str], today: datetime.date) -> None:
+    def __init__(self, source: str, words: Mapping[str, Any], today: datetime.date) -> None:
         environment = _ChatEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse

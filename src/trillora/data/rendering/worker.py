@@ -16,13 +16,14 @@ from typing import Any
 
 from trillora.child_process import read_frame, write_frame
 from trillora.data.rendering.render import MAX_CHARACTERS, Cut, RenderedRow, Renderer, RenderSettings, parse
-from trillora.data.rows import BadRow
+from trillora.data.rows import BadRow, Chat
 from trillora.errors import TrilloraError
 
 SECONDS_PER_ROW = 2.0  # of processor time
 HARD_SECONDS_PER_ROW = 3.0  # after which the kernel ends the process
 BYTES_ABOVE_START = 512 * 2**20
-PROMPT = "prompt"  # instead of a format: {"messages": [...]} is rendered with a generation prompt at its end
+# Instead of a format: {"messages": [...], "arguments": {...}} is rendered with a generation prompt at its end.
+PROMPT = "prompt"
 
 
 class TooSlow(BaseException):
@@ -52,13 +53,13 @@ def main() -> None:
 
 
 def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: list[Any]) -> list[list[Any]]:
-    """For each row the six fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses up
-    its limit: the parent decides whether to try the others."""
+    """For each row the seven fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses
+    up its limit: the parent decides whether to try the others."""
     answers: list[list[Any]] = []
     for raw, cut in zip(rows, cuts, strict=True):
         try:
             row = _limited(lambda raw=raw, cut=cut: _rendered(renderer, raw, format, cut))
-            answers.append([row.text, row.supervised, row.planted, row.cuts, row.kind, row.digest])
+            answers.append([row.text, row.supervised, row.planted, row.cuts, row.kind, row.digest, row.weight])
         except BadRow as error:
             answers.append([error.what, error.do, error.past_limit])
             if error.past_limit:
@@ -69,7 +70,8 @@ def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: list[Any]
 def _rendered(renderer: Renderer, raw: bytes, format: str, cut: list[Any] | None) -> RenderedRow:
     if format != PROMPT:
         return renderer.render(raw, format, Cut(*cut) if cut else None)
-    row = renderer.prompt(parse(raw)["messages"])
+    given = parse(raw)
+    row = renderer.prompt(Chat(given["messages"], arguments=given.get("arguments") or {}))
     if len(row.text) > MAX_CHARACTERS:
         what = f"This conversation renders to {len(row.text):,} characters; the limit is {MAX_CHARACTERS:,}."
         raise BadRow(what, "shorten it")

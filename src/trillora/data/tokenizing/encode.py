@@ -42,6 +42,7 @@ class TokenizedDocument:
 
     tokens: NDArray[np.int32]
     supervised: NDArray[np.bool_]
+    weight: float = 1.0  # of its targets in the loss
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -37,6 +37,7 @@ ROW = np.dtype(
         ("line", "<i8"),
         ("length", "<i4"),  # in tokens
         ("trained", "<i4"),  # number of targets
+        ("weight", "<f4"),  # of these in the loss
         ("name", "<i4"),  # index into the description's list of files and archive members
         ("source", "<i2"),  # entry of data.path
         ("kind", "<i1"),

@@ -19,7 +19,7 @@ import zstandard
 
 from trillora.data.reading.files import DataFile, expand
 from trillora.data.reading.parquet import ParquetDecoder
-from trillora.data.reading.readers import read_rows
+from trillora.data.reading.readers import RowChoice, read_rows
 from trillora.data.rows import Fault, RawRow, RowsOfFile
 
 ROWS: list[dict[str, Any]] = [{"text": "one"}, {"text": "zwei → 2"}, {"text": 'three "3"\nlines'}]
@@ -74,7 +74,7 @@ def rows_of(
     file: DataFile, row_path: str | None = None, consumed: Callable[[int], None] = lambda count: None
 ) -> RowsOfFile:
     """The rows of a file as it is now."""
-    return read_rows(file, file.content(), PARQUET, row_path=row_path, consumed=consumed)
+    return read_rows(file, file.content(), PARQUET, RowChoice(row_path), consumed=consumed)
 
 
 def read(path: str, rows: str | None = None) -> list[RawRow | Fault]:

@@ -59,7 +59,7 @@ def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, 
 
 
 def data_options(data: DataSection, tokenizer: Tokenizer, *, lenient: bool = False) -> DataOptions:
-    sources = (Source(data.path),) if isinstance(data.path, str) else tuple(Source(s.path, s.weight) for s in data.path)
+    sources = (Source(data.path),) if isinstance(data.path, str) else tuple(Source(**dict(s)) for s in data.path)
     return DataOptions(
         sources=sources,
         format=data.format,
@@ -73,6 +73,7 @@ def data_options(data: DataSection, tokenizer: Tokenizer, *, lenient: bool = Fal
         template_date=data.template_date or DataOptions.template_date,
         template_arguments=data.template_arguments,
         weight_key=data.weight_key,
+        columns=data.columns,
         validation=data.split.validation if data.split else 0.0,
         test=data.split.test if data.split else 0.0,
     )

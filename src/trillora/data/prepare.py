@@ -32,8 +32,9 @@ import numpy as np
 
 from trillora.data.documents import PARTS, Documents, Lost, all_documents, fit, part_of, repeated
 from trillora.data.reading.files import Content, DataFile, Kind, expand
+from trillora.data.reading.hub_files import Part, hub_files
 from trillora.data.reading.parquet import ParquetDecoder
-from trillora.data.reading.readers import read_rows
+from trillora.data.reading.readers import RowChoice, read_rows
 from trillora.data.rendering import formats
 from trillora.data.rendering.pool import MAX_PAST_LIMIT, Batch, Outcome, Pool
 from trillora.data.rendering.render import NO_CHAT_TEMPLATE, Cut, RenderedRow, RenderSettings, parse
@@ -57,6 +58,8 @@ class Source:
 
     path: str
     weight: float = 1.0
+    config: str | None = None  # of a hub data set
+    split: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class DataOptions:
     template_date: str = "2024-07-26"
     template_arguments: dict[str, Any] = field(default_factory=dict)
     weight_key: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
     validation: float = 0.0
     test: float = 0.0
 
@@ -180,7 +184,7 @@ def prepare(
 ) -> Dataset:
     """Tokenized rows, from the cache or made now. `sequence_length` matters only if rows are truncated."""
     encoder = Encoder(tokenizer, options.chat_template)
-    files = expand([source.path for source in options.sources])
+    files = _files(options.sources)
     contents = [file.content() for file in files]
     inputs = store_inputs(options, tokenizer, encoder, files, contents, sequence_length)
     names = [file.name for file in files]
@@ -202,6 +206,16 @@ def prepare(
         first = dataset.problems[0]
         raise refused(first.what, first.where, first.do)
     return dataset
+
+
+def _files(sources: Sequence[Source]) -> list[DataFile]:
+    files: list[DataFile] = []
+    for number, source in enumerate(sources):
+        if source.config is not None or source.split is not None:
+            files += hub_files(source.path, Part(source.config, source.split), number)
+        else:
+            files += [dataclasses.replace(file, source=number) for file in expand([source.path])]
+    return files
 
 
 @dataclass(frozen=True)
@@ -269,8 +283,8 @@ class _StoreBuilder:
 
     def _rows(self, number: int) -> Iterator[RawRow]:
         file, content = self.use.files[number], self.use.contents[number]
-        path = self.inputs.row_path
-        for row in read_rows(file, content, self.use.parquet, row_path=path, consumed=self._consumed):
+        wanted = RowChoice(self.inputs.row_path, _columns_read(self.inputs.rendering))
+        for row in read_rows(file, content, self.use.parquet, wanted, consumed=self._consumed):
             if isinstance(row, Fault):
                 self._problem(number, row)
             else:
@@ -282,7 +296,7 @@ class _StoreBuilder:
             found = "template" if self.inputs.rendering.template is not None else self.inputs.format
             for row in rows[:ROWS_LOOKED_AT] if found == "auto" else ():
                 with contextlib.suppress(BadRow):
-                    found = formats.detect(parse(row.raw))
+                    found = formats.detect(formats.picked(parse(row.raw), self.inputs.rendering.columns))
                     break
             if found == "auto":
                 return "auto"  # no row shows it: the worker reports the problem of each
@@ -375,6 +389,14 @@ def _tokenizer_digest(tokenizer: Tokenizer, vocab_size: int | None) -> str:
     return json_digest([text_digest(tokenizer.backend_tokenizer.to_str()), special, ends, vocab_size])
 
 
+def _columns_read(settings: RenderSettings) -> tuple[str, ...]:
+    """The columns of a table that are needed; empty for all. A schema and a template can see every column."""
+    if not settings.columns or settings.schema is not None:
+        return ()
+    weight = () if settings.weight_key is None else (settings.weight_key,)
+    return (*settings.columns.values(), *weight)
+
+
 def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder) -> RenderSettings:
     template = options.chat_template
     if template is None and tokenizer.chat_template:
@@ -389,6 +411,7 @@ def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder
         template_date=options.template_date,
         arguments=options.template_arguments,
         weight_key=options.weight_key,
+        columns=options.columns,
         schema=options.schema,
     )
 

@@ -24,7 +24,7 @@ from trillora.data.open import chat_template, open_dataset
 from trillora.data.questions import question_of
 from trillora.data.reading.files import expand
 from trillora.data.reading.parquet import ParquetDecoder
-from trillora.data.reading.readers import read_rows
+from trillora.data.reading.readers import RowChoice, read_rows
 from trillora.data.rendering.render import parse
 from trillora.data.rows import BadRow, Fault, place
 from trillora.errors import TrilloraError
@@ -130,7 +130,7 @@ def _rows(path: str, row_path: str | None) -> Iterator[tuple[str, dict[str, Any]
     """The rows of all files of a path, and where each is."""
     with ParquetDecoder() as parquet:
         for file in expand([path]):
-            for row in read_rows(file, file.content(), parquet, row_path=row_path, consumed=lambda _: None):
+            for row in read_rows(file, file.content(), parquet, RowChoice(row_path), consumed=lambda _: None):
                 where = place(file.name, row.member, row.line)
                 if isinstance(row, Fault):
                     raise TrilloraError(row.what, where=where, do=row.do)

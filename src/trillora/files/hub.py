@@ -7,9 +7,10 @@ Files are kept in the hub's own cache. Without a connection, a download that is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple, overload
 
 from trillora.errors import TrilloraError, nearest
 
@@ -29,15 +30,56 @@ def download(
 
     `embedded` names models that need no hub: error messages suggest them.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
     hub_cache()
-    try:
+    with _plain_errors(name, kind, revision, embedded):
         return Path(
             snapshot_download(
                 name, repo_type=kind, revision=revision, allow_patterns=list(allow), ignore_patterns=list(ignore)
             )
         )
+
+
+class DatasetFiles(NamedTuple):
+    """The files of one commit of a data set, and its card."""
+
+    commit: str  # or a branch that has no commit id
+    sizes: dict[str, tuple[int, str]]  # path -> bytes and a digest, as the hub gives them
+    card: dict[str, Any]
+
+
+@overload
+def dataset_files(name: str, revision: str | None) -> DatasetFiles: ...
+@overload
+def dataset_files(name: str, revision: str | None, *, optional: bool) -> DatasetFiles | None: ...
+def dataset_files(name: str, revision: str | None, *, optional: bool = False) -> DatasetFiles | None:
+    """Lists a data set's files. None if `optional` and there is no such revision."""
+    from huggingface_hub import HfApi, errors
+
+    with _plain_errors(name, "dataset", revision, ()):
+        try:
+            info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
+        except errors.RevisionNotFoundError:
+            if optional:
+                return None
+            raise
+    sizes = {
+        file.rfilename: (int(file.size), str(file.lfs.sha256 if file.lfs else file.blob_id))
+        for file in info.siblings or ()
+        if file.size is not None
+    }
+    return DatasetFiles(str(info.sha), sizes, info.card_data.to_dict() if info.card_data is not None else {})
+
+
+@contextmanager
+def _plain_errors(name: str, kind: Kind, revision: str | None, embedded: Sequence[str]) -> Iterator[None]:
+    """Raises the hub client's errors as ours."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+        return
     except errors.GatedRepoError:
         what = f"The {kind} '{name}' is gated: its owners must grant you access."
         do = f"request access on the {kind}'s page, then log in with: hf auth login"

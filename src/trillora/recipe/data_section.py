@@ -18,6 +18,15 @@ class SourceSection(Section):
     weight: float = Field(
         default=1.0, gt=0, le=1000, description="How often each row is seen per epoch; 0.5 uses half of the rows."
     )
+    config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Configuration (subset) of a Hugging Face data set. With config or split, its files are read from "
+        "the hub as they are needed, without downloading the whole data set.",
+    )
+    split: str | None = Field(
+        default=None, min_length=1, description="Split of a Hugging Face data set, such as train. Default: all splits."
+    )
 
 
 class TemplateSection(Section):
@@ -121,6 +130,11 @@ class DataSection(Section):
         default_factory=dict,
         description="Arguments of the chat template, such as {enable_thinking: false} or {tools: [...]}, in training, "
         "evaluation, generation and serving alike. A row's own chat_template_kwargs come first.",
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="The keys of the row's format and the columns that they come from, such as "
+        "{prompt: question, completion: answer}. Other columns are not read.",
     )
     weight_key: str | None = Field(
         default=None,

@@ -41,7 +41,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
 KNOWN = " ".join([*FORMATS, *ARCHIVES]) + ", each format also with .gz or .zst"
 
-_HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w-][\w./-]*))?")
+HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w-][\w./-]*))?")
 _HUB_URL = re.compile(r"hf://datasets/(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.*))?")
 _ABOUT_DATA = re.compile(
     r"(?:readme|licen[cs]e|changelog|citation)(?:\.\w+)?|dataset_infos?\.json|dataset_dict\.json|state\.json", re.I
@@ -70,10 +70,12 @@ class Content(NamedTuple):
 
     size: int  # bytes
     sha256: str  # hex digest
-    states: tuple[Any, ...]  # of hashlib, after 0, 1, 2 … blocks
+    states: tuple[Any, ...]  # of hashlib, after 0, 1, 2 … blocks; empty for a file of the hub, which gives its digest
 
     def has_block(self, number: int, block: bytes) -> bool:
         """Whether `block` is the block of this number."""
+        if not self.states:  # a file that cannot change: one of a commit
+            return True
         state = self.states[number].copy()
         state.update(block)
         return bool(state.digest() == self.states[number + 1].digest())
@@ -87,6 +89,7 @@ class DataFile:
     path: str  # a local path or an fsspec URL
     source: int  # index of the entry in data.path
     kind: Kind
+    known: Content | None = None  # of a file of the hub, which is then read only once
 
     def open(self) -> BinaryIO:
         if not _URL.match(self.path):
@@ -95,7 +98,9 @@ class DataFile:
         return cast(BinaryIO, system.open(inner, "rb"))
 
     def content(self) -> Content:
-        """Reads the whole file once."""
+        """Reads the whole file once, unless its content is known."""
+        if self.known is not None:
+            return self.known
         size, state = 0, hashlib.sha256()
         states = [state.copy()]
         try:
@@ -183,7 +188,7 @@ def _local(entry: str, source: int) -> list[DataFile]:
         if not chosen:
             raise _nothing_there(entry, len(matches))
         return [_local_file(path, path, source) for path in chosen]
-    hub_id = _HUB_ID.fullmatch(entry)
+    hub_id = HUB_ID.fullmatch(entry)
     if hub_id and kind_of(entry) is None:
         return _hub(entry, hub_id["id"], hub_id["revision"], None, source)
     do = "check the path; a relative path in a recipe starts at the recipe's folder"

@@ -34,11 +34,12 @@ class ParquetDecoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def rows(self, source: Stream, kind: Kind, at: Cursor, meter: Meter) -> RowsOfFile:
-        """The rows of one file. They may have as many bytes as the content of a compressed file of this size."""
+    def rows(self, source: Stream, kind: Kind, at: Cursor, meter: Meter, columns: tuple[str, ...] = ()) -> RowsOfFile:
+        """The rows of one file, with these columns if any are given. They may have as many bytes as the content of a
+        compressed file of this size."""
         file, size = _whole_file(source, kind, meter)
         num_bytes = 0
-        for row in self._decoded(file, size):
+        for row in self._decoded(file, size, columns):
             num_bytes += len(row) - 1
             meter.produce(len(row) - 1, of_stream=num_bytes, from_bytes=size)
             yield at.row(row[1:], len(row) - 1) if row[:1] == b"+" else at.fault(*json.loads(row[1:]))
@@ -53,10 +54,10 @@ class ParquetDecoder:
         self._process.wait()
         self._process = None
 
-    def _decoded(self, file: RawFile | io.BytesIO, size: int) -> Iterator[bytes]:
+    def _decoded(self, file: RawFile | io.BytesIO, size: int, columns: tuple[str, ...]) -> Iterator[bytes]:
         order: bytes | None = None
         try:
-            order, *parts = self._exchange([b"open", str(size).encode()])
+            order, *parts = self._exchange([b"open", str(size).encode(), *(name.encode() for name in columns)])
             while order not in (b"end", b"exit"):
                 if order == b"read":
                     file.seek(int(parts[0]))

@@ -4,7 +4,7 @@ A page of 37 kB may decompress to a gigabyte, a list of 50 bytes may have a bill
 may be wrong. So not the file but the memory of this process is limited. It holds no file: it requests bytes from the
 parent, which compares them with the file's digest. All messages are frames (`frames`) whose first part is their kind:
 
-    parent   open <size>                 a file of this many bytes
+    parent   open <size> [<column> ...]  a file of this many bytes, and the columns to read if not all
     worker   read <position> <size>      parent: <bytes>
     worker   rows <row> <row> ...        each row b"+" and its JSON, or b"-" and a JSON list [what is wrong, what to do]
     worker   end [<what> <do>]           with the reason if the rest of the file cannot be decoded
@@ -90,7 +90,7 @@ def main() -> None:
     while (frame := read_frame(incoming)) is not None:
         reason: list[bytes] = []
         try:
-            for some in _portions(_rows(RemoteFile(incoming, outgoing, int(frame[1])))):
+            for some in _portions(_rows(RemoteFile(incoming, outgoing, int(frame[1])), frame[2:])):
                 _restart_clock()
                 write_frame(outgoing, [b"rows", *some])
         except Refused as error:
@@ -120,11 +120,12 @@ def _portions(rows: Iterator[bytes]) -> Iterator[list[bytes]]:
         raise refused
 
 
-def _rows(file: RemoteFile) -> Iterator[bytes]:
+def _rows(file: RemoteFile, columns: list[bytes]) -> Iterator[bytes]:
     import pyarrow
     import pyarrow.parquet
 
     at = Cursor()
+    wanted = [name.decode() for name in columns] or None
     try:
         table = pyarrow.parquet.ParquetFile(
             file,
@@ -137,7 +138,7 @@ def _rows(file: RemoteFile) -> Iterator[bytes]:
             facts = table.metadata.row_group(group)
             row_bytes = max(1, facts.total_byte_size // max(1, facts.num_rows))
             size = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
-            for batch in table.iter_batches(size, row_groups=[group], use_threads=False):
+            for batch in table.iter_batches(size, row_groups=[group], columns=wanted, use_threads=False):
                 for record in _records(batch):
                     if isinstance(record, dict):
                         row = at.record(record)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trillora.data.reading.archives import tar_members, zip_members
 from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, SHORTEN, Cursor, too_long
@@ -27,11 +28,21 @@ from trillora.data.rows import Fault, RawRow, RowsOfFile
 MAX_TEXT_BYTES = 8 << 20  # a longer text file is split at line ends into rows of about this size
 
 
+class RowChoice(NamedTuple):
+    """Which rows and values of a file are read."""
+
+    row_path: str | None = None  # to the rows in a .json document
+    columns: tuple[str, ...] = ()  # of a Parquet file; empty: all
+
+
+EVERYTHING = RowChoice()
+
+
 @dataclass(frozen=True)
 class _Reading:
     """What the rows of one file are read with."""
 
-    row_path: str | None
+    wanted: RowChoice
     meter: Meter
     parquet: ParquetDecoder
 
@@ -40,13 +51,13 @@ def read_rows(
     file: DataFile,
     content: Content,
     parquet: ParquetDecoder,
+    wanted: RowChoice = EVERYTHING,
     *,
-    row_path: str | None = None,
     consumed: Callable[[int], None],
 ) -> RowsOfFile:
     """All rows of a file in order, read from exactly the bytes of `content`. `consumed` is called with byte counts.
 
-    `row_path` is the path to the rows in a .json document. A failing disk or network, or a file that changes, raises a
+    A failing disk or network, or a file that changes, raises a
     TrilloraError: continuing would train each run on a different data set.
     """
     meter = Meter(content.size, consumed)
@@ -55,7 +66,7 @@ def read_rows(
     except Exception as error:  # remote stores have their own exception types
         raise cannot_read(file.name, error) from None
     with stream:
-        raw, reading = RawFile(stream, file.name, content, meter), _Reading(row_path, meter, parquet)
+        raw, reading = RawFile(stream, file.name, content, meter), _Reading(wanted, meter, parquet)
         if file.kind.is_archive:
             yield from _archive_rows(raw, file.kind, reading)
         else:
@@ -80,7 +91,7 @@ def _archive_rows(raw: RawFile, kind: Kind, reading: _Reading) -> RowsOfFile:
 
 def _member_rows(source: Stream, kind: Kind, at: Cursor, reading: _Reading) -> RowsOfFile:
     """The rows of one file or archive member; if the rest cannot be read, a fault is the last item."""
-    if reading.row_path and kind.format != "json":
+    if reading.wanted.row_path and kind.format != "json":
         what = f"data.row_path is a path inside a .json document; this file is {kind.format}."
         yield Fault(at.member, 0, what, "remove data.row_path, or put only .json files in data.path")
         return
@@ -96,10 +107,10 @@ def _member_rows(source: Stream, kind: Kind, at: Cursor, reading: _Reading) -> R
 
 def _format_rows(source: Stream, kind: Kind, at: Cursor, reading: _Reading) -> RowsOfFile:
     if kind.format == "parquet":
-        return reading.parquet.rows(source, kind, at, reading.meter)
+        return reading.parquet.rows(source, kind, at, reading.meter, reading.wanted.columns)
     text = Utf8(decompressed(source, kind.compression, reading.meter))
     if kind.format == "json":
-        return json_rows(text, at, reading.row_path, reading.meter)
+        return json_rows(text, at, reading.wanted.row_path, reading.meter)
     if kind.format == "text":
         return _text_rows(text, at)
     if kind.format == "jsonl":

@@ -229,6 +229,17 @@ def _arguments(row: Row) -> dict[str, Any]:
     return {key: value for key, value in arguments.items() if value is not None}
 
 
+def picked(row: Row, columns: dict[str, str]) -> Row:
+    """The row with the keys that `data.columns` gives it; unchanged without them. A column of null counts as absent."""
+    if not columns:
+        return row
+    if missing := next((column for column in columns.values() if column not in row), None):
+        meant = nearest(missing, [*row])
+        do = (f"did you mean {meant}? " if meant else "") + "correct data.columns"
+        raise BadRow(f'This row has no "{missing}", which data.columns names.', do)
+    return {key: row[column] for key, column in columns.items()}
+
+
 def row_weight(row: Row, key: str) -> float:
     """The row's weight in the loss, at the key that `data.weight_key` names; 1 without it."""
     weight = row.get(key, 1)

@@ -70,6 +70,9 @@ class RenderSettings:
     template_date: str = "2024-07-26"  # date returned by the template's `strftime_now`
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the chat template, in every row
     weight_key: str | None = None  # key of a row's weight in the loss
+    columns: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # a format's key -> the row's; empty: all as named
     schema: dict[str, Any] | None = None
 
 
@@ -111,7 +114,7 @@ class Renderer:
         row = parse(raw)
         if self._schema is not None:
             self._schema.check(row)
-        example = self.example(row, format)
+        example = self.example(formats.picked(row, self._settings.columns), format)
         if cut is not None:
             example = shortened(example, cut)
         rendered = self.write(example)

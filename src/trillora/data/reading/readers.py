@@ -57,8 +57,8 @@ def read_rows(
 ) -> RowsOfFile:
     """All rows of a file in order, read from exactly the bytes of `content`. `consumed` is called with byte counts.
 
-    A failing disk or network, or a file that changes, raises a
-    TrilloraError: continuing would train each run on a different data set.
+    A failing disk or network, or a file that changes, raises a TrilloraError: continuing would train each run on a
+    different data set.
     """
     meter = Meter(content.size, consumed)
     try:

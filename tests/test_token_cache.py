@@ -84,6 +84,9 @@ CHANGED_OPTIONS: dict[str, Any] = {
     "train_on": "last",
     "on_too_long": "truncate-left",
     "template_date": "2025-01-01",
+    "template_arguments": {"enable_thinking": False},
+    "weight_key": "importance",
+    "columns": {"text": "body"},
 }
 # They select from the stored rows, or decide whether a bad row is an error.
 OPTIONS_THAT_KEEP_TOKENS: dict[str, Any] = {"on_bad_row": "skip", "validation": 0.5, "test": 0.5}
@@ -156,8 +159,9 @@ def test_the_code_that_fills_a_store_does_not_see_the_recipe() -> None:
     assert {field.name for field in dataclasses.fields(module._Resources)} == {
         "files", "contents", "encoder", "pool", "parquet"
     }  # fmt: skip
-    # Of a file, only these reach the rows. The name is for messages, and the path only opens it.
-    assert {field.name for field in dataclasses.fields(DataFile)} == {"name", "path", "source", "kind"}
+    # Of a file, only these reach the rows. The name is for messages, the path only opens it, and what is known of its
+    # content is in the key.
+    assert {field.name for field in dataclasses.fields(DataFile)} == {"name", "path", "source", "kind", "known"}
 
 
 def test_special_tokens_that_the_vocabulary_does_not_know_are_in_the_key(tmp_path: Path) -> None:
@@ -192,7 +196,7 @@ def test_tokens_change_only_together_with_the_version_of_the_store(tmp_path: Pat
         digests.append(hashlib.sha256(dataset.store.tokens.tobytes()).hexdigest()[:8])
     # If these change, the same data is tokenized differently: increase FORMAT in data/prepare.py, or a cache that was
     # made before the change is used.
-    assert (module.FORMAT, digests) == (2, ["fbf118ce", "eb07ddba", "483ccfb1", "05dcb0dc"])
+    assert (module.FORMAT, digests) == (3, ["fbf118ce", "eb07ddba", "483ccfb1", "05dcb0dc"])
 
 
 # -- the bytes that were hashed are the bytes that were read -----------------------------------------------------------

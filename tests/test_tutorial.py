@@ -21,7 +21,7 @@ PAGE = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 SLOW = {"certify", "serve"}  # run at full dose only: they import the libraries of others, or start a process
 # What makes the commands small. The model of the recipe is replaced by a tiny random one.
 SMALL = {
-    "train": ["train.steps=3", "evaluate.every_steps=3", "train.sequence_length=192"],
+    "train": ["train.steps=3", "evaluate.every_steps=3", "evaluate.num_samples=0", "train.sequence_length=192"],
     "eval": ["--rows", "3"],
     "generate": ["--max-tokens", "4"],
     "serve": ["--port", "0", "--rows", "2", "--max-length", "200"],

@@ -142,7 +142,7 @@ def test_a_bad_archive_is_refused_with_its_reason(tmp_path: Path, member: str | 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer and a vocabulary of 500, which makes rows longer and steps a hundred times faster."""
-    config = tiny_run.llama(1, 32)
+    config = tiny_run.llama(1, 64)  # wide enough for rank 32
     config.max_position_embeddings = 1024
     return tiny_run.write_model(tmp_path_factory.mktemp("small"), config)
 
@@ -150,8 +150,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", recipes.NAMES)
 def test_the_tiny_way_of_each_recipe_learns(name: str, small_model: Path, tmp_path: Path) -> None:
     """A few steps of a smaller model; `make recipes` trains all steps of the embedded one."""
-    train = {"steps": 10, "sequence_length": 1024}
-    evaluate = {"every_steps": 10, "num_samples": 0, "max_documents": 4}
+    train = {"steps": 6, "sequence_length": 1024, "batch_size": 2}
+    evaluate = {"every_steps": 6, "num_samples": 0, "max_documents": 4}
     overrides: dict[str, Any] = {"model": str(small_model), "train": train, "evaluate": evaluate}
     recipe = recipes.RECIPES / f"{name}.yaml"
     trillora.train(recipe, out=tmp_path / "run", tiny=True, listener=ignore_events, **overrides)

@@ -18,7 +18,7 @@ import pytest
 import tiny_run
 import yaml
 from chat_tokenizers import chat_tokenizer
-from dose import dose, full_dose_only
+from dose import full_dose_only
 from loopback_kaggle import Kaggle, Kernel
 from transformers import LlamaConfig
 from typer.testing import CliRunner
@@ -228,6 +228,7 @@ def test_kernel_that_came_back_from_the_cpu_is_refused(kaggle: Kaggle, files: Ka
     assert not files.results.exists()
 
 
+@full_dose_only  # every call of the client takes more than a second of imports
 def test_refusals_that_kaggles_client_only_prints_are_errors(kaggle: Kaggle, files: KaggleFiles) -> None:
     client = KaggleClient(files, Heard(), pace=0.01)
     refusals: list[tuple[str, dict[str, Any], str]] = [
@@ -235,7 +236,7 @@ def test_refusals_that_kaggles_client_only_prints_are_errors(kaggle: Kaggle, fil
         ("SaveKernel", {"versionNumber": 1, "url": "u", "invalidDatasetSources": ["me/trillora-chat"]}, "not valid"),
         ("SaveKernel", {"error": "Maximum batch TPU session count reached."}, "Maximum batch TPU session"),
     ]
-    for call, answer, text in refusals[: dose(2, 3)]:
+    for call, answer, text in refusals:
         if call == "SaveKernel":
             files.uploaded.touch()
         kaggle.refuse = {call: answer}

@@ -156,7 +156,8 @@ class Renderer:
         chat, answers = self._with_arguments(chat)
         text, planted = self._written(chat, answers.template, prompt=False)
         if self._settings.train_on == "everything":
-            supervised = _around(answers.find(chat, text, planted, sorted(chat.untrained)), text)
+            untrained = answers.find(chat, text, planted, sorted(chat.untrained)) if chat.untrained else ()
+            supervised = _around(untrained, text)
         else:
             supervised = answers.find(chat, text, planted, trained_turns(chat, self._settings.train_on))
         return RenderedRow(text, supervised, planted, kind="chat", digest=_digest([chat.messages, chat.tools]))

@@ -115,7 +115,7 @@ class Session:
             print(f"Trillora {__version__} is already installed.")
             return
         for words in self._install:
-            self._require([self._python, "-m", "pip", words[0], "--quiet", *words[1:]], "The installation failed")
+            self._require([self._python, "-P", "-m", "pip", words[0], "--quiet", *words[1:]], "The installation failed")
 
     def keep_results(self) -> None:
         """Colab: mounts Google Drive, where the results outlive the session. The mount asks for permission."""
@@ -303,7 +303,7 @@ class Session:
     def _install_separately(self) -> None:
         """A virtual environment in the working folder, made by uv. The CPU build of torch is enough."""
         if shutil.which("uv") is None:
-            self._require([sys.executable, "-m", "pip", "install", "--quiet", "uv"], "uv cannot be installed")
+            self._require([sys.executable, "-P", "-m", "pip", "install", "--quiet", "uv"], "uv cannot be installed")
         uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
         home = self.folder / "venv"
         self._python = str(home / "bin" / "python")

@@ -189,6 +189,7 @@ def test_states_of_a_chain_decide_what_is_pushed_next(kaggle: Kaggle, files: Kag
     assert [(s.kaggle, s.state) for s in client.status()] == [("COMPLETE", "stopped")] * 2
 
 
+@full_dose_only  # every call of the client takes more than a second of imports
 def test_chain_is_pushed_watched_and_fetched(kaggle: Kaggle, files: KaggleFiles) -> None:
     heard = Heard()
     client = KaggleClient(files, heard, pace=0.01)
@@ -487,6 +488,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@full_dose_only  # the search that ends with NO-GO is also run by tests/test_preflight.py
 def test_recipe_that_cannot_fit_is_refused_without_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fourteen billion parameters on one chip of 16 GiB."""
     monkeypatch.setenv("TRILLORA_CACHE", str(tmp_path / "cache"))

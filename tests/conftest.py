@@ -21,7 +21,7 @@ import pytest
 FASTER_COMPILATION = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 FLAGS = ("--xla_force_host_platform_device_count=8", FASTER_COMPILATION)
 
-LONGEST = ("test_smollm2.py", "test_golden.py", "test_quickstart.py")
+LONGEST = ("test_smollm2.py", "test_notebooks.py", "test_quickstart.py")
 
 gc.disable()  # during the imports, which leave little garbage
 os.environ["JAX_PLATFORMS"] = "cpu"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_run
 from chat_tokenizers import FAMILIES, chat_tokenizer, some_conversation, some_tool
+from dose import dose
 from peft_parity import peft_losses
 from rendering import load, render, render_chat
 from test_data_render import own_tokens, spoken, trained_runs
@@ -56,7 +57,7 @@ def tokenizer_with_arguments() -> Any:
 def test_turns_with_weight_0_are_read_and_not_trained(name: str) -> None:
     rng, family, tokenizer = random.Random(3), FAMILIES[name], chat_tokenizer(name)
     excluded = 0
-    for number in range(40):
+    for number in range(dose(12, 200)):
         row = some_conversation(rng, family)
         turns = [i for i, message in enumerate(row["messages"]) if message["role"] == "assistant"]
         if len(turns) < 2:
@@ -78,7 +79,7 @@ def test_turns_with_weight_0_are_read_and_not_trained(name: str) -> None:
         untrained = tokenizer.decode(everything.tokens[~everything.supervised].tolist())
         assert "".join(untrained.split()) == "".join(left_out.split()), "all but the answers and space after them"
         excluded += len(without)
-    assert excluded > 5
+    assert excluded > 2
 
 
 def test_a_row_without_a_trained_answer_is_bad() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dose import FULL
+from dose import full_dose_only
 from run_process import WAIT
 
 from trillora.devices.chips import has_accelerator
@@ -23,8 +23,7 @@ TOOL = Path(__file__).parents[1] / "tools" / "golden.py"
 TOLERANCES = {"cpu": 1e-5, "gpu": 1e-3}
 
 
-# The first is also the run that is resumed. Compiling the experts takes as long again.
-RECIPES = ("stages", "experts") if FULL else ("stages",)
+RECIPES = ("stages", "experts")  # the first is also the run that is resumed
 
 
 def measure(backend: str) -> dict[str, Any]:
@@ -57,11 +56,13 @@ def on_cpu() -> dict[str, Any]:
     return measure("cpu")
 
 
+@full_dose_only  # a minute of compiling; other tests compare losses with PyTorch
 def test_losses_on_the_cpu_are_the_recorded_ones(on_cpu: dict[str, Any]) -> None:
     own = on_cpu["machine"]
     check_losses(on_cpu, own if (GOLDEN / f"{own}.json").exists() else "cpu-aarch64")
 
 
+@full_dose_only
 def test_a_resumed_run_is_bit_identical_with_xlas_optimizations(on_cpu: dict[str, Any]) -> None:
     assert on_cpu["resumed"] == on_cpu["whole"]
 

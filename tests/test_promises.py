@@ -24,7 +24,7 @@ import jax
 import psutil
 import pytest
 import tiny_run
-from dose import FULL, dose, full_dose_only, log_progress
+from dose import FULL, dose, full_dose_only, log_progress, slow_case
 from run_process import WAIT, trillora
 from tiny_run import checkpoints_of, metrics
 
@@ -57,7 +57,7 @@ def last_loss(run: Path) -> float:
 
 
 @pytest.mark.usefixtures("optimized")  # 80 steps each
-@pytest.mark.parametrize("outcome", ["clipped", "skipped"])
+@pytest.mark.parametrize("outcome", [slow_case("clipped"), "skipped"])
 def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
     tmp_path: Path, outcome: str, record_property: Record
 ) -> None:

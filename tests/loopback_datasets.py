@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlparse
+
+from loopback import serving
 
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 
@@ -32,16 +33,8 @@ class DatasetHub:
 
 @contextmanager
 def running(hub: DatasetHub) -> Iterator[DatasetHub]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
-    hub.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(_handler(hub)) as hub.address:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _facts(path: str, content: bytes) -> dict[str, Any]:
@@ -53,76 +46,84 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
     return {"type": "file", "path": path, "oid": _facts(path, content)["blobId"], "size": len(content)}
 
 
+class _Handler(BaseHTTPRequestHandler):
+    hub: DatasetHub
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def api(self) -> str:
+        return f"/api/datasets/{self.hub.name}"
+
+    @property
+    def files_at(self) -> str:
+        return f"/datasets/{self.hub.name}/resolve/"
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def send_json(self, value: Any) -> None:
+        self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def refuse(self, code: str) -> None:
+        self.reply(404, b"{}", {"X-Error-Code": code})
+
+    def do_GET(self) -> None:
+        path = urlparse(self.path).path
+        if path.startswith(self.files_at):
+            revision, _, name = path.removeprefix(self.files_at).partition("/")
+            self.send_file(unquote(revision), unquote(name))
+        elif path == self.api or path.startswith(f"{self.api}/revision/"):
+            revision = unquote(path.removeprefix(f"{self.api}/revision/")) if path != self.api else "main"
+            files = self.hub.files(revision)
+            if files is None:
+                return self.refuse("RevisionNotFound")
+            commit = COMMIT if revision in ("main", COMMIT) else revision
+            facts = {"id": self.hub.name, "sha": commit, "cardData": self.hub.card, "private": False, "gated": False}
+            facts["siblings"] = [_facts(*item) for item in files.items()]
+            self.send_json(facts)
+        elif path.startswith(f"{self.api}/tree/"):
+            revision, _, folder = path.removeprefix(f"{self.api}/tree/").partition("/")
+            files = self.hub.files(unquote(revision)) or {}
+            below = f"{unquote(folder)}/" if folder else ""
+            self.send_json([_entry(name, files[name]) for name in files if name.startswith(below)])
+        else:
+            self.refuse("RepoNotFound")
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        revision = unquote(urlparse(self.path).path.removeprefix(f"{self.api}/paths-info/"))
+        files = self.hub.files(revision) or {}
+        self.send_json([_entry(path, files[path]) for path in asked["paths"] if path in files])
+
+    def send_file(self, revision: str, name: str) -> None:
+        content = (self.hub.files(revision) or {}).get(name)
+        if content is None:
+            return self.refuse("EntryNotFound")
+        start, end = 0, len(content)
+        if bounds := self.headers.get("Range"):
+            first, _, last = bounds.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last) + 1, len(content)) if last else len(content)
+        if self.command == "GET":
+            self.hub.num_bytes += end - start
+            self.hub.read.add(name)
+        headers = {
+            "ETag": f'"{_facts(name, content)["blobId"]}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
+        if bounds:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+        self.reply(206 if bounds else 200, content[start:end], headers)
+
+
 def _handler(hub: DatasetHub) -> type[BaseHTTPRequestHandler]:
-    api, files_at = f"/api/datasets/{hub.name}", f"/datasets/{hub.name}/resolve/"
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-        def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def send_json(self, value: Any) -> None:
-            self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-        def refuse(self, code: str) -> None:
-            self.reply(404, b"{}", {"X-Error-Code": code})
-
-        def do_GET(self) -> None:
-            path = urlparse(self.path).path
-            if path.startswith(files_at):
-                revision, _, name = path.removeprefix(files_at).partition("/")
-                self.send_file(unquote(revision), unquote(name))
-            elif path == api or path.startswith(f"{api}/revision/"):
-                revision = unquote(path.removeprefix(f"{api}/revision/")) if path != api else "main"
-                files = hub.files(revision)
-                if files is None:
-                    return self.refuse("RevisionNotFound")
-                commit = COMMIT if revision in ("main", COMMIT) else revision
-                facts = {"id": hub.name, "sha": commit, "cardData": hub.card, "private": False, "gated": False}
-                facts["siblings"] = [_facts(*item) for item in files.items()]
-                self.send_json(facts)
-            elif path.startswith(f"{api}/tree/"):
-                revision, _, folder = path.removeprefix(f"{api}/tree/").partition("/")
-                files = hub.files(unquote(revision)) or {}
-                below = f"{unquote(folder)}/" if folder else ""
-                self.send_json([_entry(name, files[name]) for name in files if name.startswith(below)])
-            else:
-                self.refuse("RepoNotFound")
-
-        do_HEAD = do_GET
-
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            revision = unquote(urlparse(self.path).path.removeprefix(f"{api}/paths-info/"))
-            files = hub.files(revision) or {}
-            self.send_json([_entry(path, files[path]) for path in asked["paths"] if path in files])
-
-        def send_file(self, revision: str, name: str) -> None:
-            content = (hub.files(revision) or {}).get(name)
-            if content is None:
-                return self.refuse("EntryNotFound")
-            start, end = 0, len(content)
-            if bounds := self.headers.get("Range"):
-                first, _, last = bounds.removeprefix("bytes=").partition("-")
-                start, end = int(first), min(int(last) + 1, len(content)) if last else len(content)
-            if self.command == "GET":
-                hub.num_bytes += end - start
-                hub.read.add(name)
-            headers = {
-                "ETag": f'"{_facts(name, content)["blobId"]}"',
-                "X-Repo-Commit": COMMIT,
-                "Accept-Ranges": "bytes",
-            }
-            if bounds:
-                headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
-            self.reply(206 if bounds else 200, content[start:end], headers)
-
-    return Handler
+    return type("Handler", (_Handler,), {"hub": hub})

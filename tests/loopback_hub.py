@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlparse
+
+from loopback import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -30,16 +31,8 @@ class Hub:
 
 @contextmanager
 def running(hub: Hub) -> Iterator[Hub]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
-    hub.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(_handler(hub)) as hub.address:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:

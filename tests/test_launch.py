@@ -19,13 +19,13 @@ import tiny_run
 import yaml
 from chat_tokenizers import chat_tokenizer
 from dose import full_dose_only
+from loopback import Heard
 from loopback_kaggle import Kaggle, Kernel
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from trillora.cli import app
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Event, Note
 from trillora.launch.bundle import Bundle, make_bundle
 from trillora.launch.notebooks import session as session_module
 from trillora.launch.notebooks.colab import ColabRun, target_of, write_colab
@@ -46,20 +46,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     tree = {"model": "owner/model", "data": {"path": "chats.jsonl", "split": {"test": 0.2}}, "train": {"steps": 3}}
     (folder / "chat.yaml").write_text(yaml.safe_dump(tree))
     return make_bundle(folder / "chat.yaml")
-
-
-class Heard:
-    """A listener that keeps the texts."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Note | Alarm):
-            self.texts.append(event.text)
-
-    def __str__(self) -> str:
-        return "\n".join(self.texts)
 
 
 def result_file(state: str, device: dict[str, Any] = TPU) -> bytes:

@@ -19,13 +19,13 @@ import stand_in_gcloud as texts
 import tiny_run
 import yaml
 from dose import slow_case
+from loopback import Heard
 from stand_in_gcloud import Google
 from test_preflight_show import GO, NO_GO
 from typer.testing import CliRunner, Result
 
 from trillora import cli
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Event, Note
 from trillora.launch import go, worker_files
 from trillora.launch.bundle import Bundle, make_bundle
 from trillora.launch.gcloud import TABLES, Refused, explain
@@ -79,20 +79,6 @@ def plan(bundle_of: Callable[..., Bundle], tmp_path: Path) -> Callable[..., Plan
         return make_plan(bundle_of(**(sections or {})), slice_name, **options)
 
     return make
-
-
-class Heard:
-    """A listener that keeps the texts."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Note | Alarm):
-            self.texts.append(event.text)
-
-    def __str__(self) -> str:
-        return "\n".join(self.texts)
 
 
 # ---- the run itself
@@ -409,7 +395,7 @@ def launch(*words: str) -> Result:
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[[PreflightResult], None]:
-    """Sets preflight's answer. tests/test_bundle.py asks preflight itself."""
+    """Sets preflight's answer. tests/test_launch.py asks preflight itself, at full dose."""
 
     def answer(result: PreflightResult) -> None:
         monkeypatch.setattr(go, "preflight", lambda *args, **options: [result])

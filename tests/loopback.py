@@ -1,4 +1,4 @@
-"""A web server on this machine, and a listener that keeps what it is told, for tests of clients."""
+"""A web server on this machine, and a listener that keeps every event, for tests of clients."""
 
 from __future__ import annotations
 

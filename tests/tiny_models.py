@@ -2,7 +2,7 @@
 
 `CASES` is the table: a model type, the overrides that make its default configuration tiny, and the mechanisms it uses.
 `SUITE` lists the cases that the test suite runs; `make architectures` runs all of them. `NOT_COVERED` gives the reason
-why each of the other causal model types of transformers has no case.
+why each of the other causal model types of transformers has no case. Multimodal models are in `tiny_wrappers.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+import transformers
+from tiny_wrappers import WRAPPERS
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from trillora.model.loading.wrapper import auto_class
 
 VOCABULARY = 256
 
@@ -486,12 +490,17 @@ NOT_COVERED: dict[str, str] = {
 def configuration(name: str, num_layers: int | None = None) -> PreTrainedConfig:
     """The case's configuration, as a checkpoint of that type would have it; with other than its usual number of layers
     unless the case lists the type of each."""
-    case = CASES[name]
-    settings = {key: value for key, value in {**BASE, **case.overrides}.items() if value is not None}
-    if num_layers is not None and "layer_types" not in settings:
+    wrapper = WRAPPERS.get(name)
+    case = CASES[name] if wrapper is None else CASES.get(wrapper.text, Case(wrapper.text, {}, ()))
+    changes = {} if wrapper is None else wrapper.text_changes
+    settings = {key: value for key, value in {**BASE, **case.overrides, **changes}.items() if value is not None}
+    if num_layers is not None and not {"layer_types", "mlp_layer_types"} & settings.keys():
         settings["num_hidden_layers"] = num_layers
     # The configuration keeps references to these values and transformers edits them in place, so copy them.
-    return AutoConfig.for_model(case.model_type, **deepcopy(settings))
+    if wrapper is None:
+        return AutoConfig.for_model(case.model_type, **deepcopy(settings))
+    text = {"model_type": case.model_type, **deepcopy(settings)}
+    return AutoConfig.for_model(wrapper.model_type, text_config=text, **deepcopy(wrapper.others))
 
 
 def build(
@@ -503,7 +512,7 @@ def build(
     """
     torch.manual_seed(seed)
     config = configuration(name, num_layers)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    model = getattr(transformers, auto_class(config)).from_config(config, attn_implementation="eager", dtype=dtype)
     model.config.use_cache = False
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")

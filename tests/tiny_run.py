@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from chat_tokenizers import chat_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import open_storage
+from trillora.model.loading.wrapper import auto_class
 from trillora.recipe.resolve import StepSettings, given_settings
 from trillora.recipe.schema import MeshSection, Recipe
 
@@ -46,7 +48,8 @@ def _llama(**sizes: Any) -> LlamaConfig:
 def write_model(folder: Path, config: Any | None = None) -> Path:
     """Weights as transformers saves them, and a ChatML tokenizer."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config or llama(), dtype=torch.float32)
+    config = config or llama()
+    model = getattr(transformers, auto_class(config)).from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     chat_tokenizer("chatml").save_pretrained(folder)
     return folder

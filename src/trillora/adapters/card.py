@@ -33,6 +33,7 @@ from trillora.files.read_json import MAX_BYTES, parse_json, read_json, read_text
 from trillora.model.adapters import CONFIG_FILE
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.source import EMBEDDED, HUB_ID
+from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.recipe.load import is_run, load_run_recipe
 from trillora.recipe.schema import Recipe, stages_of
 from trillora.safe_text import visible_line
@@ -97,7 +98,7 @@ def model_card(facts: CardFacts) -> str:
         f"# {_plain(facts.name)}",
         f"{facts.form} of {_base_text(facts.base)}, made with Trillora {__version__}.",
         *(_plain(note) for note in facts.notes),
-        _section("Use", facts.usage or _peft_usage(base)),
+        _section("Use", facts.usage or _peft_usage(base, facts.config)),
         _section("Scores", _scores_table(evaluated, scores, manifest)),
         _section("Data", _data_table(stages)),
         _section("Recipe", _recipe_table(recipe, facts)),
@@ -275,13 +276,14 @@ def _base_text(base: str | None) -> str:
     return f"the model `{_file_name(base)}`" if base else "a base model"
 
 
-def _peft_usage(base: str | None) -> str:
+def _peft_usage(base: str | None, config: Mapping[str, Any]) -> str:
+    kind = MULTIMODAL if config.get("auto_mapping") else TEXT
     return f"""```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {kind}, AutoTokenizer
 
 here = "THIS_REPOSITORY_OR_FOLDER"
-base = AutoModelForCausalLM.from_pretrained("{base or "BASE_MODEL"}", dtype="auto")
+base = {kind}.from_pretrained("{base or "BASE_MODEL"}", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(here)
 model = PeftModel.from_pretrained(base, here)
 ```"""

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from trillora.model.lora import LoraSpec
 from trillora.recipe.merge_options import MergeOptions
 
 FACTS_FILE = "merge.json"
+_LIBRARY = "transformers.models."  # PEFT imports what auto_mapping names
 # How far logits may differ from the definition through rounding: of the logits, and of what the merge changes in them.
 OF_LOGITS, OF_CHANGE = 2e-5, 1e-2
 
@@ -177,10 +178,18 @@ def _as_adapter(merged: dict[str, MergedLayer], rank: int) -> dict[str, np.ndarr
     return matrices
 
 
+def _task(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As in an adapter's own config: for a multimodal base, the class that PEFT's AutoPeftModel builds."""
+    match config.get("auto_mapping"):
+        case {"base_model_class": str() as name, "parent_library": str() as library} if library.startswith(_LIBRARY):
+            return {"task_type": None, "auto_mapping": {"base_model_class": name, "parent_library": library}}
+    return {"task_type": "CAUSAL_LM"}
+
+
 def _config(inputs: Sequence[AdapterInput], layers: list[str], rank: int, base: str | None) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **_task(inputs[0].config),
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": rank,

@@ -26,6 +26,8 @@ import numpy as np
 from trillora.certify.subject import NotHere
 from trillora.child_process import bare_environment, isolated_python
 from trillora.errors import TrilloraError, in_words
+from trillora.model.loading.source import load_config
+from trillora.model.loading.wrapper import auto_class
 
 LLAMA_CPP_SECONDS = 600
 
@@ -94,10 +96,10 @@ def read_with_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> Re
 
 def _load(folder: Path) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-    return AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
+    return getattr(transformers, auto_class(load_config(folder))).from_pretrained(str(folder), **options).eval()
 
 
 def _num_tokens(adapter: Path) -> int:

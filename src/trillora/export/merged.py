@@ -32,6 +32,7 @@ from trillora.files.read_json import read_json
 from trillora.model.loading.checkpoint import DTYPES
 from trillora.model.loading.description import CONFIG_FILE, INDEX_FILE, stop_tokens
 from trillora.model.loading.source import SINGLE_FILE, code_files
+from trillora.model.loading.wrapper import auto_class
 
 SHARD_BYTES = 5_000_000_000
 MAX_BYTES = 64 << 20  # of a file that is copied
@@ -151,11 +152,12 @@ def _pieces(weights: MergedWeights, tensor: Planned) -> Iterator[np.ndarray]:
 
 
 def _card(source: ExportSource, notes: list[str]) -> bytes:
-    usage = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+    kind = auto_class(source.base.config)
+    usage = f"""```python
+from transformers import {kind}, AutoTokenizer
 
 here = "THIS_REPOSITORY_OR_FOLDER"
-model = AutoModelForCausalLM.from_pretrained(here, dtype="auto")
+model = {kind}.from_pretrained(here, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(here)
 ```"""
     form = "A fine-tuned version, with its LoRA adapter merged into the weights,"

@@ -41,6 +41,7 @@ from trillora.model.adapter_parameters import (
 )
 from trillora.model.layout import Layout
 from trillora.model.loading.tensor_files import stored_shapes
+from trillora.model.loading.wrapper import removed_modules
 from trillora.model.lora import adaptable_layers
 from trillora.model.lora_spec import AdapterDoesNotFit, LayerLora, LoraSpec, adapted_layers, bounded_regex
 from trillora.model.parts.whole_weights import Indices, in_config, is_used, other_parts, sorted_rows
@@ -100,7 +101,7 @@ def adapter_files(
     }
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **_task(module),
         "base_model_name_or_path": base_name,
         "r": usual.rank,
         "lora_alpha": _whole(usual.alpha),
@@ -116,6 +117,16 @@ def adapter_files(
         **in_config(adapter, spec.tokens),
     }
     return peft_files(adapter, config)
+
+
+def _task(module: torch.nn.Module) -> dict[str, Any]:
+    """What PEFT's AutoPeftModel builds. The layers' names are those of the wrapper, which is not always the class that
+    AutoModelForCausalLM builds, so its class is given."""
+    if not removed_modules(module):
+        return {"task_type": "CAUSAL_LM"}
+    wrapper = type(module)
+    mapping = {"base_model_class": wrapper.__name__, "parent_library": wrapper.__module__}
+    return {"task_type": None, "auto_mapping": mapping}
 
 
 def _whole(alpha: float) -> float:
@@ -383,7 +394,8 @@ def check_shapes(shapes: dict[str, tuple[int, ...]], layout: Layout, where: str)
 def _target_names(module: torch.nn.Module, targets: list[str], adaptable: set[str]) -> list[str]:
     """Short names if PEFT's rule (the name, or a path ending in .name) selects exactly the targets, else full names."""
     short = sorted({name.rsplit(".", 1)[-1] for name in targets})
-    selected = {name for name, _ in module.named_modules() if name.rsplit(".", 1)[-1] in short}
+    names = {name for name, _ in module.named_modules()} | removed_modules(module)
+    selected = {name for name in names if name.rsplit(".", 1)[-1] in short}
     return short if selected == set(targets) and selected <= adaptable else sorted(targets)
 
 

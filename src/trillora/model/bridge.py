@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import transformers
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from torchax import interop
 from torchax.ops import mappings
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from trillora.devices.mesh import split_rows
@@ -39,6 +39,7 @@ from trillora.engine.quantize import Format
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import SUFFIXES
 from trillora.model.layout import Layout, Leaf, Tree, stored_weights
+from trillora.model.loading.wrapper import auto_class, is_wrapper, keep_text_model
 from trillora.model.lora import FrozenLayer, add_lora, initial_adapter, linear_layers
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides import attention as attention_functions
@@ -102,7 +103,7 @@ class CausalLM:
         self.has_dropout = lora is not None and lora.dropout > 0
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
         self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
-        self.decoder = find_decoder(self.module, self.stack.layers)
+        self.decoder = find_decoder(self.module, self.stack)
         self.arguments = inspect.signature(self.module.forward).parameters
         self._decoder_output: type | None = None
         layout = self._layout()
@@ -279,18 +280,21 @@ class CausalLM:
         return part_leaves(key, leaf, self.quantize, inputs_first=isinstance(module, Conv1D))
 
 
-def find_decoder(module: Any, layers: list[torch.nn.Module]) -> torch.nn.Module | None:
-    """The submodule that contains all layers and returns hidden states; None if only the whole model does."""
-    for candidate in (module.get_decoder(), module.base_model):
+def find_decoder(module: Any, stack: LayerStack) -> torch.nn.Module | None:
+    """The submodule that contains all layers and returns hidden states; None if only the whole model does. The text
+    model of a wrapper may have a head of its own; then it is the module with the list of layers."""
+    head = module.get_output_embeddings()
+    parent = module.get_submodule(stack.prefix.rpartition(".")[0])
+    for candidate in (module.get_decoder(), module.base_model, parent):
         inside = {id(m) for m in candidate.modules()}
-        if candidate is not module and all(id(layer) in inside for layer in layers):
+        if candidate is not module and id(head) not in inside and all(id(layer) in inside for layer in stack.layers):
             return candidate
     return None
 
 
 def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) -> Any:
-    """transformers' module with parameters on the meta device and real buffers. It is in evaluation mode: the base is
-    frozen, so its own dropout is off."""
+    """transformers' module with parameters on the meta device and real buffers; of a multimodal one, the text model. It
+    is in evaluation mode: the base is frozen, so its own dropout is off."""
     attention_functions.register()
     experts.register()
     name_or_path = config.name_or_path
@@ -298,7 +302,7 @@ def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
         config = type(config).from_dict(config.to_dict())
         config.use_cache = False
         with _parameters_on_meta():
-            module = AutoModelForCausalLM.from_config(
+            module = getattr(transformers, auto_class(config)).from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=trust_remote_code
             )
     except Exception as error:  # whatever the model's code raises for values that do not fit each other
@@ -307,6 +311,8 @@ def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
             where=f"{name_or_path}/config.json" if name_or_path else None,
             do="use the config.json of the model's repository, and the transformers version that it names",
         ) from error
+    if is_wrapper(config):
+        keep_text_model(module)
     with contextlib.suppress(Exception):  # raises for a model without experts
         module.set_experts_implementation(experts.NAME)
     _make_rope_static(module)

@@ -125,18 +125,27 @@ def select_targets(
         return [name for name in linear if model.get_submodule(name) is not head]
     chosen: set[str] = set()
     for i, target in enumerate((targets,) if isinstance(targets, str) else targets):
+        if file is not None and target not in linear:  # a file has whole names
+            raise _not_a_layer(target, model, linear, file)
         matches = matching(target, linear, f"lora.targets[{i}]")
-        if not matches and file is not None:
-            raise AdapterDoesNotFit(
-                f"The adapter does not fit this model: it has matrices for {target}, which is not a linear layer of "
-                f"{type(model).__name__}.",
-                where=file,
-                do="use the base model that the adapter was trained with (see its adapter_config.json)",
-            )
         if not matches:
             raise _matches_nothing(f"LoRA target {target!r}", model, target, linear, f"lora.targets[{i}]")
         chosen.update(matches)
     return [name for name in linear if name in chosen]
+
+
+def _not_a_layer(target: str, model: Any, linear: Sequence[str], file: str) -> AdapterDoesNotFit:
+    do = "use the base model that the adapter was trained with (see its adapter_config.json)"
+    in_layer = re.search(r"\w+\.\d+\..*", target)  # layers.0.self_attn.q_proj
+    same = next((name for name in linear if in_layer and name.endswith(f".{in_layer[0]}")), None)
+    if same is not None:
+        do += f". The same layer is {same} here: a multimodal model and its text model alone have different names"
+    return AdapterDoesNotFit(
+        f"The adapter does not fit this model: it has matrices for {target}, which is not a linear layer of "
+        f"{type(model).__name__}.",
+        where=file,
+        do=do,
+    )
 
 
 def check_ranks(layers: dict[str, LayerLora], sizes: dict[str, tuple[int, int]]) -> None:

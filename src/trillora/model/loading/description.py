@@ -145,6 +145,8 @@ def stop_tokens(folder: Path, config: Any) -> set[int]:
     text = config.get_text_config()
     file, source = folder / "generation_config.json", folder / CONFIG_FILE
     named = getattr(text, "eos_token_id", None)
+    if named is None:
+        named = getattr(config, "eos_token_id", None)  # of a multimodal model as a whole
     if file.is_file():
         generation = read_json(file, _GenerationConfig, do=_DO, allow_infinity=True)
         if "eos_token_id" in generation.model_fields_set:

@@ -33,6 +33,7 @@ from trillora.model.loading.description import (
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID, smollm2_folder
 from trillora.model.loading.growth import grow
 from trillora.model.loading.tensor_files import stored_shapes
+from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_class
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,10 @@ class OpenModel:
         """`tokens` are added to the tokenizer."""
         folder = find_model(name, revision=revision, trust_remote_code=trust_remote_code)
         config = load_config(folder, trust_remote_code=trust_remote_code)
-        check_weights(config, stored_shapes(weight_files(folder)), str(folder / CONFIG_FILE))
+        files = weight_files(folder)
+        check_weights(config, stored_shapes(files), str(folder / CONFIG_FILE))
+        if is_wrapper(config) and config.tie_word_embeddings and has_own_head(config, files):
+            config.tie_word_embeddings = False
         return cls(folder, config, load_tokenizer(folder, tokens), base_name(name))
 
 
@@ -120,7 +124,8 @@ def find_adapter(name: str) -> Path:
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Returns the transformers config of a causal language model; other models raise an error that names them."""
+    """Returns the transformers config of a causal language model, or of a multimodal model that contains one; other
+    models raise an error that names them."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -129,7 +134,8 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     where = str(folder / CONFIG_FILE)
     model_type = config_json.get("model_type")
     own_code = _needs_own_code(config_json)
-    causal_classes = {name.lower() for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    supported = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), multimodal_class(model_type) or ""}
+    causal_classes = {name.lower() for name in supported}
     if not own_code or "AutoModelForCausalLM" not in (config_json["auto_map"] or {}):
         if not _is_native(config_json):
             meant = nearest(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -146,7 +152,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
             raise TrilloraError(
                 f"{', '.join(architectures)} (model_type '{model_type}') is not a causal language model.",
                 where=where,
-                do=f"use the model's text-generation version ({MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]})",
+                do=f"use the model's text-generation version ({_class_of(model_type)})",
             )
     try:
         config = AutoConfig.from_pretrained(
@@ -158,6 +164,12 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
             where=where,
             do="use the config.json of the model's repository, and the transformers version that it names",
         ) from error
+    if not own_code and not _has_text_model(config):
+        raise TrilloraError(
+            f"The text model inside this model cannot be found (model_type '{model_type}').",
+            where=where,
+            do="choose a text-generation model, or a multimodal one whose config.json has a text_config with a decoder",
+        )
     if not own_code and hasattr(config, "auto_map"):
         del config.auto_map  # otherwise building the model with trust_remote_code would run the code it names
     return config
@@ -274,11 +286,27 @@ def _no_weights(files: set[str], where: str) -> TrilloraError:
 
 
 def _is_native(config_json: dict[str, Any]) -> bool:
-    """Whether transformers includes a causal language model of this type."""
+    """Whether transformers includes a causal language model of this type, or a multimodal one."""
+    return _class_of(config_json.get("model_type")) is not None
+
+
+def _class_of(model_type: Any) -> str | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    model_type = config_json.get("model_type")
-    return isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] if known else multimodal_class(model_type)
+
+
+def _has_text_model(config: Any) -> bool:
+    """False for a multimodal model whose config does not say which part is a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several parts could be meant
+        return False
+    is_text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return is_text or (is_wrapper(config) and not (config.is_encoder_decoder or text.is_encoder_decoder))
 
 
 def _needs_own_code(config_json: dict[str, Any]) -> bool:

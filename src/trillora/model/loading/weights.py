@@ -39,6 +39,7 @@ from trillora.events import Listener, Progress, ignore_events
 from trillora.model.layout import Layout, Leaf, stored_weights
 from trillora.model.loading.source import weight_files
 from trillora.model.loading.tensor_files import opened
+from trillora.model.loading.wrapper import removed_modules
 
 logger = logging.getLogger(__name__)
 
@@ -211,13 +212,14 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def match_names(stored: dict[str, Stored], module: Any) -> tuple[dict[str, Source], list[str]]:
-    """The source of each parameter, by the module's names; and the stored tensors that no parameter uses."""
+    """The source of each parameter, by the module's names; and the stored tensors that no parameter uses, without
+    those of a wrapper's other modules."""
     transforms = get_model_conversion_mapping(module)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     parameters = module.state_dict()
-    prefix = module.base_model_prefix
+    prefix, removed = module.base_model_prefix, removed_modules(module)
     known: dict[str, Source] = {}
     unused: list[str] = []
     groups: dict[str, list[tuple[str, Stored]]] = defaultdict(list)
@@ -226,6 +228,8 @@ def match_names(stored: dict[str, Stored], module: Any) -> tuple[dict[str, Sourc
         target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
         if target not in parameters and name in parameters:
             target, pattern = rename_source_key(name, [], [], prefix, parameters)
+        if target.rpartition(".")[0] in removed:
+            continue
         if target not in parameters:
             unused.append(name)
         elif pattern is None:

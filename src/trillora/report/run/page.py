@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.excerpt import shortened
+from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.report.html import card, coloured, document, text, tiles
 from trillora.report.numbers import (
     format_duration,
@@ -252,10 +253,11 @@ def _load_code(run: RunRecord, folder: Path) -> str:
     base, adapter = (json.dumps(name, ensure_ascii=False) for name in (base, adapter))
     grown = "base.resize_token_embeddings(len(tokenizer))  # the run added tokens\n"
     grown = grown if _ADDED_TOKENS.search(run.recipe) else ""
+    kind = MULTIMODAL if run.is_multimodal else TEXT
     return f"""from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {kind}, AutoTokenizer
 
-base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")
+base = {kind}.from_pretrained({base}, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained({adapter if has_tokenizer else base})
 {grown}model = PeftModel.from_pretrained(base, {adapter})"""
 

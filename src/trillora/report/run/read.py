@@ -93,6 +93,7 @@ class RunRecord:
     checkpoints: list[int] = field(default_factory=list)  # steps, ascending
     adapter: str | None = None  # folder of the newest adapter, relative to the run
     base: str = ""  # the base model, as `from_pretrained` takes it
+    is_multimodal: bool = False  # the base
     num_unreadable: int = 0  # lines of metrics.jsonl and history.jsonl
 
     @property
@@ -194,7 +195,9 @@ def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
     for folder in (run.folder / "adapter", *trained, *(folders[step] for step in reversed(run.checkpoints))):
         if _is_file(folder / "adapter_model.safetensors"):
             run.adapter = str(folder.relative_to(run.folder))
-            named = words(mapping(_json_of(folder / "adapter_config.json", known)).get("base_model_name_or_path"))
+            config = mapping(_json_of(folder / "adapter_config.json", known))
+            named = words(config.get("base_model_name_or_path"))
+            run.is_multimodal = bool(mapping(config.get("auto_mapping")))
             break
     model = run.manifest.model  # runs of older versions have no base_name
     run.base = mask_secrets(words(model.get("base_name")) or named or words(model.get("name")), known)

@@ -1,4 +1,5 @@
-"""Checks every causal LM of transformers that can be built small: `make architectures` writes docs/ARCHITECTURES.md.
+"""Checks every causal LM of transformers that can be built small, and text models inside multimodal ones: `make
+architectures` writes docs/ARCHITECTURES.md.
 
     python tools/architectures.py                 all cases of tests/tiny_models.py
     python tools/architectures.py llama gemma2    only these; the other rows keep their last result
@@ -36,7 +37,7 @@ def main() -> int:
     ANSWERS.mkdir(exist_ok=True)
     import tiny_models
 
-    names = args.cases or tiny_models.buildable()
+    names = args.cases or [*tiny_models.buildable(), *tiny_models.WRAPPERS]
     if not args.page_only:
         context = multiprocessing.get_context("spawn")  # jax does not survive a fork
         with context.Pool(args.jobs, maxtasksperchild=8) as pool:
@@ -85,15 +86,21 @@ def write_page(tiny_models: Any) -> tuple[int, int]:
     import architecture_checks
 
     questions = list(architecture_checks.CHECKS)
-    rows, failures, num_passed = [], [], 0
+    rows: list[str] = []
+    wrappers: list[str] = []
+    failures: list[str] = []
+    num_passed = num_wrappers = 0
     records = {p.stem: json.loads(p.read_text()) for p in sorted(ANSWERS.glob("*.json"))}
     for name, record in records.items():
         answers = record["answers"]
         passed = all(a["passed"] for a in answers.values())
-        num_passed += passed
-        cells = [_cell(answers.get(q)) for q in questions]
-        mechanisms = ", ".join(tiny_models.CASES[name].mechanisms)
-        rows.append(f"| {name} | {mechanisms} | {' | '.join(cells)} |")
+        cells = " | ".join(_cell(answers.get(q)) for q in questions)
+        if (wrapper := tiny_models.WRAPPERS.get(name)) is not None:
+            num_wrappers += passed
+            wrappers.append(f"| {name} | {wrapper.text} | {cells} |")
+        else:
+            num_passed += passed
+            rows.append(f"| {name} | {', '.join(tiny_models.CASES[name].mechanisms)} | {cells} |")
         reasons: dict[str, list[str]] = {}
         for question, answer in answers.items():
             if not answer["passed"]:
@@ -105,7 +112,10 @@ def write_page(tiny_models: Any) -> tuple[int, int]:
     PAGE.write_text(
         PAGE_TEXT.format(
             num_passed=num_passed,
-            num_cases=len(records),
+            num_cases=len(rows),
+            num_wrappers_passed=num_wrappers,
+            num_wrappers=len(wrappers),
+            wrappers="\n".join(wrappers),
             versions="; ".join(sorted({record["ran_on"] for record in records.values()})),
             logits=architecture_checks.LOGITS,
             gradients=architecture_checks.GRADIENTS,
@@ -116,7 +126,7 @@ def write_page(tiny_models: Any) -> tuple[int, int]:
             not_covered="\n".join(not_covered),
         )
     )
-    return num_passed, len(records)
+    return num_passed + num_wrappers, len(records)
 
 
 def _cell(answer: dict[str, Any] | None) -> str:
@@ -147,6 +157,14 @@ The allowed error is {logits:g} of the scale of the logits and {gradients:g} of 
 | case | mechanisms | {questions} |
 |---|---|{rule}|
 {rows}
+
+## Text models inside multimodal ones
+**{num_wrappers_passed} of {num_wrappers} families** pass every check: their vision and audio towers are not loaded, and
+the text model gives the logits that the whole model gives for text.
+
+| model type | text model | {questions} |
+|---|---|{rule}|
+{wrappers}
 
 ## What fails and why
 

@@ -114,8 +114,14 @@ def trained(run: Path) -> Generator:
 
 
 # One cache of keys, one with sliding windows, one with attention and recurrent states in each layer.
+# The last five are multimodal.
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "falcon_h1", *map(slow_case, ("mistral", "qwen3", "mixtral", "mamba2"))]
+    "name",
+    [
+        *("llama", "gemma2", "falcon_h1"),
+        *map(slow_case, ("mistral", "qwen3", "mixtral", "mamba2")),
+        *map(slow_case, ("gemma3", "llama4", "mistral3", "qwen3_5", "qwen3_vl")),
+    ],
 )
 def test_greedy_tokens_equal_transformers_with_and_without_an_adapter(name: str) -> None:
     reference = tiny_models.build(name, num_layers=num_layers(name))

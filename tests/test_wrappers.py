@@ -25,6 +25,7 @@ from trillora.certify.certify import certify
 from trillora.errors import TrilloraError
 from trillora.export.merged import export_merged
 from trillora.export.source import open_source
+from trillora.export.text_adapter import export_text_adapter
 from trillora.model.adapters import adapter_files, fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import OpenModel, load_config
@@ -146,13 +147,29 @@ def test_the_trained_adapter_works_on_the_wrapper_and_in_a_merged_model(folder: 
     assert type(adapted.base_model.model).__name__ == "Mistral3ForConditionalGeneration"
     expected = torch_logits(adapted)
     assert distance(torch_logits(wrapper_of(folder / "model")), expected) > 1e-3
-    source = open_source(run)
+    source = open_source(str(run))
     export_merged(source, folder / "merged")
     assert distance(torch_logits(wrapper_of(folder / "merged")), expected) < LOGITS
     before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "merged"))
     towers = [name for name in before if "vision_tower" in name]
     assert towers and all(torch.equal(before[name], after[name]) for name in towers)
     assert "AutoModelForMultimodalLM" in (folder / "merged" / "README.md").read_text("utf-8")
+
+
+def test_an_adapter_for_the_text_model_alone(folder: Path, run: Path) -> None:
+    from peft import PeftModel
+
+    export_text_adapter(open_source(str(run)), folder / "text")
+    whole = wrapper_of(folder / "model")
+    text = transformers.MistralForCausalLM(whole.config.get_text_config()).eval()
+    text.model.load_state_dict(whole.model.language_model.state_dict())
+    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    expected = torch_logits(PeftModel.from_pretrained(whole, run / "adapter"))
+    assert distance(torch_logits(PeftModel.from_pretrained(text, folder / "text")), expected) < LOGITS
+    spec, _ = load_adapter(folder / "text")  # its checksums are right
+    assert CausalLM(text.config, lora=spec).targets
+    written = json.loads((folder / "text" / "adapter_config.json").read_text("utf-8"))
+    assert written["task_type"] == "CAUSAL_LM" and "q_proj" in written["target_modules"]
 
 
 def test_certificates_of_a_wrapper(folder: Path, run: Path) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trillora.events import Listener
     from trillora.export.source import Exported, ExportSource
 
-KINDS = ("merged", "gguf", "lora-gguf", "ollama", "hub")
+KINDS = ("merged", "gguf", "lora-gguf", "ollama", "text-adapter", "hub")
 DEFAULT_TYPES = {"gguf": "f16", "ollama": "q8_0"}
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # short names for --to merged
 
@@ -71,7 +71,8 @@ def export(
         kind = f"gguf-{type or DEFAULT_TYPES['gguf']}" if to == "gguf" else to
         exported = _run(source, to, type, _folder(source, kind, out), listener)
         certificate = None
-        if with_certificate and not trust:  # a certificate runs no code of the model
+        # A certificate runs no code of the model, and compares with the base: not with a text model of another folder.
+        if with_certificate and not trust and to != "text-adapter":
             from trillora.cli.certify_commands import certify_with_page
 
             certificate = certify_with_page(exported.folder, run=source.adapter, base=base, listener=listener)
@@ -91,6 +92,10 @@ def _run(source: ExportSource, to: str, type: str | None, out: Path, listener: L
         from trillora.export.ollama import export_ollama
 
         return export_ollama(source, out, type=type or DEFAULT_TYPES[to], listener=listener)
+    if to == "text-adapter":
+        from trillora.export.text_adapter import export_text_adapter
+
+        return export_text_adapter(source, out, listener=listener)
     assert to == "lora-gguf"
     if type not in (None, "f32"):
         raise TrilloraError("A LoRA file has the type f32.", where="--type", do="remove --type")

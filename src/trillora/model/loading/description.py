@@ -5,6 +5,7 @@
     stop_tokens(folder, config)           generation_config.json
     read_index(folder)                    model.safetensors.index.json
     check_tokenizer_config(folder)        tokenizer_config.json
+    processor_template(folder)            chat_template.json
 
 transformers believes a config. With 100,000 layers it builds them for minutes, and with a width of 2^31 it asks for
 terabytes. So these checks come before transformers reads the file.
@@ -79,6 +80,12 @@ class _TokenizerConfig(BaseModel):
     model_config = ConfigDict(strict=True)
 
     chat_template: str | list[_NamedTemplate] | None = None
+
+
+class _ProcessorTemplate(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    chat_template: str | None = None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -166,6 +173,13 @@ def read_index(folder: Path) -> list[str] | None:
     if not file.is_file():
         return None
     return sorted(set(read_json(file, _Index, do=_DO).weight_map.values()))
+
+
+def processor_template(folder: Path) -> str | None:
+    """The chat template of a multimodal processor. Older repositories have it only there, and AutoTokenizer does
+    not read it."""
+    file = folder / "chat_template.json"
+    return read_json(file, _ProcessorTemplate, do=_DO).chat_template if file.is_file() else None
 
 
 def check_tokenizer_config(folder: Path) -> None:

@@ -27,6 +27,7 @@ from trillora.model.loading.description import (
     INDEX_FILE,
     check_tokenizer_config,
     check_weights,
+    processor_template,
     read_config,
     read_index,
 )
@@ -215,6 +216,8 @@ def load_tokenizer(folder: Path, tokens: Sequence[str] = ()) -> Any:
         ) from error
     # The encoder of rows and prompts refuses tokens that the model does not have.
     tokenizer.model_vocab_size = _vocab_size(folder)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = processor_template(folder)
     templates = tokenizer.chat_template
     if isinstance(templates, dict) and "default" not in templates:
         # transformers cannot choose one. Without a template, rows of chats ask the user for data.chat_template.

@@ -48,8 +48,8 @@ def auto_class(config: Any) -> str:
 
 
 def has_own_head(config: Any, files: Sequence[Path]) -> bool:
-    """Whether the files have a head that differs from the embedding. The configs of many wrappers tie the two unless
-    told otherwise, while those of their text models do not. transformers then uses both matrices."""
+    """Whether the files have a head that differs from the embedding. The configs of many wrappers tie the two by
+    default, while those of their text models do not. transformers then uses both matrices."""
     text = config.get_text_config()
     shape = [text.vocab_size, text.hidden_size]
     found = {}

@@ -44,7 +44,10 @@ def choose_style(model: Any) -> Style:
     """
     files = modelling_files(model)
     if any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
-        model.set_attn_implementation(NAME)
+        text = model.config.get_text_config()
+        # In a multimodal model, only for the text model: transformers warns about parts that are not there.
+        of_text = [name for name in model.config.sub_configs if getattr(model.config, name, None) is text]
+        model.set_attn_implementation({"": NAME, **dict.fromkeys(of_text, NAME)} if of_text else NAME)
         return "interface"
     return "mask" if any(hasattr(file, "create_causal_mask") for file in files) else "none"
 

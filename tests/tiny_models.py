@@ -494,7 +494,7 @@ def configuration(name: str, num_layers: int | None = None) -> PreTrainedConfig:
     case = CASES[name] if wrapper is None else CASES.get(wrapper.text, Case(wrapper.text, {}, ()))
     changes = {} if wrapper is None else wrapper.text_changes
     settings = {key: value for key, value in {**BASE, **case.overrides, **changes}.items() if value is not None}
-    if num_layers is not None and not {"layer_types", "mlp_layer_types"} & settings.keys():
+    if num_layers is not None and not {"layer_types", "mlp_layer_types", "no_rope_layers"} & settings.keys():
         settings["num_hidden_layers"] = num_layers
     # The configuration keeps references to these values and transformers edits them in place, so copy them.
     if wrapper is None:

@@ -12,8 +12,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from trillora.adapters.card import CARD_FILE
 from trillora.errors import TrilloraError
 from trillora.events import Listener, ignore_events
@@ -22,14 +20,15 @@ from trillora.files.atomic import new_folder
 from trillora.files.checksums import with_checksums
 from trillora.model.adapters import adapter_files, check_shapes
 from trillora.model.bridge import CausalLM
-from trillora.model.loading.wrapper import TEXT, is_wrapper
+from trillora.model.loading.wrapper import TEXT, is_wrapper, text_class
 
 
 def export_text_adapter(source: ExportSource, out: Path, *, listener: Listener = ignore_events) -> Exported:
     """Writes the adapter for the text model to the new folder `out`."""
     config = source.base.config
     text = config.get_text_config()
-    _check(source, text)
+    kind = text_class(text.model_type)
+    _check(source, text, kind)
     wrapper = CausalLM(config, scan=False, remat="none")
     alone = CausalLM(text, scan=False, remat="none")
     prefixes = {_name_of(wrapper.module, part): _name_of(alone.module, other) for part, other in _parts(wrapper, alone)}
@@ -54,7 +53,7 @@ def export_text_adapter(source: ExportSource, out: Path, *, listener: Listener =
             **source.tokenizer_files(),
         },
     )
-    files[CARD_FILE] = _card(source, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type])
+    files[CARD_FILE] = _card(source, kind or "")
     with new_folder(out) as folder:
         for name, data in files.items():
             (folder / name).write_bytes(data)
@@ -62,11 +61,11 @@ def export_text_adapter(source: ExportSource, out: Path, *, listener: Listener =
     return Exported("text-adapter", out, tuple(files), num_bytes, source.notes)
 
 
-def _check(source: ExportSource, text: Any) -> None:
+def _check(source: ExportSource, text: Any, kind: str | None) -> None:
     reason = None
     if not is_wrapper(source.base.config):
         reason = "its base is not a multimodal model, so it has these names already"
-    elif text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    elif kind is None:
         reason = f"transformers has no class for the text model alone (model_type '{text.model_type}')"
     elif source.spec.tokens is not None or source.spec.whole:
         reason = "it has trained tokens or modules that were trained as a whole"

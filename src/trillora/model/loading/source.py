@@ -34,7 +34,7 @@ from trillora.model.loading.description import (
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID, smollm2_folder
 from trillora.model.loading.growth import grow
 from trillora.model.loading.tensor_files import stored_shapes
-from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_class
+from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_class, text_class
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     where = str(folder / CONFIG_FILE)
     model_type = config_json.get("model_type")
     own_code = _needs_own_code(config_json)
+    usual = text_class(model_type) or multimodal_class(model_type)
     supported = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), multimodal_class(model_type) or ""}
     causal_classes = {name.lower() for name in supported}
     if not own_code or "AutoModelForCausalLM" not in (config_json["auto_map"] or {}):
@@ -153,7 +154,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
             raise TrilloraError(
                 f"{', '.join(architectures)} (model_type '{model_type}') is not a causal language model.",
                 where=where,
-                do=f"use the model's text-generation version ({_class_of(model_type)})",
+                do=f"use the model's text-generation version ({usual})",
             )
     try:
         config = AutoConfig.from_pretrained(
@@ -290,25 +291,17 @@ def _no_weights(files: set[str], where: str) -> TrilloraError:
 
 def _is_native(config_json: dict[str, Any]) -> bool:
     """Whether transformers includes a causal language model of this type, or a multimodal one."""
-    return _class_of(config_json.get("model_type")) is not None
-
-
-def _class_of(model_type: Any) -> str | None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    known = isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] if known else multimodal_class(model_type)
+    model_type = config_json.get("model_type")
+    return text_class(model_type) is not None or multimodal_class(model_type) is not None
 
 
 def _has_text_model(config: Any) -> bool:
     """False for a multimodal model whose config does not say which part is a causal language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     try:
         text = config.get_text_config()
     except ValueError:  # several parts could be meant
         return False
-    is_text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_text = text_class(config.model_type) is not None
     return is_text or (is_wrapper(config) and not (config.is_encoder_decoder or text.is_encoder_decoder))
 
 

@@ -18,7 +18,7 @@ from tiny_wrappers import WRAPPERS
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trillora.model.loading.wrapper import auto_class
+from trillora.model.loading.wrapper import auto_class, multimodal_class
 
 VOCABULARY = 256
 
@@ -500,7 +500,9 @@ def configuration(name: str, num_layers: int | None = None) -> PreTrainedConfig:
     if wrapper is None:
         return AutoConfig.for_model(case.model_type, **deepcopy(settings))
     text = {"model_type": case.model_type, **deepcopy(settings)}
-    return AutoConfig.for_model(wrapper.model_type, text_config=text, **deepcopy(wrapper.others))
+    config = AutoConfig.for_model(wrapper.model_type, text_config=text, **deepcopy(wrapper.others))
+    config.architectures = [multimodal_class(wrapper.model_type)]
+    return config
 
 
 def build(

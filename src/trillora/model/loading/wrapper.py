@@ -43,9 +43,10 @@ def multimodal_class(model_type: Any) -> str | None:
 
 
 def is_wrapper(config: Any) -> bool:
-    """Whether the checkpoint has a multimodal model with a text model inside."""
+    """Whether the checkpoint has a multimodal model with a text model inside. Its `architectures` decide. Without them,
+    it is a text model, if transformers has one of this type."""
     name = multimodal_class(config.model_type)
-    architectures = getattr(config, "architectures", None) or [name]
+    architectures = getattr(config, "architectures", None) or [text_class(config.model_type) or name]
     return name is not None and name in architectures and config.get_text_config() is not config
 
 

@@ -451,8 +451,8 @@ def test_every_known_model_is_one_transformers_can_build(tmp_path: Path) -> None
         folder = tmp_path / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(described))
-        text = load_config(folder).get_text_config()
-        assert (text.hidden_size, text.vocab_size) == (described["hidden_size"], described["vocab_size"])
+        text, sizes = load_config(folder).get_text_config(), described.get("text_config", described)
+        assert (text.hidden_size, text.vocab_size) == (sizes["hidden_size"], sizes["vocab_size"])
 
 
 # ---- the memory report

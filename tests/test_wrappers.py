@@ -28,6 +28,7 @@ from trillora.export.source import open_source
 from trillora.export.text_adapter import export_text_adapter
 from trillora.model.adapters import adapter_files, fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
+from trillora.model.limits import check_rows
 from trillora.model.loading.source import OpenModel, load_config
 from trillora.model.loading.weights import load_weights
 from trillora.model.loading.wrapper import removed_modules
@@ -213,6 +214,15 @@ def test_a_model_without_a_text_part_is_refused(config: dict[str, Any], message:
     with pytest.raises(TrilloraError, match=message) as error:
         load_config(tmp_path)
     assert error.value.do and str(tmp_path) in str(error.value.where)
+
+
+def test_a_model_whose_tokens_see_the_next_ones_is_refused() -> None:
+    config = tiny_models.configuration("gemma4")
+    config.text_config.use_bidirectional_attention = "vision"
+    check_rows(config, 64, pack=True)
+    config.text_config.use_bidirectional_attention = "all"
+    with pytest.raises(TrilloraError, match="sees the tokens after it"):
+        check_rows(config, 64, pack=True)
 
 
 def test_an_adapter_of_the_wrapper_is_refused_by_the_text_model_and_vice_versa(run: Path) -> None:

@@ -31,8 +31,15 @@ def why_not_decode(config: Any) -> str | None:
 
 
 def check_rows(config: Any, sequence_length: int, pack: bool) -> None:
-    """Refuses sequences longer than the model's positions, and packing where the model would mix documents."""
+    """Refuses a model whose tokens see the next ones, sequences longer than the model's positions, and packing
+    where the model would mix documents."""
     text = config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # "vision": only between images
+        raise TrilloraError(
+            "Every token of this model sees the tokens after it, so it cannot learn to predict them.",
+            where="model: use_bidirectional_attention in config.json",
+            do="choose a model that generates text",
+        )
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and sequence_length > longest:
         raise TrilloraError(

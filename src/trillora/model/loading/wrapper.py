@@ -60,7 +60,7 @@ def has_own_head(config: Any, files: Sequence[Path]) -> bool:
     default, while those of their text models do not. transformers then uses both matrices."""
     text = config.get_text_config()
     shape = [text.vocab_size, text.hidden_size]
-    found = {}
+    found: dict[str, Path] = {}
     for file in files:
         with opened(file) as tensors:
             names = [name for name in tensors.keys() if tensors.get_slice(name).get_shape() == shape]  # noqa: SIM118

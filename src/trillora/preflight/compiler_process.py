@@ -27,53 +27,29 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from trillora.devices.chips import CHIPS, DEVICE_KINDS, Chip
+from trillora.devices.chips import CHIPS, DEVICE_KINDS
 from trillora.devices.slices import Slice, find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Listener, Note, to_json
 from trillora.model.layout import stored_weights
 from trillora.model.loading.source import load_config
 from trillora.preflight.early_exit import CompileResult, compile_until_layout
-from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, kind_shares
+from trillora.preflight.estimate.estimate import Estimate, argument_bytes
 from trillora.preflight.hlo.memory import GIB, StepShapes, largest, logits_bytes, out_of_memory
-from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown, simulate
+from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown
+from trillora.preflight.predict import FLOPS_AGREE, Estimates, Predictor
 from trillora.preflight.result import StageResult, StepTimes, Trial, UnitSeconds
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
-from trillora.step.autotune import Attempt, Builder, DoesNotFit, Plan, choose
+from trillora.step.autotune import Builder, DoesNotFit, Plan, choose
 from trillora.step.build import Assembly, assemble
 from trillora.step.group import assemble_group, widest
 from trillora.step.group_plan import halvings
+from trillora.step.search import Attempt
 
 # Seconds to compile to the end on a TPU's host. Measured for Mistral-7B on 16 cores: 20 s, of which 5 s pass before
 # code generation starts, with about 580 fusions and kernels. The last value is used where nothing was compiled.
 LAYOUT_SECONDS, SECONDS_PER_INSTRUCTION, TYPICAL_COMPILE_SECONDS = 5.0, 0.026, 20.0
-
-FLOPS_AGREE = 0.2  # relative: flops of the compiled program against those of the traced step
-
-
-class Estimates:
-    """Estimates of assemblies, each computed once."""
-
-    def __init__(self, chip: Chip, slowdown: Slowdown) -> None:
-        self._chip, self._slowdown = chip, slowdown
-        self._known: dict[int, tuple[Assembly, Estimate]] = {}
-
-    def of(self, assembly: Assembly) -> Estimate:
-        if id(assembly) not in self._known:
-            self._known[id(assembly)] = assembly, estimate(assembly, self._chip, slowdown=self._slowdown)
-        return self._known[id(assembly)][1]
-
-    def peak_bytes(self, assembly: Assembly) -> float:
-        return self.of(assembly).peak_bytes
-
-    def __call__(self, assembly: Assembly) -> tuple[Estimate, float]:
-        """Takes the place of a compiler."""
-        return self.of(assembly), self.of(assembly).peak_bytes
-
-    @property
-    def smallest(self) -> Assembly:
-        return min(self._known.values(), key=lambda known: known[1].peak_bytes)[0]
 
 
 class TpuCompiler:
@@ -174,7 +150,7 @@ def by_compiler(
     slowdown: Slowdown = AS_ASSUMED,
 ) -> StageResult:
     chip = CHIPS[place.chip]
-    limit, estimates = chip.hbm_gib, Estimates(chip, slowdown)
+    limit, predictor = chip.hbm_gib, Predictor(chip, slowdown, text=lambda result: result.program)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=place.topology, **place.options)
     with tempfile.TemporaryDirectory(prefix="trillora-preflight-", ignore_cleanup_errors=True) as folder:
         compiler = TpuCompiler(Path(folder), whole=whole)
@@ -188,11 +164,11 @@ def by_compiler(
                 listener,
                 kept=kept,
                 compiler=compiler,
-                guess=estimates.peak_bytes,
+                predictor=predictor,
                 build=build,
             )
         except DoesNotFit as error:
-            smallest = estimates.smallest
+            smallest = predictor.smallest
             size = stage.train.batch_size if stage.train.micro_batch_size == "auto" else stage.train.micro_batch_size
             shapes = step_shapes(smallest, config, stage.train.sequence_length, size)
             report = compiler.compile(smallest).report
@@ -205,11 +181,11 @@ def by_compiler(
         result: CompileResult = plan.compiled
         assert result.program is not None
         shapes = step_shapes(plan.assembly, config, stage.train.sequence_length, plan.settings.micro_batch_size)
-        simulated = simulate(result.program, chip, plan.assembly.mesh.size, kind_shares(config), slowdown)
+        simulated = predictor.simulated(plan.assembly, result)
         arguments = argument_bytes(plan.assembly)
         logits = logits_bytes(result.report, shapes) if result.report else 0.0
         activations = max(plan.tried[-1].needed - sum(arguments.values()) - logits, 0.0)
-        step, notes = _step_times(simulated, estimates.of(plan.assembly), plan.assembly.mesh.size, result)
+        step, notes = _step_times(simulated, predictor.of(plan.assembly), plan.assembly.mesh.size, result)
         return replace(
             _accepted(plan, arguments | {"activations": activations, "logits": logits}, limit, step),
             largest_buffers=largest(result.report, shapes) if result.report else (),
@@ -292,9 +268,9 @@ def by_estimate(
             num_steps,
             without_compiling,
             kept=kept,
-            compiler=estimates,
+            compiler=estimates.compile,
             mesh_devices=virtual,
-            guess=estimates.peak_bytes,
+            predictor=estimates,
             build=build,
         )
     except DoesNotFit as error:
@@ -337,7 +313,7 @@ def _refused(error: DoesNotFit, smallest: Assembly, limit_gib: float) -> StageRe
 
 def _trial(attempt: Attempt) -> Trial:
     peak = round(attempt.needed / GIB, 2) if math.isfinite(attempt.needed) else None
-    return Trial(attempt.what, peak, attempt.fits)
+    return Trial(attempt.what, peak, attempt.fits, attempt.seconds)
 
 
 def _weights(assembly: Assembly) -> tuple[int, int]:

@@ -29,17 +29,19 @@ FASTEST = 1.05  # of the public figures; a faster one was not timed correctly
 
 def measured_speeds(place: Slice, say: Callable[[str], None] = lambda text: None) -> MeasuredSpeeds | None:
     """What is known about the chip of this slice. A measurement that cannot be right is named and ignored."""
-    record = load(place.chip, place.num_devices, say)
+    return measured_chip(place.chip, place.num_devices, say)
+
+
+def measured_chip(name: str, num_devices: int, say: Callable[[str], None] = lambda text: None) -> MeasuredSpeeds | None:
+    record = load(name, num_devices, say)
     if record is None:
         return None
-    chip = CHIPS[place.chip]
+    chip = CHIPS[name]
     if fault := _fault(record, chip):
-        say(
-            f"The measurement of {place.chip} on {record.day} is ignored: {fault}. Run `trillora doctor --prove` again."
-        )
+        say(f"The measurement of {name} on {record.day} is ignored: {fault}. Run `trillora doctor --prove` again.")
         return None
     compute, hbm, links = _slowdowns(record, chip)
-    same_size = record.num_devices == place.num_devices
+    same_size = record.num_devices == num_devices
     return MeasuredSpeeds(record.day, record.num_devices, compute, hbm, links if same_size else 1.0)
 
 

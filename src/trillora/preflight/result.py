@@ -15,7 +15,7 @@ object, or a list for several slices. Sizes are GiB of one device, times are sec
                   "layers": "scan", "attention": "splash", "loss_chunk": 4096, "remat": "full",
                   "micro_batch_size": 32},      # null for NO-GO
      "changes": [{"option": "train.micro_batch_size", "before": 64, "after": 32, "why": "..."}],
-     "tried": [{"what": "micro-batch 32, remat full", "peak_gib": 10.71, "fits": true}],
+     "tried": [{"what": "micro-batch 32, remat full", "peak_gib": 10.71, "fits": true, "seconds": 6.14}],
      "host": [{"what": "RAM for loading", "needed_gib": 5.0, "available_gib": 384.0, "ok": true}],
      "smallest_go": "v5e-8",                    # smallest slice of this chip known to fit; null if none was found
      "problem": null,                           # NO-GO: why the step does not fit
@@ -78,6 +78,7 @@ class Trial(_Record):
     what: str
     peak_gib: float | None  # None: the compiler stopped before it knew
     fits: bool
+    seconds: float | None = None  # of a step; None: not predicted
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ data left open, and `ResolvedRecipe` is the whole run. It is saved in every chec
 decisions, and written to `resolved.yaml`:
 
     engine:
-      remat: full  # needs 11.20 GiB of 15.75 GiB per device; too large: micro-batch 8, remat none: 21.40 GiB
+      remat: linear  # 49.1 ms per step, needs 2.14 GiB of 15.75 GiB per device; slower: micro-batch 64, remat none: …
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class StepSettings:
     def __str__(self) -> str:
         adapters = f"{self.adapters_at_once} adapters, " if self.adapters_at_once > 1 else ""
         base = "" if self.quantize == "none" else f", {self.quantize} base"
-        return f"{adapters}micro-batch {self.micro_batch_size}, remat {self.remat}{base}"
+        whole = ", whole base on every device" if self.mesh.data > 1 and self.mesh.fsdp == 1 else ""
+        split = ", split base" if self.mesh.fsdp > 1 else ""
+        return f"{adapters}micro-batch {self.micro_batch_size}, remat {self.remat}{base}{whole}{split}"
 
     def shared(self) -> dict[str, Any]:
         """The settings that all stages of a run have in common, because they share the base weights."""

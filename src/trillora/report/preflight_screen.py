@@ -214,9 +214,12 @@ def _argument(option: str, value: Any) -> str:
 def _tried(result: PreflightResult) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for trial in result.tried[:NUM_TRIED]:
-        verdict = ("fits       ", "green") if trial.fits else ("too large  ", "red")
+        word, style = ("too large", "red") if not trial.fits else ("fits", "green")
+        if trial.fits and trial is not result.tried[-1]:
+            word, style = "slower", "yellow"
         memory = f", {trial.peak_gib:.2f} GiB" if trial.peak_gib is not None else ""
-        lines.append(Text.assemble(verdict, f"{trial.what}{memory}"))
+        time = f", {format_seconds(trial.seconds)}" if trial.seconds is not None else ""
+        lines.append(Text.assemble((f"{word:<11}", style), f"{trial.what}{time}{memory}"))
     if len(result.tried) > NUM_TRIED:
         lines.append(Text(f"and {len(result.tried) - NUM_TRIED} more; --json lists all", "dim"))
     return lines

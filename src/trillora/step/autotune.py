@@ -1,18 +1,19 @@
 """Decides every `auto` of a stage, with the reason shown to the user.
 
-What the shapes and the devices determine is decided first. Recomputation (remat) and the micro-batch size are then
-found by compiling: candidates are tried from fastest to slowest, and the first one that fits in memory wins.
+What the shapes and the devices determine is decided first. Mesh, recomputation (remat), micro-batch size and loss chunk
+are then found by compiling a few candidates: the one with the shortest predicted step that fits in memory wins
+(`search`). Where no time can be predicted, the candidates are tried in a fixed order, and the first that fits wins.
 
-    plan = choose(stage.recipe, config, jax.devices(), num_steps=100, listener=print)
-    plan.settings.remat, plan.tried         # "full", [micro-batch 8, remat none: 21.40 GiB, …]
+    plan = choose(stage.recipe, config, jax.devices(), num_steps=100, listener=print, predictor=predictor)
+    plan.settings.remat, plan.tried         # "linear", [micro-batch 8, remat none: 57.6 ms, 7.30 GiB, …]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import jax
 import psutil
@@ -22,17 +23,27 @@ from trillora.devices.chips import chip_of, generation_of
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.quantize import item_bytes
 from trillora.errors import TrilloraError
-from trillora.events import Chosen, Listener, Note
+from trillora.events import Chosen, Listener, Note, Progress
 from trillora.model.layout import Tree
 from trillora.recipe.resolve import StepSettings, given_settings
-from trillora.recipe.schema import Attention, Dtype, MeshSection, Quantize, StageRecipe
+from trillora.recipe.schema import Attention, Dtype, MeshSection, Quantize, Remat, StageRecipe
 from trillora.step.build import Assembly, assemble
+from trillora.step.search import (
+    GIB,
+    Attempt,
+    Guess,
+    Search,
+    format_gib,
+    guess_sizes,
+    in_order,
+    reason,
+    smaller_chunks,
+)
 
-GIB = 2**30
-REPLICATED_BASE_SHARE = 0.25  # of a device's memory: a base up to this size is copied to every device, not split
-REMAT_ORDER = ("none", "linear", "full")  # fastest first
+# Where nothing is predicted: of a device's memory; a base up to this size is copied to every device, not split.
+REPLICATED_BASE_SHARE = 0.25
+REMAT_ORDER: tuple[Remat, ...] = ("none", "linear", "full")  # most memory first; fastest first where none is predicted
 USABLE = 0.97  # of the device's memory limit; the rest is left for fragmentation
-HOPELESS = 1.4  # times the limit: the estimate's error is far smaller than this
 # Logits of one chunk of the loss: 2**27 float32 values are half a GiB. CPU caches prefer smaller chunks.
 CHUNK_LOGITS = {"cpu": 2**25}
 # For `model.quantize: auto`: what to try if the base does not fit unquantized, fastest first (docs/quantization.md). On
@@ -47,18 +58,6 @@ BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4.127}
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """A candidate and the memory the compiler reported for it."""
-
-    what: str
-    needed: float  # bytes per device; infinite if the compiler gave up before it knew
-    fits: bool
-
-    def __str__(self) -> str:
-        return f"{self.what}: {_gib(self.needed)}"
-
-
-@dataclass(frozen=True)
 class Plan:
     """The settings of a stage and the compiled step. `reasons` explains each new decision, by field name."""
 
@@ -66,11 +65,11 @@ class Plan:
     reasons: dict[str, str]
     assembly: Assembly
     compiled: Any
-    tried: tuple[Attempt, ...]
+    tried: tuple[Attempt, ...]  # the chosen one is the last
 
     @property
     def num_compiles(self) -> int:
-        return len(self.tried)
+        return sum(attempt.is_compiled for attempt in self.tried)
 
 
 class DoesNotFit(TrilloraError):
@@ -101,12 +100,34 @@ def compile_step(assembly: Assembly) -> tuple[Any, float]:
     return compiled, step_bytes(compiled)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One choice of micro-batch size and remat."""
+class Predictor(Protocol):
+    """Predicts how long steps take on the devices, and what they need."""
 
-    settings: StepSettings
-    assembly: Assembly
+    error: float  # of guessed times, relative; 0 if compiled programs are not timed
+
+    def guess(self, assembly: Assembly) -> Guess:
+        """From the traced step, without compiling it."""
+
+    def seconds(self, assembly: Assembly, compiled: Any) -> float | None:
+        """Of a compiled step; None if only its guess is known."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Builds the step for any settings, each once."""
+
+    make: Callable[[StepSettings], Assembly]
+    values: Mapping[str, Any]  # what was decided so far
+    _built: dict[StepSettings, Assembly] = field(default_factory=dict)
+
+    def settings(self, mesh: MeshSection, remat: str, micro_batch_size: int) -> StepSettings:
+        own = {"mesh": mesh, "remat": remat, "micro_batch_size": micro_batch_size}
+        return StepSettings(**{**self.values, **own})
+
+    def assembly(self, settings: StepSettings) -> Assembly:
+        if settings not in self._built:
+            self._built[settings] = self.make(settings)
+        return self._built[settings]
 
 
 def choose(
@@ -119,93 +140,141 @@ def choose(
     kept: Mapping[str, Any] | None = None,
     compiler: Compiler = compile_step,
     mesh_devices: list[Any] | None = None,
-    guess: Callable[[Assembly], float] | None = None,
+    predictor: Predictor | None = None,
     build: Builder | None = None,
 ) -> Plan:
     """Decides what the recipe leaves open, compiles the step, and reports each decision.
 
     `kept` holds fields of `StepSettings` that were decided before: at the first start of a resumed run, or for another
     stage. The devices may belong to a slice that is not attached; preflight then passes its own `compiler`, and
-    `mesh_devices` if only CPU devices can take their place. `guess` returns an estimate in bytes; candidates that it
-    shows to be far too large are not compiled. `build` makes the step: of one adapter, or of several.
+    `mesh_devices` if only CPU devices can take their place. `build` makes the step: of one adapter, or of several.
     """
     fixed = {**(kept or {}), **given_settings(recipe)}
     decisions = Decisions(fixed, listener)
     decide_by_hardware(decisions, recipe, config, devices)
-    shape = decisions["mesh"]
-    mesh = make_mesh(mesh_devices or devices, MeshShape(shape.data, shape.fsdp, shape.tensor, shape.adapter))
     limit = memory_limit(devices)
-    num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if predictor is None or limit is None:
+        decide_mesh(decisions, recipe.train.batch_size, config, devices)
+
+    def make(settings: StepSettings) -> Assembly:
+        shape = settings.mesh
+        mesh = make_mesh(mesh_devices or devices, MeshShape(shape.data, shape.fsdp, shape.tensor, shape.adapter))
+        return (build or assemble)(recipe, settings, config, mesh, num_steps)
+
+    candidates = Candidates(make, decisions.values)
+    batch_size = recipe.train.batch_size
+    meshes = meshes_to_try(len(devices), batch_size) if decisions.is_open("mesh") else [decisions["mesh"]]
     remats = (fixed["remat"],) if "remat" in fixed else REMAT_ORDER
-    sizes = micro_batch_sizes(recipe.train.batch_size, fixed.get("micro_batch_size"), num_shards)
+    sizes = micro_batch_sizes(batch_size, fixed.get("micro_batch_size"), meshes[-1].data * meshes[-1].fsdp)
+    smallest = (meshes[-1], remats[-1], sizes[-1])
+    attempts = decide_quantization(decisions, lambda: candidates.settings(*smallest), candidates, compiler, limit)
+    if predictor is None or limit is None:
+        guesses = in_order([candidates.settings(meshes[0], remat, size) for size in sizes for remat in remats])
+    else:
+        families = [candidates.settings(mesh, remat, sizes[0]) for mesh in meshes for remat in remats]
+        guesses = guess_all(families, sizes, candidates, predictor, limit * USABLE, listener)
+        if "loss_chunk" not in fixed:
+            guesses |= smaller_chunks(guesses, limit * USABLE)
+    search = Search(guesses, limit and limit * USABLE, num_steps, predictor.error if predictor else 0.0)
+    compiled = compile_fastest(search, candidates, compiler, predictor if len(guesses) > 1 else None, limit, listener)
+    attempts += [*search.too_large(), *search.attempts]
+    best = search.best
+    if best is None:
+        attempts.sort(key=lambda attempt: -attempt.needed)
+        tried = "; ".join(map(str, attempts))
+        what = f"The run does not fit in {format_gib(limit)} of memory per device. Tried {tried}."
+        raise DoesNotFit(what, tuple(attempts))
+    attempts.sort(key=lambda attempt: attempt is best)
+    decisions.decide_step(best.settings, reason(best, limit, attempts[:-1]))
+    return Plan(best.settings, decisions.reasons, candidates.assembly(best.settings), compiled, tuple(attempts))
 
-    def candidate(size: int, remat: str) -> Candidate:
-        settings = StepSettings(**{**decisions.values, "micro_batch_size": size, "remat": remat})
-        return Candidate(settings, (build or assemble)(recipe, settings, config, mesh, num_steps))
 
-    attempts = decide_quantization(decisions, lambda: candidate(sizes[-1], remats[-1]), compiler, limit)
-    for size in sizes:
-        candidates: Iterator[Candidate] = (candidate(size, remat) for remat in remats)
-        if guess is not None and limit is not None:
-            slowest_first = (candidate(size, remat) for remat in reversed(remats))
-            candidates, hopeless = _worth_compiling(slowest_first, guess, limit)
-            attempts += hopeless
-        for each in candidates:
-            listener(Note(f"Compiling the training step ({each.settings})"))
-            compiled, needed = compiler(each.assembly)
-            # Saving a checkpoint needs room for a second copy of the state.
-            fits = compiled is not None and (limit is None or needed + each.assembly.state_bytes <= limit * USABLE)
-            reason = _reason(needed, limit, attempts)
-            attempts.append(Attempt(str(each.settings), needed, fits))
-            if fits:
-                decisions.decide("micro_batch_size", size, reason)
-                decisions.decide("remat", each.settings.remat, reason)
-                return Plan(each.settings, decisions.reasons, each.assembly, compiled, tuple(attempts))
-    raise DoesNotFit(
-        f"The run does not fit in {_gib(limit)} of memory per device. Tried {'; '.join(map(str, attempts))}.",
-        tuple(attempts),
-    )
+def compile_fastest(
+    search: Search,
+    candidates: Candidates,
+    compiler: Compiler,
+    predictor: Predictor | None,
+    limit: float | None,
+    listener: Listener,
+) -> Any:
+    """Compiles what the search asks for. Returns the program of its best candidate, and keeps no other."""
+    best_program = None
+    while (settings := search.next()) is not None:
+        listener(Note(f"Compiling the training step ({settings})"))
+        assembly = candidates.assembly(settings)
+        compiled, needed = compiler(assembly)
+        fits = compiled is not None and _fits(needed, assembly, limit)
+        seconds = None
+        if predictor is not None and fits:
+            seconds = predictor.seconds(assembly, compiled) or search.guesses[settings].seconds
+        attempt = Attempt(settings, needed, fits, seconds)
+        search.add(attempt)
+        if search.best is attempt:
+            best_program = compiled
+    return best_program
+
+
+def _fits(needed: float, assembly: Assembly, limit: float | None) -> bool:
+    """Saving a checkpoint needs room for a second copy of the state."""
+    return limit is None or needed + assembly.state_bytes <= limit * USABLE
+
+
+def guess_all(
+    families: Sequence[StepSettings],
+    sizes: Sequence[int],
+    candidates: Candidates,
+    predictor: Predictor,
+    limit: float,
+    listener: Listener,
+) -> dict[StepSettings, Guess]:
+    """Guesses for all families and sizes. A base that is alone too large for a device is no candidate, unless it is the
+    only one."""
+
+    def guess(settings: StepSettings) -> Guess:
+        # Unrolled layers need about what the scanned ones do, and tracing them takes as many times longer.
+        traced = replace(settings, layers="scan") if settings.backend == "gpu" else settings
+        assembly = candidates.assembly(traced)
+        return replace(predictor.guess(assembly), state=assembly.state_bytes)
+
+    guesses: dict[StepSettings, Guess] = {}
+    for number, family in enumerate(families):
+        listener(Progress("Estimating the training step", number, len(families)))
+        smallest = replace(family, micro_batch_size=sizes[-1])
+        is_last_mesh = family.mesh == families[-1].mesh
+        if is_last_mesh or local_bytes(candidates.assembly(smallest).base_shapes) <= limit:
+            guesses |= guess_sizes(family, sizes, limit, guess)
+    listener(Progress("Estimating the training step", len(families), len(families)))
+    return guesses
 
 
 def decide_quantization(
-    decisions: Decisions, smallest: Callable[[], Candidate], compiler: Compiler, limit: float | None
+    decisions: Decisions,
+    smallest: Callable[[], StepSettings],
+    candidates: Candidates,
+    compiler: Compiler,
+    limit: float | None,
 ) -> list[Attempt]:
     """Takes the first format in which the candidate that needs the least memory fits. Returns those that do not."""
     attempts: list[Attempt] = []
     formats = formats_to_try(decisions["backend"])
     while decisions.is_open("quantize"):
         decisions.values["quantize"] = formats[len(attempts)]
-        candidate = smallest()
+        settings = smallest()
+        assembly = candidates.assembly(settings)
         format: Quantize = decisions.values.pop("quantize")
-        base = local_bytes(candidate.assembly.base_shapes)
-        what = f"{_gib(base)} of {_gib(limit)} per device for the base"
+        base = local_bytes(assembly.base_shapes)
+        what = f"{format_gib(base)} of {format_gib(limit)} per device for the base"
         if limit is None or base <= SMALL_BASE * limit or format == formats[-1]:
             decisions.decide(
                 "quantize", format, f"{what}; too large: {'; '.join(map(str, attempts))}" if attempts else what
             )
             continue
-        needed = compiler(candidate.assembly)[1]
-        if needed + candidate.assembly.state_bytes <= limit * USABLE:
+        needed = compiler(assembly)[1]
+        if _fits(needed, assembly, limit):
             decisions.decide("quantize", format, what)
         else:
-            attempts.append(Attempt(str(candidate.settings), needed, False))
+            attempts.append(Attempt(settings, needed, False))
     return attempts
-
-
-def _worth_compiling(
-    slowest_first: Iterator[Candidate], guess: Callable[[Assembly], float], limit: float
-) -> tuple[Iterator[Candidate], list[Attempt]]:
-    """The candidates worth compiling, fastest first. Faster candidates need more memory, so the search stops at the
-    first hopeless one, which is returned as an attempt."""
-    candidates: list[Candidate] = []
-    hopeless: list[Attempt] = []
-    for candidate in slowest_first:
-        needed = guess(candidate.assembly)
-        if needed > HOPELESS * limit:
-            hopeless = [Attempt(str(candidate.settings), needed, False)]
-            break
-        candidates.insert(0, candidate)
-    return iter(candidates), hopeless
 
 
 def says_out_of_memory(error: Exception) -> bool:
@@ -232,6 +301,13 @@ class Decisions:
             shown = value.model_dump() if isinstance(value, MeshSection) else value
             self._listener(Chosen(StepSettings.OPTIONS[field], shown, reason))
 
+    def decide_step(self, settings: StepSettings, reason: str) -> None:
+        """What the search decided. It may have taken a smaller loss chunk than the one decided before."""
+        if self["loss_chunk"] != settings.loss_chunk:
+            del self.values["loss_chunk"]
+        for name in ("mesh", "loss_chunk", "micro_batch_size", "remat"):
+            self.decide(name, getattr(settings, name), reason)
+
 
 def decide_by_hardware(decisions: Decisions, recipe: StageRecipe, config: Any, devices: list[Any]) -> None:
     """Everything that devices and shapes determine without compiling."""
@@ -240,10 +316,6 @@ def decide_by_hardware(decisions: Decisions, recipe: StageRecipe, config: Any, d
     decisions.decide("backend", platform, f"jax found {devices[0].device_kind}")
     decisions.decide("num_devices", num_devices, "all devices")
     decisions.decide("dtype", *choose_dtype(devices, text, decisions.values.get("quantize", "none")))
-    if decisions.is_open("mesh"):
-        base_bytes = _base_bytes(text, decisions["dtype"], decisions.values.get("quantize", "none"))
-        shape, reason = choose_mesh(num_devices, recipe.train.batch_size, base_bytes, memory_limit(devices))
-        decisions.decide("mesh", shape, reason)
     if platform == "gpu":
         decisions.decide("layers", "unroll", "fastest on GPUs")
     else:
@@ -259,6 +331,14 @@ def decide_by_hardware(decisions: Decisions, recipe: StageRecipe, config: Any, d
         )
     tokens = 2 ** int(math.log2(max(CHUNK_LOGITS.get(platform, 2**27) // text.vocab_size, 128)))
     decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
+
+
+def decide_mesh(decisions: Decisions, batch_size: int, config: Any, devices: list[Any]) -> None:
+    """By the size of the base, where no times are predicted."""
+    if decisions.is_open("mesh"):
+        quantize = decisions.values.get("quantize", "none")
+        base_bytes = _base_bytes(config.get_text_config(), decisions["dtype"], quantize)
+        decisions.decide("mesh", *choose_mesh(len(devices), batch_size, base_bytes, memory_limit(devices)))
 
 
 def formats_to_try(platform: str) -> tuple[Quantize, ...]:
@@ -277,7 +357,7 @@ def choose_dtype(devices: list[Any], config: Any, quantize: str) -> tuple[Dtype,
     if limit is None or base_bytes <= SMALL_BASE * limit:
         return "float32", "this GPU has no bfloat16 arithmetic, and float16 does not have enough range"
     return "bfloat16", (
-        f"the base in float32 ({_gib(base_bytes)}) is too large; this GPU converts bfloat16 to float32 to compute"
+        f"the base in float32 ({format_gib(base_bytes)}) is too large; this GPU converts bfloat16 to float32 to compute"
     )
 
 
@@ -307,9 +387,18 @@ def choose_mesh(num_devices: int, batch_size: int, base_bytes: int, limit: float
     split = "is copied to every device" if is_small else "is split"
     reason = (
         f"a batch of {batch_size} sequences is spread over {num_shards} of {num_devices} devices; the base "
-        f"({_gib(base_bytes)}) {split}"
+        f"({format_gib(base_bytes)}) {split}"
     )
     return MeshSection(**{axis: num_shards}, tensor=tensor), reason
+
+
+def meshes_to_try(num_devices: int, batch_size: int) -> list[MeshSection]:
+    """The base whole on every device, then split: the base is frozen, so it need not be split to be updated. Both axes
+    together were slower than either wherever they were compiled."""
+    num_shards = math.gcd(batch_size, num_devices)
+    tensor = num_devices // num_shards
+    axes = ("data", "fsdp") if num_shards > 1 else ("data",)
+    return [MeshSection(**{axis: num_shards}, tensor=tensor) for axis in axes]
 
 
 def memory_limit(devices: list[Any]) -> float | None:
@@ -382,12 +471,3 @@ def step_bytes(compiled: Any) -> float:
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
     )
-
-
-def _reason(needed: float, limit: float | None, too_large: Sequence[Attempt]) -> str:
-    fits = f"needs {_gib(needed)} of {_gib(limit)} per device"
-    return f"{fits}; too large: {'; '.join(map(str, too_large))}" if too_large else f"fastest, and {fits}"
-
-
-def _gib(size: float | None) -> str:
-    return "unknown" if size is None else "more than available" if math.isinf(size) else f"{size / GIB:.2f} GiB"

@@ -36,6 +36,7 @@ from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, fit_adapter, read_adapter
 from trillora.model.layout import Tree
 from trillora.recipe import run_file
+from trillora.preflight.predict import predictor_for
 from trillora.recipe.group import group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
@@ -272,7 +273,10 @@ class _Training(RunProcess):
             if earlier is not None:  # a resumed run is the same program; the state depends on how layers are stacked
                 fixed = {"layers": earlier.settings.layers, "quantize": earlier.settings.quantize}
                 kept |= vars(earlier.settings) if is_same_hardware else fixed
-            plans[number] = choose(stage.recipe, config, devices, stage.num_steps, self._listener, kept=kept)
+            predictor = None if earlier is not None and is_same_hardware else predictor_for(devices)
+            plans[number] = choose(
+                stage.recipe, config, devices, stage.num_steps, self._listener, kept=kept, predictor=predictor
+            )
             shared = shared or plans[number].settings.shared()
         return [plans.get(number, plans[max(plans)]) for number in range(len(stages))]
 

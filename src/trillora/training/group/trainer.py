@@ -28,6 +28,7 @@ from trillora.model.adapters import fit_adapter
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe import run_file
+from trillora.preflight.predict import predictor_for
 from trillora.recipe.group import Group, group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage, StepSettings, given_settings
 from trillora.recipe.schema import Stage, StageRecipe
@@ -172,7 +173,10 @@ class GroupTraining(RunProcess):
                 **(vars(earlier.settings) if earlier else {}),
                 "adapters_at_once": width,
             }
-            return choose(recipe, config, devices, num_steps, self._listener, kept=settings, build=build)
+            predictor = None if earlier else predictor_for(devices)
+            return choose(
+                recipe, config, devices, num_steps, self._listener, kept=settings, predictor=predictor, build=build
+            )
 
         given = given_settings(recipe).get("adapters_at_once")
         earlier = kept.stages[0].settings.adapters_at_once if kept else None

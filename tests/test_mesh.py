@@ -19,7 +19,7 @@ from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
-from trillora.step.autotune import Decisions, choose_mesh, decide_by_hardware
+from trillora.step.autotune import Decisions, choose_mesh, decide_by_hardware, decide_mesh, meshes_to_try
 from trillora.step.build import assemble, shard_adapter
 from trillora.training.trainer import train
 
@@ -140,12 +140,27 @@ def test_mesh_is_chosen_from_batch_size_and_memory(
     assert MeshShape(shape.data, shape.fsdp, shape.tensor) == expected and reason
 
 
+def test_a_whole_and_a_split_base_are_candidates() -> None:
+    assert [m.model_dump() for m in meshes_to_try(8, 8)] == [
+        {"data": 8, "fsdp": 1, "tensor": 1},
+        {"data": 1, "fsdp": 8, "tensor": 1},
+    ]
+    assert [m.model_dump() for m in meshes_to_try(8, 12)] == [
+        {"data": 4, "fsdp": 1, "tensor": 2},
+        {"data": 1, "fsdp": 4, "tensor": 2},
+    ]
+    assert [m.model_dump() for m in meshes_to_try(8, 1)] == [{"data": 1, "fsdp": 1, "tensor": 8}]
+    assert [m.model_dump() for m in meshes_to_try(1, 8)] == [{"data": 1, "fsdp": 1, "tensor": 1}]
+
+
 def test_every_architecture_gets_its_choices() -> None:
     recipe = load_recipe({"model": "any", "data": "any.jsonl"})
     names = tiny_models.buildable()
     for name in names:
         decisions = Decisions({}, ignore_events)
-        decide_by_hardware(decisions, recipe, tiny_models.configuration(name), jax.devices())
+        config = tiny_models.configuration(name)
+        decide_by_hardware(decisions, recipe, config, jax.devices())
+        decide_mesh(decisions, recipe.train.batch_size, config, jax.devices())
         assert decisions.values.keys() >= {"mesh", "layers", "loss_chunk", "dtype", "attention"}, name
     assert len(names) > 100
 

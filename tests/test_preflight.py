@@ -25,7 +25,7 @@ from trillora.cli import app
 from trillora.data.stage import read_stage
 from trillora.devices.slices import find_slice
 from trillora.errors import TrilloraError
-from trillora.events import Event, Note, ignore_events
+from trillora.events import Chosen, Event, Note, ignore_events
 from trillora.model.loading.source import load_config
 from trillora.preflight import client, compiler_process
 from trillora.preflight.early_exit import CompileResult
@@ -39,6 +39,8 @@ from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import given_settings
 from trillora.recipe.schema import StageRecipe, stages_of
 from trillora.step import autotune
+from trillora.step.build import assemble
+from trillora.step.search import ERROR, Guess
 from trillora.training import trainer
 
 needs_compiler = [
@@ -254,48 +256,114 @@ def test_an_estimate_that_does_not_fit_names_the_smallest_slice_that_fits(folder
     assert result.problem is not None and "does not fit" in result.problem
 
 
-def test_hopeless_candidates_are_not_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faster candidates need more memory, so the search stops at the first hopeless one."""
-    inputs = read_inputs(load_recipe(tiny_run.recipe(folder, train={"steps": 2, "batch_size": 8})), ignore_events)
-    config, (stage,) = load_config(inputs.model), inputs.stages
-    assemble = autotune.assemble
-    remats: dict[int, str] = {}
+@dataclasses.dataclass
+class TableOfSteps:
+    """A predictor and a compiler that know each step by its remat and its mesh: seconds and bytes of each."""
 
-    def remembered(recipe: Any, settings: Any, *rest: Any) -> Any:
+    guessed: dict[tuple[str, str], Guess]
+    compiled: dict[tuple[str, str], tuple[float, float]]
+    error: float = ERROR
+    num_guessed: int = 0
+    order: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    kept: list[Any] = dataclasses.field(default_factory=list)
+    keys: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
+
+    def build(self, recipe: Any, settings: Any, *rest: Any) -> Any:
         assembly = dataclasses.replace(assemble(recipe, settings, *rest), state_shapes={})  # count only the step
-        remats[id(assembly)] = settings.remat
-        kept.append(assembly)
+        self.keys[id(assembly)] = settings.remat, "split" if settings.mesh.fsdp > 1 else "whole"
+        self.kept.append(assembly)  # so that its id stays its own
         return assembly
 
-    kept: list[Any] = []
-    monkeypatch.setattr(autotune, "assemble", remembered)
-    monkeypatch.setattr(autotune, "memory_limit", lambda devices: 100.0)
+    def guess(self, assembly: Any) -> Guess:
+        self.num_guessed += 1
+        return self.guessed[self.keys[id(assembly)]]
 
-    def ask(needs: dict[str, float]) -> tuple[Any, list[str], list[str]]:
-        guessed: list[str] = []
-        compiled: list[str] = []
+    def compile(self, assembly: Any) -> tuple[Any, float]:
+        key = self.keys[id(assembly)]
+        self.order.append(key)
+        return self.compiled[key][0], self.compiled[key][1]
 
-        def guess(assembly: Any) -> float:
-            guessed.append(remats[id(assembly)])
-            return needs[guessed[-1]]
+    def seconds(self, assembly: Any, compiled: Any) -> float | None:
+        return compiled
 
-        def compile_one(assembly: Any) -> tuple[str, float]:
-            compiled.append(remats[id(assembly)])
-            return "a program", needs[compiled[-1]]
 
-        devices = jax.devices("cpu")[:1]
-        plan = autotune.choose(
-            stage.recipe, config, devices, stage.num_steps, ignore_events, compiler=compile_one, guess=guess
-        )
-        return plan, guessed, compiled
+def by_table(
+    folder: Path, steps: TableOfSteps, num_devices: int, monkeypatch: pytest.MonkeyPatch, **sections: Any
+) -> tuple[Any, list[Any]]:
+    train = {"steps": 2, "batch_size": num_devices, **sections.pop("train", {})}
+    inputs = read_inputs(load_recipe(tiny_run.recipe(folder, train=train, **sections)), ignore_events)
+    config, (stage,) = load_config(inputs.model), inputs.stages
+    monkeypatch.setattr(autotune, "memory_limit", lambda devices: 1e9)
+    chosen: list[Any] = []
+    plan = autotune.choose(
+        stage.recipe,
+        config,
+        jax.devices("cpu")[:num_devices],
+        10**6,
+        chosen.append,
+        compiler=steps.compile,
+        predictor=steps,
+        build=steps.build,
+    )
+    return plan, [event for event in chosen if isinstance(event, Chosen)]
 
-    plan, guessed, compiled = ask({"none": 500.0, "linear": 141.0, "full": 20.0})
-    assert (guessed, compiled) == (["full", "linear"], ["full"])
-    assert [attempt.needed for attempt in plan.tried] == [141.0, 20.0] and plan.settings.remat == "full"
-    plan, guessed, compiled = ask({"none": 500.0, "linear": 139.0, "full": 20.0})  # a guess may be wrong
-    assert (guessed, compiled) == (["full", "linear", "none"], ["linear", "full"])
-    plan, guessed, compiled = ask({"none": 90.0, "linear": 50.0, "full": 20.0})
-    assert compiled == ["none"] and plan.settings.remat == "none"
+
+def test_hopeless_candidates_are_not_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guessed = {
+        ("none", "whole"): Guess(1.0, 5e9),
+        ("linear", "whole"): Guess(1.1, 1.41e9),
+        ("full", "whole"): Guess(2.0, 2e8),
+    }
+    steps = TableOfSteps(guessed, {("full", "whole"): (2.0, 2e8)})
+    plan, _ = by_table(folder, steps, 1, monkeypatch)
+    assert steps.order == [("full", "whole")] and plan.settings.remat == "full" and plan.num_compiles == 1
+    assert [attempt.fits for attempt in plan.tried] == [False, True], "the fastest that is too large is named"
+
+
+def test_the_fastest_compiled_step_wins_and_the_reason_has_both_times(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guessed = {
+        ("none", "whole"): Guess(1.0, 5e8),
+        ("linear", "whole"): Guess(1.05, 3e8),
+        ("full", "whole"): Guess(1.5, 2e8),
+    }
+    compiled = {("none", "whole"): (1.2, 5e8), ("linear", "whole"): (1.1, 3e8)}
+    steps = TableOfSteps(guessed, compiled)
+    plan, chosen = by_table(folder, steps, 1, monkeypatch)
+    assert steps.order == [("none", "whole"), ("linear", "whole")] and plan.settings.remat == "linear"
+    assert plan.compiled == 1.1 and plan.tried[-1].settings == plan.settings
+    (event,) = [event for event in chosen if event.path == "engine.remat"]
+    assert "1.1 s per step" in event.reason and "slower: micro-batch 1, remat none: 1.2 s" in event.reason
+
+
+def test_a_base_that_fits_whole_is_not_split_if_that_is_faster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any size of the base: no share of the memory is forbidden to it."""
+    guessed = {
+        (remat, place): Guess(1.0 + (place == "split"), 9e8)
+        for remat in autotune.REMAT_ORDER
+        for place in ("whole", "split")
+    }
+    compiled = {key: (guess.seconds, guess.needed) for key, guess in guessed.items()}
+    plan, chosen = by_table(folder, TableOfSteps(guessed, compiled), 8, monkeypatch, engine={"remat": "full"})
+    assert plan.settings.mesh.data == 8 and plan.settings.mesh.fsdp == 1
+    assert any(event.path == "hardware.mesh" and "per step" in event.reason for event in chosen)
+    compiled[("full", "whole")] = 3.0, 9e8  # as the compiler may find out
+    plan, _ = by_table(folder, TableOfSteps(guessed, compiled), 8, monkeypatch, engine={"remat": "full"})
+    assert plan.settings.mesh.fsdp == 8, "the simulated time decides, not the guess"
+
+
+def test_a_smaller_loss_chunk_is_chosen_where_only_the_logits_are_too_much(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guessed = {("full", "whole"): Guess(1.0, 1.2e9, 4e8)}
+    steps = TableOfSteps(guessed, {("full", "whole"): (1.0, 9e8)})
+    plan, chosen = by_table(folder, steps, 1, monkeypatch, engine={"remat": "full"})
+    usual = [event.value for event in chosen if event.path == "engine.loss_chunk"]
+    assert len(usual) == 2 and plan.settings.loss_chunk == usual[1] == usual[0] // 4
+    with pytest.raises(autotune.DoesNotFit):
+        steps = TableOfSteps(guessed, {("full", "whole"): (1.0, 1.1e9)})
+        by_table(folder, steps, 1, monkeypatch, engine={"remat": "full", "loss_chunk": 64})
 
 
 def test_a_program_that_cannot_be_read_gets_estimated_times() -> None:

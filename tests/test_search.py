@@ -7,6 +7,7 @@ and the estimates that the search begins with. tools/step_candidates.py writes i
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from trillora.step.search import (
     GIB,
     HOPELESS,
     MAX_COMPILES,
+    NEARLY,
     UNSURE,
     Attempt,
     Guess,
@@ -64,7 +66,7 @@ def recorded() -> Iterator[tuple[str, Truth, dict[StepSettings, Guess], float]]:
         guesses: dict[StepSettings, Guess] = {}
         for row in shape["candidates"]:
             candidate = settings(row["remat"], row["micro_batch_size"], row["axis"], place.num_devices)
-            truth[candidate] = row["seconds"], row["gib"] * GIB
+            truth[candidate] = row["seconds"] or math.inf, (row["gib"] or math.inf) * GIB  # null: the compiler gave up
             guesses[candidate] = Guess(row["estimated_seconds"], row["estimated_gib"] * GIB)
         name = f"{shape['model']} {shape['slice']} {shape['batch_size']}x{shape['sequence_length']}"
         yield name, truth, guesses, CHIPS[place.chip].hbm_gib * GIB
@@ -73,9 +75,10 @@ def recorded() -> Iterator[tuple[str, Truth, dict[StepSettings, Guess], float]]:
 # ---- recorded steps
 
 
-@pytest.mark.parametrize(
-    ("name", "truth", "guesses", "limit"), recorded(), ids=lambda v: v if isinstance(v, str) else ""
-)
+RECORDED = tuple(recorded())
+
+
+@pytest.mark.parametrize(("name", "truth", "guesses", "limit"), RECORDED, ids=[each[0] for each in RECORDED])
 def test_no_chosen_step_is_slower_than_another_that_fits(
     name: str, truth: Truth, guesses: dict[StepSettings, Guess], limit: float
 ) -> None:
@@ -87,7 +90,7 @@ def test_no_chosen_step_is_slower_than_another_that_fits(
 
 
 def test_the_recorded_steps_include_those_where_saving_everything_is_slower() -> None:
-    found = {name: fastest(truth, limit) for name, truth, _, limit in recorded()}
+    found = {name: fastest(truth, limit) for name, truth, _, limit in RECORDED}
     assert len(found) >= 6
     assert sum(chosen is not None and chosen.remat == "linear" for chosen in found.values()) >= 3
     assert sum(chosen is not None and chosen.mesh.data == 8 for chosen in found.values()) >= 4
@@ -132,7 +135,7 @@ def test_the_choice_is_never_slower_than_anything_compiled_and_few_are_compiled(
     assert num_best > 0.9 * num_fitting  # three compilations are often enough, but not always
 
 
-def test_exact_guesses_need_one_compilation_and_find_the_fastest() -> None:
+def test_exact_guesses_find_the_fastest_and_compile_nothing_slower() -> None:
     rng = random.Random(6)
     for _ in range(dose(100, 5_000)):
         truth, _ = random_table(rng, 0.0)
@@ -140,7 +143,8 @@ def test_exact_guesses_need_one_compilation_and_find_the_fastest() -> None:
         limit = rng.uniform(5, 40) * GIB
         search = Search(guesses, limit, MANY_STEPS, error=0.0)
         assert run(search, truth, limit) == fastest(truth, limit)
-        assert len(search.attempts) == 1
+        later = search.attempts[1:]  # faster, and nearly small enough: a guess cannot exclude them
+        assert not any(attempt.fits for attempt in later) and all(a.needed <= NEARLY * limit for a in later)
 
 
 # ---- when to compile
@@ -183,7 +187,7 @@ def test_what_should_fit_is_tried_first_and_then_the_smallest() -> None:
 
 
 def test_a_guess_that_is_a_little_too_large_is_tried_after_one_that_fits() -> None:
-    guesses = {NONE: Guess(0.1, 1.1 * GIB), FULL: Guess(0.2, 0.5 * GIB)}
+    guesses = {NONE: Guess(0.1, 1.05 * GIB), FULL: Guess(0.2, 0.5 * GIB)}
     search = Search(guesses, GIB, MANY_STEPS)
     assert run(search, {NONE: (0.1, 0.99 * GIB), FULL: (0.2, 0.5 * GIB)}, GIB) == NONE
     assert [attempt.settings for attempt in search.attempts] == [FULL, NONE]
@@ -201,10 +205,10 @@ def test_a_compiler_that_gives_up_without_a_figure_rules_out_what_is_larger() ->
 
 def test_inside_a_family_guesses_are_compared_with_more_confidence() -> None:
     large, small = settings("none", 64), settings("none", 32)
-    guesses = {large: Guess(0.100, GIB), small: Guess(0.110, GIB)}
+    guesses = {large: Guess(0.100, GIB), small: Guess(0.115, GIB)}
     search = Search(guesses, 2 * GIB, MANY_STEPS)
     assert run(search, {large: (0.13, GIB), small: (0.14, GIB)}, 2 * GIB) == large
-    assert len(search.attempts) == 1 and 0.110 * (1 - ERROR_IN_FAMILY) > 0.100
+    assert len(search.attempts) == 1 and 0.115 * (1 - ERROR_IN_FAMILY) > 0.100 > 0.115 * (1 - ERROR)
 
 
 def test_without_predictions_the_first_that_fits_wins() -> None:

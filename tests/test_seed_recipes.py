@@ -29,7 +29,7 @@ from trillora.model.loading.source import find_model, load_tokenizer
 from trillora.preflight.inputs import KNOWN_MODELS
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe, Stage, stages_of
-from trillora.step.autotune import Decisions, decide_by_hardware
+from trillora.step.autotune import Decisions, decide_by_hardware, decide_mesh
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 ROMANIAN, GEMMA, QWEN = "romanian-mistral-7b", "gemma-3-270m-chat", "qwen3-coder-phases"
@@ -226,6 +226,7 @@ def test_the_phases_run_on_the_older_gpus_of_kaggle(kind: str, capability: str, 
     config = AutoConfig.for_model(**shape)
     decisions = Decisions({}, ignore_events)
     decide_by_hardware(decisions, first.recipe, config, [card] * num_devices)
+    decide_mesh(decisions, first.recipe.train.batch_size, config, [card] * num_devices)
     assert (decisions["dtype"], decisions["attention"]) == ("float32", "xla")
     assert decisions["mesh"].model_dump() == {"data": num_devices, "fsdp": 1, "tensor": 1}
 

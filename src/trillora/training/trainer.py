@@ -35,8 +35,8 @@ from trillora.files.owner import lock_run, own_checkpoints
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, fit_adapter, read_adapter
 from trillora.model.layout import Tree
-from trillora.recipe import run_file
 from trillora.preflight.predict import predictor_for
+from trillora.recipe import run_file
 from trillora.recipe.group import group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage
 from trillora.recipe.schema import Recipe, seconds_of, stages_of

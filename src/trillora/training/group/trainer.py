@@ -27,8 +27,8 @@ from trillora.events import AdaptersStarted, Chosen, Note
 from trillora.model.adapters import fit_adapter
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
-from trillora.recipe import run_file
 from trillora.preflight.predict import predictor_for
+from trillora.recipe import run_file
 from trillora.recipe.group import Group, group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage, StepSettings, given_settings
 from trillora.recipe.schema import Stage, StageRecipe

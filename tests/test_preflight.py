@@ -263,6 +263,7 @@ class TableOfSteps:
     guessed: dict[tuple[str, str], Guess]
     compiled: dict[tuple[str, str], tuple[float, float]]
     error: float = ERROR
+    knows_time: bool = True
     num_guessed: int = 0
     order: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     kept: list[Any] = dataclasses.field(default_factory=list)
@@ -337,20 +338,51 @@ def test_the_fastest_compiled_step_wins_and_the_reason_has_both_times(
     assert "1.1 s per step" in event.reason and "slower: micro-batch 1, remat none: 1.2 s" in event.reason
 
 
-def test_a_base_that_fits_whole_is_not_split_if_that_is_faster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any size of the base: no share of the memory is forbidden to it."""
-    guessed = {
-        (remat, place): Guess(1.0 + (place == "split"), 9e8)
-        for remat in autotune.REMAT_ORDER
-        for place in ("whole", "split")
-    }
+def test_where_only_memory_is_known_the_first_that_fits_wins_and_hopeless_steps_are_not_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = {("none", "whole"): 1.5e9, ("linear", "whole"): 1.3e9, ("full", "whole"): 2e8}
+    guessed = {key: Guess(0.0, needed) for key, needed in needs.items()}
+    steps = TableOfSteps(guessed, {key: (1.0, needed) for key, needed in needs.items()}, knows_time=False)
+    plan, _ = by_table(folder, steps, 1, monkeypatch)
+    assert steps.order == [("linear", "whole"), ("full", "whole")] and plan.settings.remat == "full"
+    assert plan.num_compiles == 2 and [attempt.is_compiled for attempt in plan.tried] == [False, True, True]
+    guessed[("none", "whole")] = Guess(0.0, 5e8)
+    steps = TableOfSteps(guessed, {("none", "whole"): (1.0, 5e8)}, knows_time=False)
+    plan, _ = by_table(folder, steps, 1, monkeypatch)
+    assert steps.num_guessed == 1 and steps.order == [("none", "whole")], "starting is not slowed down by other guesses"
+
+
+def test_a_base_that_fits_is_whole_on_every_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any size of the base: no share of the memory is forbidden to it. Then a split one is not even guessed."""
+    both = [(remat, place) for remat in autotune.REMAT_ORDER for place in ("whole", "split")]
+    guessed = {(remat, place): Guess(1.0 + (place == "split"), 9e8) for remat, place in both}
     compiled = {key: (guess.seconds, guess.needed) for key, guess in guessed.items()}
-    plan, chosen = by_table(folder, TableOfSteps(guessed, compiled), 8, monkeypatch, engine={"remat": "full"})
-    assert plan.settings.mesh.data == 8 and plan.settings.mesh.fsdp == 1
+    steps = TableOfSteps(guessed, compiled)
+    plan, chosen = by_table(folder, steps, 8, monkeypatch)
+    assert plan.settings.mesh.model_dump() == {"data": 8, "fsdp": 1, "tensor": 1} and steps.num_guessed == 3
     assert any(event.path == "hardware.mesh" and "per step" in event.reason for event in chosen)
-    compiled[("full", "whole")] = 3.0, 9e8  # as the compiler may find out
-    plan, _ = by_table(folder, TableOfSteps(guessed, compiled), 8, monkeypatch, engine={"remat": "full"})
-    assert plan.settings.mesh.fsdp == 8, "the simulated time decides, not the guess"
+
+
+def test_the_simulated_time_decides_between_a_whole_and_a_split_base(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole base leaves room only for full recomputation."""
+    guessed = {
+        ("none", "whole"): Guess(1.0, 2e9),
+        ("linear", "whole"): Guess(1.0, 1.5e9),
+        ("full", "whole"): Guess(1.4, 9e8),
+        ("none", "split"): Guess(1.5, 1.5e9),
+        ("linear", "split"): Guess(1.5, 8e8),
+        ("full", "split"): Guess(2.0, 1e8),
+    }
+    compiled = {("full", "whole"): (1.4, 9e8), ("linear", "split"): (1.5, 8e8)}
+    steps = TableOfSteps(guessed, compiled)
+    plan, _ = by_table(folder, steps, 8, monkeypatch)
+    assert (plan.settings.remat, plan.settings.mesh.data) == ("full", 8) and len(steps.order) == 2
+    steps = TableOfSteps(guessed, {**compiled, ("linear", "split"): (1.3, 8e8)})
+    plan, _ = by_table(folder, steps, 8, monkeypatch)
+    assert (plan.settings.remat, plan.settings.mesh.fsdp) == ("linear", 8)
 
 
 def test_a_smaller_loss_chunk_is_chosen_where_only_the_logits_are_too_much(

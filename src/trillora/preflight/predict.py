@@ -4,7 +4,8 @@
     predictor.guess(assembly)                           # Guess(seconds=0.0491, needed=…): from the traced step
     predictor.seconds(assembly, compiled)               # 0.0503: its program, simulated
 
-On a GPU only the guess is used: simulating its unrolled programs would take as long as compiling them.
+On a GPU only the guessed memory is used, so that a hopeless step is not compiled: guessed times were not compared with
+measured ones there, and simulating unrolled programs takes long.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Estimates:
     """Estimates of assemblies, each computed once. Takes the place of a compiler and of its program's times."""
 
     error = 0.0
+    knows_time = True
 
     def __init__(self, chip: Chip, slowdown: Slowdown = AS_ASSUMED) -> None:
         self._chip, self._slowdown = chip, slowdown
@@ -83,6 +85,12 @@ class Predictor(Estimates):
         return self.simulated(assembly, compiled).seconds
 
 
+class MemoryEstimates(Estimates):
+    """Only shows which steps are far too large."""
+
+    knows_time = False
+
+
 def predictor_for(devices: list[Any]) -> Estimates | None:
     """For the devices of this machine."""
     platform, kind = devices[0].platform, devices[0].device_kind
@@ -90,6 +98,6 @@ def predictor_for(devices: list[Any]) -> Estimates | None:
     if platform == "cpu" or chip is None:
         return None
     if platform == "gpu":
-        return Estimates(chip)
+        return MemoryEstimates(chip)
     speeds = measured_chip(DEVICE_KINDS[kind], len(devices)) if kind in DEVICE_KINDS else None
     return Predictor(chip, Slowdown(**speeds.slowdown) if speeds else AS_ASSUMED)

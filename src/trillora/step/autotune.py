@@ -30,6 +30,7 @@ from trillora.recipe.schema import Attention, Dtype, MeshSection, Quantize, Rema
 from trillora.step.build import Assembly, assemble
 from trillora.step.search import (
     GIB,
+    HOPELESS,
     Attempt,
     Guess,
     Search,
@@ -104,6 +105,7 @@ class Predictor(Protocol):
     """Predicts how long steps take on the devices, and what they need."""
 
     error: float  # of guessed times, relative; 0 if compiled programs are not timed
+    knows_time: bool  # else only the memory is predicted
 
     def guess(self, assembly: Assembly) -> Guess:
         """From the traced step, without compiling it."""
@@ -153,7 +155,8 @@ def choose(
     decisions = Decisions(fixed, listener)
     decide_by_hardware(decisions, recipe, config, devices)
     limit = memory_limit(devices)
-    if predictor is None or limit is None:
+    by_time = predictor is not None and predictor.knows_time and limit is not None
+    if not by_time:
         decide_mesh(decisions, recipe.train.batch_size, config, devices)
 
     def make(settings: StepSettings) -> Assembly:
@@ -168,15 +171,16 @@ def choose(
     sizes = micro_batch_sizes(batch_size, fixed.get("micro_batch_size"), meshes[-1].data * meshes[-1].fsdp)
     smallest = (meshes[-1], remats[-1], sizes[-1])
     attempts = decide_quantization(decisions, lambda: candidates.settings(*smallest), candidates, compiler, limit)
-    if predictor is None or limit is None:
-        guesses = in_order([candidates.settings(meshes[0], remat, size) for size in sizes for remat in remats])
-    else:
+    if predictor is not None and limit is not None and by_time:
         families = [candidates.settings(mesh, remat, sizes[0]) for mesh in meshes for remat in remats]
         guesses = guess_all(families, sizes, candidates, predictor, limit * USABLE, listener)
         if "loss_chunk" not in fixed:
             guesses |= smaller_chunks(guesses, limit * USABLE)
-    search = Search(guesses, limit and limit * USABLE, num_steps, predictor.error if predictor else 0.0)
-    compiled = compile_fastest(search, candidates, compiler, predictor if len(guesses) > 1 else None, limit, listener)
+        search = Search(guesses, limit * USABLE, num_steps, predictor.error)
+    else:
+        ranked = [candidates.settings(meshes[0], remat, size) for size in sizes for remat in remats]
+        search = Search(in_order(ranked), limit and limit * USABLE, num_steps, error=0.0)
+    compiled = compile_fastest(search, candidates, compiler, predictor, limit, listener)
     attempts += [*search.too_large(), *search.attempts]
     best = search.best
     if best is None:
@@ -200,13 +204,18 @@ def compile_fastest(
     """Compiles what the search asks for. Returns the program of its best candidate, and keeps no other."""
     best_program = None
     while (settings := search.next()) is not None:
+        if predictor is not None and limit is not None and not predictor.knows_time:
+            # Unrolled layers need about what scanned ones do, but take many times as long to trace.
+            guess = predictor.guess(candidates.assembly(replace(settings, layers="scan")))
+            if guess.needed > HOPELESS * limit:
+                search.add(Attempt(settings, guess.needed, False, is_compiled=False))
+                continue
         listener(Note(f"Compiling the training step ({settings})"))
         assembly = candidates.assembly(settings)
         compiled, needed = compiler(assembly)
         fits = compiled is not None and _fits(needed, assembly, limit)
-        seconds = None
-        if predictor is not None and fits:
-            seconds = predictor.seconds(assembly, compiled) or search.guesses[settings].seconds
+        is_choice = predictor is not None and len(search.guesses) > 1
+        seconds = predictor.seconds(assembly, compiled) if predictor and is_choice and fits else None
         attempt = Attempt(settings, needed, fits, seconds)
         search.add(attempt)
         if search.best is attempt:
@@ -227,21 +236,26 @@ def guess_all(
     limit: float,
     listener: Listener,
 ) -> dict[StepSettings, Guess]:
-    """Guesses for all families and sizes. A base that is alone too large for a device is no candidate, unless it is the
-    only one."""
+    """Guesses for all families and sizes. A split base only adds transfers: it is a candidate if the whole one does not
+    fit, or only with everything recomputed."""
 
     def guess(settings: StepSettings) -> Guess:
-        # Unrolled layers need about what the scanned ones do, and tracing them takes as many times longer.
-        traced = replace(settings, layers="scan") if settings.backend == "gpu" else settings
-        assembly = candidates.assembly(traced)
+        assembly = candidates.assembly(settings)
         return replace(predictor.guess(assembly), state=assembly.state_bytes)
+
+    def is_enough(settings: StepSettings) -> bool:
+        found = guesses[settings]
+        saves = settings.remat != "full" or all(family.remat == "full" for family in families)
+        return saves and found.needed + found.state <= limit
 
     guesses: dict[StepSettings, Guess] = {}
     for number, family in enumerate(families):
         listener(Progress("Estimating the training step", number, len(families)))
         smallest = replace(family, micro_batch_size=sizes[-1])
-        is_last_mesh = family.mesh == families[-1].mesh
-        if is_last_mesh or local_bytes(candidates.assembly(smallest).base_shapes) <= limit:
+        is_split = family.mesh == families[-1].mesh
+        if is_split and family.mesh != families[0].mesh and any(map(is_enough, guesses)):
+            break
+        if is_split or local_bytes(candidates.assembly(smallest).base_shapes) <= limit:
             guesses |= guess_sizes(family, sizes, limit, guess)
     listener(Progress("Estimating the training step", len(families), len(families)))
     return guesses

@@ -48,7 +48,7 @@ def settings(remat: Remat, size: int, axis: str = "data", num_devices: int = 8) 
 
 
 def run(search: Search, truth: Truth, limit: float) -> StepSettings | None:
-    """The choice if compiling tells the truth."""
+    """The choice if compiling finds the truth."""
     while (candidate := search.next()) is not None:
         seconds, needed = truth[candidate]
         search.add(Attempt(candidate, needed, needed <= limit, seconds if needed <= limit else None))

@@ -66,7 +66,7 @@ class Attempt:
 
 
 class Search:
-    """Compile what `next` returns and tell the result to `add`, until `next` returns None. `best` is the answer.
+    """Compile what `next` returns and give the result to `add`, until `next` returns None. `best` is the answer.
 
     `limit`: bytes per device, None if unknown. `error`: of guessed times between families; 0 if compiling does not
     improve them, so that the first that fits wins.

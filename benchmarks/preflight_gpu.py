@@ -96,7 +96,8 @@ def measure(number: int, keep: Path | None) -> dict[str, Any]:
     from trillora.preflight.estimate.estimate import estimate, kind_shares
     from trillora.preflight.hlo.simulate import simulate
     from trillora.recipe.load import load_recipe
-    from trillora.step.autotune import GIB, choose, step_bytes
+    from trillora.step.autotune import choose, step_bytes
+    from trillora.step.search import GIB
 
     name, rows, at_once, tokens, remat, packed = CASES[number]
     recipe = load_recipe(

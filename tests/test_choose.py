@@ -125,14 +125,16 @@ def test_where_only_memory_is_known_the_first_that_fits_wins_and_hopeless_steps_
 
 
 def test_a_base_that_fits_is_whole_on_every_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any size of the base: no share of the memory is forbidden to it. Then a split one is not even guessed."""
+    """Of any size: no share of the memory is forbidden to it. If it fits well, a split one is not even guessed."""
     both = [(remat, place) for remat in autotune.REMAT_ORDER for place in ("whole", "split")]
-    guessed = {(remat, place): Guess(1.0 + (place == "split"), 9e8) for remat, place in both}
-    compiled = {key: (guess.seconds, guess.needed) for key, guess in guessed.items()}
-    steps = TableOfSteps(guessed, compiled)
-    plan, chosen = by_table(folder, steps, 8, monkeypatch)
-    assert plan.settings.mesh.model_dump() == {"data": 8, "fsdp": 1, "tensor": 1} and steps.num_guessed == 3
-    assert any(event.path == "hardware.mesh" and "per step" in event.reason for event in chosen)
+    for needed, num_guessed in ((8e8, 3), (9e8, 6)):  # of 9.7e8: it may be that 9e8 does not fit
+        guessed = {(remat, place): Guess(1.0 + (place == "split"), needed) for remat, place in both}
+        compiled = {key: (guess.seconds, guess.needed) for key, guess in guessed.items()}
+        steps = TableOfSteps(guessed, compiled)
+        plan, chosen = by_table(folder, steps, 8, monkeypatch)
+        assert plan.settings.mesh.model_dump() == {"data": 8, "fsdp": 1, "tensor": 1}
+        assert steps.num_guessed == num_guessed
+        assert any(event.path == "hardware.mesh" and "per step" in event.reason for event in chosen)
 
 
 def test_the_simulated_time_decides_between_a_whole_and_a_split_base(

@@ -31,6 +31,7 @@ from trillora.step.build import Assembly, assemble
 from trillora.step.search import (
     GIB,
     HOPELESS,
+    UNSURE,
     Attempt,
     Guess,
     Search,
@@ -236,7 +237,7 @@ def guess_all(
     limit: float,
     listener: Listener,
 ) -> dict[StepSettings, Guess]:
-    """Guesses for all families and sizes. A split base only adds transfers: it is a candidate if the whole one does not
+    """Guesses for all families and sizes. A split base only adds transfers: it is a candidate if the whole one may not
     fit, or only with everything recomputed."""
 
     def guess(settings: StepSettings) -> Guess:
@@ -246,7 +247,7 @@ def guess_all(
     def is_enough(settings: StepSettings) -> bool:
         found = guesses[settings]
         saves = settings.remat != "full" or all(family.remat == "full" for family in families)
-        return saves and found.needed + found.state <= limit
+        return saves and UNSURE * (found.needed + found.state) <= limit
 
     guesses: dict[StepSettings, Guess] = {}
     for number, family in enumerate(families):

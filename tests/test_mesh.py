@@ -19,7 +19,14 @@ from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
-from trillora.step.autotune import Decisions, choose_mesh, decide_by_hardware, decide_mesh, meshes_to_try
+from trillora.step.autotune import (
+    Decisions,
+    choose_mesh,
+    decide_by_hardware,
+    decide_mesh,
+    meshes_to_try,
+    micro_batch_sizes,
+)
 from trillora.step.build import assemble, shard_adapter
 from trillora.training.trainer import train
 
@@ -151,6 +158,16 @@ def test_a_whole_and_a_split_base_are_candidates() -> None:
     ]
     assert [m.model_dump() for m in meshes_to_try(8, 1)] == [{"data": 1, "fsdp": 1, "tensor": 8}]
     assert [m.model_dump() for m in meshes_to_try(1, 8)] == [{"data": 1, "fsdp": 1, "tensor": 1}]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_shards", "expected"),
+    [(8, 1, [8, 4, 2, 1]), (24, 8, [24, 8]), (100, 1, [100, 50, 25, 5, 1]), (8, 8, [8]), (7, 1, [7, 1])],
+)
+def test_sizes_to_try_end_with_one_sequence_on_each_device(
+    batch_size: int, num_shards: int, expected: list[int]
+) -> None:
+    assert micro_batch_sizes(batch_size, None, num_shards) == expected
 
 
 def test_every_architecture_gets_its_choices() -> None:

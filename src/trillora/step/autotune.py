@@ -456,7 +456,11 @@ def _largest(config: Any, *names: str) -> int:
 
 
 def micro_batch_sizes(batch_size: int, fixed: int | None, num_shards: int) -> list[int]:
-    """Sizes to try, largest first. Each must give every device the same number of sequences."""
+    """Sizes to try, largest first, down to one sequence on each device. Each gives every device the same number.
+
+    >>> micro_batch_sizes(24, None, 2)
+    [24, 12, 6, 2]
+    """
     if batch_size % num_shards:
         raise TrilloraError(
             f"{batch_size} sequences cannot be spread evenly over {num_shards} devices.",
@@ -464,8 +468,10 @@ def micro_batch_sizes(batch_size: int, fixed: int | None, num_shards: int) -> li
             do=f"use a multiple of {num_shards}, or leave hardware.mesh on auto",
         )
     if fixed is None:
-        halvings = [batch_size // 2**k for k in range(20) if batch_size % 2**k == 0]
-        return [size for size in halvings if size % num_shards == 0]
+        rows = [batch_size // num_shards]  # on a device
+        while rows[-1] > 1:
+            rows.append(rows[-1] // next(factor for factor in range(2, rows[-1] + 1) if rows[-1] % factor == 0))
+        return [num_shards * count for count in rows]
     if fixed % num_shards:
         raise TrilloraError(
             f"A micro-batch of {fixed} sequences cannot be spread evenly over {num_shards} devices.",

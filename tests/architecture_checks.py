@@ -6,9 +6,11 @@ models. The reference applies its adapters with forward hooks, so it uses none o
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ import tiny_models
 import torch
 
 from trillora.engine.loss import chunked_loss, token_losses
+from trillora.model.adapters import adapter_files
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree, stack, unstack
 from trillora.model.lora_spec import LoraSpec
@@ -212,6 +215,24 @@ def check_bfloat16(subject: Subject) -> Answer:
 BFLOAT16_ROWS, BFLOAT16_LUCK = 16, 1.1
 
 
+def check_peft(subject: Subject) -> Answer:
+    """PEFT reads the adapter from our files, puts it on the original model and gives the same logits."""
+    from peft import PeftModel
+
+    ours = subject.ours(scan=False)
+    files = adapter_files(subject.adapter, ours.module, ours.targets, LORA, "some/base")
+    original = tiny_models.build(subject.name, num_layers=subject.num_layers)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, data in files.items():
+            (Path(folder) / name).write_bytes(data)
+        theirs = PeftModel.from_pretrained(original, folder).eval()
+    with torch.no_grad():
+        logits = theirs(input_ids=torch.tensor(subject.tokens, dtype=torch.int64), use_cache=False).logits
+    off = distance(logits.float().numpy(), subject.logits)
+    return Answer(off <= LOGITS, f"{off:.0e}")
+
+
 def torch_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -228,4 +249,5 @@ CHECKS: dict[str, Callable[[Subject], Answer]] = {
     "packed": check_packing,
     "leak seen": check_leak_without_segments,
     "bfloat16": check_bfloat16,
+    "peft": check_peft,
 }

@@ -47,6 +47,9 @@ SPECS = {
     "ernie4_5": LoraSpec(  # a tied head
         rank=2, alpha=3, dropout=0.1, targets=("model.layers.1.mlp.up_proj", "v_proj", "lm_head")
     ),
+    "ernie4_5_moe": LoraSpec(  # PEFT takes gate_proj, up_proj and down_proj in target_modules as experts
+        rank=2, alpha=4, rslora=True, rank_pattern=(("up_proj", 3),), alpha_pattern=(("*.layers.1.*", 6),)
+    ),
 }
 
 
@@ -168,6 +171,19 @@ def test_the_configuration_has_what_peft_needs(tmp_path: Path) -> None:
     assert config["fan_in_fan_out"] is True
 
 
+def test_linear_layers_named_like_experts_are_written_as_parameters(tmp_path: Path) -> None:
+    model, _ = save(tmp_path, "ernie4_5_moe", LoraSpec(rank=2, dropout=0.1))
+    config = json.loads((tmp_path / CONFIG_FILE).read_text("utf-8"))
+    assert config["target_parameters"] == ["down_proj.weight", "gate_proj.weight", "up_proj.weight"]
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert config["lora_dropout"] == 0 and model.has_dropout  # PEFT raises for another value
+    assert sum(name.endswith("mlp.shared_experts.up_proj") for name in model.targets) == 3
+    save(tmp_path, "ernie4_5_moe", LoraSpec(rank=2, exclude=("model.layers.0.mlp.up_proj",)))
+    config = json.loads((tmp_path / CONFIG_FILE).read_text("utf-8"))
+    assert "model.layers.1.mlp.shared_experts.up_proj.weight" in config["target_parameters"]
+    assert "model.layers.0.mlp.up_proj.weight" not in config["target_parameters"]
+
+
 def test_an_adapter_on_the_embedded_model_names_its_hub_id() -> None:
     model = ours("llama", SPECS["llama"])
     files = adapter_files(random_adapter(model), model.module, model.targets, SPECS["llama"], base_name("smollm2"))
@@ -198,7 +214,7 @@ def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
         ("bias", "all"),
         ("lora_bias", True),
         ("layer_replication", [[0, 2]]),
-        ("target_parameters", ["mlp.experts.down_proj"]),
+        ("use_qalora", True),
     ],
 )
 def test_an_adapter_that_is_not_plain_lora_is_refused(key: str, value: Any, tmp_path: Path) -> None:

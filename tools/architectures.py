@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 ANSWERS = ROOT / ".architectures"
 PAGE = ROOT / "docs" / "ARCHITECTURES.md"
-VERSIONS = ("transformers", "torch", "torchax", "jax")
+VERSIONS = ("transformers", "torch", "torchax", "jax", "peft")
 
 
 def main() -> int:
@@ -153,6 +153,7 @@ The allowed error is {logits:g} of the scale of the logits and {gradients:g} of 
 | packed | two documents in one sequence give the same logits as in two sequences |
 | leak seen | control: without segment ids, they do not |
 | bfloat16 | hidden states stay bfloat16; error against float32, relative to PyTorch's own bfloat16 error |
+| peft | PEFT reads the adapter from our files and gives the same logits on the original model |
 
 | case | mechanisms | {questions} |
 |---|---|{rule}|

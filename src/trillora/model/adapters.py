@@ -23,6 +23,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import save
 from safetensors.torch import load
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from trillora.errors import TrilloraError
@@ -57,7 +59,6 @@ _UNSUPPORTED: dict[str, Any] = {
     "bias": "none",
     "lora_bias": False,
     "layer_replication": None,
-    "target_parameters": None,
     "alora_invocation_tokens": None,
     "use_qalora": False,
     "arrow_config": None,
@@ -84,6 +85,7 @@ class AdapterConfig(BaseModel):
     use_dora: bool = False
     rank_pattern: Annotated[dict[str, Rank], Field(max_length=4096)] | None = None
     alpha_pattern: Annotated[dict[str, Alpha], Field(max_length=4096)] | None = None
+    target_parameters: Annotated[list[str], Field(max_length=4096)] | None = None
     trainable_token_indices: Indices = None
     modules_to_save: Annotated[list[str], Field(max_length=4096)] | None = None
     base_model_name_or_path: str | None = None
@@ -95,8 +97,9 @@ def adapter_files(
     """PEFT's two files for an adapter given by parameter name (`….q_proj.lora_a`). PEFT loads the base model from
     `base_name`. Equal adapters give equal bytes."""
     usual = spec.in_file(LayerLora(spec.rank, spec.alpha))
+    parameters = by_parameter(module, targets)
     layers = {
-        name: spec.in_file(layer)
+        parameters.get(name, name): spec.in_file(layer)
         for name, layer in adapted_layers(module, list(adaptable_layers(module, spec)), spec).items()
     }
     config = {
@@ -105,12 +108,15 @@ def adapter_files(
         "base_model_name_or_path": base_name,
         "r": usual.rank,
         "lora_alpha": _whole(usual.alpha),
-        "lora_dropout": spec.dropout,
+        "lora_dropout": 0.0 if parameters else spec.dropout,  # PEFT refuses another value with target_parameters
         "use_rslora": spec.rslora,
         "use_dora": spec.dora,
         "rank_pattern": _peft_pattern({name: layer.rank for name, layer in layers.items()}, usual.rank),
         "alpha_pattern": _peft_pattern({name: _whole(layer.alpha) for name, layer in layers.items()}, usual.alpha),
-        "target_modules": _target_names(module, targets, set(adaptable_layers(module, spec))),
+        "target_modules": _target_names(
+            module, [name for name in targets if name not in parameters], set(adaptable_layers(module, spec))
+        ),
+        **({"target_parameters": _parameter_names(module, [*parameters.values()])} if parameters else {}),
         "fan_in_fan_out": any(isinstance(module.get_submodule(name), Conv1D) for name in targets),
         "bias": "none",
         "inference_mode": True,
@@ -127,6 +133,29 @@ def _task(module: torch.nn.Module) -> dict[str, Any]:
     wrapper = type(module)
     mapping = {"base_model_class": wrapper.__name__, "parent_library": wrapper.__module__}
     return {"task_type": None, "auto_mapping": mapping}
+
+
+def by_parameter(module: Any, targets: list[str]) -> dict[str, str]:
+    """The targets that the file lists in `target_parameters`, with the names of their parameters there.
+
+    From version 0.19 on, PEFT reads `gate_proj` in `target_modules` as the experts' projection if checkpoints of the
+    model store experts one by one, as `….experts.0.gate_proj.weight`. It then leaves out the linear layers that have
+    this name, such as those of a shared expert. It takes `….gate_proj.weight` in `target_parameters` as it is.
+    """
+    taken = {name for pattern in _converted_tensors(module) if "experts" in pattern for name in _words(pattern)[-1:]}
+    taken |= {"gate"} if taken else set()  # PEFT renames the router too
+    return {name: f"{name}.weight" for name in targets if name.rpartition(".")[2] in taken}
+
+
+def _converted_tensors(module: Any) -> list[str]:
+    """The tensors that transformers combines when it loads a checkpoint of this model, as patterns such as
+    `mlp.experts.*.gate_proj.weight`."""
+    converters = [rule for rule in get_model_conversion_mapping(module) if isinstance(rule, WeightConverter)]
+    return [pattern for converter in converters for pattern in converter.source_patterns]
+
+
+def _words(pattern: str) -> list[str]:
+    return [word for word in re.findall(r"\w+", pattern) if word != "weight"]
 
 
 def _whole(alpha: float) -> float:
@@ -229,8 +258,10 @@ def spec_of(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], where: st
     targets = sorted({name.rsplit(".", 1)[0] for name in shapes if is_of_lora(name)})
     others = other_parts(config.trainable_token_indices, config.modules_to_save or [], shapes, where)
     described = str(Path(where).with_name(CONFIG_FILE))
-    ranks = _peft_values(targets, config.rank_pattern or {}, config.r, described)
-    alphas = _peft_values(targets, config.alpha_pattern or {}, config.lora_alpha, described)
+    weights = tuple(f".{name}" for name in config.target_parameters or () if name.endswith(".weight"))
+    compared = {name: f"{name}.weight" if f".{name}.weight".endswith(weights) else name for name in targets}
+    ranks = _peft_values(compared, config.rank_pattern or {}, config.r, described)
+    alphas = _peft_values(compared, config.alpha_pattern or {}, config.lora_alpha, described)
     found = {}
     for target in targets:
         a = shapes.get(target + LORA_A.suffix) or shapes.get(target + EMBEDDING_A.suffix)
@@ -270,27 +301,33 @@ def _inconsistent(what: str, where: str) -> TrilloraError:
     return TrilloraError(what, where=where, do=f"use the {CONFIG_FILE} and {WEIGHTS_FILE} of the same adapter")
 
 
-def _peft_values(targets: list[str], patterns: dict[str, Any], usual: Any, where: str) -> dict[str, list[Any]]:
+def _peft_values(targets: dict[str, str], patterns: dict[str, Any], usual: Any, where: str) -> dict[str, list[Any]]:
     """The values of each target by PEFT's rule: those of the patterns that match the end of its name, first the one
-    that counts."""
+    that counts. `targets` gives the name that PEFT compares."""
     regexes = [(bounded_regex(key, where), value) for key, value in patterns.items()]
 
-    def values_of(target: str) -> list[Any]:
-        parts = target.split(".")
+    def values_of(name: str) -> list[Any]:
+        parts = name.split(".")
         ends = [".".join(parts[i:]) for i in range(len(parts))]
         return [value for regex, value in regexes if any(map(regex.fullmatch, ends))]
 
-    return {target: list(dict.fromkeys(values_of(target))) or [usual] for target in targets}
+    return {target: list(dict.fromkeys(values_of(name))) or [usual] for target, name in targets.items()}
 
 
 def _peft_pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
     """PEFT's pattern that gives the targets these values: by short names where that is exact, else by full names."""
     different = {name: value for name, value in values.items() if value != usual}
-    short = {name.rsplit(".", 1)[-1]: value for name, value in different.items()}
-    if _peft_values(list(values), short, usual, CONFIG_FILE) == {name: [value] for name, value in values.items()}:
+    short = {re.escape(_short_name(name)): value for name, value in different.items()}
+    given = _peft_values({name: name for name in values}, short, usual, CONFIG_FILE)
+    if given == {name: [value] for name, value in values.items()}:
         return short
     # Longest first: the first match counts, and a full name may be the end of another.
     return {re.escape(name): different[name] for name in sorted(different, key=lambda name: (-len(name), name))}
+
+
+def _short_name(name: str) -> str:
+    """The end of a name that says what it is: `q_proj`, and `gate_proj.weight` for a parameter."""
+    return ".".join(name.rsplit(".", 2)[-2 if name.endswith(".weight") else -1 :])
 
 
 def _read_verified(folder: Path) -> dict[str, bytes]:
@@ -397,6 +434,14 @@ def _target_names(module: torch.nn.Module, targets: list[str], adaptable: set[st
     names = {name for name, _ in module.named_modules()} | removed_modules(module)
     selected = {name for name in names if name.rsplit(".", 1)[-1] in short}
     return short if selected == set(targets) and selected <= adaptable else sorted(targets)
+
+
+def _parameter_names(module: torch.nn.Module, parameters: list[str]) -> list[str]:
+    """Short names if PEFT's rule (a path ending in .name) selects exactly these parameters, else full names."""
+    short = sorted({_short_name(name) for name in parameters})
+    ends = tuple(f".{name}" for name in short)
+    selected = {name for name, _ in module.named_parameters(remove_duplicate=False) if name.endswith(ends)}
+    return short if selected == set(parameters) else sorted(parameters)
 
 
 def _from_peft(name: str, where: str) -> str:

@@ -7,6 +7,7 @@ lora: {from: runs/first/adapter, rank: 8}     refused if the file's rank is not 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener
 from trillora.files.digests import file_digest, text_digest
-from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, check_shapes, load_adapter, read_head
+from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, by_parameter, check_shapes, load_adapter, read_head
 from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import find_adapter
 from trillora.model.lora import adaptable_layers, features
@@ -75,6 +76,7 @@ def check_layers(lora: LoraSection, spec: LoraSpec, model: CausalLM) -> None:
     layers = adapted_layers(module, list(linear), spec)
     if lora.from_ is None:
         check_ranks(layers, {name: features(linear[name]) for name in layers})
+        _check_readable(spec, by_parameter(module, list(layers)))
         return
     head = read_head(find_adapter(lora.from_))
     check_shapes(head.shapes, model.adapter_layout, str(spec.file))
@@ -93,6 +95,18 @@ def check_layers(lora: LoraSection, spec: LoraSpec, model: CausalLM) -> None:
                 where=f"{', '.join(f'lora.{option}' for option in given)}, and {spec.file}",
                 do="remove these options: they come from the adapter; or start without lora.from",
             )
+
+
+def _check_readable(spec: LoraSpec, parameters: Collection[str]) -> None:
+    """Refuses before the training what PEFT could not load after it. `parameters` are the targets that the adapter's
+    file lists in `target_parameters`."""
+    if spec.dora and parameters:
+        names = sorted({name.rpartition(".")[2] for name in parameters})
+        raise TrilloraError(
+            f"DoRA is not possible for {', '.join(names)} of this mixture of experts: PEFT could not load the adapter.",
+            where="lora.dora",
+            do=f"remove lora.dora, or add lora.exclude: [{', '.join(names)}]",
+        )
 
 
 def open_start(lora: LoraSection, base_name: str, listener: Listener) -> Start | None:

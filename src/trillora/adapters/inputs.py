@@ -118,6 +118,12 @@ def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dic
                 where=str(file),
                 do="use an adapter that has only LoRA matrices of linear layers",
             )
+    if experts := sorted({*spec.targets} - {name.rpartition(".")[0] for name in matrices}):
+        raise TrilloraError(
+            f"This adapter cannot be merged with others: {experts[0]} is a parameter of experts.",
+            where=str(file),
+            do="use adapters that have only LoRA matrices of linear layers",
+        )
     alphas = dict(spec.alpha_pattern)  # by layer
     changes = {}
     for layer in sorted({name.rpartition(".")[0] for name in matrices}):

@@ -12,7 +12,8 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,8 +45,9 @@ from trillora.model.adapter_parameters import (
 from trillora.model.layout import Layout
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.loading.wrapper import removed_modules
-from trillora.model.lora import adaptable_layers
-from trillora.model.lora_spec import AdapterDoesNotFit, LayerLora, LoraSpec, adapted_layers, bounded_regex
+from trillora.model.lora import adaptable_layers, chosen_layers
+from trillora.model.lora_spec import AdapterDoesNotFit, LayerLora, LoraSpec, bounded_regex
+from trillora.model.parts.expert_parameters import INNER, expert_parameters
 from trillora.model.parts.whole_weights import Indices, in_config, is_used, other_parts, sorted_rows
 
 logger = logging.getLogger(__name__)
@@ -98,10 +100,8 @@ def adapter_files(
     `base_name`. Equal adapters give equal bytes."""
     usual = spec.in_file(LayerLora(spec.rank, spec.alpha))
     parameters = by_parameter(module, targets)
-    layers = {
-        parameters.get(name, name): spec.in_file(layer)
-        for name, layer in adapted_layers(module, list(adaptable_layers(module, spec)), spec).items()
-    }
+    layers = {parameters.get(name, name): spec.in_file(layer) for name, layer in chosen_layers(module, spec).items()}
+    modules = [name for name in targets if name not in parameters]
     config = {
         "peft_type": "LORA",
         **_task(module),
@@ -113,11 +113,9 @@ def adapter_files(
         "use_dora": spec.dora,
         "rank_pattern": _peft_pattern({name: layer.rank for name, layer in layers.items()}, usual.rank),
         "alpha_pattern": _peft_pattern({name: _whole(layer.alpha) for name, layer in layers.items()}, usual.alpha),
-        "target_modules": _target_names(
-            module, [name for name in targets if name not in parameters], set(adaptable_layers(module, spec))
-        ),
+        "target_modules": _target_names(module, modules, set(adaptable_layers(module, spec))),
         **({"target_parameters": _parameter_names(module, [*parameters.values()])} if parameters else {}),
-        "fan_in_fan_out": any(isinstance(module.get_submodule(name), Conv1D) for name in targets),
+        "fan_in_fan_out": any(isinstance(module.get_submodule(name), Conv1D) for name in modules),
         "bias": "none",
         "inference_mode": True,
         **in_config(adapter, spec.tokens),
@@ -136,7 +134,8 @@ def _task(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def by_parameter(module: Any, targets: list[str]) -> dict[str, str]:
-    """The targets that the file lists in `target_parameters`, with the names of their parameters there.
+    """The targets that the file lists in `target_parameters`, with the names of their parameters there: the experts,
+    and some linear layers.
 
     From version 0.19 on, PEFT reads `gate_proj` in `target_modules` as the experts' projection if checkpoints of the
     model store experts one by one, as `….experts.0.gate_proj.weight`. It then leaves out the linear layers that have
@@ -144,7 +143,12 @@ def by_parameter(module: Any, targets: list[str]) -> dict[str, str]:
     """
     taken = {name for pattern in _converted_tensors(module) if "experts" in pattern for name in _words(pattern)[-1:]}
     taken |= {"gate"} if taken else set()  # PEFT renames the router too
-    return {name: f"{name}.weight" for name in targets if name.rpartition(".")[2] in taken}
+    experts = expert_parameters(module)
+    return {
+        name: name if name in experts else f"{name}.weight"
+        for name in targets
+        if name in experts or name.rpartition(".")[2] in taken
+    }
 
 
 def _converted_tensors(module: Any) -> list[str]:
@@ -255,46 +259,88 @@ def spec_of(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], where: st
     """The options of an adapter with these matrices. PEFT has many rules to select targets; the file contains the
     result. So does it for ranks, and they must be possible: where two patterns match, the first one counts, but PEFT
     sorts the patterns when it writes them."""
-    targets = sorted({name.rsplit(".", 1)[0] for name in shapes if is_of_lora(name)})
     others = other_parts(config.trainable_token_indices, config.modules_to_save or [], shapes, where)
     described = str(Path(where).with_name(CONFIG_FILE))
-    weights = tuple(f".{name}" for name in config.target_parameters or () if name.endswith(".weight"))
-    compared = {name: f"{name}.weight" if f".{name}.weight".endswith(weights) else name for name in targets}
+    places = _places(config, shapes, described, where)
+    parameters = config.target_parameters or []
+    compared = {name: f"{name}.weight" if _is_end(f"{name}.weight", parameters) else name for name in places}
     ranks = _peft_values(compared, config.rank_pattern or {}, config.r, described)
     alphas = _peft_values(compared, config.alpha_pattern or {}, config.lora_alpha, described)
     found = {}
-    for target in targets:
-        a = shapes.get(target + LORA_A.suffix) or shapes.get(target + EMBEDDING_A.suffix)
-        b = shapes.get(target + LORA_B.suffix) or shapes.get(target + EMBEDDING_B.suffix)
-        if a is None or b is None or len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] not in ranks[target]:
-            raise _inconsistent(
-                f"The adapter's {target} does not have matrices of rank {' or '.join(map(str, ranks[target]))}: "
-                f"A is {'missing' if a is None else a}, B is {'missing' if b is None else b}.",
-                where,
-            )
-        found[target] = a[0]
+    for target, module in places.items():
+        found[target] = _rank_of(target, module, ranks[target], shapes, config.use_dora, where)
         if len(alphas[target]) > 1:
             logger.warning("%s: two alpha patterns match %s; the first is used, as by PEFT", described, target)
-        magnitude = shapes.get(target + MAGNITUDE.suffix)
-        if magnitude != ((b[0],) if config.use_dora else None):
-            raise _inconsistent(
-                f"The adapter's {target} has magnitudes of shape {magnitude}, but use_dora is {config.use_dora}."
-                if magnitude
-                else f"The adapter's {target} has no magnitudes, but use_dora is true.",
-                where,
-            )
     return LoraSpec(
         config.r,
         config.lora_alpha,
         config.use_rslora,
         config.lora_dropout,
-        tuple(targets),
+        tuple(places),
         rank_pattern=tuple((name, rank) for name, rank in found.items() if rank != config.r),
         alpha_pattern=tuple((name, alpha) for name, (alpha, *_) in alphas.items() if alpha != config.lora_alpha),
         dora=config.use_dora,
         **others._asdict(),
         file=where,
     )
+
+
+def _places(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], described: str, where: str) -> dict[str, str]:
+    """The targets, and for each the name that its matrices have in the file. These differ for parameters of experts:
+    only a model knows which of them has which matrices, but they are as many."""
+    names = sorted({name.rsplit(".", 1)[0] for name in shapes if is_of_lora(name)})
+    ranks = _peft_values({name: name for name in names}, config.rank_pattern or {}, config.r, described)
+    places, experts = {}, defaultdict[str, list[str]](list)
+    for name in names:
+        module = name
+        while module.endswith(f".{INNER}"):
+            module = module.removesuffix(f".{INNER}")
+        own = [f"{module}.{parameter.rpartition('.')[2]}" for parameter in config.target_parameters or []]
+        own = sorted({parameter for parameter in own if _is_end(parameter, config.target_parameters or [])})
+        rows = shapes.get(name + LORA_A.suffix, (0,))[0]
+        if own and rows not in ranks[name] and not own[0].endswith(".weight"):
+            experts[module].append(name)
+            places |= dict.fromkeys(own, name)
+        else:
+            places[name] = name
+    for module, wrappers in experts.items():
+        own = [name for name in places if name.rpartition(".")[0] == module]
+        if len(own) != len(wrappers):
+            raise _inconsistent(
+                f"The adapter has matrices for {len(wrappers)} parameters of {module}, but target_parameters names "
+                f"{len(own)}.",
+                where,
+            )
+    return dict(sorted(places.items()))
+
+
+def _is_end(name: str, ends: Collection[str]) -> bool:
+    """PEFT's rule for `target_parameters`."""
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _rank_of(
+    target: str, module: str, ranks: list[int], shapes: dict[str, tuple[int, ...]], dora: bool, where: str
+) -> int:
+    """The rank of a target whose matrices have the name `module`. Those of experts have a multiple of it."""
+    a = shapes.get(module + LORA_A.suffix) or shapes.get(module + EMBEDDING_A.suffix)
+    b = shapes.get(module + LORA_B.suffix) or shapes.get(module + EMBEDDING_B.suffix)
+    fits = a is not None and (a[0] in ranks if module == target else a[0] % ranks[0] == 0)
+    if a is None or b is None or len(a) != 2 or len(b) != 2 or a[0] != b[1] or not fits:
+        raise _inconsistent(
+            f"The adapter's {target} does not have matrices of rank {' or '.join(map(str, ranks))}: "
+            f"A is {'missing' if a is None else a}, B is {'missing' if b is None else b}.",
+            where,
+        )
+    magnitude = shapes.get(module + MAGNITUDE.suffix)
+    if magnitude != ((b[0],) if dora else None):
+        raise _inconsistent(
+            f"The adapter's {target} has magnitudes of shape {magnitude}, but use_dora is {dora}."
+            if magnitude
+            else f"The adapter's {target} has no magnitudes, but use_dora is true.",
+            where,
+        )
+    return a[0] if module == target else ranks[0]
 
 
 def _inconsistent(what: str, where: str) -> TrilloraError:
@@ -438,7 +484,7 @@ def _target_names(module: torch.nn.Module, targets: list[str], adaptable: set[st
 
 def _parameter_names(module: torch.nn.Module, parameters: list[str]) -> list[str]:
     """Short names if PEFT's rule (a path ending in .name) selects exactly these parameters, else full names."""
-    short = sorted({_short_name(name) for name in parameters})
+    short = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
     ends = tuple(f".{name}" for name in short)
     selected = {name for name, _ in module.named_parameters(remove_duplicate=False) if name.endswith(ends)}
     return short if selected == set(parameters) else sorted(parameters)

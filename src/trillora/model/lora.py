@@ -34,6 +34,7 @@ from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNI
 from trillora.model.layout import Layout, Tree
 from trillora.model.lora_spec import Initial, LayerLora, LoraSpec, adapted_layers
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
+from trillora.model.parts.expert_parameters import add_to_experts, expert_parameters
 from trillora.model.parts.token_rows import token_logits, weight_replaced
 from trillora.model.trace import current
 
@@ -149,7 +150,7 @@ def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     adaptable = linear_layers(model) if spec is None else adaptable_layers(model, spec)
-    layers = {} if spec is None else adapted_layers(model, list(adaptable), spec)
+    layers = {} if spec is None else chosen_layers(model, spec)
     for name, module in adaptable.items():
         cls: Any = type(module)
         is_embedding = isinstance(module, torch.nn.Embedding)
@@ -157,7 +158,14 @@ def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
         if spec is not None and name in layers:
             add = _add_to_embedding if is_embedding else _add_parameters
             add(name, module, layers[name], spec)
+    if spec is not None:
+        add_to_experts(expert_parameters(model), layers, spec)
     return list(layers)
+
+
+def chosen_layers(model: Any, spec: LoraSpec) -> dict[str, LayerLora]:
+    """The targets of `spec`: linear layers, and parameters of experts."""
+    return adapted_layers(model, list(adaptable_layers(model, spec)), spec, list(expert_parameters(model)))
 
 
 def _add_to_embedding(name: str, module: Any, layer: LayerLora, spec: LoraSpec) -> None:

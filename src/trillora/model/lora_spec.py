@@ -6,6 +6,7 @@ A pattern selects linear layers by name:
     model.layers.3.mlp.up_proj      a full name: this layer alone
     *.layers.[0-3].*                a glob: * is any text, ? one character, [0-3] one of these
     re:.*\\.layers\\.\\d+\\.mlp\\..*    a regular expression, which must match the full name
+    experts                         the weights of all experts
 
 With rank 8, targets (q_proj, v_proj) and rank_pattern {*.layers.0.*: 4}, `adapted_layers` returns
 
@@ -24,6 +25,7 @@ from typing import Any, Literal, get_args
 from trillora.errors import TrilloraError, nearest
 
 ALL_LINEAR = "all-linear"
+EXPERTS = "experts"  # as a target: all parameters of experts
 REGEX = "re:"
 Initial = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16"]
 INITIAL: tuple[str, ...] = get_args(Initial)
@@ -95,12 +97,15 @@ class LayerLora:
         return f"rank {self.rank} and alpha {self.alpha:g}"
 
 
-def adapted_layers(model: Any, linear: Sequence[str], spec: LoraSpec) -> dict[str, LayerLora]:
-    """The layers that get an adapter, in the order of the model, with their rank and alpha."""
-    targets = select_targets(model, linear, spec.targets, spec.file)
+def adapted_layers(
+    model: Any, linear: Sequence[str], spec: LoraSpec, experts: Sequence[str] = ()
+) -> dict[str, LayerLora]:
+    """The layers that get an adapter, in the order of the model, with their rank and alpha. `experts`: the parameters
+    of experts."""
+    targets = select_targets(model, linear, spec.targets, spec.file, experts)
     excluded: set[str] = set()
     for i, pattern in enumerate(spec.exclude):
-        matches = matching(pattern, linear, f"lora.exclude[{i}]")
+        matches = _matching_any(pattern, linear, experts, f"lora.exclude[{i}]")
         if not matches:
             raise _matches_nothing(f"lora.exclude {pattern!r}", model, pattern, linear, f"lora.exclude[{i}]")
         excluded.update(matches)
@@ -117,21 +122,44 @@ def adapted_layers(model: Any, linear: Sequence[str], spec: LoraSpec) -> dict[st
 
 
 def select_targets(
-    model: Any, linear: Sequence[str], targets: str | tuple[str, ...], file: str | None = None
+    model: Any,
+    linear: Sequence[str],
+    targets: str | tuple[str, ...],
+    file: str | None = None,
+    experts: Sequence[str] = (),
 ) -> list[str]:
-    """Names of the linear layers that match. "all-linear" does not include the head."""
-    if targets == ALL_LINEAR:
-        head = model.get_output_embeddings()
-        return [name for name in linear if model.get_submodule(name) is not head]
+    """Names of the linear layers and of the parameters of experts that match. "all-linear" does not include the
+    head."""
     chosen: set[str] = set()
     for i, target in enumerate((targets,) if isinstance(targets, str) else targets):
-        if file is not None and target not in linear:  # a file has whole names
+        where = f"lora.targets[{i}]"
+        if file is not None and target not in linear and target not in experts:  # a file has whole names
             raise _not_a_layer(target, model, linear, file)
-        matches = matching(target, linear, f"lora.targets[{i}]")
+        if target == ALL_LINEAR:
+            head = model.get_output_embeddings()
+            matches = [name for name in linear if model.get_submodule(name) is not head]
+        else:
+            matches = _matching_any(target, linear, experts, where)
+        if not matches and not experts and EXPERTS in target:
+            raise TrilloraError(
+                f"LoRA target {target!r} matches nothing: {type(model).__name__} has no experts that can be adapted.",
+                where=where,
+                do=f"remove it from lora.targets; {ALL_LINEAR} adapts all linear layers",
+            )
         if not matches:
-            raise _matches_nothing(f"LoRA target {target!r}", model, target, linear, f"lora.targets[{i}]")
+            raise _matches_nothing(f"LoRA target {target!r}", model, target, [*linear, *experts], where)
         chosen.update(matches)
-    return [name for name in linear if name in chosen]
+    return [name for name in (*linear, *experts) if name in chosen]
+
+
+def _matching_any(pattern: str, linear: Sequence[str], experts: Sequence[str], where: str) -> list[str]:
+    """The linear layers that a pattern selects. Parameters of experts are selected by `experts`, by a pattern that
+    contains this word, and by one that matches no linear layer: `down_proj` alone means the linear layers, if the model
+    has any of this name."""
+    if pattern == EXPERTS:
+        return list(experts)
+    matches = matching(pattern, linear, where)
+    return matches + (matching(pattern, experts, where) if EXPERTS in pattern or not matches else [])
 
 
 def _not_a_layer(target: str, model: Any, linear: Sequence[str], file: str) -> AdapterDoesNotFit:

@@ -36,7 +36,7 @@ class LoraSection(Section):
     targets: Literal["all-linear"] | Annotated[Patterns, Field(min_length=1)] = Field(
         default="all-linear",
         description="Layers that get an adapter: all-linear, or a list of names or patterns. A pattern is the end of a "
-        "name, a glob, or a regular expression after re:.",
+        "name, a glob, or a regular expression after re:. In a list, experts means the weights of all experts.",
     )
     exclude: Patterns = Field(default=(), description="Names or patterns of targets that get no adapter.")
     rank_pattern: dict[str, Rank] = Field(

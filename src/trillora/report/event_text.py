@@ -6,11 +6,15 @@ Evaluated(step=50, loss=1.75, ...)  ->  evaluation at step 50  loss 1.7500  perp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from trillora.evaluation.scores import is_right
 from trillora.events import Chosen, Evaluated, Progress, Sample, Sampled, Saved, Step
-from trillora.report.numbers import format_bytes, format_duration
+from trillora.report.numbers import format_bytes, format_duration, format_short
 from trillora.safe_text import visible
+
+if TYPE_CHECKING:  # it imports torch
+    from trillora.step.adapted_share import AdaptedShare
 
 SHOWN_SAMPLES = 4  # per Sampled event
 
@@ -34,6 +38,34 @@ def evaluation_line(evaluated: Evaluated) -> str:
 
 def saved_line(saved: Saved) -> str:
     return f"saved step {saved.step} to {saved.where} ({saved.seconds:.1f} s)"
+
+
+def adapted_lines(share: AdaptedShare) -> list[str]:
+    """What share of the model is adapted; and what else could be, if that is a part of the layers."""
+    linear, experts = share.linear, share.experts
+    parts = [f"{linear.num_adapted} of {linear.num_adapted + linear.num_frozen} linear layers"]
+    if num_weights := experts.num_adapted + experts.num_frozen:
+        parts.append(f"{experts.num_adapted} of {num_weights} weights of experts")
+    adapted = linear.adapted + experts.adapted
+    lines = [
+        f"Adapted: {' and '.join(parts)}, {_of_all(adapted, share.total)}; "
+        f"the adapter has {format_short(share.trained)} parameters"
+    ]
+    if experts.num_frozen:
+        lines.append(
+            f"Frozen: {experts.num_frozen} weights of {share.num_experts} experts each, "
+            f"{_of_all(experts.frozen, share.total)}. To adapt them, add experts to lora.targets: [all-linear, experts]"
+        )
+    if linear.num_frozen:
+        lines.append(
+            f"Frozen: {linear.num_frozen} linear layers ({' '.join(share.frozen_names[:12])}), "
+            f"{_of_all(linear.frozen, share.total)}. To adapt them, add their names or all-linear to lora.targets"
+        )
+    return lines
+
+
+def _of_all(count: int, total: int) -> str:
+    return f"{format_short(count)} of {format_short(total)} parameters ({count / max(total, 1):.0%})"
 
 
 def in_one_line(text: str, max_characters: int) -> str:

@@ -19,8 +19,9 @@ from trillora.files.digests import file_digest, text_digest
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, by_parameter, check_shapes, load_adapter, read_head
 from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import find_adapter
-from trillora.model.lora import adaptable_layers, features
-from trillora.model.lora_spec import LayerLora, LoraSpec, TrainedTokens, adapted_layers, check_ranks
+from trillora.model.lora import adaptable_layers, chosen_layers, features
+from trillora.model.lora_spec import LayerLora, LoraSpec, TrainedTokens, check_ranks
+from trillora.model.parts.expert_parameters import expert_parameters
 from trillora.recipe.schema import LoraSection
 
 _SINGLE = ("rank", "alpha", "rslora", "dora")  # compared as they are
@@ -72,17 +73,18 @@ def lora_spec(lora: LoraSection, num_new_tokens: int = 0) -> LoraSpec:
 
 def check_layers(lora: LoraSection, spec: LoraSpec, model: CausalLM) -> None:
     """Compares the recipe with the model and with the adapter to start from."""
-    module, linear = model.module, adaptable_layers(model.module, spec)
-    layers = adapted_layers(module, list(linear), spec)
+    module = model.module
+    layers = chosen_layers(module, spec)
     if lora.from_ is None:
-        check_ranks(layers, {name: features(linear[name]) for name in layers})
+        sizes = {name: features(layer) for name, layer in adaptable_layers(module, spec).items()}
+        check_ranks(layers, sizes | {name: experts.features for name, experts in expert_parameters(module).items()})
         _check_readable(spec, by_parameter(module, list(layers)))
         return
     head = read_head(find_adapter(lora.from_))
     check_shapes(head.shapes, model.adapter_layout, str(spec.file))
     given = {name: _given(lora)[name] for name in _SELECTION if name in lora.model_fields_set}
     other = dataclasses.replace(spec, file=None, **{"rank_pattern": (), "alpha_pattern": (), **given})
-    wanted = adapted_layers(module, list(adaptable_layers(module, other)), other) if given else layers
+    wanted = chosen_layers(module, other) if given else layers
     for name in sorted(layers.keys() | wanted.keys()):
         has, wants = layers.get(name), wanted.get(name)
         if has and wants:  # what is not given comes from the file

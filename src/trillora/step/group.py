@@ -34,7 +34,9 @@ from trillora.engine.hash_random import MaskKey
 from trillora.engine.step import Batch, TrainState
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import EMBEDDING_B, LORA_B, kind_of
+from trillora.model.bridge import CausalLM
 from trillora.model.layout import Layout, Leaf, Tree
+from trillora.model.parts.expert_parameters import expert_parameters
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
 from trillora.step.build import Assembly, assemble, lora_spec, loss_chunk_positions, loss_function
@@ -86,8 +88,8 @@ def assemble_group(
     """The step for `width` adapters at once, by default as many as the settings say."""
     width = width or settings.adapters_at_once
     recipe = widest(members)
-    check_ranks_differ_simply(members)
     one = assemble(recipe, settings, config, mesh, 1, mapped=True)
+    check_ranks_differ_simply(members, one.model)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     rows = width * settings.micro_batch_size // shards
     chunk = loss_chunk_positions(settings.loss_chunk, rows, recipe.train.sequence_length)
@@ -166,12 +168,15 @@ def padding_of(members: Sequence[Stage], recipe: StageRecipe) -> int:
     return widest(members).lora.rank - recipe.lora.rank
 
 
-def check_ranks_differ_simply(members: Sequence[Stage]) -> None:
+def check_ranks_differ_simply(members: Sequence[Stage], model: CausalLM) -> None:
     lora = widest(members).lora
-    if any(padding_of(members, member.recipe) for member in members) and (lora.rank_pattern or lora.init != "default"):
+    has_experts = not expert_parameters(model.module).keys().isdisjoint(model.targets)
+    if not any(padding_of(members, member.recipe) for member in members):
+        return
+    if lora.rank_pattern or lora.init != "default" or has_experts:
         option = "lora.rank_pattern" if lora.rank_pattern else f"lora.init: {lora.init}"
         raise TrilloraError(
-            f"A sweep over ranks cannot be combined with {option}.",
+            f"A sweep over ranks cannot be combined with {'experts in lora.targets' if has_experts else option}.",
             where="sweep.rank",
             do="remove one of them, or make one run for each rank",
         )

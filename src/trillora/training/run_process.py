@@ -25,6 +25,7 @@ from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import LocalStorage
+from trillora.model.bridge import CausalLM
 from trillora.model.layout import Layout, Tree, stored_weights
 from trillora.model.limits import check_rows
 from trillora.model.loading.digest import tokenizer_digest, weights_digest
@@ -32,7 +33,9 @@ from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.resolve import ResolvedRecipe, keep_dates, keep_fixed
 from trillora.recipe.schema import Recipe, stages_of
+from trillora.report.event_text import adapted_lines
 from trillora.secrets import mask_values
+from trillora.step.adapted_share import adapted_share
 from trillora.step.adapter_spec import Start, open_start
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch
@@ -96,6 +99,11 @@ class RunProcess:
             tokens=self._recipe.tokens or (),
         )
         return devices, opened
+
+    def _print_adapted(self, model: CausalLM) -> None:
+        """Prints what share of the model is adapted, and what stays frozen."""
+        for line in adapted_lines(adapted_share(model)):
+            self._listener(Note(line))
 
     def _start_folder(self, saved: tuple[int, dict[str, bytes]] | None) -> None:
         """Sets the files of the run's folder to the state of the checkpoint."""

@@ -143,6 +143,7 @@ class _Training(RunProcess):
             planned = planned_programs([stages[number] for number in left], eval_plans, is_new=saved is None)
             listener(Note(describe(planned)))
 
+        self._print_adapted(assembly.model)
         base = read_base(opened.folder, assembly, listener)
         where = self._checkpoints.where(position.global_step)
         new = functools.partial(place_state, assembly, recipe.train.seed, base, self._start)

@@ -25,6 +25,7 @@ from trillora.model.loading.source import OpenModel
 from trillora.model.loading.tensor_files import opened as opened_file
 from trillora.model.loading.weights import PLAIN_FLOATS, Converted, Stored, match_names, read_headers, tied_groups
 from trillora.model.lora_spec import LoraSpec
+from trillora.model.parts.expert_parameters import expert_parameters
 
 DTYPES = {  # the names of safetensors, and those that people use
     "F64": "float64",
@@ -60,6 +61,12 @@ class Checkpoint:
         with fitting(spec.file or base.base_name):
             model = CausalLM(base.config, lora=spec, scan=False, remat="none", trust_remote_code=trusted)
         self._model, self._module, self.folder = model, model.module, base.folder
+        if experts := expert_parameters(model.module).keys() & {*model.targets}:
+            raise TrilloraError(
+                f"The adapter changes experts, such as {min(experts)}, and cannot be merged into the model's files.",
+                where=spec.file,
+                do="use the adapter with PEFT or `trillora serve`, without merging it",
+            )
         self.tensors, self._packed = find_packed(read_headers(base.folder), _array)
         self._last: tuple[str, np.ndarray] | None = None  # dequantized
         known, _ = match_names(self.tensors, self._module)

@@ -8,7 +8,9 @@ transformers' own loop over experts depends on which experts were selected, whic
     token = [0, 2, 1, 0, 1, 2]               the token of each pair
     group_sizes = [2, 1, 3, 0]               pairs of each expert, for `ragged_dot`
 
-Legend: N tokens, K experts per token, D width.
+An adapter of the experts adds two such products: by A and by B of the token's expert.
+
+Legend: N tokens, K experts per token, D width, E experts, R rank, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torchax import interop
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, per_shard
+from trillora.model.parts.expert_parameters import lora_of
 from trillora.model.trace import current
 
 NAME = "trillora"
@@ -38,13 +41,12 @@ def _experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     trace = current()
-    weights = {
-        name: interop.jax_view(getattr(module, name))
-        for name in _WEIGHTS
-        if isinstance(getattr(module, name, None), torch.Tensor)
-    }
+    # Not by getattr, which would add the adapter to the weights of all experts.
+    parameters = {name: module._parameters.get(name) for name in _WEIGHTS}
+    weights: dict[str, Any] = {name: interop.jax_view(t) for name, t in parameters.items() if t is not None}
+    weights |= {f"{name}_lora": lora for name in parameters if (lora := lora_of(module, name)) is not None}
 
-    def local(hidden: jax.Array, index: jax.Array, gate: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+    def local(hidden: jax.Array, index: jax.Array, gate: jax.Array, weights: dict[str, Any]) -> jax.Array:
         return _mix(module, hidden, index, gate, weights)
 
     args = (*(interop.jax_view(t) for t in (hidden_states, top_k_index, top_k_weights)), weights)
@@ -57,7 +59,7 @@ def _experts(
 
 
 def _mix(
-    module: Any, hidden_ND: jax.Array, index_NK: jax.Array, gate_NK: jax.Array, weights: dict[str, jax.Array]
+    module: Any, hidden_ND: jax.Array, index_NK: jax.Array, gate_NK: jax.Array, weights: dict[str, Any]
 ) -> jax.Array:
     """The weighted sum of each token's experts."""
     num_choices = index_NK.shape[1]
@@ -69,6 +71,10 @@ def _mix(
     def project(rows: jax.Array, name: str) -> jax.Array:
         weight = weights[name] if module.is_transposed else weights[name].swapaxes(1, 2)
         out = jax.lax.ragged_dot(rows, weight.astype(rows.dtype), group_sizes)
+        if (lora := weights.get(f"{name}_lora")) is not None:
+            a_ERI, b_ERO = (matrix.astype(rows.dtype) for matrix in lora)
+            inner = jax.lax.ragged_dot(rows, a_ERI.swapaxes(1, 2), group_sizes)
+            out = out + jax.lax.ragged_dot(inner, b_ERO, group_sizes)
         return out + weights[f"{name}_bias"][expert[order]].astype(out.dtype) if module.has_bias else out
 
     rows = hidden_ND[token]

@@ -95,6 +95,7 @@ class GroupTraining(RunProcess):
         # A sweep compares numbers; only phases show answers.
         eval_plans = [plan_evaluation(one, size, opened, listener, answers=group.kind == "phases") for one in data]
         listener(Note(describe(planned_programs(plans, data, eval_plans, is_new=saved is None))))
+        self._print_adapted(assembly.model)
         base = read_base(opened.folder, assembly, listener)
         options = jax.device_put(options_of(group.members, [one.num_steps for one in data]), _everywhere(assembly))
         kept: Kept = {}

@@ -6,6 +6,7 @@ models. The reference applies its adapters with forward hooks, so it uses none o
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -20,10 +21,12 @@ import tiny_models
 import torch
 
 from trillora.engine.loss import chunked_loss, token_losses
-from trillora.model.adapters import adapter_files
+from trillora.model.adapter_parameters import name_in_memory
+from trillora.model.adapters import adapter_files, fit_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree, stack, unstack
 from trillora.model.lora_spec import LoraSpec
+from trillora.model.parts.expert_parameters import expert_parameters
 
 ROWS, TOKENS = 2, 24
 DOCUMENTS = (13, 11)  # lengths of two documents packed into one sequence
@@ -70,10 +73,14 @@ class Subject:
 
     def weights(self, ours: CausalLM, model: Any | None = None) -> tuple[Tree, Tree]:
         """The reference's weights and adapter in our layout."""
-        source = self.torch_model if model is None else model
-        flat = {name: to_jax(t) for name, t in (*source.named_parameters(), *source.named_buffers())}
-        base = stack({n: flat[n] for leaf in ours.layout.values() for n in leaf.names}, ours.layout)
+        base = base_weights(ours, self.torch_model if model is None else model)
         return base, stack({name: jnp.asarray(a) for name, a in self.adapter.items()}, ours.adapter_layout)
+
+
+def base_weights(ours: CausalLM, source: Any) -> Tree:
+    """The weights of a PyTorch model in our layout."""
+    flat = {name: to_jax(t) for name, t in (*source.named_parameters(), *source.named_buffers())}
+    return stack({n: flat[n] for leaf in ours.layout.values() for n in leaf.names}, ours.layout)
 
 
 def attach_adapter(model: Any, adapter: dict[str, np.ndarray]) -> dict[str, torch.nn.Parameter]:
@@ -215,22 +222,60 @@ def check_bfloat16(subject: Subject) -> Answer:
 BFLOAT16_ROWS, BFLOAT16_LUCK = 16, 1.1
 
 
-def check_peft(subject: Subject) -> Answer:
-    """PEFT reads the adapter from our files, puts it on the original model and gives the same logits."""
+def read_by_peft(original: Any, files: dict[str, bytes]) -> Any:
+    """The original model with the adapter of these files, loaded by PEFT."""
     from peft import PeftModel
 
-    ours = subject.ours(scan=False)
-    files = adapter_files(subject.adapter, ours.module, ours.targets, LORA, "some/base")
-    original = tiny_models.build(subject.name, num_layers=subject.num_layers)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, data in files.items():
             (Path(folder) / name).write_bytes(data)
-        theirs = PeftModel.from_pretrained(original, folder).eval()
+        return PeftModel.from_pretrained(original, folder, is_trainable=True).eval()
+
+
+def check_peft(subject: Subject) -> Answer:
+    """PEFT reads the adapter from our files, puts it on the original model and gives the same logits."""
+    ours = subject.ours(scan=False)
+    files = adapter_files(subject.adapter, ours.module, ours.targets, LORA, "some/base")
+    theirs = read_by_peft(tiny_models.build(subject.name, num_layers=subject.num_layers), files)
     with torch.no_grad():
         logits = theirs(input_ids=torch.tensor(subject.tokens, dtype=torch.int64), use_cache=False).logits
     off = distance(logits.float().numpy(), subject.logits)
     return Answer(off <= LOGITS, f"{off:.0e}")
+
+
+def check_experts(subject: Subject) -> Answer:
+    """An adapter of experts and linear layers: logits and gradients equal PEFT's, which reads it from our files."""
+    spec = dataclasses.replace(LORA, targets=("all-linear", "experts"))
+    ours = CausalLM(subject.config, lora=LORA)
+    if not expert_parameters(ours.module):
+        return Answer(True, "none")
+    ours = ours.with_lora(spec)
+    generator = np.random.default_rng(1)
+    names = [(name, leaf.part_shape) for leaf in ours.adapter_layout.values() for name in leaf.names]
+    adapter = {name: generator.normal(0, 0.2, shape).astype(np.float32) for name, shape in sorted(names)}
+    files = adapter_files(adapter, ours.module, ours.targets, spec, "some/base")
+    original = tiny_models.build(subject.name, num_layers=subject.num_layers)
+    base = base_weights(ours, original)
+    expected, expected_gradients = peft_logits_and_gradients(read_by_peft(original, files), subject.tokens)
+    stacked = fit_adapter(adapter, ours.adapter_layout, "here")
+    logits, gradients = logits_and_gradients(ours, base, stacked, subject.tokens)
+    off = distance(logits, expected)
+    gradient_off = gradient_distance(unstack(gradients, ours.adapter_layout), expected_gradients)
+    return Answer(off <= LOGITS and gradient_off <= GRADIENTS, f"{off:.0e} {gradient_off:.0e}")
+
+
+def peft_logits_and_gradients(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    ids = torch.tensor(tokens, dtype=torch.int64)
+    logits = model(input_ids=ids, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()).backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            ours = name_in_memory(name.replace(".default.", "."))
+            assert ours is not None
+            gradients[ours] = parameter.grad.numpy()
+    return logits.detach().float().numpy(), gradients
 
 
 def torch_name(dtype: torch.dtype) -> str:
@@ -250,4 +295,5 @@ CHECKS: dict[str, Callable[[Subject], Answer]] = {
     "leak seen": check_leak_without_segments,
     "bfloat16": check_bfloat16,
     "peft": check_peft,
+    "experts": check_experts,
 }

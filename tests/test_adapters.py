@@ -104,6 +104,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's, on an adapter for a tied head
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # PEFT does not look at parameters there
 @pytest.mark.parametrize("name", SPECS)
 def test_peft_loads_our_adapter_and_computes_the_same(name: str, tmp_path: Path) -> None:
     from peft import PeftModel

@@ -14,15 +14,23 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from architecture_checks import GRADIENTS, LOGITS, distance, gradient_distance, logits_and_gradients, to_jax
+from architecture_checks import (
+    GRADIENTS,
+    LOGITS,
+    base_weights,
+    distance,
+    gradient_distance,
+    logits_and_gradients,
+    peft_logits_and_gradients,
+    read_by_peft,
+)
 from dose import slow_case
 
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.errors import TrilloraError
-from trillora.model.adapter_parameters import name_in_memory
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM, build_module
-from trillora.model.layout import Tree, stack, unstack
+from trillora.model.layout import unstack
 from trillora.model.lora_spec import LoraSpec, select_targets
 from trillora.model.parts.expert_parameters import expert_parameters
 from trillora.report.event_text import adapted_lines
@@ -62,49 +70,23 @@ def random_adapter(model: CausalLM) -> dict[str, np.ndarray]:
     return {name: generator.normal(0, 0.2, shape).astype(np.float32) for name, shape in names}
 
 
-def base_of(model: CausalLM, reference: Any) -> Tree:
-    flat = {n: to_jax(t) for n, t in (*reference.named_parameters(), *reference.named_buffers())}
-    return stack({n: flat[n] for leaf in model.layout.values() for n in leaf.names}, model.layout)
-
-
-def write(folder: Path, model: CausalLM, adapter: dict[str, np.ndarray], spec: LoraSpec = SPEC) -> None:
-    for name, data in adapter_files(adapter, model.module, model.targets, spec, "some/base").items():
+def write(folder: Path, model: CausalLM, adapter: dict[str, np.ndarray]) -> dict[str, bytes]:
+    files = adapter_files(adapter, model.module, model.targets, SPEC, "some/base")
+    for name, data in files.items():
         (folder / name).write_bytes(data)
-
-
-def read_by_peft(name: str, folder: Path) -> Any:
-    from peft import PeftModel
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return PeftModel.from_pretrained(original(name), folder, is_trainable=True).eval()
-
-
-def logits_and_gradients_of_peft(model: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    ids = torch.tensor(TOKENS, dtype=torch.int64)
-    logits = model(input_ids=ids, use_cache=False).logits
-    torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()).backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            in_memory = name_in_memory(name.replace(".default.", "."))
-            assert in_memory is not None
-            gradients[in_memory] = parameter.grad.numpy()
-    return logits.detach().numpy(), gradients
+    return files
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(slow_case(name) for name in MORE)])
 def test_logits_and_gradients_equal_those_of_peft(name: str, tmp_path: Path) -> None:
     model = ours(name)
     adapter = random_adapter(model)
-    write(tmp_path, model, adapter)
-    theirs = read_by_peft(name, tmp_path)
-    expected, gradients = logits_and_gradients_of_peft(theirs)
-    own, own_gradients = logits_and_gradients(
-        model, base_of(model, original(name)), fit_adapter(adapter, model.adapter_layout, "here"), TOKENS
-    )
-    assert distance(own, expected) <= LOGITS
-    assert gradient_distance(unstack(own_gradients, model.adapter_layout), gradients) <= GRADIENTS
+    files = write(tmp_path, model, adapter)
+    expected, gradients = peft_logits_and_gradients(read_by_peft(original(name), files), TOKENS)
+    base, stacked = base_weights(model, original(name)), fit_adapter(adapter, model.adapter_layout, "here")
+    logits, own = logits_and_gradients(model, base, stacked, TOKENS)
+    assert distance(logits, expected) <= LOGITS
+    assert gradient_distance(unstack(own, model.adapter_layout), gradients) <= GRADIENTS
     of_experts = {key: value for key, value in gradients.items() if ".experts." in key and "shared" not in key}
     assert of_experts and all(value.any() for value in of_experts.values())
     spec, loaded = load_adapter(tmp_path)
@@ -136,7 +118,7 @@ def test_we_load_experts_that_peft_trained(tmp_path: Path) -> None:
     spec, adapter = load_adapter(tmp_path)
     own = CausalLM(tiny_models.configuration("qwen3_moe", 2), lora=spec)
     fitted = fit_adapter(adapter, own.adapter_layout, "here")
-    base = base_of(own, original("qwen3_moe"))
+    base = base_weights(own, original("qwen3_moe"))
     logits = jax.jit(own.logits)(base, fitted, {"tokens": jnp.asarray(TOKENS)})
     assert distance(logits, expected) <= LOGITS
 
@@ -171,6 +153,15 @@ def test_patterns_select_experts_if_they_say_so_or_match_nothing_else() -> None:
     assert chosen("*.layers.1.*experts*") == [linear[1], *experts[:2]]
 
 
+@pytest.mark.parametrize(("name", "router"), [("afmoe", "mlp.router.gate"), ("gemma4_text_mixture", "router.proj")])
+def test_a_router_that_is_a_linear_layer_is_adapted_only_by_name(name: str, router: str) -> None:
+    def adapted(*targets: str) -> set[bool]:
+        model = CausalLM(tiny_models.configuration(name), lora=LoraSpec(targets=targets))
+        return {target.endswith(f".{router}") for target in model.targets}
+
+    assert adapted("all-linear", "experts") == {False} and adapted(router) == {True}
+
+
 def test_the_router_stays_frozen_and_the_file_names_parameters(tmp_path: Path) -> None:
     model = ours("deepseek_v3")
     assert not [name for name in model.targets if name.endswith("mlp.gate")]
@@ -196,7 +187,7 @@ def test_a_run_says_what_share_is_adapted_and_how_to_adapt_the_rest() -> None:
 
 def test_experts_on_two_devices_give_the_gradients_of_one() -> None:
     model = ours("mixtral")
-    base = base_of(model, original("mixtral"))
+    base = base_weights(model, original("mixtral"))
     adapter = fit_adapter(random_adapter(model), model.adapter_layout, "here")
     expected, gradients = logits_and_gradients(model, base, adapter, TOKENS)
     mesh = make_mesh(jax.devices()[:2], MeshShape(data=2))

@@ -154,6 +154,7 @@ The allowed error is {logits:g} of the scale of the logits and {gradients:g} of 
 | leak seen | control: without segment ids, they do not |
 | bfloat16 | hidden states stay bfloat16; error against float32, relative to PyTorch's own bfloat16 error |
 | peft | PEFT reads the adapter from our files and gives the same logits on the original model |
+| experts | adapters of experts too: error of logits and of adapter gradients against PEFT with our files |
 
 | case | mechanisms | {questions} |
 |---|---|{rule}|

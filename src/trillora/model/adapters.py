@@ -290,7 +290,8 @@ def _places(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], described
     only a model knows which of them has which matrices, but they are as many."""
     names = sorted({name.rsplit(".", 1)[0] for name in shapes if is_of_lora(name)})
     ranks = _peft_values({name: name for name in names}, config.rank_pattern or {}, config.r, described)
-    places, experts = {}, defaultdict[str, list[str]](list)
+    places: dict[str, str] = {}
+    experts = defaultdict[str, list[str]](list)
     for name in names:
         module = name
         while module.endswith(f".{INNER}"):

@@ -34,7 +34,7 @@ from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNI
 from trillora.model.layout import Layout, Tree
 from trillora.model.lora_spec import Initial, LayerLora, LoraSpec, adapted_layers
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
-from trillora.model.parts.expert_parameters import add_to_experts, expert_parameters
+from trillora.model.parts.expert_parameters import add_to_experts, expert_parameters, linear_routers
 from trillora.model.parts.token_rows import token_logits, weight_replaced
 from trillora.model.trace import current
 
@@ -165,7 +165,8 @@ def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
 
 def chosen_layers(model: Any, spec: LoraSpec) -> dict[str, LayerLora]:
     """The targets of `spec`: linear layers, and parameters of experts."""
-    return adapted_layers(model, list(adaptable_layers(model, spec)), spec, list(expert_parameters(model)))
+    linear, experts = adaptable_layers(model, spec), expert_parameters(model)
+    return adapted_layers(model, list(linear), spec, list(experts), linear_routers(experts, linear))
 
 
 def _add_to_embedding(name: str, module: Any, layer: LayerLora, spec: LoraSpec) -> None:

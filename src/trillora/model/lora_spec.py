@@ -98,11 +98,11 @@ class LayerLora:
 
 
 def adapted_layers(
-    model: Any, linear: Sequence[str], spec: LoraSpec, experts: Sequence[str] = ()
+    model: Any, linear: Sequence[str], spec: LoraSpec, experts: Sequence[str] = (), routers: Sequence[str] = ()
 ) -> dict[str, LayerLora]:
     """The layers that get an adapter, in the order of the model, with their rank and alpha. `experts`: the parameters
-    of experts."""
-    targets = select_targets(model, linear, spec.targets, spec.file, experts)
+    of experts; `routers`: linear layers that "all-linear" does not include."""
+    targets = select_targets(model, linear, spec.targets, spec.file, experts, routers)
     excluded: set[str] = set()
     for i, pattern in enumerate(spec.exclude):
         matches = _matching_any(pattern, linear, experts, f"lora.exclude[{i}]")
@@ -127,9 +127,10 @@ def select_targets(
     targets: str | tuple[str, ...],
     file: str | None = None,
     experts: Sequence[str] = (),
+    routers: Sequence[str] = (),
 ) -> list[str]:
-    """Names of the linear layers and of the parameters of experts that match. "all-linear" does not include the
-    head."""
+    """Names of the linear layers and of the parameters of experts that match. "all-linear" does not include the head
+    and routers."""
     chosen: set[str] = set()
     for i, target in enumerate((targets,) if isinstance(targets, str) else targets):
         where = f"lora.targets[{i}]"
@@ -137,7 +138,7 @@ def select_targets(
             raise _not_a_layer(target, model, linear, file)
         if target == ALL_LINEAR:
             head = model.get_output_embeddings()
-            matches = [name for name in linear if model.get_submodule(name) is not head]
+            matches = [name for name in linear if model.get_submodule(name) is not head and name not in routers]
         else:
             matches = _matching_any(target, linear, experts, where)
         if not matches and not experts and EXPERTS in target:

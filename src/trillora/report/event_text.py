@@ -59,7 +59,7 @@ def adapted_lines(share: AdaptedShare) -> list[str]:
     if linear.num_frozen:
         lines.append(
             f"Frozen: {linear.num_frozen} linear layers ({' '.join(share.frozen_names[:12])}), "
-            f"{_of_all(linear.frozen, share.total)}. To adapt them, add their names or all-linear to lora.targets"
+            f"{_of_all(linear.frozen, share.total)}. To adapt them, add their names to lora.targets"
         )
     return lines
 

@@ -67,6 +67,21 @@ def expert_parameters(model: torch.nn.Module) -> dict[str, ExpertParameter]:
     return found
 
 
+def linear_routers(experts: Mapping[str, ExpertParameter], linear: Mapping[str, Any]) -> list[str]:
+    """The linear layers that are routers: next to the experts, one output for each of them, and the only linear layer
+    of its part. Most models have a module of another kind."""
+    found = []
+    for name, parameter in experts.items():
+        parent = name.rsplit(".", 2)[0]
+        parts: dict[str, list[str]] = {}
+        for layer in linear:
+            if layer.startswith(f"{parent}."):
+                parts.setdefault(layer.removeprefix(f"{parent}.").partition(".")[0], []).append(layer)
+        alone = [layers[0] for layers in parts.values() if len(layers) == 1]
+        found += [layer for layer in alone if linear[layer].weight.shape[0] == parameter.num_experts]
+    return found
+
+
 def add_to_experts(parameters: Mapping[str, ExpertParameter], layers: Mapping[str, LayerLora], spec: LoraSpec) -> None:
     """Adds the adapter's arrays (on the meta device) to the modules of the experts that are in `layers`."""
     targets = {name: parameter for name, parameter in parameters.items() if name in layers}

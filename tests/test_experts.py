@@ -123,6 +123,16 @@ def test_we_load_experts_that_peft_trained(tmp_path: Path) -> None:
     assert distance(logits, expected) <= LOGITS
 
 
+def test_a_file_that_names_other_parameters_than_it_has_is_refused(tmp_path: Path) -> None:
+    model = ours("mixtral")
+    write(tmp_path, model, random_adapter(model))
+    config = json.loads((tmp_path / CONFIG_FILE).read_text("utf-8"))
+    for parameters, what in ((["experts.down_proj"], "for each of the target_parameters"), ([], "matrices of rank 3")):
+        (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, "target_parameters": parameters}), "utf-8")
+        with pytest.raises(TrilloraError, match=what):
+            load_adapter(tmp_path)
+
+
 def test_a_dense_model_has_no_experts_to_adapt() -> None:
     for target in ("experts", "mlp.experts.gate_up_proj"):
         with pytest.raises(TrilloraError, match="LlamaForCausalLM has no experts") as caught:

@@ -12,8 +12,7 @@ import contextlib
 import json
 import logging
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -262,7 +261,7 @@ def spec_of(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], where: st
     others = other_parts(config.trainable_token_indices, config.modules_to_save or [], shapes, where)
     described = str(Path(where).with_name(CONFIG_FILE))
     places = _places(config, shapes, described, where)
-    parameters = config.target_parameters or []
+    parameters = {*(config.target_parameters or [])}
     compared = {name: f"{name}.weight" if _is_end(f"{name}.weight", parameters) else name for name in places}
     ranks = _peft_values(compared, config.rank_pattern or {}, config.r, described)
     alphas = _peft_values(compared, config.alpha_pattern or {}, config.lora_alpha, described)
@@ -290,34 +289,32 @@ def _places(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], described
     only a model knows which of them has which matrices, but they are as many."""
     names = sorted({name.rsplit(".", 1)[0] for name in shapes if is_of_lora(name)})
     ranks = _peft_values({name: name for name in names}, config.rank_pattern or {}, config.r, described)
+    parameters = {*(config.target_parameters or [])}
+    lasts = sorted({name.rpartition(".")[2] for name in parameters} - {"weight"})
     places: dict[str, str] = {}
-    experts = defaultdict[str, list[str]](list)
+    num_left: dict[str, int] = {}  # parameters of a module of experts that have no matrices yet
     for name in names:
         module = name
         while module.endswith(f".{INNER}"):
             module = module.removesuffix(f".{INNER}")
-        own = [f"{module}.{parameter.rpartition('.')[2]}" for parameter in config.target_parameters or []]
-        own = sorted({parameter for parameter in own if _is_end(parameter, config.target_parameters or [])})
-        rows = shapes.get(name + LORA_A.suffix, (0,))[0]
-        if own and rows not in ranks[name] and not own[0].endswith(".weight"):
-            experts[module].append(name)
+        own = [parameter for last in lasts if _is_end(parameter := f"{module}.{last}", parameters)]
+        rows, *_ = shapes.get(name + LORA_A.suffix) or (0,)
+        if own and rows not in ranks[name]:
+            num_left[module] = num_left.get(module, len(own)) - 1
             places |= dict.fromkeys(own, name)
         else:
             places[name] = name
-    for module, wrappers in experts.items():
-        own = [name for name in places if name.rpartition(".")[0] == module]
-        if len(own) != len(wrappers):
-            raise _inconsistent(
-                f"The adapter has matrices for {len(wrappers)} parameters of {module}, but target_parameters names "
-                f"{len(own)}.",
-                where,
-            )
+    if unequal := [module for module, count in num_left.items() if count]:
+        raise _inconsistent(
+            f"The adapter does not have matrices for each of the target_parameters of {unequal[0]}.", where
+        )
     return dict(sorted(places.items()))
 
 
-def _is_end(name: str, ends: Collection[str]) -> bool:
-    """PEFT's rule for `target_parameters`."""
-    return any(name == end or name.endswith(f".{end}") for end in ends)
+def _is_end(name: str, names: set[str]) -> bool:
+    """PEFT's rule for `target_parameters`: the name, or its end in whole parts, is one of these."""
+    parts = name.split(".")
+    return any(".".join(parts[i:]) in names for i in range(len(parts)))
 
 
 def _rank_of(

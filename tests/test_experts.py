@@ -31,7 +31,7 @@ from trillora.errors import TrilloraError
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM, build_module
 from trillora.model.layout import unstack
-from trillora.model.lora_spec import LoraSpec, select_targets
+from trillora.model.lora_spec import LoraSpec, adapted_layers, select_targets
 from trillora.model.parts.expert_parameters import expert_parameters
 from trillora.report.event_text import adapted_lines
 from trillora.step.adapted_share import adapted_share
@@ -161,6 +161,8 @@ def test_patterns_select_experts_if_they_say_so_or_match_nothing_else() -> None:
     assert chosen("experts") == experts
     assert chosen("*.layers.1.*") == linear[1:]
     assert chosen("*.layers.1.*experts*") == [linear[1], *experts[:2]]
+    spec = LoraSpec(targets=("down_proj", "experts"), exclude=("*.layers.1.*",))
+    assert list(adapted_layers(module, linear, spec, experts)) == [linear[0], *experts[2:]]
 
 
 @pytest.mark.parametrize(("name", "router"), [("afmoe", "mlp.router.gate"), ("gemma4_text_mixture", "router.proj")])

@@ -105,7 +105,8 @@ def adapted_layers(
     targets = select_targets(model, linear, spec.targets, spec.file, experts, routers)
     excluded: set[str] = set()
     for i, pattern in enumerate(spec.exclude):
-        matches = _matching_any(pattern, linear, experts, f"lora.exclude[{i}]")
+        every = list(experts) if pattern == EXPERTS else []
+        matches = every or matching(pattern, [*linear, *experts], f"lora.exclude[{i}]")
         if not matches:
             raise _matches_nothing(f"lora.exclude {pattern!r}", model, pattern, linear, f"lora.exclude[{i}]")
         excluded.update(matches)

@@ -4,7 +4,8 @@ architectures` writes docs/ARCHITECTURES.md.
     python tools/architectures.py                 all cases of tests/tiny_models.py
     python tools/architectures.py llama gemma2    only these; the other rows keep their last result
 
-The checks are those of tests/architecture_checks.py. Results are stored in .architectures/, one file per case.
+The checks are those of tests/architecture_checks.py. Results are stored in .architectures/, one file per case; a case
+without one keeps its rows of the page.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -105,7 +107,9 @@ def write_page(tiny_models: Any) -> tuple[int, int]:
         for question, answer in answers.items():
             if not answer["passed"]:
                 reasons.setdefault(_escape(answer["detail"]), []).append(question)
-        failures += [f"| {name} | {', '.join(failed)} | {reason} |" for reason, failed in reasons.items()]
+        failures[name] = [f"| {name} | {', '.join(failed)} | {reason} |" for reason, failed in reasons.items()]
+        versions.add(record["ran_on"])
+    num_passed = sum(not failures.get(name) for name in rows)
     not_covered = [
         f"| {name} | {_escape(reason or 'new')} |" for name, reason in sorted(tiny_models.uncovered().items())
     ]
@@ -121,8 +125,8 @@ def write_page(tiny_models: Any) -> tuple[int, int]:
             gradients=architecture_checks.GRADIENTS,
             questions=" | ".join(questions),
             rule="|".join(["---"] * len(questions)),
-            rows="\n".join(rows),
-            failures="\n".join(failures),
+            rows="\n".join(rows[name] for name in sorted(rows)),
+            failures="\n".join(line for name in sorted(failures) for line in failures[name]),
             not_covered="\n".join(not_covered),
         )
     )
@@ -139,6 +143,7 @@ def _escape(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")[:240]
 
 
+FAILURES, UNTESTED = "## What fails and why", "## Causal model types that are not tested"
 PAGE_TEXT = """# Architectures
 
 **{num_passed} of {num_cases} configurations** of causal LMs in transformers pass every check ({versions}).

@@ -14,6 +14,7 @@ Legend: B sequences, T tokens, C tokens of a chunk, D width, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import traceback
@@ -44,13 +45,15 @@ from trillora.model.lora import FrozenLayer, add_lora, initial_adapter, linear_l
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides import attention as attention_functions
 from trillora.model.overrides import experts
+from trillora.model.overrides.expert_loops import static_loops
+from trillora.model.overrides.indexers import block_indexers
 from trillora.model.overrides.recurrent import packing_aware
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.parts.token_rows import add_token_rows
 from trillora.model.parts.whole_weights import add_whole_weights, select_modules, values_from_base, with_whole_weights
 from trillora.model.quantized import part_leaves, quantize_layers, whole_weight
-from trillora.model.stack import LayerStack, Remat, decoder_layers
-from trillora.model.trace import Trace, tracing
+from trillora.model.stack import LayerStack, LinkedLayers, Remat, decoder_layers
+from trillora.model.trace import Trace, replaced, tracing
 
 Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments
 
@@ -231,10 +234,14 @@ class CausalLM:
     ) -> Any:
         """Runs transformers' own forward with these weights, for training and generation. `replacements` are (object,
         attribute, value): attributes that are replaced during the call."""
-        replacements = [*replacements, *attention_functions.mask_replacements(self.module, self.attention_style)]
+        masks = attention_functions.mask_replacements(self.module, self.attention_style)
+        given, replacements = (
+            replacements,
+            [*replacements, *masks, *static_loops(self.module), *block_indexers(self.module)],
+        )
         with (
             _restored(self.module),
-            _replaced(replacements),
+            replaced(replacements),
             tracing(trace),
             environment(),
             warnings.catch_warnings(),
@@ -247,8 +254,11 @@ class CausalLM:
                 )
             except (_DecoderReturned, TrilloraError):
                 raise
+            except LinkedLayers:
+                self.stack.linked = True
             except Exception as error:
                 raise _cannot_trace(self.name, error) from error
+        return self.run(dataclasses.replace(trace, layer_calls={}), weights, keywords, given)
 
     def _layout(self) -> Layout:
         """Every parameter and buffer of the module, with the layers of a segment stacked."""
@@ -301,6 +311,8 @@ def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
     try:
         config = type(config).from_dict(config.to_dict())
         config.use_cache = False
+        if hasattr(config, "rescale_every"):  # halves weights in place, for inference in float16
+            config.rescale_every = 0
         with _parameters_on_meta():
             module = getattr(transformers, auto_class(config)).from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=trust_remote_code
@@ -335,7 +347,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(self, name, parameter)
 
-    with _replaced([(torch.nn.Module, "register_parameter", register_on_meta)]):
+    with replaced([(torch.nn.Module, "register_parameter", register_on_meta)]):
         yield
 
 
@@ -372,19 +384,6 @@ class _DecoderReturned(Exception):
     def __init__(self, output: Any) -> None:
         super().__init__()
         self.output = output
-
-
-@contextlib.contextmanager
-def _replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Sets attributes (object, attribute, value) and restores them afterwards."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
-    try:
-        for owner, name, value in replacements:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 @contextlib.contextmanager

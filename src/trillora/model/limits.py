@@ -8,13 +8,7 @@ from trillora.errors import TrilloraError
 
 # Models whose own code carries state from one document of a packed sequence into the next. This is the only place that
 # lists architectures by name: the structure of a module does not show it.
-CANNOT_PACK = {
-    "minimax": "lightning attention keeps a running state",
-    "openai-gpt": "its attention builds its own causal mask",
-    "recurrent_gemma": "its recurrent blocks keep a running state",
-    "rwkv": "its time mixing keeps a running state",
-    "xlstm": "its cells keep a running state",
-}
+CANNOT_PACK = {"zaya": "its convolutions reach back over several tokens"}
 
 # Models that keep state outside transformers' cache: every decoded token would start without the text before it.
 CANNOT_DECODE = {

@@ -20,6 +20,9 @@ transformers' own code calls the layers one by one, in a Python loop. To get a s
    like the weights, and mask rules that differ become a `RuleChoice`. If the arguments differ in any other way
    (`CannotScan`), the layers of the segment run one by one.
 
+If a layer is called with more than the hidden state of the layer before it, such as the keys that an indexer chose
+there, the model runs again, and every layer runs when it is called (`_run_linked`).
+
 There are no lists of model names: two layers share a body if their signatures (`layer_signature`) are equal.
 """
 
@@ -43,7 +46,6 @@ from torchax import interop
 from trillora.devices.mesh import split_rows
 from trillora.engine.attention import SAVED_NAME as ATTENTION_OUTPUT
 from trillora.engine.attention import MaskRule, RuleChoice
-from trillora.errors import TrilloraError
 from trillora.model.lora import SAVED_NAME as LINEAR_OUTPUT
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, environment
 from trillora.model.trace import Trace, current
@@ -219,8 +221,17 @@ class NotKept:
     """A placeholder for the other outputs of a layer, such as router logits. Passing it to a layer is an error."""
 
 
+class LinkedLayers(Exception):
+    """A layer uses more than the hidden state of the layer before it, so recorded calls are not enough."""
+
+
 class LayerStack:
-    """The decoder layers of a model: records their calls and runs them in segments."""
+    """The decoder layers of a model: records their calls and runs them in segments.
+
+    After `LinkedLayers`, the model has to run again with `linked` set: each layer then runs when it is called.
+    """
+
+    linked = False
 
     def __init__(self, model: Any, *, scan: bool, unroll: int, remat: Remat) -> None:
         located = decoder_layers(model)
@@ -267,11 +278,10 @@ class LayerStack:
             hidden, args, positional = args[0], args[1:], True
         else:
             hidden, positional = kwargs.pop("hidden_states"), False
+        if self.linked:
+            return self._run_linked(trace, i, hidden, (positional, args, kwargs))
         if any(isinstance(leaf, NotKept) for leaf in torch_tree.tree_leaves((args, kwargs))):
-            raise TrilloraError(
-                f"{type(self.layers[i]).__name__} uses more than the hidden state of the layer before it.",
-                do="choose an architecture from docs/ARCHITECTURES.md: such layers are not supported yet",
-            )
+            raise LinkedLayers(type(self.layers[i]).__name__)
         trace.layer_calls[i] = (positional, args, kwargs)
         trace.running_layers = True
         try:
@@ -283,6 +293,31 @@ class LayerStack:
         finally:
             trace.running_layers = False
         return hidden if num_outputs == 0 else (hidden, *(NotKept() for _ in range(num_outputs - 1)))
+
+    def _run_linked(self, trace: Trace, i: int, hidden: torch.Tensor, call: tuple[bool, Any, Any]) -> Any:
+        """Runs layer i and returns all its outputs."""
+        weights = next(
+            {name: w[r] if segment.repetitions > 1 else w for name, w in self._weights(trace, prefix).items()}
+            for segment, j, prefix in self.slots()
+            for r in range(segment.repetitions)
+            if segment.start + j + r * segment.period == i
+        )
+        trace.layer_calls[i], run_key = call, trace.dropout_key
+
+        def body(hidden: jax.Array, weights: dict[str, jax.Array]) -> Any:
+            with environment():
+                out, additions = self._call(trace, i, weights, interop.torch_view(split_rows(hidden, trace.mesh)))
+            assert not additions, "linked layers that also write to a dictionary"
+            out = interop.jax_view(out)
+            first = split_rows(out[0] if isinstance(out, tuple | list) else out, trace.mesh)
+            return (first, *out[1:]) if isinstance(out, tuple | list) else first
+
+        trace.running_layers = True
+        trace.dropout_key = run_key if run_key is None else run_key.fold_in(i)
+        try:
+            return interop.torch_view(self._checkpointed(body, looped=False)(interop.jax_view(hidden), weights))
+        finally:
+            trace.running_layers, trace.dropout_key = False, run_key
 
     def _probe(self, trace: Trace, hidden: jax.Array) -> tuple[int, Any]:
         """What a layer returns: 0 for a tensor or the length of the tuple; and the dtype of the residual stream, which
@@ -333,7 +368,7 @@ class LayerStack:
     def _scan(
         self, trace: Trace, hidden: jax.Array, segment: Segment, weights: list[dict[str, jax.Array]]
     ) -> jax.Array:
-        varying = self._varying_arguments(trace, segment, hidden.shape[-2])
+        varying = self._varying_arguments(trace, segment, hidden.shape[1])
         indices = list(range(segment.start, segment.start + segment.period))
         written: list[tuple[Any, list[Any]]] = []
 

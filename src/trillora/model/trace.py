@@ -67,3 +67,16 @@ def tracing(trace: Trace) -> Iterator[Trace]:
         yield trace
     finally:
         _current.reset(token)
+
+
+@contextlib.contextmanager
+def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Sets attributes (object, attribute, value) and restores them afterwards."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

@@ -7,12 +7,14 @@ which builds what its kernel needs from the rule and the segment ids of the trac
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import torch
+import torch.utils._pytree as torch_tree
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from torchax import interop
@@ -25,6 +27,7 @@ from trillora.engine.attention import SAVED_NAME, MaskRule, RuleChoice, ScoreSca
 from trillora.errors import TrilloraError
 from trillora.model.kv_cache import visible_in_cache
 from trillora.model.overrides.recurrent import modelling_files
+from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import Trace, current
 
 NAME = "trillora"
@@ -59,7 +62,24 @@ def mask_replacements(model: Any, style: Style) -> list[tuple[Any, str, Any]]:
     if style == "mask":
         files = [file for file in modelling_files(model) if hasattr(file, "create_causal_mask")]
         replacements += [(file, "create_causal_mask", _explicit_mask) for file in files]
+    elif style == "none":
+        classes = {type(m) for m in model.modules() if hasattr(m, "_attn")}
+        replacements += [(cls, "_attn", _with_mask(cls._attn)) for cls in classes]
     return replacements
+
+
+def _with_mask(attn: Callable[..., Any]) -> Callable[..., Any]:
+    """The oldest models have a causal mask in a buffer, and get no other mask: add one that keeps documents apart."""
+
+    @functools.wraps(attn)
+    def masked(
+        self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not args or args[0] is not None or not isinstance(value, TORCHAX_TENSORS):
+            return attn(self, query, key, value, *args, **kwargs)
+        return attn(self, query, key, value, _explicit_mask(None, value.transpose(1, 2)), *args[1:], **kwargs)
+
+    return masked
 
 
 def _explicit_mask(config: Any, inputs_embeds: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -72,16 +92,59 @@ def _explicit_mask(config: Any, inputs_embeds: torch.Tensor, *args: Any, **kwarg
     return interop.torch_view(jnp.broadcast_to(mask, (B, T, T))[:, None].astype(embedded.dtype))
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorOnDemand(MaskRule):
+    """A rule that also acts as a boolean mask tensor [B, 1, T, S], for models whose own code reads the mask: indexers
+    that choose keys, for example. The tensor is only computed when it is used."""
+
+    num_sequences: int = 1
+    num_queries: int = 0
+    num_keys: int = 0
+
+    def tensor(self) -> torch.Tensor:
+        return interop.torch_view(self.__jax_array__())
+
+    def __jax_array__(self) -> jax.Array:
+        trace = current()
+        assert trace is not None, "this mask only works inside a trace"
+        if trace.slots is not None:
+            mask = visible_in_cache(self, trace.slots, self.num_keys)
+        else:
+            mask = visible(self, self.num_queries, self.num_keys, trace.segments_BT)[:, None]
+        return jnp.broadcast_to(mask, (self.num_sequences, *mask.shape[1:]))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols such as copying ask for these
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.tensor()[index]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for torch functions with a rule among their arguments, such as `torch.where(rule, a, b)`."""
+        given = torch_tree.tree_map(lambda a: a.tensor() if isinstance(a, cls) else a, (args, kwargs or {}))
+        return function(*given[0], **given[1])
+
+
 def _mask_rule(
-    *args: Any, mask_function: Callable[..., Any] | None = None, local_size: int | None = None, **kwargs: Any
+    batch_size: int = 1,
+    q_length: int = 0,
+    kv_length: int = 0,
+    *args: Any,
+    mask_function: Callable[..., Any] | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
 ) -> MaskRule:
     """transformers builds a mask function out of closures; their names show which kind of mask it is."""
     names = _closure_names(mask_function) if mask_function is not None else set()
+    rule = functools.partial(TensorOnDemand, num_sequences=batch_size, num_queries=q_length, num_keys=kv_length)
     if any("chunked_overlay" in name for name in names):
-        return MaskRule(chunk=local_size)
+        return rule(chunk=local_size)
     if any("sliding_window_overlay" in name for name in names):
-        return MaskRule(window=local_size)
-    return MaskRule(causal=not any("bidirectional" in name for name in names))
+        return rule(window=local_size)
+    return rule(causal=not any("bidirectional" in name for name in names))
 
 
 def _closure_names(function: Callable[..., Any], depth: int = 0) -> set[str]:
@@ -105,9 +168,12 @@ def _attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers gives [B, heads, T, width] and expects [B, T, heads, width]."""
+    """transformers gives [B, heads, T, width] and expects [B, T, heads, width]. `indices`: the keys that an indexer
+    chose for each query; `block_indices`: their mask (see `indexers`), with a head for each head of the keys."""
     trace = current()
     assert trace is not None, "this attention only works inside a trace"
     trace.num_attention_calls += 1
@@ -135,11 +201,24 @@ def _attention(
     if position_bias is not None:
         assert bias is None, "a tensor mask together with a position bias"
         bias = interop.jax_view(position_bias)
+    if indices is not None:
+        assert bias is None, "a tensor mask together with chosen keys"
+        bias = _chosen(interop.jax_view(indices), key.shape[2])
+    if block_indices is not None:
+        assert bias is None and block_indices.dtype == torch.bool, "indexers return masks in a trace"
+        bias = interop.jax_view(block_indices.repeat_interleave(query.shape[1] // block_indices.shape[1], dim=1))
     q, k, v = (interop.jax_view(t).swapaxes(1, 2) for t in (query, key, value))
     scores = ScoreScaling(scale=q.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap=softcap)
     sinks = None if s_aux is None else interop.jax_view(s_aux)
     out = _attend_per_shard(trace, q, k, v, rule, scores, sinks, bias)
     return interop.torch_view(checkpoint_name(out, SAVED_NAME)), None
+
+
+def _chosen(index_BTN: jax.Array, num_keys: int) -> jax.Array:
+    """A boolean mask [B, 1, T, S] of the keys that are listed for each query."""
+    B, T, _ = index_BTN.shape
+    rows, queries = jnp.arange(B)[:, None, None], jnp.arange(T)[None, :, None]
+    return jnp.zeros((B, T, num_keys), bool).at[rows, queries, index_BTN].set(True)[:, None]
 
 
 def _refuse_unknown(module: torch.nn.Module, keywords: dict[str, Any]) -> None:

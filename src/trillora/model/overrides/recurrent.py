@@ -2,13 +2,16 @@
 
 In a packed sequence, attention keeps documents apart by segment ids; a recurrence must reset its state. transformers'
 modelling files implement recurrences with a few functions. During a trace these names in a model's own files point to
-versions that use the segment ids.
+versions that use the segment ids. Recurrences that are a module of their own are recognised by the arguments of its
+forward.
 
 Legend: B sequences, T tokens, C channels, N state size.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,13 +32,20 @@ Function = Callable[..., Any]
 
 
 def packing_aware(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
-    """Replacements (module, name, value) for the functions that this model uses."""
-    return [
+    """Replacements (module or class, name, value) for the functions and modules that this model uses."""
+    functions = [
         (file, name, aware(getattr(file, name)))
         for file in modelling_files(model)
         for name, aware in MECHANISMS.items()
         if hasattr(file, name)
     ]
+    modules = [
+        (cls, "forward", aware(cls.forward))
+        for cls in {type(module) for module in model.modules()}
+        for applies, aware in MODULES
+        if applies(cls)
+    ]
+    return [*functions, *modules]
 
 
 def modelling_files(model: torch.nn.Module) -> list[Any]:
@@ -180,6 +190,144 @@ def _mamba_scan(original: Function) -> Function:
     return scan
 
 
+def _convolution_module(original: Function) -> Function:
+    """A depthwise convolution of a module. PyTorch's output has `padding` values more at the end, which models cut."""
+    convolve = _causal_convolution(original)
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        taps = self.kernel_size[0]
+        is_causal = self.groups == self.in_channels == self.out_channels and self.padding == (taps - 1,)
+        if _segments(x) is None or not is_causal or self.stride != (1,) or self.dilation != (1,):
+            return original(self, x)
+        return torch.nn.functional.pad(convolve(x, self.weight[:, 0], self.bias), (0, taps - 1))
+
+    return forward
+
+
+def _gated_cell(original: Function) -> Function:
+    """The state is multiplied by sigmoid(fgate) at each token, [B, heads, T]."""
+    signature = inspect.signature(original)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        segments = _segments(given.arguments["fgate"])
+        if segments is not None:
+            gate = interop.jax_view(given.arguments["fgate"])
+            gate = jnp.where(_starts(segments)[:, None], FORGET, gate).astype(gate.dtype)
+            given.arguments["fgate"] = interop.torch_view(gate)
+        return original(*given.args, **given.kwargs)
+
+    return forward
+
+
+def _decaying_attention(original: Function) -> Function:
+    """Linear attention whose state decays at a constant rate ("lightning attention")."""
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        segments = _segments(hidden_states)
+        if segments is None:
+            return original(self, hidden_states, *args, **kwargs)
+        B, T, _ = hidden_states.shape
+        qkv = self.act_fn(self.qkv_proj(hidden_states)).reshape(B, T, self.num_attention_heads, -1)
+        query, key, value = (interop.jax_view(part).astype(jnp.float32) for part in qkv.chunk(3, dim=-1))
+        rate = interop.jax_view(self.slope_rate).reshape(-1).astype(jnp.float32)
+        out = decaying_attention(query, key, value, rate, segments, self.block_size)
+        out = self.norm(interop.torch_view(out.reshape(B, T, -1).astype(interop.jax_view(qkv).dtype)))
+        return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
+
+    return forward
+
+
+def decaying_attention(
+    query_BTHD: jax.Array,
+    key_BTHD: jax.Array,
+    value_BTHE: jax.Array,
+    rate_H: jax.Array,
+    segments_BT: jax.Array,
+    block: int,
+) -> jax.Array:
+    """The sum of exp(-rate * (t - s)) (q_t . k_s) v_s over the tokens s <= t of the same document, block by block:
+    within a block as a matrix, from earlier blocks through a state [B, H, D, E]."""
+    B, T, H, D = query_BTHD.shape
+    padding = -T % block
+
+    def blocks(array: jax.Array) -> jax.Array:
+        filled = jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2), mode="edge")
+        return filled.reshape(B, -1, block, *array.shape[2:]).swapaxes(0, 1)
+
+    place = jnp.arange(block)
+    distance = place[:, None] - place[None]
+    within = jnp.where(distance >= 0, jnp.exp(-rate_H[:, None, None] * jnp.maximum(distance, 0)), 0.0)
+    from_state = jnp.exp(-rate_H * (place[:, None] + 1))[None, :, :, None]
+    to_state = jnp.exp(-rate_H * (block - 1 - place[:, None]))[None, :, :, None]
+    whole_block = jnp.exp(-rate_H * block)[None, :, None, None]
+
+    def step(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        state, document_B = carry
+        query, key, value, segments = xs
+        same = segments[:, None, :, None] == segments[:, None, None, :]
+        scores = jnp.einsum("bihd,bjhd->bhij", query, key) * within * same
+        continues = (segments == document_B[:, None])[:, :, None, None]
+        out = jnp.einsum("bhij,bjhe->bihe", scores, value)
+        out += jnp.einsum("bihd,bhde->bihe", query * from_state * continues, state)
+        last_B = segments[:, -1]
+        of_last = (segments == last_B[:, None])[:, :, None, None]
+        state = state * whole_block * (last_B == document_B)[:, None, None, None]
+        state += jnp.einsum("bjhd,bjhe->bhde", key * to_state * of_last, value)
+        return (state, last_B), out
+
+    start = jnp.zeros((B, H, D, value_BTHE.shape[-1])), segments_BT[:, 0]
+    _, out = jax.lax.scan(step, start, tuple(blocks(a) for a in (query_BTHD, key_BTHD, value_BTHE, segments_BT)))
+    return out.swapaxes(0, 1).reshape(B, T + padding, H, -1)[:, :T]
+
+
+def _weighted_average(original: Function) -> Function:
+    """RWKV's average of all values so far, with weights that decay with distance. transformers' own version is a Python
+    loop over tokens. Sums are kept relative to their largest exponent, as there."""
+
+    def average(
+        time_decay: torch.Tensor, time_first: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        if not isinstance(key, TORCHAX_TENSORS) or kwargs.get("state") is not None or kwargs.get("return_state"):
+            return original(time_decay, time_first, key, value, **kwargs)
+        decay_C, first_C, key_BTC, value_BTC = (
+            interop.jax_view(t).astype(jnp.float32) for t in (time_decay, time_first, key, value)
+        )
+        segments = _segments(key)
+        starts = jnp.zeros(key_BTC.shape[:2], bool) if segments is None else _starts(segments)
+
+        def step(carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+            key, value, start = xs
+            total, weight, top = (jnp.where(start[:, None], n, old) for n, old in zip(nothing, carry, strict=True))
+            new_top = jnp.maximum(top, key + first_C)
+            old, new = jnp.exp(top - new_top), jnp.exp(key + first_C - new_top)
+            out = (old * total + new * value) / (old * weight + new)
+            top = top - jnp.exp(decay_C)
+            new_top = jnp.maximum(top, key)
+            old, new = jnp.exp(top - new_top), jnp.exp(key - new_top)
+            return (old * total + new * value, old * weight + new, new_top), out
+
+        zeros = jnp.zeros_like(key_BTC[:, 0])
+        nothing = (zeros, zeros, zeros - 1e38)
+        _, out = jax.lax.scan(step, nothing, (key_BTC.swapaxes(0, 1), value_BTC.swapaxes(0, 1), starts.T))
+        return interop.torch_view(out.swapaxes(0, 1).astype(interop.jax_view(key).dtype)), None
+
+    return average
+
+
+def _shift_module(original: Function) -> Function:
+    """Padding that moves every token one place back: [B, T, C]. A document's first token gets zeros."""
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        out, segments = original(self, x), _segments(x)
+        if segments is None or tuple(self.padding) != (0, 0, 1, -1):
+            return out
+        return interop.torch_view(jnp.where(_starts(segments)[..., None], 0, interop.jax_view(out)))
+
+    return forward
+
+
 # Functions of transformers' modelling files, and our wrappers.
 MECHANISMS: dict[str, Callable[[Function], Function]] = {
     "causal_conv1d_fn": _causal_convolution,
@@ -187,4 +335,13 @@ MECHANISMS: dict[str, Callable[[Function], Function]] = {
     "chunk_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
     "mamba_selective_scan": _mamba_scan,
+    "rwkv_linear_attention": _weighted_average,
 }
+
+# Kinds of modules, and our wrappers of their forward.
+MODULES: list[tuple[Callable[[type], bool], Callable[[Function], Function]]] = [
+    (lambda cls: cls is torch.nn.Conv1d, _convolution_module),
+    (lambda cls: cls is torch.nn.ZeroPad2d, _shift_module),
+    (lambda cls: {"igate", "fgate"} <= set(inspect.signature(cls.forward).parameters), _gated_cell),
+    (lambda cls: hasattr(cls, "get_slope_rate"), _decaying_attention),
+]

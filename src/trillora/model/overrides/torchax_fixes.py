@@ -40,17 +40,38 @@ def environment() -> Environment:
         cls.type_as = _type_as
         cls.copy_ = _copy_
     for function, operator in list(env._ops.items()):
-        if not operator.is_jax_function:
-            continue
-        if str(function) in _PROMOTING:
-            env._ops[function] = dataclasses.replace(operator, func=_scalars_do_not_promote(operator.func))
-        elif str(function) in _ROUNDED_ONCE:
-            env._ops[function] = dataclasses.replace(operator, func=_rounded_once(operator.func))
-        elif function is torch.nn.functional.linear or str(function) == "aten.linear":
-            env._ops[function] = dataclasses.replace(operator, func=_linear)
-        elif str(function) == "aten.addmm":
-            env._ops[function] = dataclasses.replace(operator, func=_addmm)
+        if operator.is_jax_function:
+            fixed = _stops_without_grad(_fixed(function, operator.func))
+            env._ops[function] = dataclasses.replace(operator, func=fixed)
     return env
+
+
+def _fixed(function: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """torchax's implementation of an operator, or ours."""
+    name = str(function)
+    if name in _PROMOTING:
+        return _scalars_do_not_promote(implementation)
+    if name in _ROUNDED_ONCE:
+        return _rounded_once(implementation)
+    if function is torch.nn.functional.linear or name == "aten.linear":
+        return _linear
+    return _addmm if name == "aten.addmm" else implementation
+
+
+def _stops_without_grad(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torchax ignores `torch.no_grad`: gradients would flow where PyTorch has none."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        return out if torch.is_grad_enabled() else without_gradient(out)
+
+    return wrapped
+
+
+def without_gradient(tree: Any) -> Any:
+    """The same values, as constants."""
+    return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
 def _type_as(self: Any, other: torch.Tensor) -> Any:

@@ -1,0 +1,121 @@
+"""Our versions of models' own functions: each equals a plain loop in numpy, or the module's code in PyTorch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from torchax import interop
+
+from trillora.engine.attention import MaskRule, visible
+from trillora.model.overrides.attention import TensorOnDemand
+from trillora.model.overrides.expert_loops import static_loops
+from trillora.model.overrides.indexers import choose_blocks
+from trillora.model.overrides.recurrent import decaying_attention
+from trillora.model.overrides.torchax_fixes import environment
+from trillora.model.trace import Trace, replaced, tracing
+
+# Two sequences, with documents that begin inside and at the edge of blocks of 4.
+SEGMENTS = np.array([[1] * 5 + [2] * 6, [1] * 4 + [2] * 1 + [3] * 6])
+POSITIONS = np.array([[*range(5), *range(6)], [*range(4), 0, *range(6)]])
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def test_attention_with_decay_sums_over_the_tokens_of_a_document() -> None:
+    B, T, H, D = 2, 11, 3, 5
+    query, key, value = (random(B, T, H, D, seed=seed) for seed in range(3))
+    rate = np.array([0.1, 0.5, 1.0], np.float32)
+    expected = np.zeros((B, T, H, D))
+    for b in range(B):
+        for t in range(T):
+            for s in range(t + 1):
+                if SEGMENTS[b, s] == SEGMENTS[b, t]:
+                    weight = np.exp(-rate * (t - s)) * (query[b, t] * key[b, s]).sum(-1)
+                    expected[b, t] += weight[:, None] * value[b, s]
+    ours = decaying_attention(query, key, value, jnp.asarray(rate), jnp.asarray(SEGMENTS), 4)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("num_local", [0, 1, 2])
+def test_blocks_of_keys_are_chosen_within_a_document(num_local: int) -> None:
+    B, H, T, size, num_chosen = 2, 2, 11, 2, 2
+    scores = random(B, H, T, T)
+    seen = np.asarray(visible(MaskRule(), T, T, jnp.asarray(SEGMENTS)))
+    expected = np.zeros((B, H, T, T), bool)
+    for b, h, t in np.ndindex(B, H, T):
+        blocks: dict[int, list[int]] = {}
+        for s in np.flatnonzero(seen[b, t]):
+            blocks.setdefault(POSITIONS[b, s] // size, []).append(s)
+        own = POSITIONS[b, t] // size
+        local = {max(own - back, 0) for back in range(num_local)}
+        ranked = sorted(blocks, key=lambda n: (n not in local, -max(scores[b, h, t, s] for s in blocks[n])))
+        for n in ranked[:num_chosen]:
+            expected[b, h, t, blocks[n]] = True
+    ours = choose_blocks(jnp.asarray(scores), jnp.asarray(POSITIONS), jnp.asarray(seen), size, num_chosen, num_local)
+    np.testing.assert_array_equal(np.asarray(ours) & seen[:, None], expected)
+
+
+def test_a_rule_acts_as_a_mask_tensor() -> None:
+    rule = TensorOnDemand(num_sequences=2, num_queries=11, num_keys=11)
+    with tracing(Trace(weights={}, segments_BT=jnp.asarray(SEGMENTS))), environment():
+        additive = torch.where(rule, 0.0, -1.0)
+        first = rule[:, 0]
+        assert rule.dtype == torch.bool and rule.shape == (2, 1, 11, 11)
+    seen = np.asarray(visible(MaskRule(), 11, 11, jnp.asarray(SEGMENTS)))
+    np.testing.assert_array_equal(interop.jax_view(first), seen)
+    np.testing.assert_array_equal(interop.jax_view(additive)[:, 0], np.where(seen, 0.0, -1.0))
+
+
+def test_no_gradient_flows_through_no_grad() -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        with environment():
+            t = interop.torch_view(x)
+            with torch.no_grad():
+                constant = (t * 3).exp()
+            return interop.jax_view((constant * t).sum())
+
+    x = jnp.asarray([0.1, 0.2])
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), jnp.exp(3 * x), rtol=1e-6)
+
+
+class Mixture(torch.nn.Module):
+    """Calls the experts of a model, or its whole mixture where the router sorts the tokens."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        kind = "MoE" if name == "jetmoe" else "Experts"
+        self.inner = next(m for m in tiny_models.build(name).modules() if type(m).__name__.endswith(kind))
+        self.routes = name == "jetmoe"
+
+    def forward(self, hidden_ND: torch.Tensor, index_NK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(hidden_ND[None]) if self.routes else self.inner(hidden_ND, index_NK, weight_NK)
+        return out.reshape(hidden_ND.shape)
+
+
+@pytest.mark.parametrize("name", ["dbrx", "longcat_flash", "jetmoe"])
+def test_a_loop_over_experts_gives_the_same_in_a_trace(name: str) -> None:
+    module = Mixture(name)
+    hidden = torch.tensor(random(7, 64)).requires_grad_()
+    index = torch.tensor([[0, 1], [1, 3], [3, 1], [0, 3], [1, 0], [3, 0], [1, 3]])  # nobody chose expert 2
+    weights = torch.rand(index.shape, generator=torch.Generator().manual_seed(0))
+    expected = module(hidden, index, weights)
+    expected.square().sum().backward()
+    parameters = {n: jnp.asarray(p.detach().numpy()) for n, p in module.named_parameters()}
+
+    def loss(hidden: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with replaced(static_loops(module)), environment():
+            arguments = interop.torch_view((hidden, *others))
+            out = torch.func.functional_call(module, interop.torch_view(parameters), arguments)
+        return jnp.square(interop.jax_view(out)).sum(), interop.jax_view(out)
+
+    arrays = [jnp.asarray(t.detach().numpy()) for t in (hidden, index, weights)]
+    (_, out), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(*arrays)
+    np.testing.assert_allclose(out, expected.detach().numpy(), rtol=1e-4, atol=1e-5)
+    assert hidden.grad is not None
+    np.testing.assert_allclose(gradient, hidden.grad.numpy(), rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The engine equals plain PyTorch for eighteen architectures, which cover every mechanism."""
+"""The engine equals plain PyTorch for 22 architectures, which cover every mechanism; `make test` runs 20 of them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ SLOW = ("granitemoehybrid", "inkling_text")
 
 # `make test` asks these every question; one of them is recurrent. All their layers are of one kind, so two are enough.
 ASKED_EVERYTHING = ("qwen3", "falcon_h1")
+PACKED = ("qwen3_next", "lfm2", "gemma2", "hy_v4", "minimax_m3_vl_text", "minimax", "recurrent_gemma")
 
 
 def questions_of(name: str) -> tuple[str, ...]:
-    """Packing is asked of all models that keep a state along the sequence, which packing has to reset. Attention has
-    one mask for all models."""
+    """Packing is asked of all models that keep a state along the sequence, which packing has to reset, and of those
+    that choose keys. Attention has one mask for all models."""
     if FULL or name in ASKED_EVERYTHING:
         return tuple(CHECKS)
-    return ("scanned", "packed") if name in ("qwen3_next", "lfm2", "gemma2") else ("scanned",)
+    return ("scanned", "packed") if name in PACKED else ("scanned",)
 
 
 def test_suite_is_large_enough() -> None:
-    assert len(SUITE) >= 16 and set(SLOW) < set(SUITE)
+    assert len(SUITE) >= 20 and set(SLOW) < set(SUITE)
 
 
 @pytest.mark.parametrize(
@@ -51,21 +52,20 @@ def test_engine_equals_pytorch(name: str) -> None:
     assert all(answer.passed for answer in answers.values()), answers
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "zaya"])
-def test_unsupported_mechanisms_are_refused_instead_of_computed_wrongly(name: str) -> None:
-    with pytest.raises(TrilloraError, match=r"keys of its own|more than the hidden state"):
-        CHECKS["unrolled"](Subject(name))
+def test_unsupported_mechanisms_are_refused_instead_of_computed_wrongly() -> None:
+    with pytest.raises(TrilloraError, match="keys of its own"):
+        CHECKS["unrolled"](Subject("deepseek_v4"))
 
 
 def test_a_model_that_cannot_be_traced_names_operation_and_file() -> None:
-    with pytest.raises(TrilloraError, match="cannot be traced: Concretization") as caught:
-        CHECKS["unrolled"](Subject("dbrx"))
-    assert "modeling_dbrx.py" in str(caught.value.where) and "docs/ARCHITECTURES.md" in caught.value.do
+    with pytest.raises(TrilloraError, match="cannot be traced: ") as caught:
+        CHECKS["unrolled"](Subject("qwen4_exp_text"))
+    assert "modeling_qwen4_exp.py" in str(caught.value.where) and "docs/ARCHITECTURES.md" in caught.value.do
 
 
 def test_packing_is_refused_where_documents_would_leak(tmp_path: Path) -> None:
     recipe = load_recipe({"model": "x", "data": str(tmp_path / "x.jsonl")})
     with pytest.raises(TrilloraError, match="see each other"):
-        check_rows(tiny_models.configuration("recurrent_gemma"), 16, recipe.data.pack)
-    check_rows(tiny_models.configuration("recurrent_gemma"), 16, False)
+        check_rows(tiny_models.configuration("zaya"), 16, recipe.data.pack)
+    check_rows(tiny_models.configuration("zaya"), 16, False)
     check_rows(tiny_models.configuration("qwen3"), 16, True)

@@ -98,6 +98,7 @@ class Mixture(torch.nn.Module):
         return out.reshape(hidden_ND.shape)
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")  # as in `CausalLM.run`
 @pytest.mark.parametrize("name", ["dbrx", "longcat_flash", "jetmoe"])
 def test_a_loop_over_experts_gives_the_same_in_a_trace(name: str) -> None:
     module = Mixture(name)

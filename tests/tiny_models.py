@@ -422,8 +422,8 @@ CASES: dict[str, Case] = {
 # fmt: on
 
 
-# Mechanisms found only in architectures that the engine refuses, or cannot pack; see docs/ARCHITECTURES.md.
-NOT_YET = frozenset({"indexed", "compressed", "hyper-connections", "recurrent", "linear-attention"})
+# Mechanisms found only in architectures that the engine refuses; see docs/ARCHITECTURES.md.
+NOT_YET = frozenset({"compressed"})
 
 # These cover every other mechanism at least once.
 SUITE: tuple[str, ...] = (
@@ -445,6 +445,10 @@ SUITE: tuple[str, ...] = (
     "zamba2",
     "lfm2",
     "inkling_text",
+    "hy_v4",
+    "minimax_m3_vl_text",
+    "minimax",
+    "recurrent_gemma",
 )
 
 

@@ -48,6 +48,7 @@ from trillora.model.overrides import experts
 from trillora.model.overrides.expert_loops import static_loops
 from trillora.model.overrides.indexers import block_indexers
 from trillora.model.overrides.recurrent import packing_aware
+from trillora.model.overrides.rope import make_rope_static
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.parts.token_rows import add_token_rows
 from trillora.model.parts.whole_weights import add_whole_weights, select_modules, values_from_base, with_whole_weights
@@ -327,7 +328,7 @@ def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
         keep_text_model(module)
     with contextlib.suppress(Exception):  # raises for a model without experts
         module.set_experts_implementation(experts.NAME)
-    _make_rope_static(module)
+    make_rope_static(module)
     keep = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
     for name, parameter in module.named_parameters():
         if any(part in name.split(".") for part in keep):
@@ -349,17 +350,6 @@ def _parameters_on_meta() -> Iterator[None]:
 
     with replaced([(torch.nn.Module, "register_parameter", register_on_meta)]):
         yield
-
-
-def _make_rope_static(module: torch.nn.Module) -> None:
-    """Replaces `rope_type: dynamic`, which reads the largest position and so cannot be traced. It has no effect on
-    sequences up to the trained length, and longer ones are refused before a run (`limits.check_rows`)."""
-    for child in module.modules():
-        rope: Any = child.__dict__.get("rope_type")
-        if isinstance(rope, str) and "dynamic" in rope:
-            child.__dict__["rope_type"] = "default"
-        elif isinstance(rope, dict):
-            child.__dict__["rope_type"] = {k: "default" if "dynamic" in v else v for k, v in rope.items()}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,75 @@
+"""Rotary frequencies that depend on the length of a text, without branches on values.
+
+`dynamic` frequencies read the largest position. They have no effect on sequences up to the trained length, and longer
+ones are refused before a run (`limits.check_rows`), so they become `default`.
+
+`longrope` has two sets of frequencies: if the largest position of the batch is beyond the trained length, all tokens
+use the long ones. Older versions of transformers choose with a Python `if`, which cannot be traced: here it is a
+selection between two arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torchax import interop
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
+
+
+@dataclass(frozen=True)
+class _LongRope:
+    """The frequencies of one kind of layers."""
+
+    buffer: str
+    trained_length: int
+    short: np.ndarray
+    long: np.ndarray
+
+
+def make_rope_static(module: torch.nn.Module) -> None:
+    """Changes the rotary embeddings of a model."""
+    for child in module.modules():
+        rope: Any = child.__dict__.get("rope_type")
+        if rope is None:
+            continue
+        kinds = rope if isinstance(rope, dict) else {None: rope}
+        long = {layer: _long_rope(child, layer) for layer, kind in kinds.items() if kind == "longrope"}
+        static = {layer: "default" if layer in long or "dynamic" in kind else kind for layer, kind in kinds.items()}
+        child.__dict__["rope_type"] = static if isinstance(rope, dict) else static[None]
+        if long:
+            child.__dict__["forward"] = functools.partial(_forward, child, child.forward, long)
+
+
+def _long_rope(child: Any, layer: str | None) -> _LongRope:
+    parameters = child.config.rope_parameters if layer is None else child.config.rope_parameters[layer]
+    trained = parameters["original_max_position_embeddings"]
+    options = {} if layer is None else {"layer_type": layer}
+    long, _ = ROPE_INIT_FUNCTIONS["longrope"](child.config, torch.device("cpu"), seq_len=trained + 1, **options)
+    buffer = "inv_freq" if layer is None else f"{layer}_inv_freq"
+    return _LongRope(buffer, trained, getattr(child, buffer).numpy().copy(), long.numpy())
+
+
+def _forward(
+    child: Any,
+    forward: Callable[..., Any],
+    long: dict[str | None, _LongRope],
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    layer_type: str | None = None,
+) -> Any:
+    given = () if layer_type is None else (layer_type,)
+    rope = long.get(layer_type)
+    if rope is not None and isinstance(position_ids, TORCHAX_TENSORS):
+        is_long = interop.jax_view(position_ids).max() >= rope.trained_length
+        frequencies: jax.Array = jnp.where(is_long, rope.long, rope.short)
+        child.register_buffer(rope.buffer, interop.torch_view(frequencies), persistent=False)
+    return forward(x, position_ids, *given)

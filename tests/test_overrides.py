@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from trillora.model.overrides.attention import TensorOnDemand
 from trillora.model.overrides.expert_loops import static_loops
 from trillora.model.overrides.indexers import choose_blocks
 from trillora.model.overrides.recurrent import decaying_attention
-from trillora.model.overrides.torchax_fixes import environment
+from trillora.model.overrides.torchax_fixes import counted_no_grad, environment
 from trillora.model.trace import Trace, replaced, tracing
 
 # Two sequences, with documents that begin inside and at the edge of blocks of 4.
@@ -72,16 +74,24 @@ def test_a_rule_acts_as_a_mask_tensor() -> None:
     np.testing.assert_array_equal(interop.jax_view(additive)[:, 0], np.where(seen, 0.0, -1.0))
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
 def test_no_gradient_flows_through_no_grad() -> None:
+    """Unlike through the forward of an autograd function, which PyTorch also runs without gradients."""
+
     def loss(x: jax.Array) -> jax.Array:
-        with environment():
+        with tracing(Trace(weights={})), environment(), replaced(counted_no_grad()):
             t = interop.torch_view(x)
             with torch.no_grad():
                 constant = (t * 3).exp()
-            return interop.jax_view((constant * t).sum())
+            return interop.jax_view((constant * Square.apply(t)).sum())
 
     x = jnp.asarray([0.1, 0.2])
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), jnp.exp(3 * x), rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), jnp.exp(3 * x) * 2 * x, rtol=1e-6)
 
 
 class Mixture(torch.nn.Module):

@@ -49,7 +49,7 @@ from trillora.model.overrides.expert_loops import static_loops
 from trillora.model.overrides.indexers import block_indexers
 from trillora.model.overrides.recurrent import packing_aware
 from trillora.model.overrides.rope import make_rope_static
-from trillora.model.overrides.torchax_fixes import environment
+from trillora.model.overrides.torchax_fixes import counted_no_grad, environment
 from trillora.model.parts.token_rows import add_token_rows
 from trillora.model.parts.whole_weights import add_whole_weights, select_modules, values_from_base, with_whole_weights
 from trillora.model.quantized import part_leaves, quantize_layers, whole_weight
@@ -236,10 +236,8 @@ class CausalLM:
         """Runs transformers' own forward with these weights, for training and generation. `replacements` are (object,
         attribute, value): attributes that are replaced during the call."""
         masks = attention_functions.mask_replacements(self.module, self.attention_style)
-        given, replacements = (
-            replacements,
-            [*replacements, *masks, *static_loops(self.module), *block_indexers(self.module)],
-        )
+        modules = [*static_loops(self.module), *block_indexers(self.module)]
+        given, replacements = replacements, [*replacements, *masks, *modules, *counted_no_grad()]
         with (
             _restored(self.module),
             replaced(replacements),

@@ -33,7 +33,7 @@ from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNITUDE, is_of_lora, kind_of
 from trillora.model.layout import Layout, Tree
 from trillora.model.lora_spec import Initial, LayerLora, LoraSpec, adapted_layers
-from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, without_gradient
+from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad, without_gradient
 from trillora.model.parts.expert_parameters import add_to_experts, expert_parameters, linear_routers
 from trillora.model.parts.token_rows import token_logits, weight_replaced
 from trillora.model.trace import current
@@ -65,7 +65,7 @@ class _LinearOutput:
             a, b = self._matrices()
             delta = self._lora_delta(interop.jax_view(x), a, b)
             y = self._dora(y, delta, a, b) if hasattr(self, "lora_magnitude") else y + delta.astype(y.dtype)
-            y = y if torch.is_grad_enabled() else without_gradient(y)
+            y = without_gradient(y) if in_no_grad() else y
         if hasattr(self, "token_rows"):
             y = token_logits(self, interop.jax_view(x), y)
         return interop.torch_view(checkpoint_name(y, SAVED_NAME))

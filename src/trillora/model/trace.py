@@ -45,11 +45,12 @@ class Trace:
     mesh: Mesh | None = None
     dropout_key: MaskKey | None = None  # None: no dropout. While a layer runs, the key of that layer
     slots: Slots | None = None  # set while decoding with a cache
-    # The rest is written during the trace, by `stack.LayerStack` and the attention function.
+    # The rest is written during the trace, by `stack.LayerStack` and our functions.
     layer_calls: dict[int, Any] = field(default_factory=dict)  # the arguments transformers passed to each layer
     layer_returns: tuple[int, Any] = (0, None)  # outputs of a layer (0: a tensor, n: a tuple of n), and their dtype
     running_layers: bool = False  # True: a layer that is called runs; False: its call is only recorded
     num_attention_calls: int = 0
+    no_grad_depth: int = 0  # how many `torch.no_grad` the model's code is in
 
 
 _current: ContextVar[Trace | None] = ContextVar("trillora_trace", default=None)

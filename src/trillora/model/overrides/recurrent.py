@@ -45,7 +45,13 @@ def packing_aware(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
         for applies, aware in MODULES
         if applies(cls)
     ]
-    return [*functions, *modules]
+    methods = [
+        (cls, name, aware(getattr(cls, name)))
+        for cls in {type(module) for module in model.modules()}
+        for name, aware in METHODS.items()
+        if hasattr(cls, name)
+    ]
+    return [*functions, *modules, *methods]
 
 
 def modelling_files(model: torch.nn.Module) -> list[Any]:
@@ -186,6 +192,25 @@ def _mamba_scan(original: Function) -> Function:
         if z is not None:
             out = out * jax.nn.silu(interop.jax_view(z).astype(out.dtype))
         return interop.torch_view(out.astype(interop.jax_view(hidden_states).dtype))
+
+    return scan
+
+
+def _linear_scan(original: Function) -> Function:
+    """h_t = gate_t * h_(t-1) + x_t, as an associative scan; transformers' own version is a Python loop over tokens. The
+    model resets it itself, where a position is zero."""
+
+    def scan(
+        self: Any, hidden_states: torch.Tensor, recurrent_gate: Any, reset: Any, recurrent_states: Any, **kwargs: Any
+    ) -> Any:
+        if not isinstance(hidden_states, TORCHAX_TENSORS) or recurrent_states is not None:
+            return original(self, hidden_states, recurrent_gate, reset, recurrent_states, **kwargs)
+        gate, x = (interop.jax_view(t).astype(jnp.float32) for t in (recurrent_gate, hidden_states))
+        gate = jnp.where(interop.jax_view(reset), 0.0, gate)
+        _, out = jax.lax.associative_scan(
+            lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1]), (gate, x), axis=1
+        )
+        return interop.torch_view((out.astype(interop.jax_view(hidden_states).dtype), out[:, -1]))
 
     return scan
 
@@ -337,6 +362,9 @@ MECHANISMS: dict[str, Callable[[Function], Function]] = {
     "mamba_selective_scan": _mamba_scan,
     "rwkv_linear_attention": _weighted_average,
 }
+
+# Methods of modules, and our wrappers.
+METHODS: dict[str, Callable[[Function], Function]] = {"_rnn_scan": _linear_scan}
 
 # Kinds of modules, and our wrappers of their forward.
 MODULES: list[tuple[Callable[[type], bool], Callable[[Function], Function]]] = [

@@ -17,6 +17,8 @@ import torchax
 from torchax.tensor import Environment, Tensor
 from torchax.view import View
 
+from trillora.model.trace import current
+
 TORCHAX_TENSORS = (Tensor, View)
 
 # Operators that may combine a float32 scalar tensor with a bfloat16 array.
@@ -64,9 +66,35 @@ def _stops_without_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
-        return out if torch.is_grad_enabled() else without_gradient(out)
+        return without_gradient(out) if in_no_grad() else out
 
     return wrapped
+
+
+def in_no_grad() -> bool:
+    """Whether the model's code is inside `torch.no_grad`. `torch.is_grad_enabled` would also be false in the forward of
+    a `torch.autograd.Function`, through which gradients do flow."""
+    trace = current()
+    return trace is not None and trace.no_grad_depth > 0
+
+
+def counted_no_grad() -> list[tuple[Any, str, Any]]:
+    """Replacements (class, name, value) that count how many `torch.no_grad` the current trace is in."""
+    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
+
+    def count(change: int) -> None:
+        if (trace := current()) is not None:
+            trace.no_grad_depth += change
+
+    def counted_enter(self: Any) -> None:
+        count(1)
+        enter(self)
+
+    def counted_leave(self: Any, *args: Any) -> None:
+        count(-1)
+        leave(self, *args)
+
+    return [(torch.no_grad, "__enter__", counted_enter), (torch.no_grad, "__exit__", counted_leave)]
 
 
 def without_gradient(tree: Any) -> Any:

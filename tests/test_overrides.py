@@ -119,14 +119,16 @@ def test_a_loop_over_experts_gives_the_same_in_a_trace(name: str) -> None:
     expected.square().sum().backward()
     parameters = {n: jnp.asarray(p.detach().numpy()) for n, p in module.named_parameters()}
 
-    def loss(hidden: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss(
+        hidden: jax.Array, others: list[jax.Array], parameters: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         with replaced(static_loops(module)), environment():
             arguments = interop.torch_view((hidden, *others))
             out = torch.func.functional_call(module, interop.torch_view(parameters), arguments)
         return jnp.square(interop.jax_view(out)).sum(), interop.jax_view(out)
 
-    arrays = [jnp.asarray(t.detach().numpy()) for t in (hidden, index, weights)]
-    (_, out), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(*arrays)
+    first, *others = (jnp.asarray(t.detach().numpy()) for t in (hidden, index, weights))
+    (_, out), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(first, others, parameters)
     np.testing.assert_allclose(out, expected.detach().numpy(), rtol=1e-4, atol=1e-5)
     assert hidden.grad is not None
     np.testing.assert_allclose(gradient, hidden.grad.numpy(), rtol=1e-3, atol=1e-4)

@@ -16,7 +16,7 @@ from trillora.engine.attention import MaskRule, visible
 from trillora.model.overrides.attention import TensorOnDemand
 from trillora.model.overrides.expert_loops import static_loops
 from trillora.model.overrides.indexers import choose_blocks
-from trillora.model.overrides.recurrent import decaying_attention
+from trillora.model.overrides.recurrent import decaying_attention, document_convolution
 from trillora.model.overrides.torchax_fixes import counted_no_grad, environment
 from trillora.model.trace import Trace, replaced, tracing
 
@@ -42,6 +42,27 @@ def test_attention_with_decay_sums_over_the_tokens_of_a_document() -> None:
                     expected[b, t] += weight[:, None] * value[b, s]
     ours = decaying_attention(query, key, value, jnp.asarray(rate), jnp.asarray(SEGMENTS), 4)
     np.testing.assert_allclose(ours, expected, atol=1e-5)  # float32 sums in another order
+
+
+@pytest.mark.parametrize(("groups", "extended"), [(6, False), (2, True)])
+def test_a_convolution_gives_the_same_as_for_each_document_alone(groups: int, extended: bool) -> None:
+    """Padded by the module, or extended by the model with what precedes a document."""
+    torch.manual_seed(0)
+    convolution = torch.nn.Conv1d(6, 6, 3, groups=groups, padding=0 if extended else 2)
+    before = torch.randn(6, 1)
+
+    def run(tokens_CT: torch.Tensor) -> torch.Tensor:
+        given = torch.cat([before, before, tokens_CT], dim=1) if extended else tokens_CT
+        return convolution(given[None])[0, :, : tokens_CT.shape[1]]
+
+    tokens = torch.tensor(random(2, 6, 11))
+    expected = [[run(tokens[b][:, SEGMENTS[b] == s]) for s in np.unique(SEGMENTS[b])] for b in range(2)]
+    places = before.numpy() if extended else np.zeros((6, 1), np.float32)
+    given = np.concatenate([np.broadcast_to(places, (2, 6, 2)), tokens.numpy()], axis=2)
+    weight, bias = (jnp.asarray(p.detach().numpy()) for p in (convolution.weight, convolution.bias))
+    ours = document_convolution(jnp.asarray(given), weight, bias, jnp.asarray(SEGMENTS), groups)
+    separate = np.stack([torch.cat(documents, dim=1).detach().numpy() for documents in expected])
+    np.testing.assert_allclose(ours, separate, atol=1e-5)  # float32 sums in another order
 
 
 @pytest.mark.parametrize("num_local", [0, 1, 2])
@@ -113,7 +134,7 @@ class Mixture(torch.nn.Module):
 def test_a_loop_over_experts_gives_the_same_in_a_trace(name: str) -> None:
     module = Mixture(name)
     hidden = torch.tensor(random(7, 64)).requires_grad_()
-    index = torch.tensor([[0, 1], [1, 3], [3, 1], [0, 3], [1, 0], [3, 0], [1, 3]])  # nobody chose expert 2
+    index = torch.tensor([[0, 1], [1, 3], [3, 1], [0, 3], [1, 0], [3, 0], [1, 3]])  # expert 2 has no token
     weights = torch.rand(index.shape, generator=torch.Generator().manual_seed(0))
     expected = module(hidden, index, weights)
     expected.square().sum().backward()

@@ -39,15 +39,16 @@ def packing_aware(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
         for name, aware in MECHANISMS.items()
         if hasattr(file, name)
     ]
+    one_of_each = {type(module): module for module in model.modules()}
     modules = [
         (cls, "forward", aware(cls.forward))
-        for cls in {type(module) for module in model.modules()}
+        for cls, module in one_of_each.items()
         for applies, aware in MODULES
-        if applies(cls)
+        if applies(module)
     ]
     methods = [
         (cls, name, aware(getattr(cls, name)))
-        for cls in {type(module) for module in model.modules()}
+        for cls in one_of_each
         for name, aware in METHODS.items()
         if hasattr(cls, name)
     ]
@@ -216,15 +217,57 @@ def _linear_scan(original: Function) -> Function:
 
 
 def _convolution_module(original: Function) -> Function:
-    """A depthwise convolution of a module. PyTorch's output has `padding` values more at the end, which models cut."""
-    convolve = _causal_convolution(original)
+    """A causal convolution over tokens [B, C, T], as a module. Its padding is the number of taps before the last, and
+    models cut the surplus at the end of the output; or it has none, and they extend the input at its beginning."""
 
     def forward(self: Any, x: torch.Tensor) -> Any:
-        taps = self.kernel_size[0]
-        is_causal = self.groups == self.in_channels == self.out_channels and self.padding == (taps - 1,)
-        if _segments(x) is None or not is_causal or self.stride != (1,) or self.dilation != (1,):
+        segments, (taps,) = _segments(x), self.kernel_size
+        if segments is None or self.stride != (1,) or self.dilation != (1,) or self.padding not in ((0,), (taps - 1,)):
             return original(self, x)
-        return torch.nn.functional.pad(convolve(x, self.weight[:, 0], self.bias), (0, taps - 1))
+        surplus = self.padding[0]
+        array = jnp.pad(interop.jax_view(x), ((0, 0), (0, 0), (surplus, 0)))
+        if array.shape[-1] < segments.shape[1] + taps - 1:
+            return original(self, x)
+        weight, bias = interop.jax_view(self.weight), None if self.bias is None else interop.jax_view(self.bias)
+        out = document_convolution(array, weight, bias, segments, self.groups)
+        return interop.torch_view(jnp.pad(out, ((0, 0), (0, 0), (0, surplus))))
+
+    return forward
+
+
+def document_convolution(
+    x_BCL: jax.Array, weight: jax.Array, bias: jax.Array | None, segments_BT: jax.Array, groups: int
+) -> jax.Array:
+    """A convolution of an input that has L - T places before its first token. A tap that reaches back beyond the
+    beginning of its document gets what these places contain, in all documents."""
+    B, C, L = x_BCL.shape
+    taps = weight.shape[-1]
+    num_out = L - taps + 1
+    ids_BL = jnp.pad(segments_BT, ((0, 0), (L - segments_BT.shape[1], 0)), constant_values=-1)
+    out = jnp.zeros((B, groups, weight.shape[0] // groups, num_out), jnp.float32)
+    for tap in range(taps):
+        same = ids_BL[:, tap : tap + num_out] == ids_BL[:, taps - 1 :]
+        source = jnp.where(same[:, None], x_BCL[..., tap : tap + num_out], x_BCL[..., :1])
+        grouped = source.reshape(B, groups, C // groups, num_out)
+        matrices = weight[..., tap].reshape(groups, -1, C // groups)
+        out += jnp.einsum("bgcl,gdc->bgdl", grouped, matrices, preferred_element_type=jnp.float32)
+    out = out.reshape(B, -1, num_out)
+    return (out if bias is None else out + bias[:, None]).astype(x_BCL.dtype)
+
+
+def _delayed_values(original: Function) -> Function:
+    """Attention in which half of every value is that of the token before: none at a document's first token."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        query, key, value = original(self, hidden_states, *args, **kwargs)
+        segments = _segments(hidden_states)
+        if segments is None:
+            return query, key, value
+        none = interop.jax_view(self.v_proj_delayed(torch.zeros_like(hidden_states[:1, :1])))
+        current_half, delayed = jnp.split(interop.jax_view(value).reshape(*segments.shape, -1), 2, axis=-1)
+        delayed = jnp.where(_starts(segments)[..., None], none, delayed)
+        whole = jnp.concatenate([current_half, delayed], axis=-1).reshape(value.shape)
+        return query, key, interop.torch_view(whole)
 
     return forward
 
@@ -367,9 +410,10 @@ MECHANISMS: dict[str, Callable[[Function], Function]] = {
 METHODS: dict[str, Callable[[Function], Function]] = {"_rnn_scan": _linear_scan}
 
 # Kinds of modules, and our wrappers of their forward.
-MODULES: list[tuple[Callable[[type], bool], Callable[[Function], Function]]] = [
-    (lambda cls: cls is torch.nn.Conv1d, _convolution_module),
-    (lambda cls: cls is torch.nn.ZeroPad2d, _shift_module),
-    (lambda cls: {"igate", "fgate"} <= set(inspect.signature(cls.forward).parameters), _gated_cell),
-    (lambda cls: hasattr(cls, "get_slope_rate"), _decaying_attention),
+MODULES: list[tuple[Callable[[torch.nn.Module], bool], Callable[[Function], Function]]] = [
+    (lambda module: type(module) is torch.nn.Conv1d, _convolution_module),
+    (lambda module: type(module) is torch.nn.ZeroPad2d, _shift_module),
+    (lambda module: {"igate", "fgate"} <= set(inspect.signature(type(module).forward).parameters), _gated_cell),
+    (lambda module: hasattr(module, "get_slope_rate"), _decaying_attention),
+    (lambda module: hasattr(module, "v_proj_delayed"), _delayed_values),
 ]

@@ -2,21 +2,23 @@
 architectures` writes docs/ARCHITECTURES.md.
 
     python tools/architectures.py                 all cases of tests/tiny_models.py
-    python tools/architectures.py llama gemma2    only these; the other rows keep their last result
+    python tools/architectures.py llama gemma2    only these; the others keep their last result
+    python tools/architectures.py --resume        only cases without a result of the current code and libraries
 
-The checks are those of tests/architecture_checks.py. Results are stored in .architectures/, one file per case; a case
-without one keeps its rows of the page.
+The checks are those of tests/architecture_checks.py. Results are stored in .architectures/, one file per case.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import importlib.metadata
 import json
+import math
 import multiprocessing
 import os
 import platform
-import re
 import sys
 import time
 from pathlib import Path
@@ -32,6 +34,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="names from tests/tiny_models.py (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--resume", action="store_true", help="skip cases with a result of the current code")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time; go on with --resume")
     parser.add_argument("--page-only", action="store_true", help="write the page from the stored results")
     args = parser.parse_args()
     os.environ.update(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
@@ -39,12 +43,22 @@ def main() -> int:
     ANSWERS.mkdir(exist_ok=True)
     import tiny_models
 
-    names = args.cases or [*tiny_models.buildable(), *tiny_models.WRAPPERS]
+    every_name = [*tiny_models.buildable(), *tiny_models.WRAPPERS]
+    names = args.cases or every_name
+    if args.resume:
+        names = [name for name in names if not _is_current(name)]
+    deadline = time.monotonic() + 60 * args.minutes
     if not args.page_only:
         context = multiprocessing.get_context("spawn")  # jax does not survive a fork
         with context.Pool(args.jobs, maxtasksperchild=8) as pool:
             for i, (name, summary) in enumerate(pool.imap_unordered(check_case, names), start=1):
                 print(f"{i:3}/{len(names)}  {name:28} {summary}", flush=True)
+                if time.monotonic() > deadline:
+                    break
+    missing = [name for name in every_name if not (ANSWERS / f"{name}.json").exists()]
+    if missing:
+        print(f"{len(missing)} cases have no result yet, so the page is not written: go on with --resume.")
+        return 0
     num_passed, num_cases = write_page(tiny_models)
     print(f"{num_passed} of {num_cases} configurations pass every check; {PAGE.relative_to(ROOT)} written.")
     return 0
@@ -70,12 +84,34 @@ def check_case(name: str) -> tuple[str, str]:
             except Exception as error:
                 answers[question] = {"passed": False, "detail": _first_line(error)}
     jax.clear_caches()
-    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in VERSIONS)
-    ran_on = f"{versions}, {platform.machine()}, {time.strftime('%Y-%m-%d')}"
-    record = {"seconds": round(time.perf_counter() - started, 1), "ran_on": ran_on, "answers": answers}
-    (ANSWERS / f"{name}.json").write_text(json.dumps(record, indent=1))
+    ran_on = f"{_versions()}, {platform.machine()}, {time.strftime('%Y-%m-%d')}"
+    seconds = round(time.perf_counter() - started, 1)
+    record = {"seconds": seconds, "ran_on": ran_on, "code": code_fingerprint(), "answers": answers}
+    unfinished = ANSWERS / f"{name}.unfinished"  # a run may be stopped at any time
+    unfinished.write_text(json.dumps(record, indent=1))
+    unfinished.replace(ANSWERS / f"{name}.json")
     failed = {q: a["detail"] for q, a in answers.items() if not a["passed"]}
     return name, f"{record['seconds']:6.1f} s  " + ("pass" if not failed else f"FAIL {failed}")
+
+
+def _versions() -> str:
+    return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in VERSIONS)
+
+
+@functools.cache
+def code_fingerprint() -> str:
+    """Changes with the code that decides the results."""
+    folders = [ROOT / "src" / "trillora" / folder for folder in ("model", "engine")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    files += [*(ROOT / "tests").glob("tiny_*.py"), ROOT / "tests" / "architecture_checks.py"]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(files))).hexdigest()[:16]
+
+
+def _is_current(name: str) -> bool:
+    """Whether the stored result of a case comes from the current code and libraries."""
+    path = ANSWERS / f"{name}.json"
+    record = json.loads(path.read_text()) if path.exists() else {}
+    return record.get("code") == code_fingerprint() and record["ran_on"].startswith(_versions())
 
 
 def _first_line(error: Exception) -> str:
@@ -107,9 +143,7 @@ def write_page(tiny_models: Any) -> tuple[int, int]:
         for question, answer in answers.items():
             if not answer["passed"]:
                 reasons.setdefault(_escape(answer["detail"]), []).append(question)
-        failures[name] = [f"| {name} | {', '.join(failed)} | {reason} |" for reason, failed in reasons.items()]
-        versions.add(record["ran_on"])
-    num_passed = sum(not failures.get(name) for name in rows)
+        failures += [f"| {name} | {', '.join(failed)} | {reason} |" for reason, failed in reasons.items()]
     not_covered = [
         f"| {name} | {_escape(reason or 'new')} |" for name, reason in sorted(tiny_models.uncovered().items())
     ]
@@ -125,8 +159,8 @@ def write_page(tiny_models: Any) -> tuple[int, int]:
             gradients=architecture_checks.GRADIENTS,
             questions=" | ".join(questions),
             rule="|".join(["---"] * len(questions)),
-            rows="\n".join(rows[name] for name in sorted(rows)),
-            failures="\n".join(line for name in sorted(failures) for line in failures[name]),
+            rows="\n".join(rows),
+            failures="\n".join(failures),
             not_covered="\n".join(not_covered),
         )
     )
@@ -143,7 +177,6 @@ def _escape(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")[:240]
 
 
-FAILURES, UNTESTED = "## What fails and why", "## Causal model types that are not tested"
 PAGE_TEXT = """# Architectures
 
 **{num_passed} of {num_cases} configurations** of causal LMs in transformers pass every check ({versions}).

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", help="names from tests/tiny_models.py (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--resume", action="store_true", help="skip cases with a result of the current code")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time; go on with --resume")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time; continue with --resume")
     parser.add_argument("--page-only", action="store_true", help="write the page from the stored results")
     args = parser.parse_args()
     os.environ.update(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
@@ -57,7 +57,7 @@ def main() -> int:
                     break
     missing = [name for name in every_name if not (ANSWERS / f"{name}.json").exists()]
     if missing:
-        print(f"{len(missing)} cases have no result yet, so the page is not written: go on with --resume.")
+        print(f"{len(missing)} cases have no result yet, so the page is not written: continue with --resume.")
         return 0
     num_passed, num_cases = write_page(tiny_models)
     print(f"{num_passed} of {num_cases} configurations pass every check; {PAGE.relative_to(ROOT)} written.")

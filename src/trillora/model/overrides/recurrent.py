@@ -365,7 +365,9 @@ def _weighted_average(original: Function) -> Function:
         segments = _segments(key)
         starts = jnp.zeros(key_BTC.shape[:2], bool) if segments is None else _starts(segments)
 
-        def step(carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+        def step(carry: Carry, xs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Carry, jax.Array]:
             key, value, start = xs
             total, weight, top = (jnp.where(start[:, None], n, old) for n, old in zip(nothing, carry, strict=True))
             new_top = jnp.maximum(top, key + first_C)

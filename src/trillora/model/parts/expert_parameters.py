@@ -108,7 +108,7 @@ def add_to_experts(parameters: Mapping[str, ExpertParameter], layers: Mapping[st
             holder.lora_a = torch.nn.Parameter(torch.empty(rows, num_in, device="meta"))
             holder.lora_b = torch.nn.Parameter(torch.empty(num_out, rows, device="meta"))
             module.expert_lora[short] = (path, spec.scale_of(layers[name]))
-        module.__class__ = _with_adapted_weights(type(module), tuple(own))
+        module.__class__ = _with_adapted_weights(module.__class__, tuple(own))
 
 
 def lora_of(module: Any, name: str) -> tuple[jax.Array, jax.Array] | None:

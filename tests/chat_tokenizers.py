@@ -4,9 +4,10 @@ The templates imitate their families: ChatML with a default system prompt, ChatM
 Llama 3 (BOS, trimmed content) and 3.1 (one call per turn, results from "ipython"), Gemma (system text inside the first
 user turn, role "model"), Mistral (no assistant header, sentencepiece spaces; tools and system text at the last
 question), Qwen 3 (thinking dropped from earlier rounds, tool results in a user turn), Phi (an end token that swallows
-the newline after it), Zephyr (headers that are not tokens), DeepSeek V3 (no header after tool results) and R1 (its
-generation prompt opens a <think> that it never writes). The `-marked` ones have `{% generation %}` marks around answer
-and stop token. A Python function next to each template gives the text of its assistant.
+the newline after it), Zephyr (headers that are not tokens), SmolVLM (content is a list of parts), DeepSeek V3 (no
+header after tool results) and R1 (its generation prompt opens a <think> that it never writes). The `-marked` ones have
+`{% generation %}` marks around answer and stop token. A Python function next to each template gives the text of its
+assistant.
 """
 # ruff: noqa: RUF001  (DeepSeek spells its tokens with the full-width bar)
 
@@ -91,6 +92,24 @@ _CHATML_MARKED = """\
 _CHATML_BARE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
 )
+
+_PARTS = """\
+{{- '<|im_start|>' -}}
+{%- for message in messages -%}
+    {{- message['role'] | capitalize + ':' -}}
+    {%- if message['content'][0]['type'] != 'image' -%}{{- ' ' -}}{%- endif -%}
+    {%- for part in message['content'] -%}
+        {%- if part['type'] == 'text' -%}{{- part['text'] -}}
+        {%- elif part['type'] == 'image' -%}{{- '<image>' -}}{%- endif -%}
+    {%- endfor -%}
+    {{- '<end_of_utterance>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}"""
+
+
+def _parts_says(messages: Messages, turn: int) -> str:
+    return f" {messages[turn]['content']}<end_of_utterance>"
+
 
 _LLAMA3 = """\
 {{- bos_token }}
@@ -398,6 +417,7 @@ FAMILIES = {
     "phi": Family(
         _PHI, ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<|end|>", stop_strips=True
     ),
+    "parts": Family(_PARTS, ("<|im_start|>", "<end_of_utterance>", "<image>"), "<end_of_utterance>", says=_parts_says),
     "zephyr": Family(_ZEPHYR, ("<s>", "</s>"), "</s>", "<s>", spaces="mistral"),
     "deepseek": Family(_DEEPSEEK_V3, **_DEEPSEEK_FACTS, says=_deepseek_says, marks=_DEEP_MARKS, own=_DEEP_CALLS),
     "deepseek-r1": Family(

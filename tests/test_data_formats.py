@@ -53,6 +53,7 @@ ROWS: list[tuple[dict[str, Any], str, Any]] = [
     ({"messages": ROUND, "tools": [{"name": "look"}]}, "messages", Chat(ROUND, [{"name": "look"}])),
     ({"messages": ROUND, "tools": '[{"name": "look"}]'}, "messages", Chat(ROUND, [{"name": "look"}])),
     ({"messages": ROUND, "text": None, "tools": None}, "messages", Chat(ROUND)),
+    ({"messages": ROUND, "images": [], "image": None}, "messages", Chat(ROUND)),
     (
         {"conversations": [{"from": "human", "value": "Why?"}, {"from": "GPT", "value": "Because."}]},
         "sharegpt",
@@ -294,6 +295,8 @@ def test_a_bad_chat_is_refused_with_its_turn(messages: Any, message: str) -> Non
         ({"instruction": "Why?", "output": "a", "history": [["b", "c"]]}, "alpaca", "earlier turns"),
         ({"question": "", "answer": "a"}, "question-answer", '"question" is empty'),
         ({"question": "Why?", "answer": 42}, "question-answer", '"answer" is a number'),
+        ({"messages": ROUND, "images": ["cat.png"]}, "messages", 'The row has "images", but only text can be trained'),
+        ({"image": {"path": "cat.png"}, "question": "What is it?", "answer": "A cat."}, "question-answer", '"image"'),
         ({"text": "\n"}, "text", '"text" is empty'),
         ({"text": ["a"]}, "text", '"text" is a list'),
     ],

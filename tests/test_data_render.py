@@ -97,6 +97,8 @@ def spoken(messages: Messages, family: Family) -> list[str]:
 
 
 def own_tokens(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> list[int]:
+    if tokenizer.chat_template == FAMILIES["parts"].template:
+        messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     return list(tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False))
 
 

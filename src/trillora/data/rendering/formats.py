@@ -44,6 +44,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names for the
 _KEPT_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # what chat templates read in addition to role and content
 _UNTRAINED = "weight"  # key of a checked turn that is not trained, until `_chat` removes it
 _ARGUMENTS_KEY = "chat_template_kwargs"  # TRL's name for a row's arguments of the chat template
+_MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")  # of data sets for multimodal models
 _TURN_FORM = 'write each turn as {"role": "user", "content": "..."}'
 _SHAREGPT_FORM = 'write each turn as {"from": "human", "value": "..."}'
 _ULTRACHAT_FORM = 'write the turns as texts in a list: {"data": ["question", "answer", ...]}'
@@ -96,6 +97,9 @@ def detect(row: Row) -> str:
 
 def convert(row: Row, format: str) -> Example:
     """The row as an example of the given format, except "template", which `RowTemplate` converts."""
+    if format != "text" and (media := next((key for key in _MEDIA_KEYS if row.get(key)), None)):
+        what = f'The row has "{media}", but only text can be trained: the question may be about what is not there.'
+        raise BadRow(what, "remove the row; if text alone makes sense, name the columns to use in data.columns")
     if format in ("messages", "sharegpt"):
         return _from_turns(row, format)
     return _CONVERTERS[format](row)
@@ -387,7 +391,8 @@ def _joined(parts: list[Any], number: int) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             shown = kind_name(part) if kind is None else f"of type {excerpt(kind)}"
-            raise BadRow(f"Turn {number} has a part that is {shown}; only text is supported.", "remove the row")
+            what = f"Turn {number} has a part that is {shown}; only text is supported."
+            raise BadRow(what, "remove the row, or write a text in place of this part")
         if not isinstance(part.get("text"), str):
             raise BadRow(f"Turn {number} has a text part without text.", 'write {"type": "text", "text": "..."}')
         texts.append(part["text"])

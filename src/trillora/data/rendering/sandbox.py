@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
@@ -55,6 +56,13 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False, marked: bool = False
     ) -> str:
         """The conversation as text. `prompt`: add a generation prompt. `marked`: show generation marks as sentinels."""
+        if self._needs_parts:
+            messages = [_with_parts(message) for message in messages]
+        return self._render(messages, tools, prompt=prompt, marked=marked)
+
+    def _render(
+        self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False, marked: bool = False
+    ) -> str:
         self._environment.shows_marks = marked
         messages = [_with_reasoning(message) for message in messages]
         values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
@@ -62,6 +70,19 @@ class ChatTemplate:
         return _rendered(
             self._template, values | self._words, what, "use roles and an order of turns that the template accepts"
         )
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the template writes content that is a list of parts, but drops content that is text. Those of some
+        multimodal models do, such as SmolVLM and LLaVA. llama.cpp and vLLM give them a list of one part too."""
+        question: Message = {"role": "user", "content": OPEN}
+        return not self._writes_mark(question) and self._writes_mark(_with_parts(question))
+
+    def _writes_mark(self, message: Message) -> bool:
+        try:
+            return OPEN in self._render([message], None)
+        except BadRow:
+            return False
 
 
 class RowTemplate:
@@ -136,6 +157,11 @@ def _with_reasoning(message: Message) -> Message:
     """The message with its thinking under every name that a template may read."""
     thought = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+
+
+def _with_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _to_json(

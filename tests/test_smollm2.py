@@ -1,7 +1,12 @@
-"""A real chat model: its logits equal transformers', its training losses equal PyTorch with PEFT."""
+"""A real chat model: its logits equal transformers', its training losses equal PyTorch with PEFT.
+
+`make test` trains only its first layers, with their real weights: all 30 take half a minute.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -12,6 +17,7 @@ import tiny_run
 import torch
 from dose import FULL
 from peft_reference import peft_losses
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trillora.data.stage import read_data
@@ -23,10 +29,29 @@ from trillora.recipe.load import load_recipe
 from trillora.step.adapter_spec import lora_spec
 from trillora.training.trainer import train
 
+NUM_LAYERS = 4
+
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
     return find_model("smollm2")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model to train: the first four layers, or all of them at full dose."""
+    if FULL:
+        return folder
+    short = tmp_path_factory.mktemp("smollm2") / "first-layers"
+    shutil.copytree(folder, short, ignore=shutil.ignore_patterns("model.safetensors"))
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "num_hidden_layers": NUM_LAYERS}))
+    dropped = tuple(f"model.layers.{n}." for n in range(NUM_LAYERS, config["num_hidden_layers"]))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(dropped)}
+    assert len(kept) < len(tensors) / 4
+    save_file(kept, short / "model.safetensors", metadata={"format": "pt"})
+    return short
 
 
 def test_logits_equal_transformers(folder: Path) -> None:
@@ -43,12 +68,12 @@ def test_logits_equal_transformers(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("optimized")
-def test_first_steps_equal_pytorch_and_peft(folder: Path, tmp_path: Path) -> None:
+def test_first_steps_equal_pytorch_and_peft(trained: Path, tmp_path: Path) -> None:
     num_steps = 10 if FULL else 3  # the third depends on the gradients of both matrices of LoRA
     tiny_run.write_chats(tmp_path / "chats.jsonl", num_rows=40)
     recipe = load_recipe(
         {
-            "model": "smollm2",
+            "model": str(trained),
             "data": {"path": str(tmp_path / "chats.jsonl"), "pack": False},
             "train": {"sequence_length": 64, "batch_size": 2, "steps": num_steps, "schedule": "constant"},
             "lora": {"rank": 8, "alpha": 16},
@@ -56,7 +81,7 @@ def test_first_steps_equal_pytorch_and_peft(folder: Path, tmp_path: Path) -> Non
         }
     )
     ours = train(recipe, tmp_path / "run").losses
-    layout = CausalLM(load_config(folder), lora=lora_spec(recipe.lora)).adapter_layout
-    theirs = peft_losses(recipe, folder, read_data(recipe, load_tokenizer(folder)), layout, num_steps)
+    layout = CausalLM(load_config(trained), lora=lora_spec(recipe.lora)).adapter_layout
+    theirs = peft_losses(recipe, trained, read_data(recipe, load_tokenizer(trained)), layout, num_steps)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert ours[-1] < ours[0]

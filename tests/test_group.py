@@ -34,8 +34,9 @@ SPLIT = {"validation": 0.2, "test": 0.1}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and two files of chats."""
-    folder = tiny_run.write_both(tmp_path_factory.mktemp("group"), num_rows=40)
+    """A model, and two files of chats. Two layers at full dose, which are scanned; `deep` always has them."""
+    config = tiny_run.llama(num_layers=2 if FULL else 1)
+    folder = tiny_run.write_both(tmp_path_factory.mktemp("group"), config, num_rows=40)
     lines = (folder / "chats.jsonl").read_text().splitlines()
     (folder / "other.jsonl").write_text("\n".join(line.replace("plus", "and") for line in lines[:25]) + "\n")
     return folder
@@ -43,8 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of one layer, for tests of what becomes of the adapters."""
+    """One layer, for tests of what becomes of the adapters."""
     return tiny_run.write_both(tmp_path_factory.mktemp("shallow"), tiny_run.llama(num_layers=1), num_rows=40)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_both(tmp_path_factory.mktemp("deep"), num_rows=40)
 
 
 def recipe(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -79,14 +85,14 @@ def assert_close(one: Path, other: Path) -> None:
         assert error <= ROUNDING * np.abs(theirs[name]).max(), (name, error)
 
 
-def test_a_sweep_equals_single_runs(shallow: Path, tmp_path: Path) -> None:
+def test_a_sweep_equals_single_runs(deep: Path, tmp_path: Path) -> None:
     """Learning rates, ranks and seeds, with dropout: every adapter of the sweep equals a run of its own."""
     sweep = {"learning_rate": [1e-3, 1e-2], "rank": [2, 4], "keep": "all"}
     lora = {"alpha": 8, "dropout": 0.1}
-    events = run(tmp_path / "together", recipe(shallow, sweep=sweep, lora=lora))
+    events = run(tmp_path / "together", recipe(deep, sweep=sweep, lora=lora))
     assert sum(isinstance(event, AdapterStep) for event in events) == 4 * STEPS
     for rate, rank in ((1e-2, 2), *([(1e-3, 4)] if FULL else [])):  # the first is padded
-        own = recipe(shallow, train={"learning_rate": rate}, lora={**lora, "rank": rank})
+        own = recipe(deep, train={"learning_rate": rate}, lora={**lora, "rank": rank})
         run(tmp_path / f"{rate}-{rank}", own)
         name = f"rate-{rate:g}_rank-{rank}"
         assert_close(tmp_path / "together" / "adapters" / name, tmp_path / f"{rate}-{rank}" / "adapter")

@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"))
+    """Two layers at full dose: nothing here depends on their number."""
+    return tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.llama(num_layers=2 if FULL else 1))
 
 
 def two_stages(folder: Path, num_first: int = 11, num_epochs: int = 3) -> dict[str, Any]:

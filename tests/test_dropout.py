@@ -31,8 +31,8 @@ SPLITS: dict[str, tuple[int, dict[str, int]]] = {
     "8 devices, data 8": (8, {"data": 8}),
     "8 devices, data 2 x fsdp 2 x tensor 2, micro-batches of 4": (4, {"data": 2, "fsdp": 2, "tensor": 2}),
 }
-# Into single sequences, and over every axis of a mesh together with micro-batches.
-MAIN = ("micro-batches of 1", "8 devices, data 2 x fsdp 2 x tensor 2, micro-batches of 4")
+# Over every axis of a mesh together with micro-batches.
+MAIN = ("8 devices, data 2 x fsdp 2 x tensor 2, micro-batches of 4",)
 
 
 def run(folder: Path, out: Path, micro_batch_size: int, mesh: dict[str, int], dropout: float = 0.1) -> tuple[Any, Any]:

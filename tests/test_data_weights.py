@@ -136,7 +136,7 @@ def test_a_weight_that_cannot_be_used_is_refused(weight: Any) -> None:
 
 
 def test_losses_of_weighted_rows_equal_pefts(tmp_path: Path) -> None:
-    folder = tiny_run.write_both(tmp_path)
+    folder = tiny_run.write_both(tmp_path, tiny_run.llama(num_layers=1))
     rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
     weighted = [{**row, "importance": (0.25, 1, 4)[number % 3]} for number, row in enumerate(rows)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in weighted))

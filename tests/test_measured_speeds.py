@@ -117,7 +117,7 @@ def test_preflight_uses_a_measurement_and_shows_it(tmp_path: Path, monkeypatch: 
         "ask",
         lambda self, question, place, listener: answer(json.loads(json.dumps(question)), listener),
     )
-    folder = tiny_run.write_both(tmp_path)
+    folder = tiny_run.write_both(tmp_path, tiny_run.llama(num_layers=1))
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": 20, "batch_size": 16}, hardware={"devices": "auto"}))
     before, other = preflight(recipe, ["v5e-1", "v6e-1"], estimate=True)
     slow = {"matrix_tflops": 181.24 / 2, "memory_gb_per_second": 696.15 / 2}

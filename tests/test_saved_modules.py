@@ -67,7 +67,7 @@ def test_an_embedding_as_a_target_equals_pefts(name: str, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("saved"))
+    return tiny_run.write_both(tmp_path_factory.mktemp("saved"), tiny_run.llama(num_layers=1))
 
 
 def settings_of(folder: Path, **lora: Any) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_slow_data_and_a_slow_step_are_reported_once_each_and_nothing_else_is(
 
     monkeypatch.setattr(Batches, "batch", slow_batch)
     monkeypatch.setattr(loop.jax, "device_get", slow_read)
-    folder = tiny_run.write_both(tmp_path)
+    folder = tiny_run.write_both(tmp_path, tiny_run.llama(num_layers=1))
     options = {"steps": 12, "checkpoint_every": 1, "batch_size": 2}
     recipe = load_recipe(
         tiny_run.recipe(

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A tiny model with data. The wheel is built once, in a cache of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRILLORA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield tiny_run.write_both(tmp_path_factory.mktemp("tpu-vm"), tiny_run.wide_llama())
+        yield tiny_run.write_both(tmp_path_factory.mktemp("tpu-vm"), tiny_run.wide_llama(num_layers=1))
 
 
 @pytest.fixture(scope="module")

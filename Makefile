@@ -6,7 +6,7 @@ HARNESS := .venv-harness/bin
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all lint docs compat harness architectures recipes real-data soak lock audit atlas clouds clean
+.PHONY: help setup quickstart test test-all lint style types pytest docs compat harness architectures recipes real-data soak lock audit atlas clouds clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
@@ -33,17 +33,26 @@ quickstart:
 	@$(PYTHON) tools/setup_env.py --runtime
 	@$(BIN)/trillora quickstart
 
-test: lint
-	$(PYTEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
+# mypy runs next to the tests, which sometimes wait.
+test: style
+	@$(MAKE) --no-print-directory -j 2 types pytest
 
 # Every test and every case. A twentieth of the random repetitions; make soak runs all of them.
-test-all: lint
-	TRILLORA_DOSE=full TRILLORA_DOSE_SCALE=0.05 $(PYTEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
+test-all: export TRILLORA_DOSE = full
+test-all: export TRILLORA_DOSE_SCALE = 0.05
+test-all: test
 
-lint: setup
+pytest: setup
+	$(PYTEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
+
+lint: style types
+
+style: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python tools/check_english.py
+
+types: setup
 	$(BIN)/mypy src
 
 # Also part of the tests (tests/test_docs.py). Without the variable, the theme prints a note about its successor.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import subprocess
 import sys
@@ -30,9 +29,7 @@ from trillora.export.merged import export_merged
 from trillora.export.merged_weights import MergedWeights
 from trillora.export.source import ExportSource
 from trillora.model.adapters import load_adapter
-from trillora.model.loading.dequantize import dequantized, find_packed
 from trillora.model.loading.source import OpenModel, load_config
-from trillora.model.loading.weights import Stored
 
 LINEAR = {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
 PATTERNS = {
@@ -312,40 +309,6 @@ def test_a_base_in_float8_is_dequantized_and_that_is_said(tmp_path: Path) -> Non
     merged_linear = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
     same = sum(any(torch.equal(p, whole) for whole in expected.values()) for p in merged_linear)
     assert same == len(merged_linear) - 2 and len(expected) == len(merged_linear)  # all but the adapted q_proj
-
-
-def test_weights_of_bitsandbytes_are_read_as_it_dequantizes_them(tmp_path: Path) -> None:
-    golden = json.loads((Path(__file__).parent / "golden" / "nf4-bitsandbytes.json").read_text())
-
-    def array(name: str, dtype: Any) -> torch.Tensor:
-        return torch.tensor(np.frombuffer(base64.b64decode(golden[name]), dtype))
-
-    codes, absmax, first = array("codes_uint8", "u1"), array("absmax_uint8", "u1"), array("first_rows_float32", "f4")
-    scales = torch.tensor(golden["absmax_scale"])
-    state = {"shape": [codes.numel() * 2], "blocksize": 64, "nested_blocksize": 256}
-    state["nested_offset"] = golden["absmax_mean"]
-    tensors = {
-        "w": codes[:, None],
-        "w.absmax": absmax,
-        "w.quant_map": torch.tensor(golden["nf4"]),
-        "w.nested_absmax": scales,
-        "w.nested_quant_map": array("dynamic_float32", "f4"),
-        "w.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
-    }
-    save_file(tensors, tmp_path / "w.safetensors")
-    stored = {
-        name: Stored(
-            name, tmp_path / "w.safetensors", tuple(tensor.shape), "U8" if tensor.dtype == torch.uint8 else "F32"
-        )
-        for name, tensor in tensors.items()
-    }
-    plain, packed = find_packed(stored, lambda tensor: tensors[tensor.name].numpy())
-    assert {*plain} == {"w"} and plain["w"].shape == (codes.numel() * 2,) and packed["w"].format == "nf4"
-    found = dequantized(packed["w"], lambda tensor: tensors[tensor.name].numpy())
-    np.testing.assert_allclose(found[: first.numel()], first.numpy(), rtol=1e-6)
-    wrong = {**tensors, "w": codes[:10, None]}
-    with pytest.raises(TrilloraError, match="do not fit each other"):
-        dequantized(packed["w"], lambda tensor: wrong[tensor.name].numpy())
 
 
 @full_dose_only

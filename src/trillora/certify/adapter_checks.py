@@ -14,8 +14,11 @@ from trillora.certify.subject import NotHere, Subject, Trained, scale_of
 from trillora.files.read_json import read_json
 from trillora.model.adapter_parameters import EMBEDDING_A, EMBEDDING_B, LORA_A, LORA_B
 from trillora.model.adapters import CONFIG_FILE, load_adapter
-from trillora.model.loading.source import EMBEDDED, base_name, weight_files
-from trillora.model.loading.tensor_files import opened
+from trillora.model.loading.source import EMBEDDED, base_name
+from trillora.model.loading.stored.method import read_method
+from trillora.model.loading.stored.packed import opened_tensor
+from trillora.model.loading.stored.view import unquantized
+from trillora.model.loading.weights import PLAIN_FLOATS, read_headers
 from trillora.model.lora_spec import LoraSpec
 
 LARGEST_SCALE = 100.0  # of B A; usual ones are 0.5 to 16
@@ -146,13 +149,10 @@ def _base_norms(subject: Subject) -> dict[str, float]:
     except NotHere:
         return {}
     norms = {}
-    for file in weight_files(folder):
-        with opened(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                if name.endswith(".weight") and len(tensors.get_slice(name).get_shape()) == 2:
-                    tensor = tensors.get_tensor(name)
-                    if tensor.is_floating_point():
-                        norms[name.removesuffix(".weight")] = float(torch.linalg.vector_norm(tensor.float()))
+    for name, tensor in unquantized(read_headers(folder), read_method(folder)).items():
+        if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in PLAIN_FLOATS:
+            with opened_tensor(tensor, torch.float32) as read:
+                norms[name.removesuffix(".weight")] = float(torch.linalg.vector_norm(read(()).float()))
     return norms
 
 

@@ -27,9 +27,11 @@ from trillora.certify.subject import NotHere
 from trillora.child_process import bare_environment, isolated_python
 from trillora.errors import TrilloraError, in_words
 from trillora.model.loading.source import load_config
+from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.wrapper import auto_class
 
 LLAMA_CPP_SECONDS = 600
+_DEQUANTIZED = ("mxfp4", "fp8", "mxfp8")  # by transformers itself, with an option
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,20 @@ def _load(folder: Path) -> Any:
     import torch
     import transformers
 
-    options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-    return getattr(transformers, auto_class(load_config(folder))).from_pretrained(str(folder), **options).eval()
+    options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
+    method, config = read_method(folder), load_config(folder)
+    if method is not None and method.name in _DEQUANTIZED:
+        config.quantization_config["dequantize"] = True
+        options["config"] = config
+    try:
+        found = getattr(transformers, auto_class(config)).from_pretrained(str(folder), use_safetensors=True, **options)
+    except ImportError as error:
+        if method is None:
+            raise
+        # bitsandbytes, compressed-tensors, gptqmodel: packages for GPUs
+        what = f"transformers needs another package for a base in {method.label}: {in_words(error)}"
+        raise NotHere(what, do="install it, and certify again") from error
+    return found.eval()
 
 
 def _num_tokens(adapter: Path) -> int:

@@ -160,7 +160,7 @@ def source_of(subject: Subject) -> ExportSource:
 def check_merged(subject: Subject, listener: Listener) -> Iterator[Check]:
     """A folder of safetensors."""
     weights = MergedWeights(source_of(subject))
-    own, base = _tensors_of(subject.folder), _tensors_of(subject.opened.folder)
+    own = _tensors_of(subject.folder)
     sums = _Sums()
     for number, name in enumerate(weights.names):
         listener(Progress("Comparing tensors", number, len(weights.names)))
@@ -168,7 +168,7 @@ def check_merged(subject: Subject, listener: Listener) -> Iterator[Check]:
             sums.faults.append(f"{name} is missing")
             continue
         found, kind = own[name]()
-        before = base[name]()[0] if name in base and weights.is_changed(name) else None
+        before = weights.before(name) if weights.is_changed(name) else None
         sums.add(name, found, weights.read(name), before, kind)
     listener(Progress("Comparing tensors", len(weights.names), len(weights.names)))
     extra = own.keys() - {*weights.names} - {"lm_head.weight"}  # a tied head may be stored twice
@@ -245,7 +245,6 @@ def permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
 def check_gguf(subject: Subject, model: GgufFile, listener: Listener) -> Iterator[Check]:
     """A whole model in GGUF."""
     weights, names = MergedWeights(source_of(subject)), _Names(model, subject)
-    base = _tensors_of(subject.opened.folder)
     sums, left = _Sums(), dict(model.types)
     experts: dict[str, np.ndarray] = {}
     for number, name in enumerate(weights.names):
@@ -263,7 +262,7 @@ def check_gguf(subject: Subject, model: GgufFile, listener: Listener) -> Iterato
             if target not in experts:
                 experts = {target: model.tensor(target)}  # one stack of experts in memory at a time
             found = experts[target][expert]
-        before = base[name]()[0] if name in base and weights.is_changed(name) else None
+        before = weights.before(name) if weights.is_changed(name) else None
         expected = weights.read(name)
         if expected.ndim == 2 and found.ndim == 2 and len(found) < len(expected) and target.startswith("token_embd"):
             expected, before = expected[: len(found)], None  # Gemma's rows without a token are cut off

@@ -155,6 +155,10 @@ class MergedWeights:
             return self._base.read(self._tensors[name].stored)
         return self.rows(name, 0, self.shape(name)[0])
 
+    def before(self, name: str) -> np.ndarray | None:
+        """The base's tensor of this name in float32; None if the base has none."""
+        return self._base.read(name) if name in self._base.tensors else None
+
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows of a tensor in float32: the first dim from `start` to before `stop`."""
         tensor = self._tensors[name]

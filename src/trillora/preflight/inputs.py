@@ -23,6 +23,7 @@ from trillora.files.cache_dir import with_cache, writing_cache
 from trillora.files.digests import file_digest, text_digest
 from trillora.model.loading.growth import grow
 from trillora.model.loading.source import EMBEDDED, find_model, load_config, load_tokenizer
+from trillora.model.loading.stored.method import read_method
 from trillora.preflight.client import versions
 from trillora.recipe.group import Group, group_of
 from trillora.recipe.schema import Recipe, Stage, StageRecipe, stages_of
@@ -66,6 +67,11 @@ class PreflightInput:
 
 def read_inputs(recipe: Recipe, listener: Listener) -> PreflightInput:
     folder, notes = describe_model(recipe)
+    if method := read_method(folder):
+        notes.append(
+            f"The checkpoint is stored in {method.label} and dequantized while loading: memory and time are those "
+            "of an unquantized base."
+        )
     config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
     tokenizer, tokenizer_notes = _tokenizer(folder, recipe)
     stages = [_stage_input(read_stage(stage, tokenizer, listener)) for stage in stages_of(recipe)]

@@ -20,10 +20,12 @@ from transformers.pytorch_utils import Conv1D
 from trillora.errors import TrilloraError
 from trillora.model.adapters import check_shapes, fitting
 from trillora.model.bridge import CausalLM
-from trillora.model.loading.dequantize import dequantized, find_packed
 from trillora.model.loading.source import OpenModel
+from trillora.model.loading.stored.method import read_method
+from trillora.model.loading.stored.packed import Stored, opened_tensor
+from trillora.model.loading.stored.view import formats, unquantized
 from trillora.model.loading.tensor_files import opened as opened_file
-from trillora.model.loading.weights import PLAIN_FLOATS, Converted, Stored, match_names, read_headers, tied_groups
+from trillora.model.loading.weights import PLAIN_FLOATS, Converted, match_names, read_headers, tied_groups
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.parts.expert_parameters import expert_parameters
 
@@ -67,8 +69,7 @@ class Checkpoint:
                 where=spec.file,
                 do="use the adapter with PEFT or `trillora serve`, without merging it",
             )
-        self.tensors, self._packed = find_packed(read_headers(base.folder), _array)
-        self._last: tuple[str, np.ndarray] | None = None  # dequantized
+        self.tensors = unquantized(read_headers(base.folder), read_method(base.folder))
         known, _ = match_names(self.tensors, self._module)
         self.parameters = {source.name: name for name, source in known.items() if isinstance(source, Stored)}
         self._converted = {name: source for name, source in known.items() if isinstance(source, Converted)}
@@ -87,11 +88,11 @@ class Checkpoint:
     @property
     def formats(self) -> tuple[str, ...]:
         """In which its weights are quantized."""
-        return tuple(sorted({packed.format for packed in self._packed.values()}))
+        return formats(self.tensors.values())
 
     def is_packed(self, name: str) -> bool:
         """Whether this tensor is quantized in the files. It is read dequantized."""
-        return name in self._packed
+        return self.tensors[name].packed is not None
 
     def check_fits(self, matrices: dict[str, np.ndarray], where: str) -> None:
         """Refuses an adapter of another model."""
@@ -135,32 +136,20 @@ class Checkpoint:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """A tensor in float32, or some of its rows."""
         tensor = self.tensors[name]
-        if name in self._packed:
-            if self._last is None or self._last[0] != name:
-                self._last = (name, dequantized(self._packed[name], _array))
-            return self._last[1][start:stop].copy()
         if tensor.dtype not in PLAIN_FLOATS:
             raise TrilloraError(
                 f"{name} is stored as {tensor.dtype}: the checkpoint is quantized.",
                 where=str(tensor.file),
                 do="give the unquantized (bfloat16 or float32) version of the model with --base",
             )
-        # The file is mapped only meanwhile, so that its pages do not stay in the memory of this process.
-        with opened_file(tensor.file) as file:
-            return _rows(file, tensor, start, stop).to(torch.float32, copy=True).numpy()
+        with opened_tensor(tensor, torch.float32) as read:
+            return read((slice(start, stop),) if tensor.shape else ()).to(torch.float32, copy=True).numpy()
 
     def raw(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The same as bytes, as they are in the file."""
         tensor = self.tensors[name]
         with opened_file(tensor.file) as file:
             return _rows(file, tensor, start, stop).contiguous().reshape(-1).view(torch.uint8).numpy().copy()
-
-
-def _array(tensor: Stored) -> np.ndarray:
-    """A whole tensor: integers as they are, others in float32."""
-    with opened_file(tensor.file) as file:
-        found: torch.Tensor = file.get_tensor(tensor.name)
-        return (found.to(torch.float32, copy=True) if found.is_floating_point() else found.clone()).numpy()
 
 
 def _rows(file: Any, tensor: Stored, start: int, stop: int | None) -> torch.Tensor:

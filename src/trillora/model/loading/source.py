@@ -33,6 +33,7 @@ from trillora.model.loading.description import (
 )
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID, smollm2_folder
 from trillora.model.loading.growth import grow
+from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_class, text_class
 
@@ -89,6 +90,7 @@ def find_model(
     folder = Path(name).expanduser()
     if folder.is_dir():
         _check_remote_code(folder, trusted=trust_remote_code, pinned=True)
+        read_method(folder)
         if with_weights:
             weight_files(folder)
         return folder
@@ -362,6 +364,7 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool, with_wei
     # First only the description: for a model that will be refused, that is kilobytes instead of gigabytes.
     folder = fetch(revision, DESCRIPTION_FILES)
     _check_remote_code(folder, trusted=trust_remote_code, pinned=bool(revision and COMMIT.fullmatch(revision)))
+    read_method(folder)
     code = ("*.py",) if _needs_own_code(read_config(folder)) else ()
     weights = ("*.safetensors",) if with_weights else ()
     if code or weights:

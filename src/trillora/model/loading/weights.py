@@ -3,13 +3,15 @@
 First, `resolve_sources` finds where each parameter comes from. Transformers decides this (names that changed, experts
 stored one by one, tied weights); here its rules are only applied:
 
-    model.norm.weight            Stored     the tensor of that name in model-00002.safetensors
+    model.norm.weight            Stored     the tensor of that name in model-00002.safetensors, dequantized if it is
+                                            stored quantized (`loading/stored/`)
     …mlp.experts.gate_up_proj    Converted  from experts.0.w1, experts.0.w3, experts.1.w1, … by transformers' converter
     model.rotary_emb.inv_freq    Computed   not in the checkpoint: the module computed it
 
 Then each device's slice is read directly from the safetensors file, cast on the host and copied to the device. In a
 multi-host run a process reads only the slices of its own devices. A weight that is to be quantized is quantized there,
-and only its codes stay: the devices never hold more than one unquantized weight.
+and only its codes stay: the devices never hold more than one unquantized weight. If the checkpoint has the same codes,
+they are copied.
 """
 
 from __future__ import annotations
@@ -32,31 +34,23 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.pytorch_utils import Conv1D
 
 from trillora.engine.quantize import Format, quantize
 from trillora.errors import TrilloraError, nearest
-from trillora.events import Listener, Progress, ignore_events
+from trillora.events import Listener, Note, Progress, ignore_events
 from trillora.model.layout import Layout, Leaf, stored_weights
 from trillora.model.loading.source import weight_files
+from trillora.model.loading.stored.method import read_method
+from trillora.model.loading.stored.packed import Index, ReadSlice, Stored, misfit, opened_tensor
+from trillora.model.loading.stored.view import formats, unquantized
 from trillora.model.loading.tensor_files import opened
 from trillora.model.loading.wrapper import removed_modules
 
 logger = logging.getLogger(__name__)
 
-Index = tuple[slice, ...]
-ReadSlice = Callable[[Index], torch.Tensor]
 PLAIN_FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors; a weight of another type is quantized
 ROWS_PER_READ = 4096  # when two tied matrices are compared
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a checkpoint file."""
-
-    name: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -96,14 +90,20 @@ def load_weights(
     sources = resolve_sources(folder, module, {key: leaf for key, (leaf, _) in weights.items()})
     num_bytes, done = sum(leaf.num_bytes for leaf, _ in weights.values()), 0
     tree: dict[str, jax.Array] = {}
+    kept = 0
     for leaf, parts in weights.values():
         place = _while_loading(parts, shardings)
         for layer, name in enumerate(leaf.names):
-            with _open_source(sources[name], module, leaf.dtype) as read:
-                weight = _place(name, leaf.part_shape, leaf.dtype, place, read)
-            _store(tree, weight, layer, parts, shardings)
+            arrays = _kept(sources[name], parts, shardings)
+            kept += arrays is not None
+            if arrays is None:
+                with _open_source(sources[name], module, leaf.dtype) as read:
+                    weight = _place(name, leaf.part_shape, leaf.dtype, place, read)
+                arrays = _quantized(weight, parts, shardings)
+            _store(tree, arrays, layer, parts, shardings)
             done += leaf.num_bytes // len(leaf.names)
             listener(Progress("Loading weights", done, num_bytes, "bytes"))
+    _say_formats(sources, weights, kept, listener)
     return tree
 
 
@@ -122,7 +122,7 @@ def random_weights(
             fill = jax.jit(_normal, static_argnums=(1, 2), out_shardings=_while_loading(parts, shardings))
             for layer in range(len(leaf.names)):
                 weight = fill(jax.random.fold_in(random, layer), leaf.part_shape, leaf.dtype)
-                _store(tree, weight, layer, parts, shardings)
+                _store(tree, _quantized(weight, parts, shardings), layer, parts, shardings)
         elif len(leaf.part_shape) >= 2:
             fill = jax.jit(_normal, static_argnums=(1, 2), out_shardings=shardings[key])
             tree[key] = fill(random, leaf.shape, leaf.dtype)
@@ -143,10 +143,14 @@ def _while_loading(parts: Layout, shardings: Mapping[str, Sharding]) -> Sharding
 
 
 def _store(
-    tree: dict[str, jax.Array], weight: jax.Array, layer: int, parts: Layout, shardings: Mapping[str, Sharding]
+    tree: dict[str, jax.Array],
+    arrays: dict[str, jax.Array],
+    layer: int,
+    parts: Layout,
+    shardings: Mapping[str, Sharding],
 ) -> None:
     """Adds one layer of a weight to the tree."""
-    for key, array in _quantized(weight, parts, shardings).items():
+    for key, array in arrays.items():
         leaf, sharding = parts[key], shardings[key]
         if leaf.stacked and key not in tree:
             tree[key] = _zeros(leaf.shape, leaf.dtype, sharding)
@@ -166,6 +170,49 @@ def _quantized(weight: jax.Array, parts: Layout, shardings: Mapping[str, Shardin
     return {names[name]: array for name, array in program(weight, about.format, about.inputs_first).items()}
 
 
+def _kept(source: Source, parts: Layout, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array] | None:
+    """One layer of a weight that is stored in the very format of the quantized base; else None."""
+    about = next(iter(parts.values())).quantized
+    if about is None or about.inputs_first or not isinstance(source, Stored) or source.packed is None:
+        return None
+    with source.packed.opened() as stored:
+        codes = source.packed.codes(stored, about.format)
+        if codes is None:
+            return None
+        arrays = {}
+        for key, leaf in parts.items():
+            assert leaf.quantized is not None
+            code = codes[leaf.quantized.name]
+            if tuple(code.shape) != leaf.part_shape:
+                raise misfit(source)
+            place = _of_one_layer(shardings[key], leaf)
+            arrays[key] = _place(key, leaf.part_shape, leaf.dtype, place, functools.partial(_cut, code))
+        return arrays
+
+
+def _say_formats(
+    sources: Mapping[str, Source], weights: Mapping[str, tuple[Leaf, Layout]], kept: int, listener: Listener
+) -> None:
+    """Says what happened to weights that are stored quantized."""
+    packed = {name: part for name, source in sources.items() for part in _stored_parts(source) if part.packed}
+    if not packed:
+        return
+    held = [(leaf, next(iter(parts.values())).quantized) for leaf, parts in weights.values() if leaf.names[0] in packed]
+    done = f"dequantized to {' and '.join(sorted({leaf.dtype.name for leaf, _ in held}))} while loading"
+    if again := sorted({about.format for _, about in held if about}):
+        done += f" and quantized again to {' and '.join(again)}"
+    if kept:
+        others = f", {len(packed) - kept} are {done}" if kept < len(packed) else ""
+        done = f"the codes of {kept} weights are used as they are{others}"
+    listener(Note(f"The base is stored in {' and '.join(formats(packed.values()))}: {done}"))
+
+
+def _stored_parts(source: Source) -> list[Stored]:
+    if isinstance(source, Converted):
+        return [part for _, part in source.parts]
+    return [source] if isinstance(source, Stored) else []
+
+
 def _codes(weight: jax.Array, format: Format, inputs_first: bool) -> dict[str, jax.Array]:
     return quantize(weight.T if inputs_first else weight, format)
 
@@ -175,7 +222,7 @@ def _codes(weight: jax.Array, format: Format, inputs_first: bool) -> dict[str, j
 
 def resolve_sources(folder: Path, module: torch.nn.Module, layout: Layout) -> dict[str, Source]:
     """Where each parameter of `layout` comes from. Checks everything that can be checked without reading values."""
-    stored = read_headers(folder)
+    stored = unquantized(read_headers(folder), read_method(folder))
     known, unused = match_names(stored, module)
     buffers = dict(module.named_buffers())
     ties = tied_groups(module)
@@ -186,7 +233,7 @@ def resolve_sources(folder: Path, module: torch.nn.Module, layout: Layout) -> di
         found = [known[alias] for alias in (name, *ties.get(name, ())) if alias in known]
         if found:
             sources[name] = found[0]
-            _check_fits(name, leaf, found[0])
+            _check_fits(name, leaf, found[0], module)
             for alias in ties.get(name, ()):
                 if alias not in names and name in known and alias in known:
                     _check_equal(name, known[name], alias, known[alias])
@@ -273,14 +320,21 @@ def tied_groups(module: Any) -> dict[str, tuple[str, ...]]:
 # ---- checks
 
 
-def _check_fits(name: str, leaf: Leaf, source: Source) -> None:
+def _check_fits(name: str, leaf: Leaf, source: Source, module: Any) -> None:
     assert not isinstance(source, Computed)
-    parts = [source] if isinstance(source, Stored) else [part for _, part in source.parts]
+    parts = _stored_parts(source)
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         for part in parts:
             if part.dtype not in PLAIN_FLOATS:
                 raise TrilloraError(
-                    f"{part.name} is stored as {part.dtype}: the checkpoint is quantized.",
+                    f"{part.name} is stored as {part.dtype}: the checkpoint is quantized in a way that cannot be read.",
+                    where=str(part.file),
+                    do="use the unquantized (bfloat16 or float32) version of the model",
+                )
+            layer = module.get_submodule(name.rpartition(".")[0])
+            if part.packed is not None and isinstance(layer, Conv1D):  # [D, E], and quantized as [E, D]
+                raise TrilloraError(
+                    f"{part.name} is quantized, which is not supported for models with transposed linear layers.",
                     where=str(part.file),
                     do="use the unquantized (bfloat16 or float32) version of the model",
                 )
@@ -296,12 +350,9 @@ def _check_equal(name: str, source: Source, alias: str, other: Source) -> None:
     """Checks that two stored copies of tied weights are equal, since only one of them is used."""
     if not (isinstance(source, Stored) and isinstance(other, Stored)) or source == other:
         return
-    with opened(source.file) as tensors, opened(other.file) as other_tensors:
-        ours, theirs = tensors.get_slice(source.name), other_tensors.get_slice(other.name)
-        same = source.shape == other.shape and all(
-            torch.equal(ours[row : row + ROWS_PER_READ], theirs[row : row + ROWS_PER_READ])
-            for row in range(0, source.shape[0], ROWS_PER_READ)
-        )
+    with opened_tensor(source, torch.float32) as ours, opened_tensor(other, torch.float32) as theirs:
+        rows = [(slice(row, row + ROWS_PER_READ),) for row in range(0, source.shape[0], ROWS_PER_READ)]
+        same = source.shape == other.shape and all(torch.equal(ours(index), theirs(index)) for index in rows)
     if not same:
         raise TrilloraError(
             f"The config ties {alias} to {name}, but the checkpoint contains two different tensors.",
@@ -336,17 +387,13 @@ def _report_unused(unused: list[str], module: Any) -> None:
 def _open_source(source: Source, module: Any, dtype: np.dtype[Any]) -> Iterator[ReadSlice]:
     """Yields a function that reads any slice of the parameter. The file is mapped only meanwhile, to free its pages."""
     if isinstance(source, Stored):
-        with opened(source.file) as tensors:
-            if source.shape:
-                head = tensors.get_slice(source.name)
-                yield lambda index: head[index]
-            else:
-                yield lambda index: tensors.get_tensor(source.name)
+        with opened_tensor(source, _torch_dtype(dtype)) as read_slice:
+            yield read_slice
     elif isinstance(source, Converted):
         # A conversion needs whole tensors, so this one parameter is built in host memory and then sliced.
         def read(part: Stored) -> torch.Tensor:
-            with opened(part.file) as tensors:
-                return tensors.get_tensor(part.name).to(_torch_dtype(dtype), copy=True)
+            with opened_tensor(part, _torch_dtype(dtype)) as read_slice:
+                return read_slice(()).to(_torch_dtype(dtype), copy=True)
 
         yield functools.partial(_cut, _convert(source, module, read)[source.target])
     else:

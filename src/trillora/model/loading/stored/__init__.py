@@ -1,0 +1,1 @@
+"""Checkpoints whose weights are stored quantized: MXFP4, float8, bitsandbytes, GPTQ, AWQ, compressed-tensors."""

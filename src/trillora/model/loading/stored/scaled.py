@@ -1,0 +1,111 @@
+"""Weights in 8 bits, multiplied by scales: float8 with a scale per block, output or tensor, and int8.
+
+    q_proj.weight             float8 [O, I]
+    q_proj.weight_scale_inv   float32 [O / 128, I / 128]; the last block may be smaller
+    -> q_proj.weight          code * scale of its block (the name says inverse, but it is a factor)
+
+    method               scale                                      shape
+    fp8                  weight_scale_inv, scale, qscale_weight     blocks, or one
+    mxfp8                weight_scale_inv, uint8: exponent + 127    one per 32 inputs
+    fbgemm_fp8           weight_scale                               one per output
+    compressed-tensors   weight_scale                               one per output, group or block, or one
+
+Scales of activations are not used: training multiplies in the model's type. Legend: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from trillora.errors import TrilloraError
+from trillora.model.loading.stored.method import Method
+from trillora.model.loading.stored.packed import Packed, Parts, Stored, plain
+
+_SCALES = ("_scale_inv", "_scale")  # after the name of the weight
+_SCALES_OF_LAYER = ("scale", "qscale_weight")  # in place of "weight"
+_NOT_USED = ("activation_scale", "input_scale", "qscale_act", "output_scale", "weight_zero_point")
+_WEIGHT, _SCALE = "weight", "scale"
+_BIAS = 127  # of exponents in uint8
+
+
+@dataclass(frozen=True)
+class Scaled(Packed):
+    block: tuple[int, int] | None  # by the config
+
+    def rows(self, parts: Parts, start: int, stop: int) -> torch.Tensor:
+        weight = parts[_WEIGHT]
+        codes = weight[start:stop].to(torch.float32)
+        scale = _grid(_factors(parts[_SCALE]), weight.dim())
+        if scale.dim() != weight.dim() or weight.dim() not in (2, 3):
+            raise ValueError("one scale for each block of outputs and inputs is needed")
+        (num_outputs, num_inputs), own = weight.shape[-2:], self.block or (None, None)
+        by_output = _block(num_outputs, scale.shape[-2], own[0])
+        by_input = _block(num_inputs, scale.shape[-1], own[1])
+        if weight.dim() == 3:  # experts
+            scale = scale[start:stop] if len(scale) == len(weight) else scale.expand(stop - start, -1, -1)
+            outputs = torch.arange(num_outputs)
+        else:
+            outputs = torch.arange(start, stop)
+        return codes * scale[..., outputs // by_output, :][..., torch.arange(num_inputs) // by_input]
+
+    def codes(self, parts: Parts, format: str) -> dict[str, torch.Tensor] | None:
+        """One scale per output, or for all: the layout of `engine.quantize`."""
+        weight = parts[_WEIGHT]
+        same = (weight.dtype, format) in ((torch.float8_e4m3fn, "fp8"), (torch.int8, "int8"))
+        if not same or weight.dim() != 2:
+            return None
+        factors = _grid(_factors(parts[_SCALE]), 2)
+        if factors.shape not in ((len(weight), 1), (1, 1)):
+            return None
+        return {"q": weight, "scale": factors[:, 0].expand(len(weight))}
+
+
+def _factors(scale: torch.Tensor) -> torch.Tensor:
+    if scale.dtype == torch.uint8:
+        return (scale.to(torch.float32) - _BIAS).exp2()
+    return scale.to(torch.float32)
+
+
+def _grid(scale: torch.Tensor, num_dims: int) -> torch.Tensor:
+    """One scale for all, or one per expert or output, as a grid of blocks."""
+    if scale.dim() < 2:
+        return scale.reshape(-1, *[1] * (num_dims - 1))
+    return scale
+
+
+def _block(size: int, count: int, configured: int | None) -> int:
+    """How many rows or columns share a scale. The last block may be smaller than the config says."""
+    if configured and -(-size // configured) == count:
+        return configured
+    if count and size % count == 0:
+        return size // count
+    raise ValueError(f"{size} cannot be split into {count} blocks")
+
+
+def find(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stored]:
+    """The weights in this format, by name."""
+    found = {}
+    for name, tensor in tensors.items():
+        is_int8 = tensor.dtype == "I8" and method is not None and method.name == "compressed-tensors"
+        if tensor.dtype not in ("F8_E4M3", "F8_E5M2") and not is_int8:
+            continue
+        layer = name.removesuffix("weight")
+        names = [name + end for end in _SCALES]
+        names += [layer + end for end in _SCALES_OF_LAYER] if layer != name else []
+        scale = next((tensors[each] for each in names if each in tensors), None)
+        if scale is None:
+            continue  # refused if the model needs it: codes without their scale are no weights
+        unused = {end: tensors[layer + end] for end in _NOT_USED if layer != name and layer + end in tensors}
+        if "weight_zero_point" in unused and is_int8:
+            raise TrilloraError(
+                f"{name} is stored in int8 with zero points, which cannot be read.",
+                where=str(tensor.file),
+                do="use the unquantized (bfloat16) version of the model",
+            )
+        parts = {_WEIGHT: tensor, _SCALE: scale, **unused}
+        label = "int8" if is_int8 else "MXFP8" if scale.dtype == "U8" else "float8"
+        found[name] = plain(name, tensor.shape, Scaled(label, parts, method.block if method else None))
+    return found

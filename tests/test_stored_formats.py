@@ -51,8 +51,8 @@ BITSANDBYTES = json.loads((Path(__file__).parent / "golden" / "nf4-bitsandbytes.
 def write(
     folder: Path, config: Any, quantize: Quantize, about: dict[str, Any], chosen: str = "_proj.weight"
 ) -> Tensors:
-    """A checkpoint whose weights with `chosen` in their names are replaced by what `quantize` makes of them. Returns the
-    unquantized tensors."""
+    """A checkpoint in which weights with `chosen` in their names are replaced by what `quantize` makes of them. Returns
+    the unquantized tensors."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")

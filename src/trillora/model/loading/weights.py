@@ -42,7 +42,7 @@ from trillora.events import Listener, Note, Progress, ignore_events
 from trillora.model.layout import Layout, Leaf, stored_weights
 from trillora.model.loading.source import weight_files
 from trillora.model.loading.stored.method import read_method
-from trillora.model.loading.stored.packed import Index, ReadSlice, Stored, misfit, opened_tensor
+from trillora.model.loading.stored.packed import Index, ReadSlice, Stored, fitting_parts, opened_tensor
 from trillora.model.loading.stored.view import formats, unquantized
 from trillora.model.loading.tensor_files import opened
 from trillora.model.loading.wrapper import removed_modules
@@ -175,7 +175,7 @@ def _kept(source: Source, parts: Layout, shardings: Mapping[str, Sharding]) -> d
     about = next(iter(parts.values())).quantized
     if about is None or about.inputs_first or not isinstance(source, Stored) or source.packed is None:
         return None
-    with source.packed.opened() as stored:
+    with source.packed.opened() as stored, fitting_parts(source):
         codes = source.packed.codes(stored, about.format)
         if codes is None:
             return None
@@ -184,7 +184,7 @@ def _kept(source: Source, parts: Layout, shardings: Mapping[str, Sharding]) -> d
             assert leaf.quantized is not None
             code = codes[leaf.quantized.name]
             if tuple(code.shape) != leaf.part_shape:
-                raise misfit(source)
+                raise ValueError(f"{leaf.quantized.name} has the shape {list(code.shape)}")
             place = _of_one_layer(shardings[key], leaf)
             arrays[key] = _place(key, leaf.part_shape, leaf.dtype, place, functools.partial(_cut, code))
         return arrays
@@ -331,8 +331,8 @@ def _check_fits(name: str, leaf: Leaf, source: Source, module: Any) -> None:
                     where=str(part.file),
                     do="use the unquantized (bfloat16 or float32) version of the model",
                 )
-            layer = module.get_submodule(name.rpartition(".")[0])
-            if part.packed is not None and isinstance(layer, Conv1D):  # [D, E], and quantized as [E, D]
+            # The weight is [D, E], and was quantized as [E, D].
+            if part.packed is not None and isinstance(module.get_submodule(name.rpartition(".")[0]), Conv1D):
                 raise TrilloraError(
                     f"{part.name} is quantized, which is not supported for models with transposed linear layers.",
                     where=str(part.file),

@@ -56,8 +56,9 @@ class FourBits(Packed):
         width = math.prod(shape[1:])
         first, last = start * width, stop * width
         codes = _bytes(parts[_WEIGHT])[first // 2 : -(-last // 2)]
-        table = parts[".quant_map"].reshape(-1).to(torch.float32)
-        values = table[torch.stack([codes >> 4, codes & 15], dim=1).int()].reshape(-1)
+        table = parts[".quant_map"].reshape(16).to(torch.float32)
+        pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=-1)  # the values of each byte
+        values = pairs[codes.int()].reshape(-1)
         values = values[first % 2 : first % 2 + last - first]
         blocks = slice(first // size, -(-last // size))
         scales = self._absmax(parts, blocks).repeat_interleave(size)

@@ -38,7 +38,7 @@ class Method:
 
 class _Weights(BaseModel):
     num_bits: int = 8
-    block_structure: tuple[Block, Block] | None = None
+    block_structure: tuple[Block, Block] | str | None = None
 
 
 class _Group(BaseModel):
@@ -56,8 +56,8 @@ class _Section(BaseModel):
     load_in_8bit: bool = False
     bits: int = 4
     weight_block_size: tuple[Block, Block] | None = None
-    checkpoint_format: str | None = "gptq"
-    version: str = "gemm"
+    checkpoint_format: str | None = None
+    version: str | None = None
     format: str | None = None
     config_groups: dict[str, _Group] = {}
     sparsity_config: dict[str, Any] | None = None
@@ -102,13 +102,14 @@ def _method(name: str, section: _Section, where: str) -> Method:
     if name == "bitsandbytes":
         return Method(name, "bitsandbytes int8" if section.load_in_8bit else "bitsandbytes 4 bit")
     if name == "gptq":
-        if section.checkpoint_format not in ("gptq", "gptq_v2", None) or section.bits not in (2, 4, 8):
-            raise _refusal(f"GPTQ with {section.bits} bits in the layout {section.checkpoint_format}", where)
-        first_version = section.checkpoint_format != "gptq_v2"
-        return Method(name, f"GPTQ int{section.bits}", section.bits, zeros_are_less_by_one=first_version)
+        layout = section.checkpoint_format or section.format or "gptq"
+        if layout not in ("gptq", "gptq_v2") or section.bits not in (2, 4, 8):
+            raise _refusal(f"GPTQ with {section.bits} bits in the layout {layout}", where)
+        return Method(name, f"GPTQ int{section.bits}", section.bits, zeros_are_less_by_one=layout == "gptq")
     if name == "awq":
-        if section.version.lower() != "gemm" or section.bits != 4:
-            raise _refusal(f"AWQ with {section.bits} bits in the layout {section.version}", where)
+        layout = section.version or section.format or "gemm"
+        if layout.lower() != "gemm" or section.bits != 4:
+            raise _refusal(f"AWQ with {section.bits} bits in the layout {layout}", where)
         return Method(name, "AWQ int4")
     if name == "compressed-tensors":
         return _compressed(name, section, where)
@@ -126,7 +127,7 @@ def _compressed(name: str, section: _Section, where: str) -> Method:
     widths = {each.num_bits for each in weights}
     if not widths <= {4, 8}:
         raise _refusal(f"compressed-tensors with {min(widths - {4, 8})} bits", where)
-    block = next((each.block_structure for each in weights if each.block_structure), None)
+    block = next((each.block_structure for each in weights if isinstance(each.block_structure, tuple)), None)
     label = f"compressed-tensors {' and '.join(sorted(formats - {'mixed-precision', 'dense'})) or name}"
     return Method(name, label, block=block)
 

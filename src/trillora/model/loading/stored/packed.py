@@ -89,23 +89,26 @@ def _dequantized(tensor: Stored, packed: Packed, parts: Parts, index: Index, dty
     rows, *others = index or (slice(None),)
     start, stop, _ = rows.indices(tensor.shape[0])
     sizes = [len(range(*part.indices(size))) for part, size in zip(others, tensor.shape[1:], strict=False)]
-    found = torch.empty((stop - start, *sizes, *tensor.shape[1 + len(sizes) :]), dtype=dtype)
     step = max(1, PIECE // max(1, math.prod(tensor.shape[1:])))
-    try:
+    with fitting_parts(tensor):
+        found = torch.empty((stop - start, *sizes, *tensor.shape[1 + len(sizes) :]), dtype=dtype)
         for first in range(start, stop, step):
             last = min(first + step, stop)
             values = packed.rows(parts, first, last)
             if values.shape != (last - first, *tensor.shape[1:]):
                 raise ValueError(f"{list(values.shape)} instead of {[last - first, *tensor.shape[1:]]}")
             found[first - start : last - start] = values[(slice(None), *others)]
-    except (ValueError, IndexError, KeyError, RuntimeError) as error:
-        raise misfit(tensor) from error
     return found
 
 
-def misfit(tensor: Stored) -> TrilloraError:
-    return TrilloraError(
-        f"The parts of the quantized {tensor.name} do not fit each other.",
-        where=str(tensor.file),
-        do="download the file again, or use the unquantized version of the model",
-    )
+@contextmanager
+def fitting_parts(tensor: Stored) -> Iterator[None]:
+    """Operations on parts of wrong shapes raise several exceptions, and memory for absurd shapes is not available."""
+    try:
+        yield
+    except (ValueError, IndexError, KeyError, RuntimeError) as error:
+        raise TrilloraError(
+            f"The parts of the quantized {tensor.name} do not fit each other.",
+            where=str(tensor.file),
+            do="download the file again, or use the unquantized version of the model",
+        ) from error

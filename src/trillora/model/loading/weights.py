@@ -175,18 +175,18 @@ def _kept(source: Source, parts: Layout, shardings: Mapping[str, Sharding]) -> d
     about = next(iter(parts.values())).quantized
     if about is None or about.inputs_first or not isinstance(source, Stored) or source.packed is None:
         return None
-    with source.packed.opened() as stored, fitting_parts(source):
-        codes = source.packed.codes(stored, about.format)
-        if codes is None:
-            return None
+    with source.packed.opened() as stored:
+        with fitting_parts(source):
+            codes = source.packed.codes(stored, about.format)
+            if codes is None:
+                return None
+            by_key = {key: codes[leaf.quantized.name] for key, leaf in parts.items() if leaf.quantized}
+            if any(tuple(code.shape) != parts[key].part_shape for key, code in by_key.items()):
+                raise ValueError("codes of another shape")
         arrays = {}
         for key, leaf in parts.items():
-            assert leaf.quantized is not None
-            code = codes[leaf.quantized.name]
-            if tuple(code.shape) != leaf.part_shape:
-                raise ValueError(f"{leaf.quantized.name} has the shape {list(code.shape)}")
-            place = _of_one_layer(shardings[key], leaf)
-            arrays[key] = _place(key, leaf.part_shape, leaf.dtype, place, functools.partial(_cut, code))
+            place, read = _of_one_layer(shardings[key], leaf), functools.partial(_cut, by_key[key])
+            arrays[key] = _place(key, leaf.part_shape, leaf.dtype, place, read)
         return arrays
 
 

@@ -26,13 +26,14 @@ from trillora.engine.quantize import BLOCK, DYNAMIC, GROUP, NF4
 from trillora.errors import TrilloraError
 from trillora.files.read_json import parse_json
 from trillora.model.loading.stored.method import Method
-from trillora.model.loading.stored.packed import Packed, Parts, Stored, plain
+from trillora.model.loading.stored.packed import Packed, Parts, Stored, fitting_parts, plain
 from trillora.model.loading.tensor_files import opened
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _WEIGHT, _SCALE, _LAYOUT = "weight", "SCB", "weight_format"
 _MAX_STATE = 1 << 16  # bytes
+_MOST_CODES = 16  # in one element, of 8 bytes
 _ONE_127TH = 7.874015718698502e-3  # as bitsandbytes writes it: the last bit of a product depends on it
 Size = Annotated[int, Field(ge=1, le=1 << 40)]
 
@@ -129,6 +130,9 @@ def find(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stor
             state = _state(tensor)
             packed = FourBits(kind, {_WEIGHT: tensors[weight], **parts, _STATE: tensor}, state)
             found[weight] = plain(weight, tuple(state.shape), packed)
+            with fitting_parts(found[weight]):
+                if math.prod(state.shape) > _MOST_CODES * math.prod(tensors[weight].shape):
+                    raise ValueError("too few codes")
         elif layer != name and layer + _WEIGHT in tensors and tensors[layer + _WEIGHT].dtype == "I8":
             own = tensors[layer + _WEIGHT]
             parts = {_WEIGHT: own, _SCALE: tensor}

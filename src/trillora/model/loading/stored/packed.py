@@ -90,8 +90,8 @@ def _dequantized(tensor: Stored, packed: Packed, parts: Parts, index: Index, dty
     start, stop, _ = rows.indices(tensor.shape[0])
     sizes = [len(range(*part.indices(size))) for part, size in zip(others, tensor.shape[1:], strict=False)]
     step = max(1, PIECE // max(1, math.prod(tensor.shape[1:])))
+    found = torch.empty((stop - start, *sizes, *tensor.shape[1 + len(sizes) :]), dtype=dtype)
     with fitting_parts(tensor):
-        found = torch.empty((stop - start, *sizes, *tensor.shape[1 + len(sizes) :]), dtype=dtype)
         for first in range(start, stop, step):
             last = min(first + step, stop)
             values = packed.rows(parts, first, last)
@@ -103,7 +103,7 @@ def _dequantized(tensor: Stored, packed: Packed, parts: Parts, index: Index, dty
 
 @contextmanager
 def fitting_parts(tensor: Stored) -> Iterator[None]:
-    """Operations on parts of wrong shapes raise several exceptions, and memory for absurd shapes is not available."""
+    """Operations on parts of wrong shapes raise several exceptions."""
     try:
         yield
     except (ValueError, IndexError, KeyError, RuntimeError) as error:

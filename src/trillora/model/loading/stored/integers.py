@@ -122,7 +122,7 @@ def _weight(name: str, codes: Stored, parts: dict[str, Stored], method: Method) 
     if method.name == "awq":
         return plain(name, (columns * 8, rows), Awq(method.label, parts))
     shape = _shape(parts.get("weight_shape"))
-    # The shape tells the width of a code: 4 bits fill an eighth of an int32, 8 bits a quarter.
+    # The width of a code follows from the shape: 4 bits fill an eighth of an int32, 8 bits a quarter.
     bits = next((bits for bits in (4, 8) if shape and -(-shape[1] * bits // 32) == columns), None)
     if shape is None or bits is None or shape[0] != rows:
         raise TrilloraError(

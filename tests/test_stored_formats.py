@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from dose import dose
+from hostile_json import changed_bytes
 from safetensors.torch import load_file, save_file
 from test_weights import as_float, layout_of, llama, meta_model, sharded, whole
 from transformers import (
@@ -39,7 +42,8 @@ from trillora.model.loading.stored.integers import Awq
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.stored.mxfp4 import Mxfp4
 from trillora.model.loading.stored.scaled import Scaled
-from trillora.model.loading.weights import load_weights
+from trillora.model.loading.stored.packed import Stored, opened_tensor
+from trillora.model.loading.weights import load_weights, resolve_sources
 
 pytestmark = pytest.mark.core
 Tensors = dict[str, torch.Tensor]
@@ -515,6 +519,32 @@ def test_parts_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
     write(tmp_path, small(), quantize, about)
     error = damage(tmp_path, change)
     assert what in error.what and "model.safetensors" in str(error.where) and error.do
+
+
+def test_any_change_of_a_quantized_file_is_refused_or_read(tmp_path: Path) -> None:
+    """Of its header, and of bitsandbytes' descriptions of weights. No other exception, and no more memory."""
+    write(tmp_path, small(), nf4, KEPT["nf4"][1])
+    module, file = meta_model(small()), tmp_path / "model.safetensors"
+    layout, data = layout_of(module), file.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    state = data.index(b'{"quant_type"', size)
+    pieces = (slice(0, size), slice(state, state + 100))
+    outcomes = {"read": 0, "refused": 0}
+    for seed in range(dose(60, 3000)):
+        piece = pieces[seed % 2]
+        old = data[piece]
+        new = changed_bytes(old, random.Random(seed)).ljust(len(old))[: len(old)]
+        file.write_bytes(data[: piece.start] + new + data[piece.stop :])
+        try:
+            for source in resolve_sources(tmp_path, module, layout).values():
+                if isinstance(source, Stored) and source.packed is not None:
+                    with opened_tensor(source, torch.bfloat16) as read:
+                        assert read(()).shape == source.shape
+            outcomes["read"] += 1
+        except TrilloraError as error:
+            assert error.where and error.do, seed
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 0, outcomes
 
 
 def test_quantized_transposed_layers_are_refused(tmp_path: Path) -> None:

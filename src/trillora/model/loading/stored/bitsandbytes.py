@@ -133,8 +133,7 @@ def find(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stor
             with fitting_parts(found[weight]):
                 if math.prod(state.shape) > _MOST_CODES * math.prod(tensors[weight].shape):
                     raise ValueError("too few codes")
-        elif layer != name and layer + _WEIGHT in tensors and tensors[layer + _WEIGHT].dtype == "I8":
-            own = tensors[layer + _WEIGHT]
+        elif layer != name and (own := tensors.get(layer + _WEIGHT)) and own.dtype == "I8" and len(own.shape) == 2:
             parts = {_WEIGHT: own, _SCALE: tensor}
             if layout := tensors.get(layer + _LAYOUT):
                 _check_layout(layout)

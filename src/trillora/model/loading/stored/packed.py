@@ -106,7 +106,7 @@ def fitting_parts(tensor: Stored) -> Iterator[None]:
     """Operations on parts of wrong shapes raise several exceptions."""
     try:
         yield
-    except (ValueError, IndexError, KeyError, RuntimeError) as error:
+    except (ValueError, TypeError, IndexError, KeyError, RuntimeError) as error:
         raise TrilloraError(
             f"The parts of the quantized {tensor.name} do not fit each other.",
             where=str(tensor.file),

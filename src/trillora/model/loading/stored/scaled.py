@@ -90,7 +90,7 @@ def find(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stor
     found = {}
     for name, tensor in tensors.items():
         is_int8 = tensor.dtype == "I8" and method is not None and method.name == "compressed-tensors"
-        if tensor.dtype not in ("F8_E4M3", "F8_E5M2") and not is_int8:
+        if (tensor.dtype not in ("F8_E4M3", "F8_E5M2") and not is_int8) or len(tensor.shape) not in (2, 3):
             continue
         layer = name.removesuffix("weight")
         names = [name + end for end in _SCALES]

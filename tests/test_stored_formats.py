@@ -41,11 +41,10 @@ from trillora.model.loading.stored.bitsandbytes import FourBits
 from trillora.model.loading.stored.integers import Awq
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.stored.mxfp4 import Mxfp4
-from trillora.model.loading.stored.scaled import Scaled
 from trillora.model.loading.stored.packed import Stored, opened_tensor
+from trillora.model.loading.stored.scaled import Scaled
 from trillora.model.loading.weights import load_weights, resolve_sources
 
-pytestmark = pytest.mark.core
 Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[str, torch.Tensor], Tensors]  # name and weight -> stored tensors by name
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}

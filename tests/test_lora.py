@@ -22,7 +22,7 @@ from trillora.errors import TrilloraError
 from trillora.model import lora
 from trillora.model.bridge import CausalLM, build_module
 from trillora.model.layout import Tree, stack, unstack
-from trillora.model.lora import add_lora, initial_adapter, linear_layers
+from trillora.model.lora import add_lora, chosen_layers, initial_adapter, linear_layers
 from trillora.model.lora_spec import LoraSpec, select_targets
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.trace import Trace, tracing
@@ -65,6 +65,15 @@ def test_a_router_that_subclasses_linear_is_not_adapted() -> None:
     routers = {name for name in theirs if name.endswith(".router")}
     assert len(routers) == 4
     assert set(targets_of("phimoe", "all-linear")) == set(theirs) - routers
+
+
+def test_all_linear_leaves_out_the_gate_of_a_shared_expert() -> None:
+    """It has one output, so that it cannot have the rank of the other layers."""
+    module = build_module(tiny_models.configuration("qwen2_moe", 2), "float32")
+    gates = {name for name in linear_layers(module) if name.endswith(".shared_expert_gate")}
+    chosen = chosen_layers(module, LoraSpec(rank=4))
+    assert len(gates) == 2 and not gates & chosen.keys()
+    assert any(name.endswith(".shared_expert.gate_proj") for name in chosen)
 
 
 @pytest.mark.parametrize(

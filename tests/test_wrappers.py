@@ -112,8 +112,9 @@ def run_config(name: str) -> Any:
     config = tiny_models.configuration(name, 2)
     text = config.get_text_config()
     text.vocab_size, text.max_position_embeddings = len(chat_tokenizer("chatml")), 256
-    if hasattr(text, "initializer_range"):
-        text.initializer_range = 0.1  # enough for an adapter to learn in a few steps
+    text.initializer_range = 0.1  # enough for an adapter to learn in a few steps
+    if hasattr(text, "vocab_size_per_layer_input"):
+        text.vocab_size_per_layer_input = text.vocab_size
     if name == "mistral3":
         config.tie_word_embeddings = False  # its default ties them
     return config
@@ -250,6 +251,25 @@ def test_a_model_without_a_text_part_is_refused(config: dict[str, Any], message:
     with pytest.raises(TrilloraError, match=message) as error:
         load_config(tmp_path)
     assert error.value.do and str(tmp_path) in str(error.value.where)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}, {"type": "text", "text": "?"}]},
+                       {"role": "assistant", "content": "A cat."}]}, "Turn 1 has a part that is of type 'image'"),
+        ({"image": "cat.png", "conversations": [{"from": "human", "value": "<image>\n?"},
+                                                {"from": "gpt", "value": "A cat."}]}, 'The row has "image"'),
+    ],
+)  # fmt: skip
+def test_rows_with_images_are_refused_with_their_place(
+    row: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n", "utf-8")
+    recipe = tiny_run.recipe(folder, data={"path": str(tmp_path / "chats.jsonl")})
+    with pytest.raises(TrilloraError, match=message) as error:
+        train(load_recipe(recipe), tmp_path / "run")
+    assert str(error.value.where).endswith("chats.jsonl:1") and "remove the row" in str(error.value.do)
 
 
 def test_a_model_whose_tokens_see_the_next_ones_is_refused() -> None:

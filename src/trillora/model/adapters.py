@@ -484,7 +484,9 @@ def _parameter_names(module: torch.nn.Module, parameters: list[str]) -> list[str
     """Short names if PEFT's rule (a path ending in .name) selects exactly these parameters, else full names."""
     short = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
     ends = tuple(f".{name}" for name in short)
-    selected = {name for name, _ in module.named_parameters(remove_duplicate=False) if name.endswith(ends)}
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names += [f"{name}.weight" for name in removed_modules(module)]
+    selected = {name for name in names if name.endswith(ends)}
     return short if selected == set(parameters) else sorted(parameters)
 
 

@@ -320,7 +320,9 @@ def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
         raise TrilloraError(
             f"transformers cannot build a {config.model_type} model from this config: {_reason(error)}",
             where=f"{name_or_path}/config.json" if name_or_path else None,
-            do="use the config.json of the model's repository, and the transformers version that it names",
+            do="install the package that it needs, or use a model that has only text"
+            if isinstance(error, ImportError)
+            else "use the config.json of the model's repository, and the transformers version that it names",
         ) from error
     if is_wrapper(config):
         keep_text_model(module)

@@ -65,7 +65,8 @@ class OpenModel:
         config = load_config(folder, trust_remote_code=trust_remote_code)
         files = weight_files(folder)
         check_weights(config, stored_shapes(files), str(folder / CONFIG_FILE))
-        if is_wrapper(config) and config.tie_word_embeddings and has_own_head(config, files):
+        is_tied = getattr(config, "tie_word_embeddings", False)  # some wrappers do not have it
+        if is_wrapper(config) and is_tied and has_own_head(config, files):
             config.tie_word_embeddings = False
         return cls(folder, config, load_tokenizer(folder, tokens), base_name(name))
 

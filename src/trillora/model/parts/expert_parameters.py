@@ -69,7 +69,7 @@ def expert_parameters(model: torch.nn.Module) -> dict[str, ExpertParameter]:
 
 def linear_routers(experts: Mapping[str, ExpertParameter], linear: Mapping[str, Any]) -> list[str]:
     """The linear layers that are routers: next to the experts, one output for each of them, and the only linear layer
-    of its part. Most models have a module of another kind."""
+    of its part. Most models have a module of another kind. The gate of a shared expert, with one output, is one too."""
     found = []
     for name, parameter in experts.items():
         parent = name.rsplit(".", 2)[0]
@@ -78,7 +78,7 @@ def linear_routers(experts: Mapping[str, ExpertParameter], linear: Mapping[str, 
             if layer.startswith(f"{parent}."):
                 parts.setdefault(layer.removeprefix(f"{parent}.").partition(".")[0], []).append(layer)
         alone = [layers[0] for layers in parts.values() if len(layers) == 1]
-        found += [layer for layer in alone if linear[layer].weight.shape[0] == parameter.num_experts]
+        found += [layer for layer in alone if linear[layer].weight.shape[0] in (1, parameter.num_experts)]
     return found
 
 

@@ -1,0 +1,172 @@
+"""Training steps that `auto` chooses, by the TPU compiler, without a TPU: memory, step time, share of peak.
+
+    python benchmarks/tpu_steps.py models       models of 2026 on the smallest slice that fits
+    python benchmarks/tpu_steps.py shapes       typical shapes; Tunix' steps of the same shapes beside them
+    python benchmarks/tpu_steps.py models --only gemma      cases whose name contains the word
+    python benchmarks/tpu_steps.py models --estimate        on machines without the TPU compiler
+
+A mixture of experts is compared with a dense model that has its active parameters. Each case is a run of `trillora
+preflight` with everything on auto that is not in the table. Prints one JSON line for each case and a table at the end.
+Tunix' times were simulated in the same way from its compiled program (version 0.1.7, libtpu 0.0.42.1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trillora.devices.slices import find_slice
+from trillora.errors import TrilloraError
+from trillora.preflight.inputs import KNOWN_MODELS
+from trillora.preflight.result import PreflightResult
+from trillora.preflight.verdict import preflight
+from trillora.recipe.load import load_recipe
+
+MIXTURE, DENSE = "Qwen/Qwen3-30B-A3B", "dense with the active parameters of Qwen3-30B-A3B"
+SLICES = ("v5e-1", "v6e-1", "v5e-4", "v5e-8", "v6e-8")  # by memory
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    slices: tuple[str, ...] = SLICES
+    rows_per_device: int = 4
+    tokens: int = 2048
+    tunix_seconds: float | None = None
+
+
+CASES = {
+    "models": (
+        Case("google/gemma-3-4b-it"),
+        Case("Qwen/Qwen3.5-9B"),
+        Case("mistralai/Mistral-Small-3.2-24B-Instruct-2506"),
+        Case("openai/gpt-oss-20b"),
+        Case(MIXTURE),
+        Case(DENSE),
+    ),
+    "shapes": (
+        Case("meta-llama/Llama-3.2-1B", ("v5e-8",), 1, 2048, 0.168),
+        Case("meta-llama/Llama-3.1-8B", ("v6e-8",), 1, 2048, 0.430),
+        Case("google/gemma-3-270m", ("v5e-8",), 8, 512),
+        Case("Qwen/Qwen3-0.6B", ("v5e-8",), 1, 2048, 0.180),
+        Case("meta-llama/Llama-3.1-8B", ("v6e-8",), 3, 8192),
+    ),
+}
+
+
+def dense_config() -> dict[str, Any]:
+    """A dense model with the layers of the mixture. Its feed-forward layer is as wide as the experts of one token."""
+    mixture = json.loads(KNOWN_MODELS.read_text())[MIXTURE]
+    width = mixture["num_experts_per_tok"] * mixture["moe_intermediate_size"]
+    of_experts = (
+        "moe_intermediate_size",
+        "num_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+    )
+    kept = {key: value for key, value in mixture.items() if key not in (*of_experts, "mlp_only_layers")}
+    dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "intermediate_size": width}
+    return {**kept, **dense}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=CASES)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--estimate", action="store_true")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for case in CASES[args.table]:
+            if args.only.lower() not in case.model.lower():
+                continue
+            if case.model == DENSE:  # on the slice of the mixture
+                case = replace(case, slices=tuple(row["slice"] for row in rows if row["model"] == MIXTURE) or SLICES)
+            rows.append(first_that_fits(case, Path(temporary), estimate=args.estimate))
+            print(json.dumps(rows[-1]), flush=True)
+    print_table(rows)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print(
+        "\n| model | slice | sequences x tokens | memory of each device | step | tokens/s/device | share of peak |",
+        end="",
+    )
+    print(" settings | time of Tunix' step |\n|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        if row["slice"] is None:
+            print(f"| {row['model']} | none of {', '.join(SLICES)} | | | | | | | |")
+            continue
+        tunix = f"{row['tunix_seconds']:.3f} s" if row["tunix_seconds"] else ""
+        print(
+            f"| {row['model']} | {row['slice']} | {row['batch_size']} x {row['tokens']} | {row['peak_gib']:.1f} of "
+            f"{row['limit_gib']:.1f} GiB | {row['seconds']:.3f} s | {row['tokens_per_second_per_device']:,.0f} | "
+            f"{row['share_of_peak']:.0%} | {row['settings']} | {tunix} |"
+        )
+    step = {row["model"]: row["seconds"] for row in rows if row["slice"] is not None}
+    if MIXTURE in step and DENSE in step:
+        print(f"\nstep of the mixture / step of the dense model: {step[MIXTURE] / step[DENSE]:.2f}")
+
+
+def first_that_fits(case: Case, folder: Path, *, estimate: bool) -> dict[str, Any]:
+    for place in case.slices:
+        try:
+            [result] = preflight(recipe(case, place, folder), [place], estimate=estimate, use_cache=False)
+        except TrilloraError as error:
+            sys.exit(str(error))
+        print(f"{case.model} on {place}: {result.verdict}", file=sys.stderr, flush=True)
+        if result.verdict == "GO":
+            return as_row(case, place, result)
+    return {"model": case.model, "slice": None}
+
+
+def recipe(case: Case, place: str, folder: Path) -> Any:
+    batch_size = case.rows_per_device * find_slice(place).num_devices
+    data = folder / "rows.jsonl"
+    text = "The quick brown fox jumps over the lazy dog. " * (case.tokens // 8)
+    data.write_text("".join(json.dumps({"text": f"{i} {text}"}) + "\n" for i in range(2 * batch_size)))
+    model = case.model
+    if model == DENSE:
+        (folder / "dense").mkdir(exist_ok=True)
+        (folder / "dense" / "config.json").write_text(json.dumps(dense_config()))
+        model = str(folder / "dense")
+    file = folder / "recipe.yaml"
+    file.write_text(
+        f"model: {{name: {model}, quantize: auto}}\ndata: {{path: {data}, format: text}}\n"
+        f"train: {{sequence_length: {case.tokens}, batch_size: {batch_size}, steps: 1000}}\n"
+    )
+    return load_recipe(file)
+
+
+def as_row(case: Case, place: str, result: PreflightResult) -> dict[str, Any]:
+    assert result.settings is not None and result.step is not None
+    chosen, step = result.settings, result.step
+    mesh = ", ".join(f"{axis} {size}" for axis, size in vars(chosen.mesh).items() if size > 1)
+    rows = f"{chosen.micro_batch_size} rows at once"
+    return {
+        "model": case.model,
+        "slice": place,
+        "batch_size": case.rows_per_device * find_slice(place).num_devices,
+        "tokens": case.tokens,
+        "method": result.method,
+        "peak_gib": result.hbm_peak_gib,
+        "limit_gib": result.hbm_limit_gib,
+        "seconds": step.seconds,
+        "tokens_per_second_per_device": step.tokens_per_second / result.num_devices,
+        "share_of_peak": step.fraction_of_peak,
+        "exposed_interconnect": step.unit_seconds.exposed_interconnect if step.unit_seconds else None,
+        "settings": f"{mesh or '1 device'}, remat {chosen.remat}, {rows}, base {chosen.quantize}",
+        "tried": [[each.what, each.peak_gib, each.seconds] for each in result.tried],
+        "tunix_seconds": case.tunix_seconds,
+        "libtpu": result.versions["libtpu"],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from loopback import POLL
+
 TOKEN = "KGAT_0123456789abcdef"
 
 
@@ -83,7 +85,7 @@ class Kaggle:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(POLL,), daemon=True).start()
 
     def environment(self) -> dict[str, str]:
         """For a client that is logged in here."""

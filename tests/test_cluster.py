@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+from loopback import POLL
 
 from trillora.devices.cluster import Cluster, find_cluster
 from trillora.errors import TrilloraError
@@ -44,7 +45,7 @@ def metadata() -> Iterator[tuple[type[Metadata], dict[str, str]]]:
     """A metadata server, and the environment of a machine that uses it."""
     kind = type("OneTest", (Metadata,), {"attributes": {}, "failures": 0, "asked": 0})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(POLL,), daemon=True).start()
     yield kind, {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}
     server.shutdown()
     server.server_close()

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 
 import pytest
 import torch
+from loopback import POLL
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -367,7 +368,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     )
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub))
     hub.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL,))
     thread.start()
     yield hub
     server.shutdown()

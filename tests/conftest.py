@@ -21,7 +21,15 @@ import pytest
 FASTER_COMPILATION = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 FLAGS = ("--xla_force_host_platform_device_count=8", FASTER_COMPILATION)
 
-LONGEST = ("test_smollm2.py", "test_notebooks.py", "test_quickstart.py")
+LONGEST = (
+    "test_notebooks.py",
+    "test_tpu_vm.py",
+    "test_quickstart.py",
+    "test_smollm2.py",
+    "test_recipes.py",
+    "test_interruptions.py",
+    "test_fresh_process.py",
+)
 
 gc.disable()  # during the imports, which leave little garbage
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -51,8 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the garbage collector does not have to look at it again."""
+    """What is imported by now stays: the garbage collector does not have to look at it again. Tracing creates many
+    objects, of which few are garbage: with Python's own threshold of 700, a twentieth of the time goes to looking."""
     gc.freeze()
+    gc.set_threshold(100_000)
     gc.enable()
 
 
@@ -68,6 +78,21 @@ def shared_steps(steps_so_far: dict[Hashable, Any]) -> Iterator[None]:
 
     with sharing(steps_so_far):
         yield
+
+
+@pytest.fixture
+def compiler_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preflight's estimates are made in this process, and not in one of their own, which would import for seconds."""
+    import json
+
+    from trillora.preflight.client import CompilerClient
+    from trillora.preflight.compiler_process import answer
+
+    def ask(self: CompilerClient, question: Any, place: Any, listener: Any) -> Any:
+        return answer(json.loads(json.dumps(question)), listener)
+
+    monkeypatch.setattr(CompilerClient, "get_ready", lambda self, place: None)
+    monkeypatch.setattr(CompilerClient, "ask", ask)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from rich.console import Console
 from trillora.devices.chips import CHIPS
 from trillora.devices.measured import MeasuredChip, ProofCheck
 from trillora.devices.slices import find_slice
-from trillora.preflight.client import CompilerClient
-from trillora.preflight.compiler_process import answer
 from trillora.preflight.hlo.simulate import Slowdown, simulate
 from trillora.preflight.measured_speeds import measured_speeds
 from trillora.preflight.result import MeasuredSpeeds, PreflightResult
@@ -109,14 +106,8 @@ def test_each_unit_of_a_simulated_step_is_slower_alone() -> None:
     assert run(links=3.0) == pytest.approx((compute, hbm, 3 * (links - hops) + hops, roofline))
 
 
-def test_preflight_uses_a_measurement_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler process answers here in this one: its start takes longer than its answers."""
-    monkeypatch.setattr(CompilerClient, "get_ready", lambda self, place: None)
-    monkeypatch.setattr(
-        CompilerClient,
-        "ask",
-        lambda self, question, place, listener: answer(json.loads(json.dumps(question)), listener),
-    )
+@pytest.mark.usefixtures("compiler_here")
+def test_preflight_uses_a_measurement_and_shows_it(tmp_path: Path) -> None:
     folder = tiny_run.write_both(tmp_path, tiny_run.llama(num_layers=1))
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": 20, "batch_size": 16}, hardware={"devices": "auto"}))
     before, other = preflight(recipe, ["v5e-1", "v6e-1"], estimate=True)

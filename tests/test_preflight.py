@@ -232,6 +232,7 @@ def test_the_estimate_runs_anywhere_and_is_labelled(
     assert "ESTIMATE" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("compiler_here")
 def test_an_estimate_that_does_not_fit_names_the_smallest_slice_that_fits(folder: Path, tmp_path: Path) -> None:
     """23 GiB of weights: one v5e chip, with 15.75 GiB, is too small; four are enough."""
     shutil.copytree(folder / "model", tmp_path / "large", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -336,6 +337,7 @@ def test_a_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch
 # ---- mistakes
 
 
+@pytest.mark.usefixtures("compiler_here")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from dose import slow_case
 from typer.testing import CliRunner
 
 import trillora
@@ -120,10 +121,10 @@ main()
     "arguments",
     [
         ("train", "r.yaml", "--out", "run"),
-        ("quickstart", "--out", "run"),
+        slow_case(("quickstart", "--out", "run")),
         ("generate", "smollm2", "-p", "hi"),
-        ("chat", "smollm2"),
-        ("eval", "run"),
+        slow_case(("chat", "smollm2")),
+        slow_case(("eval", "run")),
         ("merge", "one", "two", "--out", "merged"),
         ("inspect", "r.yaml"),
         ("preflight", "r.yaml", "--on", "v5e-8", "--estimate"),

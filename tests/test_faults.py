@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_run
+from dose import full_dose_only
 from safetensors.numpy import load, load_file, save_file
 
 from trillora.errors import TrilloraError
@@ -102,6 +103,7 @@ def test_learning_rate_of_a_million_stops_with_the_last_good_state(folder: Path,
     assert losses[-1] < losses[0]
 
 
+@full_dose_only
 def test_absurd_learning_rate_from_the_start_leaves_no_checkpoint(tmp_path: Path) -> None:
     """This model diverges in its first step; the small one takes two."""
     config = tiny_run.wide_llama()

@@ -336,7 +336,7 @@ def test_no_command_line_finds_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Path(name).write_text(text)
     rng = random.Random(13)
     seen: dict[int, int] = {}
-    for _ in range(dose(250, 5_000)):
+    for _ in range(dose(120, 5_000)):
         words = command_line(rng, [*recipes, ".", "missing"])
         result = CliRunner().invoke(app, words, prog_name="trillora", input="hi\n")
         assert result.exit_code in DOCUMENTED, (words, result.output, result.exception)
@@ -346,5 +346,5 @@ def test_no_command_line_finds_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "hunter2x" not in result.output
         assert "Traceback" not in result.output or any(word.startswith("--traceback") for word in words)
         seen[result.exit_code] = seen.get(result.exit_code, 0) + 1
-    assert seen[0] > 5 and seen[2] > 100
+    assert seen[0] > 2 and seen[2] > 50
     assert {path.name for path in tmp_path.iterdir()} == set(recipes)  # nothing was written

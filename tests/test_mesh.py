@@ -73,6 +73,7 @@ def test_many_devices_equal_one(folder: Path, alone: list[float], tmp_path: Path
         np.testing.assert_allclose(ours[key], array, atol=2e-3 * np.abs(array).max())
 
 
+@full_dose_only  # test_dropout.py always has both
 def test_micro_batches_equal_one_batch_on_a_mesh(folder: Path, alone: list[float], tmp_path: Path) -> None:
     settings = recipe(folder, train={"micro_batch_size": 4}, hardware={"devices": 4, "mesh": {"data": 2, "fsdp": 2}})
     assert train(load_recipe(settings), tmp_path / "run").losses == pytest.approx(alone, rel=LOSS)

@@ -24,7 +24,7 @@ import jax
 import psutil
 import pytest
 import tiny_run
-from dose import FULL, dose, full_dose_only, log_progress, slow_case
+from dose import FULL, dose, full_dose_only, log_progress
 from run_process import WAIT, trillora
 from tiny_run import checkpoints_of, metrics
 
@@ -56,8 +56,8 @@ def last_loss(run: Path) -> float:
     return metrics(run, "evaluation")[-1]["loss"]
 
 
-@pytest.mark.usefixtures("optimized")  # 80 steps each
-@pytest.mark.parametrize("outcome", [slow_case("clipped"), "skipped"])
+@full_dose_only  # test_faults.py and test_divergence.py have the rules
+@pytest.mark.parametrize("outcome", ["clipped", "skipped"])
 def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
     tmp_path: Path, outcome: str, record_property: Record
 ) -> None:

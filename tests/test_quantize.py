@@ -231,7 +231,7 @@ def tree_of(ours: CausalLM, flat: dict[str, jax.Array]) -> Tree:
     ("name", "format", "options"),
     [
         ("llama", "nf4", {}),
-        ("llama", "int8", {"remat": "none"}),
+        slow_case("llama", "int8", {"remat": "none"}),
         slow_case("llama", "int4", {"scan": False}),
         ("gpt2", "int8", {}),  # Conv1D with biases
         ("mamba", "int8", {}),  # reads the weight of a linear layer without calling it
@@ -348,7 +348,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.write_both(tmp_path_factory.mktemp("quantized"), tiny_run.wide_llama())
 
 
-@pytest.mark.parametrize("format", ["nf4", slow_case("int8"), "int4", slow_case("fp8")])
+@pytest.mark.parametrize("format", ["nf4", *map(slow_case, ("int8", "int4", "fp8"))])
 def test_loading_keeps_the_codes_and_at_most_one_whole_weight(folder: Path, format: Format) -> None:
     """On a mesh that splits inputs and outputs; the codes are those of the whole matrix."""
     from safetensors.torch import load_file

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 import tiny_run
+from dose import full_dose_only
 from shared_steps import sharing, step_key
 
 from trillora.devices.mesh import MeshShape, make_mesh
@@ -50,6 +51,7 @@ def test_where_files_are_and_when_to_save_changes_no_step(change: dict[str, Any]
     assert key(**change) == key()
 
 
+@full_dose_only
 def test_runs_that_share_their_step_equal_a_run_that_does_not(tmp_path: Path) -> None:
     folder = tiny_run.write_both(tmp_path, tiny_run.llama(num_layers=1, width=32))
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from dose import slow_case
+from dose import full_dose_only, slow_case
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -481,6 +481,7 @@ def memory_config() -> LlamaConfig:
     return llama(hidden_size=1024, intermediate_size=4096, vocab_size=16384, num_hidden_layers=8)
 
 
+@full_dose_only
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_host_memory_is_little_more_than_the_devices_need(tmp_path: Path) -> None:
     shapes = {name: tuple(p.shape) for name, p in meta_model(memory_config()).named_parameters()}

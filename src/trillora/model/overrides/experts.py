@@ -6,7 +6,7 @@ transformers' own loop over experts depends on which experts were selected, whic
     index_NK = [[2, 0], [1, 2], [0, 2]]      experts of each token
     expert[order] = [0, 0, 1, 2, 2, 2]       the six (token, expert) pairs, sorted by expert
     token = [0, 2, 1, 0, 1, 2]               the token of each pair
-    group_sizes = [2, 1, 3, 0]               pairs of each expert, for `ragged_dot`
+    group_sizes = [2, 1, 3, 0]               pairs of each expert, for `grouped_product`
 
 An adapter of the experts adds two such products: by A and by B of the token's expert.
 
@@ -25,6 +25,7 @@ from torchax import interop
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, per_shard
+from trillora.engine.grouped_product import grouped_product
 from trillora.model.parts.expert_parameters import lora_of
 from trillora.model.trace import current
 
@@ -70,11 +71,11 @@ def _mix(
 
     def project(rows: jax.Array, name: str) -> jax.Array:
         weight = weights[name] if module.is_transposed else weights[name].swapaxes(1, 2)
-        out = jax.lax.ragged_dot(rows, weight.astype(rows.dtype), group_sizes)
+        out = grouped_product(rows, weight.astype(rows.dtype), group_sizes)
         if (lora := weights.get(f"{name}_lora")) is not None:
             a_ERI, b_ERO = (matrix.astype(rows.dtype) for matrix in lora)
-            inner = jax.lax.ragged_dot(rows, a_ERI.swapaxes(1, 2), group_sizes)
-            out = out + jax.lax.ragged_dot(inner, b_ERO, group_sizes)
+            inner = grouped_product(rows, a_ERI.swapaxes(1, 2), group_sizes)
+            out = out + grouped_product(inner, b_ERO, group_sizes)
         return out + weights[f"{name}_bias"][expert[order]].astype(out.dtype) if module.has_bias else out
 
     rows = hidden_ND[token]

@@ -45,11 +45,11 @@ VIEWS = frozenset(
 NOT_FUSED = frozenset(
     {
         *("gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "concatenate", "dynamic_update_slice"),
-        *("conv_general_dilated", "ragged_dot", "ragged_dot_general", "argmax", "argmin", "psum", "all_gather"),
+        *("conv_general_dilated", "argmax", "argmin", "psum", "all_gather"),
         *("cumsum", "cumlogsumexp", "cummax", "cumprod", "reduce_window", "while", "custom_call", "fft"),
     }
 )
-CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters that hold the body of a call
+CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")  # parameters that hold the body of a call
 FEW = 4  # elements; arrays up to this size are never split
 SPLASH, SPLASH_BACKWARD = "splash", "dkv"  # parts of the names of the TPU's attention kernels
 
@@ -182,6 +182,8 @@ class _Reader:
         operation = Operation(name, _kind(name), inputs, outputs)
         if name == "dot_general":
             _measure_product(operation, parameters["dimension_numbers"])
+        elif name == "ragged_dot_general":
+            _measure_grouped_product(operation, parameters["ragged_dot_dimension_numbers"])
         elif name == "gather":
             _measure_lookup(operation)
         elif operation.kind == "elementwise":
@@ -382,6 +384,19 @@ def _measure_product(operation: Operation, dimension_numbers: Any) -> None:
     operation.product = (math.prod(local[:num_batch]), rows, inner / spread, columns)
 
 
+def _measure_grouped_product(operation: Operation, dimension_numbers: Any) -> None:
+    """M rows in E groups, each with its own matrix: E products, which have M / E rows on average. The gradient of the
+    matrices is a sum over the rows. Each device computes its own tokens, so nothing is split."""
+    left, _, sizes = operation.inputs
+    (left_inner, _), _ = dimension_numbers.dot_dimension_numbers
+    num_groups, inner = sizes.shape[-1], math.prod(left.shape[d] for d in left_inner)
+    *_, rows, columns = operation.outputs[0].shape
+    if len(operation.outputs[0].shape) == 3:  # [E, I, O]
+        operation.product = (num_groups, rows, inner / num_groups, columns)
+    else:
+        operation.product = (num_groups, rows / num_groups, inner, columns)
+
+
 def _measure_lookup(operation: Operation) -> None:
     """Each device looks up all tokens of the group in its own shard of the table; the results are then summed."""
     table, output = operation.inputs[0], operation.outputs[0]
@@ -439,7 +454,7 @@ def _is_view(name: str, shapes: list[Any], inputs: list[Value]) -> bool:
 
 
 def _kind(name: str) -> Kind:
-    if name == "dot_general":
+    if name in ("dot_general", "ragged_dot_general"):
         return "product"
     return "other" if name in NOT_FUSED or name.startswith("reduce_") else "elementwise"
 

@@ -1,0 +1,55 @@
+"""Grouped products mapped over lanes equal those of each lane alone, in values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trillora.engine.grouped_product import grouped_product
+
+LANES, ROWS, GROUPS, INPUTS, OUTPUTS = 3, 8, 4, 5, 6
+ROUNDING = 1e-5  # float32 sums in another order
+
+
+def values(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def loss(product: Any) -> Any:
+    def of(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        out = product(rows, weights, sizes)
+        return (jnp.sin(out) * jnp.arange(1, out.size + 1).reshape(out.shape)).sum()
+
+    return of
+
+
+@pytest.mark.parametrize("weights_dim", [None, 0], ids=["one set of weights", "weights of each lane"])
+def test_lanes_together_equal_each_lane_alone(weights_dim: int | None) -> None:
+    """Some groups are empty. The reference is jax's own product and its derivative."""
+    rows = values(LANES, ROWS, INPUTS)
+    weights = values(*(() if weights_dim is None else (LANES,)), GROUPS, INPUTS, OUTPUTS, seed=1)
+    sizes = jnp.asarray([[2, 0, 5, 1], [0, 0, 8, 0], [3, 3, 0, 2]], jnp.int32)
+
+    def together(product: Any) -> Any:
+        return jax.vmap(jax.value_and_grad(loss(product), argnums=(0, 1)), in_axes=(0, weights_dim, 0))
+
+    total, gradients = jax.jit(together(grouped_product))(rows, weights, sizes)
+    for lane in range(LANES):
+        own = weights if weights_dim is None else weights[lane]
+        expected = jax.value_and_grad(loss(jax.lax.ragged_dot), argnums=(0, 1))(rows[lane], own, sizes[lane])
+        found = (total[lane], tuple(gradient[lane] for gradient in gradients))
+        for ours, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(ours, reference, rtol=ROUNDING, atol=ROUNDING * float(jnp.abs(reference).max()))
+
+
+def test_rows_are_kept_only_for_weights_that_are_trained() -> None:
+    rows, weights, sizes = values(ROWS, INPUTS), values(GROUPS, INPUTS, OUTPUTS), jnp.asarray([2, 0, 5, 1], jnp.int32)
+
+    def products(which: int | tuple[int, ...]) -> int:
+        return str(jax.make_jaxpr(jax.grad(loss(grouped_product), which))(rows, weights, sizes)).count("ragged_dot_gen")
+
+    assert products(0) == 2 and products((0, 1)) == 3

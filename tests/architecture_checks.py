@@ -218,8 +218,9 @@ def check_bfloat16(subject: Subject) -> Answer:
     return Answer(passed, f"{our_error / torch_error:.2f} of PyTorch's {torch_error:.0e}, {kind}")
 
 
-# Both errors are random samples of the same rounding; over this many sequences they differ by a few percent.
-BFLOAT16_ROWS, BFLOAT16_LUCK = 16, 1.1
+# Both errors are random samples of the same rounding. Where rounding often routes tokens to other experts, over 16
+# sequences they differ by up to 20 percent (PhiMoE: 0.88 to 1.19 for six samples); over this many, by a few.
+BFLOAT16_ROWS, BFLOAT16_LUCK = 128, 1.1
 
 
 def read_by_peft(original: Any, files: dict[str, bytes]) -> Any:

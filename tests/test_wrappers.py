@@ -275,10 +275,10 @@ def test_rows_with_images_are_refused_with_their_place(
 def test_a_model_whose_tokens_see_the_next_ones_is_refused() -> None:
     config = tiny_models.configuration("gemma4")
     config.text_config.use_bidirectional_attention = "vision"
-    check_rows(config, 64, pack=True)
+    check_rows(config, 64)
     config.text_config.use_bidirectional_attention = "all"
     with pytest.raises(TrilloraError, match="sees the tokens after it"):
-        check_rows(config, 64, pack=True)
+        check_rows(config, 64)
 
 
 def test_an_adapter_of_the_wrapper_is_refused_by_the_text_model_and_vice_versa(run: Path) -> None:

@@ -45,6 +45,7 @@ from trillora.model.lora import FrozenLayer, add_lora, initial_adapter, linear_l
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides import attention as attention_functions
 from trillora.model.overrides import experts
+from trillora.model.overrides.compressors import window_keys
 from trillora.model.overrides.expert_loops import static_loops
 from trillora.model.overrides.indexers import block_indexers
 from trillora.model.overrides.recurrent import packing_aware
@@ -236,7 +237,7 @@ class CausalLM:
         """Runs transformers' own forward with these weights, for training and generation. `replacements` are (object,
         attribute, value): attributes that are replaced during the call."""
         masks = attention_functions.mask_replacements(self.module, self.attention_style)
-        modules = [*static_loops(self.module), *block_indexers(self.module)]
+        modules = [*static_loops(self.module), *block_indexers(self.module), *window_keys(self.module)]
         given, replacements = replacements, [*replacements, *masks, *modules, *counted_no_grad()]
         with (
             _restored(self.module),

@@ -6,11 +6,8 @@ from typing import Any
 
 from trillora.errors import TrilloraError
 
-# Models whose own code carries state from one document of a packed sequence into the next. This is the only place that
-# lists architectures by name: the structure of a module does not show it.
-CANNOT_PACK = {"zaya": "its convolutions reach back over several tokens"}
-
-# Models that keep state outside transformers' cache: every decoded token would start without the text before it.
+# Models that keep state outside transformers' cache: every decoded token would start without the text before it. Only
+# this place lists architectures by name: the structure of a module does not show it.
 CANNOT_DECODE = {
     "minimax": "lightning attention keeps its state outside the cache",
     "recurrent_gemma": "its recurrent blocks keep their state inside the module",
@@ -24,9 +21,8 @@ def why_not_decode(config: Any) -> str | None:
     return CANNOT_DECODE.get(config.get_text_config().model_type)
 
 
-def check_rows(config: Any, sequence_length: int, pack: bool) -> None:
-    """Refuses a model whose tokens see the next ones, sequences longer than the model's positions, and packing
-    where the model would mix documents."""
+def check_rows(config: Any, sequence_length: int) -> None:
+    """Refuses a model whose tokens see the next ones, and sequences longer than the model's positions."""
     text = config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # "vision": only between images
         raise TrilloraError(
@@ -40,11 +36,4 @@ def check_rows(config: Any, sequence_length: int, pack: bool) -> None:
             f"Sequences of {sequence_length} tokens are longer than the {longest} positions this model supports.",
             where="train.sequence_length",
             do=f"use at most {longest}",
-        )
-    reason = CANNOT_PACK.get(text.model_type)
-    if pack and reason:
-        raise TrilloraError(
-            f"Documents packed into one sequence would see each other in this model: {reason}.",
-            where="data.pack",
-            do="set data.pack to false, so that every sequence has one document",
         )

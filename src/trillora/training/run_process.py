@@ -153,7 +153,7 @@ class RunProcess:
             weights = pool.submit(weights_digest, opened.folder, weight_files(opened.folder))
             stages = []
             for stage in stages_of(recipe):
-                check_rows(opened.config, stage.recipe.train.sequence_length, stage.recipe.data.pack)
+                check_rows(opened.config, stage.recipe.train.sequence_length)
                 stages.append(read_stage(stage, opened.tokenizer, self._listener))
             identity = {"model": weights.result(), "tokenizer": tokenizer_digest(opened.tokenizer)}
         for data in stages:

@@ -198,6 +198,8 @@ def _attention(
         )
     elif attention_mask is not None:
         bias = interop.jax_view(attention_mask)
+        if query.shape[2] != key.shape[2]:  # keys that are not tokens: the model has combined their mask with our rule
+            rule = MaskRule(causal=False)
     if position_bias is not None:
         assert bias is None, "a tensor mask together with a position bias"
         bias = interop.jax_view(position_bias)
@@ -269,7 +271,8 @@ def _attend_per_shard(
         )
 
     index = rule.index if isinstance(rule, RuleChoice) else None
-    args = (query_BTHD, key_BSKD, value_BSKE, sinks_H, trace.segments_BT, trace.positions_BT, index)
+    segments = trace.segments_BT if query_BTHD.shape[1] == key_BSKD.shape[1] else None  # else the bias contains them
+    args = (query_BTHD, key_BSKD, value_BSKE, sinks_H, segments, trace.positions_BT, index)
     if trace.mesh is None or trace.attention == "xla" or bias_BHTS is not None:
         return local(*args)
     split_heads = key_BSKD.shape[2] % trace.mesh.shape[TENSOR_AXIS] == 0

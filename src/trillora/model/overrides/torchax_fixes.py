@@ -31,7 +31,13 @@ _PROMOTING = frozenset(
 )
 
 # Operators of several steps that PyTorch computes in float32 internally and rounds to bfloat16 once.
-_ROUNDED_ONCE = frozenset({"aten.native_layer_norm", "aten.gelu", "aten.silu", "aten.silu.default"})
+_ROUNDED_ONCE = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("native_layer_norm", "gelu", "silu", "silu.default"),
+        *("_softmax", "softmax", "softmax.int", "_log_softmax"),
+    )
+)
 
 
 @functools.cache

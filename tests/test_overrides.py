@@ -11,9 +11,12 @@ import pytest
 import tiny_models
 import torch
 from torchax import interop
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trillora.engine.attention import MaskRule, visible
-from trillora.model.overrides.attention import TensorOnDemand
+from trillora.errors import TrilloraError
+from trillora.model.overrides.attention import NAME, TensorOnDemand, register
+from trillora.model.overrides.compressors import complete_windows
 from trillora.model.overrides.expert_loops import static_loops
 from trillora.model.overrides.indexers import choose_blocks
 from trillora.model.overrides.recurrent import decaying_attention, document_convolution
@@ -82,6 +85,31 @@ def test_blocks_of_keys_are_chosen_within_a_document(num_local: int) -> None:
             expected[b, h, t, blocks[n]] = True
     ours = choose_blocks(jnp.asarray(scores), jnp.asarray(POSITIONS), jnp.asarray(seen), size, num_chosen, num_local)
     np.testing.assert_array_equal(np.asarray(ours) & seen[:, None], expected)
+
+
+def test_windows_of_tokens_begin_at_the_first_token_of_a_document() -> None:
+    rate = 2
+    windows = complete_windows(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS), rate)
+    num_windows = 0
+    for b in range(2):
+        slots = [s for s in range(11) if POSITIONS[b, s] % rate == rate - 1]
+        num_windows += len(slots)
+        np.testing.assert_array_equal(windows.end_BN[b, : len(slots)], slots)
+        np.testing.assert_array_equal(windows.first_BN[b, : len(slots)], [POSITIONS[b, s] - 1 for s in slots])
+        seen = [[s <= t and SEGMENTS[b, s] == SEGMENTS[b, t] for s in slots] for t in range(11)]
+        np.testing.assert_array_equal(windows.visible_BTN[b, :, : len(slots)], seen)
+        assert not windows.visible_BTN[b, :, len(slots) :].any()
+    assert num_windows == 5 + 5
+    assert complete_windows(jnp.asarray(POSITIONS), None, 12).end_BN.shape == (2, 0)
+
+
+def test_keys_that_no_mask_explains_are_refused() -> None:
+    register()
+    rule = TensorOnDemand(num_queries=5, num_keys=5)
+    with tracing(Trace(weights={})), environment():
+        tensors = [interop.torch_view(jnp.zeros((1, 2, length, 4))) for length in (5, 6, 6)]
+        with pytest.raises(TrilloraError, match="5 tokens to 6 keys of its own"):
+            ALL_ATTENTION_FUNCTIONS[NAME](torch.nn.Identity(), *tensors, rule)
 
 
 def test_a_rule_acts_as_a_mask_tensor() -> None:

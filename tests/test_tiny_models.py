@@ -44,9 +44,8 @@ def test_no_model_type_has_both_a_case_and_a_reason() -> None:
 def test_every_mechanism_is_explained_and_covered_by_the_suite() -> None:
     named = {mechanism for case in tiny_models.CASES.values() for mechanism in case.mechanisms}
     in_suite = {mechanism for name in tiny_models.SUITE for mechanism in tiny_models.CASES[name].mechanisms}
-    assert named == set(tiny_models.MECHANISMS)
-    assert in_suite == named - tiny_models.NOT_YET
-    assert len(set(tiny_models.SUITE)) == 22
+    assert named == set(tiny_models.MECHANISMS) == in_suite
+    assert len(set(tiny_models.SUITE)) == 23
 
 
 # transformers' gpt_bigcode uses torch.jit.script at import.

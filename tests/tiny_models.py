@@ -423,10 +423,7 @@ CASES: dict[str, Case] = {
 # fmt: on
 
 
-# Mechanisms found only in architectures that the engine refuses; see docs/ARCHITECTURES.md.
-NOT_YET = frozenset({"compressed"})
-
-# These cover every other mechanism at least once.
+# These cover every mechanism at least once.
 SUITE: tuple[str, ...] = (
     "qwen3",
     "gemma2",
@@ -447,6 +444,7 @@ SUITE: tuple[str, ...] = (
     "lfm2",
     "inkling_text",
     "hy_v4",
+    "deepseek_v4",
     "minimax_m3_vl_text",
     "minimax",
     "recurrent_gemma",

@@ -19,6 +19,7 @@ from trillora.model.overrides.attention import NAME, TensorOnDemand, register
 from trillora.model.overrides.compressors import complete_windows
 from trillora.model.overrides.expert_loops import static_loops
 from trillora.model.overrides.indexers import choose_blocks
+from trillora.model.overrides.ngrams import before, product, remainder
 from trillora.model.overrides.recurrent import decaying_attention, document_convolution
 from trillora.model.overrides.torchax_fixes import counted_no_grad, environment
 from trillora.model.trace import Trace, replaced, tracing
@@ -47,23 +48,24 @@ def test_attention_with_decay_sums_over_the_tokens_of_a_document() -> None:
     np.testing.assert_allclose(ours, expected, atol=1e-5)  # float32 sums in another order
 
 
-@pytest.mark.parametrize(("groups", "extended"), [(6, False), (2, True)])
-def test_a_convolution_gives_the_same_as_for_each_document_alone(groups: int, extended: bool) -> None:
+@pytest.mark.parametrize(("groups", "extended", "dilation"), [(6, False, 1), (2, True, 1), (6, True, 3)])
+def test_a_convolution_gives_the_same_as_for_each_document_alone(groups: int, extended: bool, dilation: int) -> None:
     """Padded by the module, or extended by the model with what precedes a document."""
     torch.manual_seed(0)
-    convolution = torch.nn.Conv1d(6, 6, 3, groups=groups, padding=0 if extended else 2)
-    before = torch.randn(6, 1)
+    reach = 2 * dilation
+    convolution = torch.nn.Conv1d(6, 6, 3, groups=groups, padding=0 if extended else reach, dilation=dilation)
+    first = torch.randn(6, 1)
 
     def run(tokens_CT: torch.Tensor) -> torch.Tensor:
-        given = torch.cat([before, before, tokens_CT], dim=1) if extended else tokens_CT
+        given = torch.cat([first.expand(6, reach), tokens_CT], dim=1) if extended else tokens_CT
         return convolution(given[None])[0, :, : tokens_CT.shape[1]]
 
     tokens = torch.tensor(random(2, 6, 11))
     expected = [[run(tokens[b][:, SEGMENTS[b] == s]) for s in np.unique(SEGMENTS[b])] for b in range(2)]
-    places = before.numpy() if extended else np.zeros((6, 1), np.float32)
-    given = np.concatenate([np.broadcast_to(places, (2, 6, 2)), tokens.numpy()], axis=2)
+    places = first.numpy() if extended else np.zeros((6, 1), np.float32)
+    given = np.concatenate([np.broadcast_to(places, (2, 6, reach)), tokens.numpy()], axis=2)
     weight, bias = (jnp.asarray(p.detach().numpy()) for p in (convolution.weight, convolution.bias))
-    ours = document_convolution(jnp.asarray(given), weight, bias, jnp.asarray(SEGMENTS), groups)
+    ours = document_convolution(jnp.asarray(given), weight, bias, jnp.asarray(SEGMENTS), groups, dilation)
     separate = np.stack([torch.cat(documents, dim=1).detach().numpy() for documents in expected])
     np.testing.assert_allclose(ours, separate, atol=1e-5)  # float32 sums in another order
 
@@ -101,6 +103,28 @@ def test_windows_of_tokens_begin_at_the_first_token_of_a_document() -> None:
         assert not windows.visible_BTN[b, :, len(slots) :].any()
     assert num_windows == 5 + 5
     assert complete_windows(jnp.asarray(POSITIONS), None, 12).end_BN.shape == (2, 0)
+
+
+def test_hashes_of_63_bits_equal_exact_integers() -> None:
+    random_integers = np.random.default_rng(0)
+    tokens = [0, 1, 65535, 65536, 2**31 - 1, *random_integers.integers(0, 2**31, 20).tolist()]
+    sizes = [2, 65537, 2**31 - 1]
+    for multiplier in (1, 2**62 + 2**33 - 1, *random_integers.integers(0, 2**63 - 1, 5).tolist()):
+        digits = product(jnp.asarray(tokens), multiplier)
+        expected = [[(token * multiplier) % 2**64 % size for size in sizes] for token in tokens]
+        np.testing.assert_array_equal(remainder(digits, jnp.asarray(sizes)), expected)
+
+
+def test_ngrams_end_at_documents_and_end_tokens() -> None:
+    tokens, end = np.array([[5, 6, 1, 7, 8, 9, 4, 5, 6, 7, 8], [*range(20, 31)]]), 1
+    for back in range(3):
+        expected = np.full(tokens.shape, end)
+        for b, t in np.ndindex(*tokens.shape):
+            source = range(max(t - back, 0), t + 1)
+            one_document = all(SEGMENTS[b, s] == SEGMENTS[b, t] for s in source)
+            if t >= back and one_document and all(tokens[b, s] != end for s in source[:-1]):
+                expected[b, t] = tokens[b, t - back]
+        np.testing.assert_array_equal(before(jnp.asarray(tokens), jnp.asarray(SEGMENTS), back, end), expected)
 
 
 def test_keys_that_no_mask_explains_are_refused() -> None:

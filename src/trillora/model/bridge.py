@@ -48,6 +48,7 @@ from trillora.model.overrides import experts
 from trillora.model.overrides.compressors import window_keys
 from trillora.model.overrides.expert_loops import static_loops
 from trillora.model.overrides.indexers import block_indexers
+from trillora.model.overrides.ngrams import hashed_ngrams
 from trillora.model.overrides.recurrent import packing_aware
 from trillora.model.overrides.rope import make_rope_static
 from trillora.model.overrides.torchax_fixes import counted_no_grad, environment
@@ -237,7 +238,8 @@ class CausalLM:
         """Runs transformers' own forward with these weights, for training and generation. `replacements` are (object,
         attribute, value): attributes that are replaced during the call."""
         masks = attention_functions.mask_replacements(self.module, self.attention_style)
-        modules = [*static_loops(self.module), *block_indexers(self.module), *window_keys(self.module)]
+        parts = (static_loops, block_indexers, window_keys, hashed_ngrams)
+        modules = [replacement for part in parts for replacement in part(self.module)]
         given, replacements = replacements, [*replacements, *masks, *modules, *counted_no_grad()]
         with (
             _restored(self.module),

@@ -121,6 +121,9 @@ class TensorOnDemand(MaskRule):
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.tensor()[index]
 
+    def __and__(self, other: torch.Tensor) -> torch.Tensor:
+        return self.tensor() & other
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for torch functions with a rule among their arguments, such as `torch.where(rule, a, b)`."""

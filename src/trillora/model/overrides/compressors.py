@@ -126,13 +126,18 @@ def _rotate(module: Any) -> Callable[..., torch.Tensor]:
 def _chosen(
     indexer: Any, hidden_states: torch.Tensor, q_residual: torch.Tensor, position_ids: torch.Tensor, windows: Windows
 ) -> jax.Array:
-    """The visible windows with the largest scores, as a boolean array [B, T, N]."""
+    """The windows that an indexer chooses for each token, as a boolean array [B, T, N]."""
     B, T, _ = hidden_states.shape
     cos, sin = indexer.rotary_emb(hidden_states, position_ids=position_ids, layer_type=indexer.rope_layer_type)
     query = indexer.q_b_proj(q_residual).view(B, T, -1, indexer.head_dim).transpose(1, 2)
     query = _rotate(indexer)(query, cos, sin).transpose(1, 2)
     scores = interop.jax_view(indexer.scorer(query, _keys(indexer, hidden_states, windows), hidden_states))
-    seen = jnp.where(windows.visible_BTN, jax.lax.stop_gradient(scores), -jnp.inf)
-    values, index = jax.lax.top_k(seen, min(indexer.index_topk, seen.shape[-1]))
+    return best_windows(scores, windows, indexer.index_topk)
+
+
+def best_windows(scores_BTN: jax.Array, windows: Windows, num_chosen: int) -> jax.Array:
+    """The visible windows with the largest scores, as a boolean array [B, T, N]."""
+    seen = jnp.where(windows.visible_BTN, jax.lax.stop_gradient(scores_BTN), -jnp.inf)
+    values, index = jax.lax.top_k(seen, min(num_chosen, seen.shape[-1]))
     at = jnp.indices(index.shape, sparse=True)[:2]
     return jnp.zeros(seen.shape, bool).at[(*at, index)].max(values > -jnp.inf)

@@ -22,14 +22,20 @@ import torch
 from torchax import interop
 
 from trillora.engine.attention import MaskRule, visible
+from trillora.model.overrides.compressors import best_windows, complete_windows
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import current
 
 
 def block_indexers(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
     """Replacements (class, name, value) for the indexers of a model."""
-    classes = {type(module) for module in model.modules() if hasattr(module, "build_block_mask")}
-    return [(cls, "forward", _chosen_keys(cls.forward)) for cls in classes]
+    modules = list(model.modules())
+    classes = {type(module) for module in modules if hasattr(module, "build_block_mask")}
+    pooling = {type(module) for module in modules if hasattr(module, "index_qk_proj")}
+    return [
+        *((cls, "forward", _chosen_keys(cls.forward)) for cls in classes),
+        *((cls, "forward", _chosen_by_mean(cls.forward)) for cls in pooling),
+    ]
 
 
 def _chosen_keys(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,6 +65,51 @@ def _chosen_keys(original: Callable[..., Any]) -> Callable[..., Any]:
         return interop.torch_view(mask)
 
     return forward
+
+
+def _chosen_by_mean(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a mask [B, 1, T, S]: complete blocks chosen by the mean of their keys, and the keys after the last one.
+    transformers' own code is a loop over all queries."""
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any
+    ) -> Any:
+        trace = current()
+        if trace is None or past_key_values is not None or not isinstance(hidden_states, TORCHAX_TENSORS):
+            return original(self, hidden_states, position_embeddings, attention_mask, past_key_values)
+        B, T, _ = hidden_states.shape
+        width, size = self.index_head_dim, self.compress_ratio
+        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
+        both = self.index_qk_proj(hidden_states).reshape(B, T, -1, width)
+        query, (cos, sin) = self.q_layernorm(both[:, :, : self.index_n_heads]), position_embeddings
+        query = rotate(query, cos=cos, sin=sin, unsqueeze_dim=2)
+        places = jnp.arange(T)[None] if trace.positions_BT is None else trace.positions_BT
+        windows = complete_windows(jnp.broadcast_to(places, (B, T)), trace.segments_BT, size)
+        slots = jnp.maximum(windows.end_BN[..., None] - jnp.arange(size)[::-1], 0)
+        keys = jax.vmap(lambda row, at: row[at])(interop.jax_view(both[:, :, self.index_n_heads]), slots)
+        mean = keys.astype(jnp.float32).mean(axis=2).astype(keys.dtype)
+        cos, sin = (
+            interop.torch_view(jax.vmap(lambda row, at: row[at])(interop.jax_view(part), slots[..., 0]))
+            for part in (cos, sin)
+        )
+        key = rotate(self.k_layernorm(interop.torch_view(mean)).unsqueeze(1), cos=cos, sin=sin)
+        scores = torch.relu(torch.matmul(query.transpose(1, 2).float(), key.float().transpose(-1, -2))).sum(dim=1)
+        chosen = best_windows(interop.jax_view(scores), windows, self.block_topk)
+        mask = keys_of_windows(chosen, jnp.broadcast_to(places, (B, T)), size)
+        return interop.torch_view(mask[:, None])
+
+    return forward
+
+
+def keys_of_windows(chosen_BTN: jax.Array, position_BT: jax.Array, size: int) -> jax.Array:
+    """The keys of the chosen windows and those after a query's last complete window [B, T, S]. Keys of other documents
+    may be among them: the mask of attention excludes them."""
+    rest = position_BT[:, None] >= ((position_BT + 1) // size * size)[..., None]
+    if chosen_BTN.shape[-1] == 0:
+        return rest
+    is_end = position_BT % size == size - 1
+    window_BS = jnp.minimum(jnp.cumsum(is_end, axis=1) - is_end, chosen_BTN.shape[-1] - 1)
+    return rest | jnp.take_along_axis(chosen_BTN, jnp.broadcast_to(window_BS[:, None], rest.shape), axis=-1)
 
 
 def choose_blocks(

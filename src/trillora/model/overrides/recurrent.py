@@ -66,7 +66,7 @@ def _segments(tensor: Any) -> jax.Array | None:
     return trace.segments_BT if trace is not None and isinstance(tensor, TORCHAX_TENSORS) else None
 
 
-def _starts(segments_BT: jax.Array) -> jax.Array:
+def starts_of(segments_BT: jax.Array) -> jax.Array:
     """True at the first token of every document."""
     first = jnp.ones_like(segments_BT[:, :1], bool)
     return jnp.concatenate([first, segments_BT[:, 1:] != segments_BT[:, :-1]], axis=1)
@@ -106,7 +106,7 @@ def _gated_delta_rule(original: Function) -> Function:
         segments = _segments(query)
         if segments is not None:
             decay = interop.jax_view(g)
-            starts = _starts(segments)
+            starts = starts_of(segments)
             starts = starts.reshape(starts.shape + (1,) * (decay.ndim - 2))
             g = interop.torch_view(jnp.where(starts, FORGET, decay).astype(decay.dtype))
         return original(query, key, value, g=g, beta=beta, **kwargs)
@@ -141,7 +141,7 @@ def _mamba2_scan(original: Function) -> Function:
         if dt_softplus:
             step = jax.nn.softplus(step)
         step = jnp.clip(step, *dt_limit)
-        resetting = jnp.where(_starts(segments)[..., None], -FORGET / jnp.abs(rate), step)
+        resetting = jnp.where(starts_of(segments)[..., None], -FORGET / jnp.abs(rate), step)
         rescaled = interop.torch_view(x * (step / resetting)[..., None])
         out = interop.jax_view(
             original(rescaled, interop.torch_view(resetting), A, B, C, chunk_size=chunk_size, **kwargs)
@@ -182,7 +182,7 @@ def _mamba_scan(original: Function) -> Function:
         decay_BCTN = jnp.exp(rate[None, :, None, :] * step[..., None])
         segments = _segments(hidden_states)
         if segments is not None:
-            decay_BCTN = jnp.where(_starts(segments)[:, None, :, None], 0.0, decay_BCTN)
+            decay_BCTN = jnp.where(starts_of(segments)[:, None, :, None], 0.0, decay_BCTN)
         added_BCTN = step[..., None] * b_BNT.swapaxes(1, 2)[:, None] * x_BCT[..., None]
         _, state = jax.lax.associative_scan(
             lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1]), (decay_BCTN, added_BCTN), axis=2
@@ -221,33 +221,34 @@ def _convolution_module(original: Function) -> Function:
     models cut the surplus at the end of the output; or it has none, and they extend the input at its beginning."""
 
     def forward(self: Any, x: torch.Tensor) -> Any:
-        segments, (taps,) = _segments(x), self.kernel_size
-        if segments is None or self.stride != (1,) or self.dilation != (1,) or self.padding not in ((0,), (taps - 1,)):
+        segments, reach = _segments(x), (self.kernel_size[0] - 1) * self.dilation[0]
+        if segments is None or self.stride != (1,) or self.padding not in ((0,), (reach,)):
             return original(self, x)
         surplus = self.padding[0]
         array = jnp.pad(interop.jax_view(x), ((0, 0), (0, 0), (surplus, 0)))
-        if array.shape[-1] < segments.shape[1] + taps - 1:
+        if array.shape[-1] < segments.shape[1] + reach:
             return original(self, x)
         weight, bias = interop.jax_view(self.weight), None if self.bias is None else interop.jax_view(self.bias)
-        out = document_convolution(array, weight, bias, segments, self.groups)
+        out = document_convolution(array, weight, bias, segments, self.groups, self.dilation[0])
         return interop.torch_view(jnp.pad(out, ((0, 0), (0, 0), (0, surplus))))
 
     return forward
 
 
 def document_convolution(
-    x_BCL: jax.Array, weight: jax.Array, bias: jax.Array | None, segments_BT: jax.Array, groups: int
+    x_BCL: jax.Array, weight: jax.Array, bias: jax.Array | None, segments_BT: jax.Array, groups: int, dilation: int = 1
 ) -> jax.Array:
     """A convolution of an input that has L - T places before its first token. A tap that reaches back beyond the
     beginning of its document gets what these places contain, in all documents."""
     B, C, L = x_BCL.shape
-    taps = weight.shape[-1]
-    num_out = L - taps + 1
+    reach = (weight.shape[-1] - 1) * dilation
+    num_out = L - reach
     ids_BL = jnp.pad(segments_BT, ((0, 0), (L - segments_BT.shape[1], 0)), constant_values=-1)
     out = jnp.zeros((B, groups, weight.shape[0] // groups, num_out), jnp.float32)
-    for tap in range(taps):
-        same = ids_BL[:, tap : tap + num_out] == ids_BL[:, taps - 1 :]
-        source = jnp.where(same[:, None], x_BCL[..., tap : tap + num_out], x_BCL[..., :1])
+    for tap in range(weight.shape[-1]):
+        at = slice(tap * dilation, tap * dilation + num_out)
+        same = ids_BL[:, at] == ids_BL[:, reach:]
+        source = jnp.where(same[:, None], x_BCL[..., at], x_BCL[..., :1])
         grouped = source.reshape(B, groups, C // groups, num_out)
         matrices = weight[..., tap].reshape(groups, -1, C // groups)
         out += jnp.einsum("bgcl,gdc->bgdl", grouped, matrices, preferred_element_type=jnp.float32)
@@ -265,7 +266,7 @@ def _delayed_values(original: Function) -> Function:
             return query, key, value
         none = interop.jax_view(self.v_proj_delayed(torch.zeros_like(hidden_states[:1, :1])))
         current_half, delayed = jnp.split(interop.jax_view(value).reshape(*segments.shape, -1), 2, axis=-1)
-        delayed = jnp.where(_starts(segments)[..., None], none, delayed)
+        delayed = jnp.where(starts_of(segments)[..., None], none, delayed)
         whole = jnp.concatenate([current_half, delayed], axis=-1).reshape(value.shape)
         return query, key, interop.torch_view(whole)
 
@@ -281,7 +282,7 @@ def _gated_cell(original: Function) -> Function:
         segments = _segments(given.arguments["fgate"])
         if segments is not None:
             gate = interop.jax_view(given.arguments["fgate"])
-            gate = jnp.where(_starts(segments)[:, None], FORGET, gate).astype(gate.dtype)
+            gate = jnp.where(starts_of(segments)[:, None], FORGET, gate).astype(gate.dtype)
             given.arguments["fgate"] = interop.torch_view(gate)
         return original(*given.args, **given.kwargs)
 
@@ -363,7 +364,7 @@ def _weighted_average(original: Function) -> Function:
             interop.jax_view(t).astype(jnp.float32) for t in (time_decay, time_first, key, value)
         )
         segments = _segments(key)
-        starts = jnp.zeros(key_BTC.shape[:2], bool) if segments is None else _starts(segments)
+        starts = jnp.zeros(key_BTC.shape[:2], bool) if segments is None else starts_of(segments)
 
         Carry = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -393,7 +394,7 @@ def _shift_module(original: Function) -> Function:
         out, segments = original(self, x), _segments(x)
         if segments is None or tuple(self.padding) != (0, 0, 1, -1):
             return out
-        return interop.torch_view(jnp.where(_starts(segments)[..., None], 0, interop.jax_view(out)))
+        return interop.torch_view(jnp.where(starts_of(segments)[..., None], 0, interop.jax_view(out)))
 
     return forward
 

@@ -17,7 +17,7 @@ import tiny_models
 import tiny_run
 from dose import slow_case
 from jax.sharding import NamedSharding, PartitionSpec
-from transformers import MistralConfig
+from transformers import MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from trillora.devices.chips import CHIPS
 from trillora.devices.mesh import MeshShape, make_mesh
@@ -54,7 +54,7 @@ def build(name: str, config: Any, mesh: MeshShape, **options: Any) -> Assembly:
         {
             "model": {"name": name, "dtype": "bfloat16"},
             "data": {"path": "chats.jsonl", "pack": True},
-            "lora": {"rank": options.get("rank", 16)},
+            "lora": {"rank": options.get("rank", 16), "targets": options.get("targets", "all-linear")},
             "train": {
                 "batch_size": options["rows"],
                 "micro_batch_size": options.get("micro", options["rows"]),
@@ -124,6 +124,30 @@ def test_flops_are_what_xla_counts(remat: str) -> None:
     options = {"attention": "xla", "layers": "unroll", "loss_chunk": 8 * 128, "remat": remat}
     assembly = build("llama", config, MeshShape(), **options)
     assert estimate(assembly, V5E).flops == pytest.approx(assembly.lower().cost_analysis()["flops"], rel=0.03)
+
+
+def qwen3_30b_a3b(**changes: Any) -> dict[str, Any]:
+    """Qwen3-30B-A3B with four layers, without the sizes of its experts. Eight of its experts are as wide as a dense
+    model's 6144."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4, "vocab_size": 151936}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    return {**sizes, **heads, "max_position_embeddings": 40960, "tie_word_embeddings": False, **changes}
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(), slow_case(MeshShape(fsdp=8))], ids=str)
+def test_a_mixture_takes_the_time_of_its_active_parameters_and_the_memory_of_all(mesh: MeshShape) -> None:
+    """The reference is a dense model that has the active parameters. The mixture has a router too, and computes the
+    last product of the experts once more: the gradient of the router's weights needs it. The time is longer because
+    rows are sorted, groups of rows are padded, and the weights of all experts are read."""
+    experts = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    configs = (Qwen3MoeConfig(**qwen3_30b_a3b(**experts)), Qwen3Config(**qwen3_30b_a3b()))
+    options = {"rows": 8 * mesh.size, "tokens": 4096, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    mixture, dense = (estimate(build("qwen3", config, mesh, **options), V5E) for config in configs)
+    router, again = 3 * 2 * 2048 * 128, 2 * 8 * 768 * 2048
+    assert mixture.flops == pytest.approx(dense.flops + 8 * 4096 * 4 * (router + again), rel=0.003)
+    assert dense.step_seconds < mixture.step_seconds < 1.5 * dense.step_seconds
+    inactive, of_router = 4 * (128 - 8) * 3 * 2048 * 768, 4 * 128 * 2048
+    assert mixture.arguments["base"] - dense.arguments["base"] == 2 * (inactive + of_router) / mesh.size
 
 
 def peak_bytes(program: TracedProgram, vocabulary: int = 0) -> tuple[float, float, float]:

@@ -33,8 +33,10 @@ from trillora.model.bridge import CausalLM, build_module
 from trillora.model.layout import unstack
 from trillora.model.lora_spec import LoraSpec, adapted_layers, select_targets
 from trillora.model.parts.expert_parameters import expert_parameters
+from trillora.recipe.lora import LoraSection
 from trillora.report.event_text import adapted_lines
 from trillora.step.adapted_share import adapted_share
+from trillora.step.adapter_spec import check_layers
 
 SPEC = LoraSpec(rank=3, alpha=6, targets=("all-linear", "experts"))
 TOKENS = np.random.default_rng(0).integers(3, tiny_models.VOCABULARY, (2, 12)).astype(np.int32)
@@ -50,6 +52,7 @@ MORE = [
     "llama4_text",
     "granitemoe",
     "aria_text",
+    "ernie4_5_moe",
 ]
 LAYERS = {"deepseek_v3": 2, "gpt_oss": 2, "mixtral": 2, "qwen3_moe": 2}  # fewer than the tiny models have
 
@@ -172,6 +175,17 @@ def test_a_router_that_is_a_linear_layer_is_adapted_only_by_name(name: str, rout
         return {target.endswith(f".{router}") for target in model.targets}
 
     assert adapted("all-linear", "experts") == {False} and adapted(router) == {True}
+
+
+def test_layers_that_peft_refuses_are_adapted_only_by_name() -> None:
+    """PEFT raises for out_proj of Mamba layers: an adapter with it could not be loaded."""
+    config = tiny_models.configuration("nemotron_h_mixture")
+    model = CausalLM(config, lora=LoraSpec(targets="all-linear"))
+    assert model.targets and not [target for target in model.targets if target.endswith(".out_proj")]
+    named = LoraSpec(targets=("out_proj",))
+    with pytest.raises(TrilloraError, match="PEFT could not load an adapter of ") as caught:
+        check_layers(LoraSection(), named, CausalLM(config, lora=named))
+    assert caught.value.where == "lora.targets" and "remove out_proj" in caught.value.do
 
 
 def test_the_router_stays_frozen_and_the_file_names_parameters(tmp_path: Path) -> None:

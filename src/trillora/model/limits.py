@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from trillora.errors import TrilloraError
 
-# Models that keep state outside transformers' cache: every decoded token would start without the text before it. Only
-# this place lists architectures by name: the structure of a module does not show it.
+# This module is the only one that lists architectures by name: the structure of a module does not show these limits.
+
+# Models that keep state outside transformers' cache: every decoded token would start without the text before it.
 CANNOT_DECODE = {
     "minimax": "lightning attention keeps its state outside the cache",
     "recurrent_gemma": "its recurrent blocks keep their state inside the module",
     "rwkv": "it keeps its state outside the cache",
     "xlstm": "it keeps its state outside the cache",
 }
+
+# Layers that PEFT refuses as targets: fast kernels of these models read the weight, so an adapter would be ignored.
+REFUSED_BY_PEFT = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "out_proj")
+
+
+def refused_by_peft(config: Any, names: Iterable[str]) -> list[str]:
+    """The layers that PEFT refuses as targets of LoRA."""
+    refused = REFUSED_BY_PEFT.get(getattr(config, "model_type", ""))
+    return [name for name in names if name.rpartition(".")[2] == refused]
 
 
 def why_not_decode(config: Any) -> str | None:

@@ -32,6 +32,7 @@ from trillora.engine.hash_random import keep_mask
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNITUDE, is_of_lora, kind_of
 from trillora.model.layout import Layout, Tree
+from trillora.model.limits import refused_by_peft
 from trillora.model.lora_spec import Initial, LayerLora, LoraSpec, adapted_layers
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad, without_gradient
 from trillora.model.parts.expert_parameters import add_to_experts, expert_parameters, linear_routers
@@ -162,7 +163,8 @@ def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
 def chosen_layers(model: Any, spec: LoraSpec) -> dict[str, LayerLora]:
     """The targets of `spec`: linear layers, and parameters of experts."""
     linear, experts = adaptable_layers(model, spec), expert_parameters(model)
-    return adapted_layers(model, list(linear), spec, list(experts), linear_routers(experts, linear))
+    left_out = [*linear_routers(experts, linear), *refused_by_peft(getattr(model, "config", None), linear)]
+    return adapted_layers(model, list(linear), spec, list(experts), left_out)
 
 
 def _add_to_embedding(name: str, module: Any, layer: LayerLora, spec: LoraSpec) -> None:

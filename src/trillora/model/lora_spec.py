@@ -98,11 +98,11 @@ class LayerLora:
 
 
 def adapted_layers(
-    model: Any, linear: Sequence[str], spec: LoraSpec, experts: Sequence[str] = (), routers: Sequence[str] = ()
+    model: Any, linear: Sequence[str], spec: LoraSpec, experts: Sequence[str] = (), left_out: Sequence[str] = ()
 ) -> dict[str, LayerLora]:
     """The layers that get an adapter, in the order of the model, with their rank and alpha. `experts`: the parameters
-    of experts; `routers`: linear layers that "all-linear" does not include."""
-    targets = select_targets(model, linear, spec.targets, spec.file, experts, routers)
+    of experts; `left_out`: linear layers that "all-linear" does not include."""
+    targets = select_targets(model, linear, spec.targets, spec.file, experts, left_out)
     excluded: set[str] = set()
     for i, pattern in enumerate(spec.exclude):
         every = list(experts) if pattern == EXPERTS else []
@@ -128,10 +128,10 @@ def select_targets(
     targets: str | tuple[str, ...],
     file: str | None = None,
     experts: Sequence[str] = (),
-    routers: Sequence[str] = (),
+    left_out: Sequence[str] = (),
 ) -> list[str]:
     """Names of the linear layers and of the parameters of experts that match. "all-linear" does not include the head
-    and routers."""
+    and those in `left_out`."""
     chosen: set[str] = set()
     for i, target in enumerate((targets,) if isinstance(targets, str) else targets):
         where = f"lora.targets[{i}]"
@@ -139,7 +139,7 @@ def select_targets(
             raise _not_a_layer(target, model, linear, file)
         if target == ALL_LINEAR:
             head = model.get_output_embeddings()
-            matches = [name for name in linear if model.get_submodule(name) is not head and name not in routers]
+            matches = [name for name in linear if model.get_submodule(name) is not head and name not in left_out]
         else:
             matches = _matching_any(target, linear, experts, where)
         if not matches and not experts and EXPERTS in target:

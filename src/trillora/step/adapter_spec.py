@@ -7,7 +7,7 @@ lora: {from: runs/first/adapter, rank: 8}     refused if the file's rank is not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from trillora.events import Alarm, Listener
 from trillora.files.digests import file_digest, text_digest
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, by_parameter, check_shapes, load_adapter, read_head
 from trillora.model.bridge import CausalLM
+from trillora.model.limits import refused_by_peft
 from trillora.model.loading.source import find_adapter
 from trillora.model.lora import adaptable_layers, chosen_layers, features
 from trillora.model.lora_spec import LayerLora, LoraSpec, TrainedTokens, check_ranks
@@ -78,7 +79,7 @@ def check_layers(lora: LoraSection, spec: LoraSpec, model: CausalLM) -> None:
     if lora.from_ is None:
         sizes = {name: features(layer) for name, layer in adaptable_layers(module, spec).items()}
         check_ranks(layers, sizes | {name: experts.features for name, experts in expert_parameters(module).items()})
-        _check_readable(spec, by_parameter(module, list(layers)))
+        _check_readable(spec, by_parameter(module, list(layers)), refused_by_peft(module.config, layers))
         return
     head = read_head(find_adapter(lora.from_))
     check_shapes(head.shapes, model.adapter_layout, str(spec.file))
@@ -99,9 +100,15 @@ def check_layers(lora: LoraSection, spec: LoraSpec, model: CausalLM) -> None:
             )
 
 
-def _check_readable(spec: LoraSpec, parameters: Collection[str]) -> None:
+def _check_readable(spec: LoraSpec, parameters: Collection[str], refused: Sequence[str]) -> None:
     """Refuses before the training what PEFT could not load after it. `parameters` are the targets that the adapter's
-    file lists in `target_parameters`."""
+    file lists in `target_parameters`; `refused` are those that PEFT does not accept."""
+    if refused:
+        raise TrilloraError(
+            f"PEFT could not load an adapter of {refused[0]}: fast kernels of this model would ignore it.",
+            where="lora.targets",
+            do=f"remove {refused[0].rpartition('.')[2]} from lora.targets; all-linear does not include it",
+        )
     if spec.dora and parameters:
         names = sorted({name.rpartition(".")[2] for name in parameters})
         raise TrilloraError(

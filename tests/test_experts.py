@@ -24,15 +24,19 @@ from architecture_checks import (
     peft_logits_and_gradients,
     read_by_peft,
 )
+from chat_tokenizers import chat_tokenizer
 from dose import slow_case
+from transformers import AutoModelForCausalLM
 
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.errors import TrilloraError
+from trillora.export.merged import export_merged
+from trillora.export.source import open_source
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM, build_module
 from trillora.model.layout import unstack
 from trillora.model.lora_spec import LoraSpec, adapted_layers, select_targets
-from trillora.model.parts.expert_parameters import expert_parameters
+from trillora.model.parts.expert_parameters import by_expert, expert_parameters
 from trillora.recipe.lora import LoraSection
 from trillora.report.event_text import adapted_lines
 from trillora.step.adapted_share import adapted_share
@@ -209,6 +213,46 @@ def test_a_run_says_what_share_is_adapted_and_how_to_adapt_the_rest() -> None:
     assert share.experts.frozen == 0 and len(adapted_lines(share)) == 1
     share = adapted_share(CausalLM(config, lora=LoraSpec(targets=("o_proj",))))
     assert "o_proj" not in share.frozen_names and "gate_proj" in share.frozen_names and len(adapted_lines(share)) == 3
+
+
+def saved(folder: Path, name: str) -> Any:
+    """The original model, saved with a tokenizer, and next to it a random adapter of its experts."""
+    whole = original(name)
+    whole.save_pretrained(folder / "model")
+    chat_tokenizer("chatml").save_pretrained(folder / "model")
+    model = ours(name)
+    (folder / "adapter").mkdir()
+    files = adapter_files(random_adapter(model), model.module, model.targets, SPEC, str(folder / "model"))
+    for file, data in files.items():
+        (folder / "adapter" / file).write_bytes(data)
+    return peft_logits_and_gradients(read_by_peft(whole, files), TOKENS)[0]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", slow_case("granitemoe"), slow_case("llama4_text"), slow_case("aria_text")])
+def test_experts_that_are_stored_in_one_tensor_are_merged(name: str, tmp_path: Path) -> None:
+    expected = saved(tmp_path, name)
+    export_merged(open_source(str(tmp_path / "adapter")), tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = merged.eval()(input_ids=torch.tensor(TOKENS, dtype=torch.int64), use_cache=False).logits.numpy()
+    assert distance(logits, expected) <= LOGITS
+    base = expert_parameters(original(name))
+    for name, parameter in expert_parameters(merged).items():
+        assert not torch.equal(*(each.module._parameters[each.name] for each in (parameter, base[name])))
+
+
+def test_experts_that_are_stored_one_by_one_are_not_merged(tmp_path: Path) -> None:
+    saved(tmp_path, "mixtral")
+    with pytest.raises(TrilloraError, match=r"experts\..* cannot be changed in the files") as caught:
+        export_merged(open_source(str(tmp_path / "adapter")), tmp_path / "merged")
+    assert "without merging" in caught.value.do and not (tmp_path / "merged").exists()
+
+
+def test_matrices_of_each_expert_in_the_order_of_the_file() -> None:
+    generator = np.random.default_rng(0)
+    a, b = generator.normal(size=(4 * 3, 5)), generator.normal(size=(6, 3 * 4))
+    a_ERI, b_ERO = by_expert(a, b, 4)
+    assert np.array_equal(a_ERI[2, 1], a[2 * 3 + 1]) and np.array_equal(b_ERO[2, 1], b[:, 1 * 4 + 2])
 
 
 def test_experts_on_two_devices_give_the_gradients_of_one() -> None:

@@ -20,6 +20,7 @@ from trillora.model.loading.stored.packed import opened_tensor
 from trillora.model.loading.stored.view import unquantized
 from trillora.model.loading.weights import PLAIN_FLOATS, read_headers
 from trillora.model.lora_spec import LoraSpec
+from trillora.model.parts.expert_parameters import INNER, by_expert
 
 LARGEST_SCALE = 100.0  # of B A; usual ones are 0.5 to 16
 RETRAIN = "copy the adapter from its run again; the run's training command writes it again from the checkpoint"
@@ -134,12 +135,24 @@ def layers_of(subject: Subject, known: dict[str, float] | None = None) -> tuple[
             if not name.endswith(kind_a.suffix):
                 continue
             layer = name.removesuffix(kind_a.suffix)
-            a_RD, b_ER = matrices[name].astype(np.float64), matrices[layer + kind_b.suffix].astype(np.float64)
+            a, b = matrices[name].astype(np.float64), matrices[layer + kind_b.suffix].astype(np.float64)
+            num_experts = _num_experts(spec, layer, len(a))
             scale = scale_of(spec, layer)
-            # |B A|² = tr((BᵀB)(A Aᵀ)), without the product itself
-            square = float(((b_ER.T @ b_ER) * (a_RD @ a_RD.T)).sum())
-            layers.append(Layer(layer, len(a_RD), scale, scale * max(square, 0.0) ** 0.5, bases.get(layer)))
+            # |B A|² = tr((BᵀB)(A Aᵀ)), without the product itself; of each expert, if there are several
+            pairs = zip(*by_expert(a, b, num_experts), strict=True)
+            square = sum(float(((b_RE @ b_RE.T) * (a_RD @ a_RD.T)).sum()) for a_RD, b_RE in pairs)
+            layers.append(Layer(layer, len(a) // num_experts, scale, scale * max(square, 0.0) ** 0.5, bases.get(layer)))
     return tuple(layers)
+
+
+def _num_experts(spec: LoraSpec, layer: str, num_rows: int) -> int:
+    """How many experts have their matrices in these arrays; 1 for a linear layer. Only targets of experts are named
+    differently from their arrays (`parts/expert_parameters.py`)."""
+    if layer in spec.targets:
+        return 1
+    module = layer.partition(f".{INNER}")[0]
+    rank = next((rank for name, rank in spec.rank_pattern if name.startswith(f"{module}.")), spec.rank)
+    return max(1, num_rows // rank)
 
 
 def _base_norms(subject: Subject) -> dict[str, float]:

@@ -8,7 +8,7 @@
 DoRA, trained tokens and modules that were trained as a whole are included. A change of the embedding or the head alone
 unties them: then the head is a tensor of its own, also if the files have none.
 
-Legend: R rank, D inputs, E outputs, V vocabulary.
+Legend: R rank, D inputs, E outputs, V vocabulary; for experts: E experts, O outputs.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from trillora.model.adapter_parameters import (
 )
 from trillora.model.loading.checkpoint import DTYPES, Checkpoint
 from trillora.model.loading.description import read_config
+from trillora.model.parts.expert_parameters import by_expert
 
 CHUNK_BYTES = 64 << 20  # of a tensor in float32
 
@@ -66,6 +67,20 @@ class LowRank:
 
 
 @dataclass(frozen=True)
+class LowRankOfExperts:
+    """Adds B A of each expert to its matrix in the stored tensor, whose first dim are the experts."""
+
+    a_ERD: np.ndarray
+    b_ERO: np.ndarray  # with the scale
+    is_transposed: bool  # the matrices are stored as [inputs, outputs]
+
+    def applied(self, rows: np.ndarray, start: int) -> np.ndarray:
+        for matrix, a_RD, b_RO in zip(rows, self.a_ERD[start:], self.b_ERO[start:], strict=False):
+            matrix += a_RD.T @ b_RO if self.is_transposed else b_RO.T @ a_RD
+        return rows
+
+
+@dataclass(frozen=True)
 class TokenRows:
     """Replaces the rows of some tokens; new tokens follow after the last row."""
 
@@ -86,7 +101,7 @@ class Whole:
     array: np.ndarray
 
 
-Change = LowRank | TokenRows | Whole
+Change = LowRank | LowRankOfExperts | TokenRows | Whole
 
 
 @dataclass(frozen=True)
@@ -249,6 +264,12 @@ def _changes(source: ExportSource, base: Checkpoint) -> dict[str, Change]:
     matrices = source.matrices
     for target, layer in base.layers.items():
         changes[f"{target}.weight"] = _low_rank(target, matrices, layer.scale, layer.is_transposed, layer.is_embedding)
+    for target, parameter in base.experts.items():
+        path, scale = parameter.lora
+        holder = ".".join(filter(None, (target.rpartition(".")[0], path)))
+        a, b = (matrices[holder + kind.suffix].astype(np.float32) for kind in (LORA_A, LORA_B))
+        a_ERD, b_ERO = by_expert(a, b, parameter.num_experts)
+        changes[target] = LowRankOfExperts(a_ERD, b_ERO * np.float32(scale), parameter.is_transposed)
     for name, array in matrices.items():
         if name.endswith(TOKEN_ROWS.suffix):
             assert source.spec.tokens is not None

@@ -65,6 +65,8 @@ def _check(source: ExportSource, config: Any) -> None:
         reason = "it has modules that were trained as a whole"
     elif others := [name for name in source.matrices if not name.endswith((LORA_A.suffix, LORA_B.suffix))]:
         reason = f"it has {others[0]}, which is not a matrix of a linear layer"
+    elif experts := sorted({*spec.targets} - {name.rpartition(".")[0] for name in source.matrices}):
+        reason = f"it changes the experts' {experts[0]}"
     elif config.tie_word_embeddings and any(name.startswith("lm_head.") for name in source.matrices):
         reason = "it changes the head alone, which is the embedding too in this model"
     if reason:

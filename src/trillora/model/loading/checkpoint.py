@@ -4,6 +4,7 @@
     files.parameters["language_model.model.norm.weight"]    "model.language_model.norm.weight", the module's name
     files.read("language_model.model.norm.weight")          its values in float32
     files.layers["model.language_model.layers.0.mlp.up_proj"].scale     what the adapter is multiplied by
+    files.experts["model.layers.0.mlp.experts.down_proj"]               adapted parameters of experts
 
 Names in the files stay as they are. Tensors that the module does not use, such as a vision tower, are listed too.
 """
@@ -63,18 +64,16 @@ class Checkpoint:
         with fitting(spec.file or base.base_name):
             model = CausalLM(base.config, lora=spec, scan=False, remat="none", trust_remote_code=trusted)
         self._model, self._module, self.folder = model, model.module, base.folder
-        if experts := expert_parameters(model.module).keys() & {*model.targets}:
-            raise TrilloraError(
-                f"The adapter changes experts, such as {min(experts)}, and cannot be merged into the model's files.",
-                where=spec.file,
-                do="use the adapter with PEFT or `trillora serve`, without merging it",
-            )
         self.tensors = unquantized(read_headers(base.folder), read_method(base.folder))
         known, _ = match_names(self.tensors, self._module)
         self.parameters = {source.name: name for name, source in known.items() if isinstance(source, Stored)}
         self._converted = {name: source for name, source in known.items() if isinstance(source, Converted)}
         self._ties = tied_groups(self._module)
-        self.layers = {name: _adapted(self._module.get_submodule(name)) for name in model.targets}
+        experts = expert_parameters(model.module)
+        self.layers = {
+            name: _adapted(self._module.get_submodule(name)) for name in model.targets if name not in experts
+        }
+        self.experts = {name: experts[name] for name in model.targets if name in experts}
         names = {id(module): name for name, module in self._module.named_modules()}
         self.embedding = f"{names[id(self._module.get_input_embeddings())]}.weight"
         head = self._module.get_output_embeddings()

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import torch
 from torchax import interop
 
+from trillora.engine.grouped_product import grouped_product
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import replaced
 
@@ -86,7 +87,7 @@ def _masked_sum(loop: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 def _ragged(self: Any, inputs: torch.Tensor, expert_size: torch.Tensor) -> torch.Tensor:
     rows, weight, sizes = interop.jax_view((inputs, self.weight, expert_size))
-    return interop.torch_view(jax.lax.ragged_dot(rows, weight.swapaxes(1, 2), sizes.astype(jnp.int32)))
+    return interop.torch_view(grouped_product(rows, weight.swapaxes(1, 2), sizes.astype(jnp.int32)))
 
 
 def _tolist(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,7 +53,18 @@ class ExpertParameter:
     def features(self) -> tuple[int, int]:
         """Numbers of inputs and outputs, as PEFT sees them."""
         _, rows, columns = self.module._parameters[self.name].shape
-        return (rows, columns) if _is_transposed(self.module) else (columns, rows)
+        return (rows, columns) if self.is_transposed else (columns, rows)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the parameter is [E, I, O]."""
+        return _is_transposed(self.module)
+
+    @property
+    def lora(self) -> tuple[str, float]:
+        """Of an adapted parameter: where its A and B are in the module, and the scale."""
+        place: tuple[str, float] = self.module.expert_lora[self.name]
+        return place
 
 
 def expert_parameters(model: torch.nn.Module) -> dict[str, ExpertParameter]:
@@ -111,16 +122,21 @@ def add_to_experts(parameters: Mapping[str, ExpertParameter], layers: Mapping[st
         module.__class__ = _with_adapted_weights(module.__class__, tuple(own))
 
 
+def by_expert(a: Any, b: Any, num_experts: int) -> tuple[Any, Any]:
+    """A [E, R, I] and B [E, R, O] of arrays in the order of the file."""
+    return a.reshape(num_experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, num_experts).transpose(2, 1, 0)
+
+
 def lora_of(module: Any, name: str) -> tuple[jax.Array, jax.Array] | None:
     """A [E, R, I] and scale · B [E, R, O] of a parameter during a call; None if it has no adapter."""
     place = module.__dict__.get("expert_lora", {}).get(name)
     if place is None:
         return None
     path, scale = place
-    holder, num_experts = module.get_submodule(path), module.num_experts
+    holder = module.get_submodule(path)
     a, b = interop.jax_view(holder.lora_a), interop.jax_view(holder.lora_b)
-    b_ERO = b.reshape(b.shape[0], -1, num_experts).transpose(2, 1, 0)
-    return a.reshape(num_experts, -1, a.shape[-1]), b_ERO * scale
+    a_ERI, b_ERO = by_expert(a, b, module.num_experts)
+    return a_ERI, b_ERO * scale
 
 
 @functools.cache

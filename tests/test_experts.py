@@ -228,8 +228,9 @@ def saved(folder: Path, name: str) -> Any:
     return peft_logits_and_gradients(read_by_peft(whole, files), TOKENS)[0]
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", slow_case("granitemoe"), slow_case("llama4_text"), slow_case("aria_text")])
-def test_experts_that_are_stored_in_one_tensor_are_merged(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*FAMILIES, *(slow_case(name) for name in MORE)])
+def test_experts_are_merged_into_the_files(name: str, tmp_path: Path) -> None:
+    """Stored in one tensor (gpt_oss), or one by one."""
     expected = saved(tmp_path, name)
     export_merged(open_source(str(tmp_path / "adapter")), tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32, attn_implementation="eager")
@@ -239,13 +240,6 @@ def test_experts_that_are_stored_in_one_tensor_are_merged(name: str, tmp_path: P
     base = expert_parameters(original(name))
     for name, parameter in expert_parameters(merged).items():
         assert not torch.equal(*(each.module._parameters[each.name] for each in (parameter, base[name])))
-
-
-def test_experts_that_are_stored_one_by_one_are_not_merged(tmp_path: Path) -> None:
-    saved(tmp_path, "mixtral")
-    with pytest.raises(TrilloraError, match=r"experts\..* cannot be changed in the files") as caught:
-        export_merged(open_source(str(tmp_path / "adapter")), tmp_path / "merged")
-    assert "without merging" in caught.value.do and not (tmp_path / "merged").exists()
 
 
 def test_matrices_of_each_expert_in_the_order_of_the_file() -> None:

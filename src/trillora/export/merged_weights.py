@@ -234,9 +234,11 @@ class MergedWeights:
 
     def _merged(self, changes: dict[str, Change]) -> dict[str, Tensor]:
         base = self._base
+        # A part of an expert's parameter has a change of its own.
+        parameters = base.parameters | {name: name for parts in base.expert_parts.values() for name in parts}
         tensors = {}
         for name, stored in base.tensors.items():
-            change = changes.get(base.parameters.get(name, ""))
+            change = changes.get(parameters.get(name, ""))
             tensors[name] = Tensor(name, change, _shape(stored.shape, change))
         found = {base.parameters[name] for name in tensors if name in base.parameters}
         both = (base.embedding, self._head) if base.is_tied else ()
@@ -248,7 +250,7 @@ class MergedWeights:
                 change = changes.get(parameter)
                 shape = _shape(base.tensors[stored_name].shape, change)
                 tensors[base.new_name(parameter, other)] = Tensor(stored_name, change, shape)
-        lost = changes.keys() - {base.parameters.get(name) for name in tensors} - {*both}
+        lost = changes.keys() - {parameters.get(name) for name in tensors} - {*both}
         if lost:
             raise TrilloraError(
                 f"The base model's files have no {min(lost)}, which the adapter changes.",
@@ -259,7 +261,8 @@ class MergedWeights:
 
 
 def _changes(source: ExportSource, base: Checkpoint) -> dict[str, Change]:
-    """What the adapter does to each parameter. Tied ones that change together have the same object."""
+    """What the adapter does to each parameter, or to each tensor of the files if experts are stored one by one. Tied
+    parameters that change together have the same object."""
     changes: dict[str, Change] = {}
     matrices = source.matrices
     for target, layer in base.layers.items():
@@ -268,8 +271,11 @@ def _changes(source: ExportSource, base: Checkpoint) -> dict[str, Change]:
         path, scale = parameter.lora
         holder = ".".join(filter(None, (target.rpartition(".")[0], path)))
         a, b = (matrices[holder + kind.suffix].astype(np.float32) for kind in (LORA_A, LORA_B))
-        a_ERD, b_ERO = by_expert(a, b, parameter.num_experts)
-        changes[target] = LowRankOfExperts(a_ERD, b_ERO * np.float32(scale), parameter.is_transposed)
+        a_ERD, b_ERO = by_expert(a, b * np.float32(scale), parameter.num_experts)
+        if not base.expert_parts[target]:
+            changes[target] = LowRankOfExperts(a_ERD, b_ERO, parameter.is_transposed)
+        for name, part in base.expert_parts[target].items():
+            changes[name] = LowRank(b_ERO[part.expert][:, part.rows].T, a_ERD[part.expert])
     for name, array in matrices.items():
         if name.endswith(TOKEN_ROWS.suffix):
             assert source.spec.tokens is not None

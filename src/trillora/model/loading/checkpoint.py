@@ -26,9 +26,9 @@ from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.stored.packed import Stored, opened_tensor
 from trillora.model.loading.stored.view import formats, unquantized
 from trillora.model.loading.tensor_files import opened as opened_file
-from trillora.model.loading.weights import PLAIN_FLOATS, Converted, match_names, read_headers, tied_groups
+from trillora.model.loading.weights import PLAIN_FLOATS, Converted, convert, match_names, read_headers, tied_groups
 from trillora.model.lora_spec import LoraSpec
-from trillora.model.parts.expert_parameters import expert_parameters
+from trillora.model.parts.expert_parameters import ExpertParameter, expert_parameters
 
 DTYPES = {  # the names of safetensors, and those that people use
     "F64": "float64",
@@ -55,6 +55,14 @@ class AdaptedLayer:
     is_embedding: bool
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """The outputs of one expert that a tensor of the files has."""
+
+    expert: int
+    rows: np.ndarray
+
+
 class Checkpoint:
     """The files of a model, and the layers that an adapter with the options `spec` changes."""
 
@@ -74,6 +82,7 @@ class Checkpoint:
             name: _adapted(self._module.get_submodule(name)) for name in model.targets if name not in experts
         }
         self.experts = {name: experts[name] for name in model.targets if name in experts}
+        self.expert_parts = {name: self._parts_of(name, parameter) for name, parameter in self.experts.items()}
         names = {id(module): name for name, module in self._module.named_modules()}
         self.embedding = f"{names[id(self._module.get_input_embeddings())]}.weight"
         head = self._module.get_output_embeddings()
@@ -117,6 +126,28 @@ class Checkpoint:
                 where=str(self.folder),
                 do="use the adapter with PEFT or `trillora serve`, without merging it",
             )
+
+    def _parts_of(self, name: str, parameter: ExpertParameter) -> dict[str, ExpertRows]:
+        """The tensors of the files that are rows of a parameter [E, O, I], if it is stored so. A conversion of numbers
+        instead of rows shows where each of them goes."""
+        source = self._converted.get(name)
+        if source is None or parameter.is_transposed or any(len(part.shape) != 2 for _, part in source.parts):
+            return {}
+        numbers, num_rows = {}, 0
+        for _, part in source.parts:
+            numbers[part.name] = torch.arange(num_rows, num_rows := num_rows + part.shape[0])[:, None]
+        placed = convert(source, self._module, lambda part: numbers[part.name])[name].numpy()
+        num_experts, num_outputs = parameter.num_experts, parameter.features[1]
+        if placed.shape != (num_experts, num_outputs, 1) or num_rows != placed.size:
+            return {}
+        places = np.argsort(placed, axis=None)
+        parts = {}
+        for part, own in numbers.items():
+            experts, rows = np.divmod(places[own[:, 0]], num_outputs)
+            if len({*experts}) != 1:
+                return {}
+            parts[part] = ExpertRows(int(experts[0]), rows)
+        return parts
 
     def new_name(self, parameter: str, like: str) -> str:
         """The name in the files for a parameter that they do not have. `like` is one that they have."""

@@ -286,13 +286,13 @@ def match_names(stored: dict[str, Stored], module: Any) -> tuple[dict[str, Sourc
     for first_target, parts in groups.items():
         first = Converted(first_target, (), converter_of[parts[0][0]], tuple(parts), first_target)
         # A conversion on the meta device finds the names and shapes of all results.
-        results = _convert(first, module, lambda part: torch.empty(part.shape, device="meta"))
+        results = convert(first, module, lambda part: torch.empty(part.shape, device="meta"))
         for target, tensor in results.items():
             known[target] = replace(first, target=target, shape=tuple(tensor.shape))
     return known, unused
 
 
-def _convert(source: Converted, module: Any, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
+def convert(source: Converted, module: Any, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Runs transformers' conversion and returns all its results by parameter name."""
     converter = copy.deepcopy(source.converter)
     for pattern, part in source.parts:
@@ -395,7 +395,7 @@ def _open_source(source: Source, module: Any, dtype: np.dtype[Any]) -> Iterator[
             with opened_tensor(part, _torch_dtype(dtype)) as read_slice:
                 return read_slice(()).to(_torch_dtype(dtype), copy=True)
 
-        yield functools.partial(_cut, _convert(source, module, read)[source.target])
+        yield functools.partial(_cut, convert(source, module, read)[source.target])
     else:
         yield functools.partial(_cut, source.tensor)
 

@@ -130,11 +130,21 @@ def qwen3_moe() -> Qwen3MoeConfig:
     )  # fmt: skip
 
 
+def fp4_experts(name: str, weight: torch.Tensor) -> Tensors:
+    """Experts as in DeepSeek-V4, other weights in float8."""
+    if ".experts." not in name:
+        return float8(32, 32)(name, weight)
+    outputs, inputs = weight.shape
+    scale = random_bytes((outputs, inputs // 32), 117, 128).view(torch.float8_e8m0fnu)
+    return {name: random_bytes((outputs, inputs // 2)).view(torch.int8), f"{name}_scale_inv": scale}
+
+
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 CASES: dict[str, tuple[Any, Quantize, dict[str, Any], str]] = {
     "mxfp4": (gpt_oss, mxfp4, {"quant_method": "mxfp4"}, "MXFP4"),
     "blocks": (llama, float8(32, 32), FP8, "float8"),
     "experts": (qwen3_moe, float8(32, 32), FP8, "float8"),  # one by one in the files, fused in the model
+    "experts in FP4": (qwen3_moe, fp4_experts, FP8, "MXFP4 and float8"),
     "one scale": (small, float8(0, 0), {**FP8, "weight_block_size": None}, "float8"),
     "other name": (small, float8(32, 32, "qscale_weight", torch.bfloat16), FP8, "float8"),
     "exponents": (small, float8(32, 32, "scale", torch.float8_e8m0fnu), {**FP8, "scale_fmt": "ue8m0"}, "float8"),
@@ -336,6 +346,31 @@ def plain_channels(stored: Tensors, name: str, output: int, input_: int) -> floa
     return float(stored[name].float()[output, input_] * stored[f"{name}_scale"][output, 0])
 
 
+def fp4(kind: str) -> Quantize:
+    """As compressed-tensors packs it."""
+
+    def quantize(name: str, weight: torch.Tensor) -> Tensors:
+        outputs, inputs = weight.shape
+        parts = {"weight_packed": random_bytes((outputs, inputs // 2))}
+        if kind == "nvfp4":
+            parts["weight_scale"] = (torch.rand(outputs, inputs // 16) * 400 + 1).to(torch.float8_e4m3fn)
+            parts |= {"weight_global_scale": torch.rand(1) * 5000 + 1, "input_global_scale": torch.ones(1)}
+        else:
+            parts["weight_scale"] = random_bytes((outputs, inputs // 32), 117, 128)
+        return {name.removesuffix("weight") + end: part for end, part in parts.items()}
+
+    return quantize
+
+
+def plain_fp4(stored: Tensors, name: str, output: int, input_: int) -> float:
+    code = nibble(stored[f"{name}_packed"][output, input_ // 2], input_ % 2)
+    value = [0, 0.5, 1, 1.5, 2, 3, 4, 6][code % 8] * (-1 if code >= 8 else 1)
+    scales = stored[f"{name}_scale"]
+    if scales.dtype == torch.uint8:
+        return value * 2.0 ** (int(scales[output, input_ // 32]) - 127)
+    return float(value * (scales.float()[output, input_ // 16] / stored[f"{name}_global_scale"]))
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 INTEGERS: dict[str, tuple[Quantize, dict[str, Any], Any, str]] = {
@@ -350,6 +385,8 @@ INTEGERS: dict[str, tuple[Quantize, dict[str, Any], Any, str]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}, plain_awq, "AWQ int4"),
     "compressed-tensors": (packed, COMPRESSED, plain_packed, "int4"),
     "channels": (channels, {**COMPRESSED, "format": "float-quantized"}, plain_channels, "float8"),
+    "nvfp4": (fp4("nvfp4"), {**COMPRESSED, "format": "nvfp4-pack-quantized"}, plain_fp4, "NVFP4"),
+    "packed mxfp4": (fp4("mxfp4"), {**COMPRESSED, "format": "mxfp4-pack-quantized"}, plain_fp4, "MXFP4"),
     "fbgemm": (channels, {"quant_method": "fbgemm_fp8"}, plain_channels, "float8"),
 }
 
@@ -459,7 +496,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "bits": ({**GPTQ, "bits": 3}, "GPTQ with 3 bits"),
     "layout": ({**GPTQ, "checkpoint_format": "marlin"}, "layout marlin"),
     "awq gemv": ({"quant_method": "awq", "version": "gemv"}, "AWQ with 4 bits in the layout gemv"),
-    "nvfp4": ({**COMPRESSED, "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    "format": ({**COMPRESSED, "format": "marlin-24"}, "the format marlin-24"),
     "sparse": ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
     "rotated": ({**COMPRESSED, "transform_config": {"config_groups": {}, "a": 1}}, "transformed"),
 }
@@ -495,6 +532,12 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 DAMAGES: dict[str, tuple[Quantize, dict[str, Any], Callable[[Tensors], Any], str]] = {
     "no scale": (float8(32, 32), FP8, lambda t: t.pop(f"{NAME}_scale_inv"), "stored as F8_E4M3"),
     "wrong grid": (float8(32, 32), FP8, lambda t: t.update({f"{NAME}_scale_inv": torch.ones(5, 7)}), "do not fit"),
+    "no global scale": (
+        fp4("nvfp4"),
+        INTEGERS["nvfp4"][1],
+        lambda t: t.pop(f"{NAME}_global_scale"),
+        "do not fit",
+    ),
     "few codes": (nf4, KEPT["nf4"][1], lambda t: t.update({NAME: t[NAME][:10].clone()}), "do not fit"),
     "no table": (nf4, KEPT["nf4"][1], lambda t: t.pop(f"{NAME}.quant_map"), "do not fit"),
     "old layout": (

@@ -20,7 +20,10 @@ from trillora.model.loading.description import CONFIG_FILE, read_config
 _MODELOPT_FILE = "hf_quant_config.json"
 _DO = "use the unquantized (bfloat16) version of the model, or one in MXFP4, FP8, bitsandbytes, GPTQ or AWQ"
 _READ = ("mxfp4", "fp8", "mxfp8", "fbgemm_fp8", "bitsandbytes", "gptq", "awq", "compressed-tensors")
-_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision", "dense")
+_COMPRESSED = (
+    *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision", "dense"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
 _LABELS = {"mxfp4": "MXFP4", "fp8": "float8", "mxfp8": "MXFP8", "fbgemm_fp8": "float8"}
 Block = Annotated[int, Field(ge=1, le=1 << 20)]
 

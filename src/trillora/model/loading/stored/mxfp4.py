@@ -18,15 +18,20 @@ from trillora.model.loading.stored.packed import Packed, Parts, Stored, plain
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # E2M1 of the OCP Microscaling Formats specification: the highest bit is the sign.
-VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float32)
-_PAIRS = torch.stack([VALUES.repeat(16), VALUES.repeat_interleave(16)], dim=-1)  # [256, 2]: the values of each byte
+_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float32)
+_PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], dim=-1)  # [256, 2]: the values of each byte
 _BIAS = 127  # of the exponents
+
+
+def pairs(codes: torch.Tensor) -> torch.Tensor:
+    """The two values of each byte, next to each other in the last dim."""
+    return _PAIRS[codes.view(torch.uint8).int()].flatten(-2)
 
 
 class Mxfp4(Packed):
     def rows(self, parts: Parts, start: int, stop: int) -> torch.Tensor:
         codes, scales = parts[_BLOCKS][start:stop], parts[_SCALES][start:stop]
-        values = torch.ldexp(_PAIRS[codes.int()].flatten(-2), scales.int().unsqueeze(-1) - _BIAS)
+        values = torch.ldexp(pairs(codes), scales.int().unsqueeze(-1) - _BIAS)
         return values.flatten(-2).transpose(1, 2)
 
 

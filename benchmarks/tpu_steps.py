@@ -1,7 +1,7 @@
 """Training steps that `auto` chooses, by the TPU compiler, without a TPU: memory, step time, share of peak.
 
     python benchmarks/tpu_steps.py models       models of 2026 on the smallest slice that fits
-    python benchmarks/tpu_steps.py shapes       typical shapes; Tunix' steps of the same shapes beside them
+    python benchmarks/tpu_steps.py shapes       typical shapes, with Tunix' steps of the same shapes
     python benchmarks/tpu_steps.py models --only gemma      cases whose name contains the word
     python benchmarks/tpu_steps.py models --estimate        on machines without the TPU compiler
 

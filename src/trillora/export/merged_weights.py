@@ -279,9 +279,9 @@ def _changes(source: ExportSource, base: Checkpoint) -> dict[str, Change]:
     for name, array in matrices.items():
         if name.endswith(TOKEN_ROWS.suffix):
             assert source.spec.tokens is not None
-            parameter = name.removesuffix(TOKEN_ROWS.suffix) + ".weight"
+            weight = name.removesuffix(TOKEN_ROWS.suffix) + ".weight"
             change = TokenRows(source.spec.tokens.ids, array)
-            tied = (base.embedding, base.head or "") if base.is_tied else (parameter,)
+            tied = (base.embedding, base.head or "") if base.is_tied else (weight,)
             changes |= dict.fromkeys(tied, change)
         for kind, end in ((SAVED_WEIGHT, ".weight"), (SAVED_BIAS, ".bias")):
             if name.endswith(kind.suffix):

@@ -141,12 +141,12 @@ class Checkpoint:
         if placed.shape != (num_experts, num_outputs, 1) or num_rows != placed.size:
             return {}
         places = np.argsort(placed, axis=None)
-        parts = {}
-        for part, own in numbers.items():
+        parts: dict[str, ExpertRows] = {}
+        for tensor, own in numbers.items():
             experts, rows = np.divmod(places[own[:, 0]], num_outputs)
             if len({*experts}) != 1:
                 return {}
-            parts[part] = ExpertRows(int(experts[0]), rows)
+            parts[tensor] = ExpertRows(int(experts[0]), rows)
         return parts
 
     def new_name(self, parameter: str, like: str) -> str:

@@ -65,7 +65,7 @@ def _embed(original: Callable[..., Any], multipliers: dict[int, list[int]]) -> C
 
 
 def before(tokens_BT: jax.Array, segments_BT: jax.Array | None, back: int, end: int) -> jax.Array:
-    """The token `back` places before each one; `end` where a document or an `end` token lies between them."""
+    """The token `back` places before each one; `end` where a document begins or an `end` token is between them."""
     T = tokens_BT.shape[1]
     shifted = jnp.pad(tokens_BT, ((0, 0), (back, 0)), constant_values=end)[:, :T]
     is_start = jnp.pad(tokens_BT == end, ((0, 0), (1, 0)), constant_values=True)[:, :T]

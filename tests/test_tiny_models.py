@@ -6,6 +6,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from dose import slow_case
 from transformers import PreTrainedModel
 
 ROWS, TOKENS = 2, 24
@@ -50,7 +51,9 @@ def test_every_mechanism_is_explained_and_covered_by_the_suite() -> None:
 
 # transformers' gpt_bigcode uses torch.jit.script at import.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", tiny_models.buildable())
+@pytest.mark.parametrize(
+    "name", [name if name in tiny_models.SUITE else slow_case(name) for name in tiny_models.buildable()]
+)
 def test_model_is_a_causal_language_model(name: str) -> None:
     model, ids = tiny_models.build(name), _tokens()
     logits = _logits(model, ids)

@@ -75,19 +75,18 @@ def recipe(home: Path, name: str, **sections: Any) -> Path:
     return file
 
 
+@full_dose_only  # the chain below has the same cells, without the proof and the export
 def test_colab_notebook_proves_trains_evaluates_exports_and_shows_the_report(home: Path, tmp_path: Path) -> None:
     data = {"split": {"validation": 0.2, "test": 0.2}}
     file = recipe(home, "lesson", data=data, train={"steps": 6}, evaluate={"max_tokens": 4, "num_samples": 1})
-    # The proof and the export are half of the time; both have tests of their own.
-    export = "merged" if FULL else "none"
-    files = write_colab(make_bundle(file), tmp_path / "launch", "colab", export=export, prove=FULL)
+    files = write_colab(make_bundle(file), tmp_path / "launch", "colab", export="merged")
     found = execute(files.notebook, tmp_path / "there")
     assert found.record["state"] == "finished" and found.record["device"]["platform"] == "cpu"
     assert "neither Colab nor Kaggle" in found.of("session.check(")
     assert "loss" in found.of("session.train(")
     assert len(load_file(found.results / ADAPTER)) > 0
     assert "adapter" in found.of("session.evaluate(")
-    assert (found.results / "run" / "exports" / "merged" / "model.safetensors").is_file() == FULL
+    assert (found.results / "run" / "exports" / "merged" / "model.safetensors").is_file()
     assert found.html.startswith("<iframe srcdoc=") and "lesson" in found.html
 
     # The same as without a notebook, bit for bit.
@@ -136,7 +135,8 @@ def test_interrupted_chain_of_kernels_ends_with_the_adapter_of_an_uninterrupted_
     """Two kernels, at full dose three. The last one is not stopped."""
     ends = (3, 12, None) if FULL else (3, None)
     options = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 2}
-    bundle = make_bundle(recipe(home, "chain", train=options))
+    sections = {"train": options, "data": {"split": {"test": 0.2}}, "evaluate": {"max_tokens": 4, "num_samples": 0}}
+    bundle = make_bundle(recipe(home, "chain", **sections))
     files = write_kaggle(bundle, tmp_path / "launch", "me", sessions=len(ends), prove=False)
     reached: list[int] = []
     previous = None
@@ -153,10 +153,12 @@ def test_interrupted_chain_of_kernels_ends_with_the_adapter_of_an_uninterrupted_
         reached.append(tiny_run.metrics(results / "run", "step")[-1]["step"])
     assert reached[0] >= 3 and reached == sorted(set(reached)) and reached[-1] == STEPS
     whole = tmp_path / "whole"
-    train(load_recipe(tiny_run.recipe(home, train=options)), whole)
+    train(load_recipe(tiny_run.recipe(home, **sections)), whole)
     assert previous is not None
     assert (previous.results / ADAPTER).read_bytes() == (whole / ADAPTER.relative_to("run")).read_bytes()
     assert tiny_run.metrics(previous.results / "run") == tiny_run.metrics(whole)
+    assert "adapter" in previous.of("session.evaluate(")
+    assert previous.html.startswith("<iframe srcdoc=") and "chain" in previous.html
 
 
 @full_dose_only

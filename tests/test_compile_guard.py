@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from dose import slow_case
 
 from trillora.data.batches import Batches
 from trillora.events import Note, Step
@@ -100,7 +101,7 @@ def test_plan_names_the_programs_that_are_then_compiled(whole: Watched) -> None:
     assert {name: whole.compiled[name] for name in expected} == expected and sum(expected.values()) == 10
 
 
-@pytest.mark.parametrize("step", [2, 6])
+@pytest.mark.parametrize("step", [slow_case(2), 6])
 def test_resumed_run_stays_within_its_plan(folder: Path, whole: Watched, tmp_path: Path, step: int) -> None:
     """Step 2: its first answers, which compile their programs, come in the middle of a stage. Step 6: it starts with
     the second stage."""

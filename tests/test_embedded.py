@@ -82,8 +82,8 @@ def test_converted_weights_equal_the_gguf(folder: Path) -> None:
         names = list(file.keys())
         assert len(names) == 272  # 30 layers of 9, embedding and last norm; the head is tied to the embedding
         assert {gguf_name(name) for name in names} == set(theirs)
-        # Every fourth: a layer has nine tensors, so all kinds are among them. The embedding is the largest.
-        for name in {*names[:: 1 if FULL else 4], "model.embed_tokens.weight"}:
+        # Every tenth: a layer has nine tensors, so all kinds are among them. The embedding is the largest.
+        for name in {*names[:: 1 if FULL else 10], "model.embed_tokens.weight"}:
             ours, tensor = file.get_tensor(name), theirs[gguf_name(name)]
             expected = gguf.dequantize(tensor.data, tensor.tensor_type)
             if "q_proj" in name or "k_proj" in name:  # GGUF pairs the rows that rotate together; head size 64

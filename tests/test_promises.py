@@ -110,16 +110,19 @@ def test_a_poisonous_batch_is_clipped_or_skipped_and_does_no_harm(
     record_property("loss of clean rows relative to a clean run", round(ratio, 3))
 
 
+NUM_CLEAN = 100 if FULL else 50  # steps
+
+
 @pytest.mark.parametrize("seed", range(dose(1, 10)))
 def test_clean_runs_raise_no_alarm(folder: Path, tmp_path: Path, seed: int, record_property: Record) -> None:
-    settings = tiny_run.recipe(folder, train={"steps": 100, "seed": seed}, lora={"dropout": 0.1})
+    settings = tiny_run.recipe(folder, train={"steps": NUM_CLEAN, "seed": seed}, lora={"dropout": 0.1})
     alarms: list[str] = []
     result = train(
         load_recipe(settings),
         tmp_path / "run",
         listener=lambda event: alarms.append(event.text) if isinstance(event, Alarm | Skipped) else None,
     )
-    assert not alarms and len(result.losses) == 100 and result.losses[-1] < result.losses[0]
+    assert not alarms and len(result.losses) == NUM_CLEAN and result.losses[-1] < result.losses[0]
     assert not metrics(tmp_path / "run", "skipped")
     record_property("clean seeds", 1)
 

@@ -135,8 +135,9 @@ def plain_losses(folder: Path) -> tuple[float, ...]:
         slow_case("scan", "none"),
         ("scan", "full"),
         ("scan", "linear"),
+        ("scan", "dots"),
         slow_case("unroll", "linear"),
-        ("unroll", "dots"),
+        slow_case("unroll", "dots"),
     ],
 )
 def test_layers_and_remat_do_not_change_the_numbers(

@@ -291,7 +291,7 @@ def their_optimizer(model: Any, variant: str, settings: dict[str, Any]) -> torch
     return torch.optim.AdamW(groups, lr=rate)
 
 
-@pytest.mark.parametrize("variant", TRAINED)
+@pytest.mark.parametrize("variant", [n if n in ("dora", "pissa") else slow_case(n) for n in TRAINED])
 def test_the_first_steps_equal_those_of_peft(variant: str, folder: Path, tmp_path: Path) -> None:
     num_steps = 4
     lora = {"from": str(folder / "theirs")} if variant == "from" else TRAINED[variant][0]

@@ -47,8 +47,9 @@ class TableOfSteps:
         return assembly
 
     def guess(self, assembly: Any) -> Guess:
+        """Those that are not in the table are hopeless."""
         self.num_guessed += 1
-        return self.guessed[self.keys[id(assembly)]]
+        return self.guessed.get(self.keys[id(assembly)], Guess(1.0, 1e12))
 
     def compile(self, assembly: Any) -> tuple[Any, float]:
         key = self.keys[id(assembly)]
@@ -107,6 +108,28 @@ def test_the_fastest_compiled_step_wins_and_the_reason_has_both_times(
     assert plan.compiled == 1.1 and plan.tried[-1].settings == plan.settings
     (event,) = [event for event in chosen if event.path == "engine.remat"]
     assert "1.1 s per step" in event.reason and "slower: micro-batch 1, remat none: 1.2 s" in event.reason
+
+
+def test_a_policy_between_linear_and_full_is_chosen_where_it_is_the_fastest_that_fits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are guessed only if linear is too large."""
+    guessed = {
+        ("none", "whole"): Guess(1.0, 5e9),
+        ("linear", "whole"): Guess(1.0, 2e9),
+        ("wide", "whole"): Guess(1.1, 1.5e9),
+        ("half", "whole"): Guess(1.2, 9e8),
+        ("attention", "whole"): Guess(1.4, 6e8),
+        ("full", "whole"): Guess(1.5, 5e8),
+    }
+    compiled = {key: (guess.seconds, guess.needed) for key, guess in guessed.items()}
+    steps = TableOfSteps(guessed, compiled)
+    plan, _ = by_table(folder, steps, 1, monkeypatch)
+    assert plan.settings.remat == "half" and steps.num_guessed == 6
+    guessed[("linear", "whole")] = Guess(1.0, 9e8)
+    steps = TableOfSteps(guessed, {**compiled, ("linear", "whole"): (1.0, 9e8)})
+    plan, _ = by_table(folder, steps, 1, monkeypatch)
+    assert plan.settings.remat == "linear" and steps.num_guessed == 3
 
 
 def test_where_only_memory_is_known_the_first_that_fits_wins_and_hopeless_steps_are_not_compiled(

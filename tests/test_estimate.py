@@ -188,6 +188,32 @@ def test_saving_more_costs_memory_and_saves_arithmetic() -> None:
     assert linear.step_seconds < full.step_seconds
 
 
+def test_each_policy_saves_what_it_says() -> None:
+    """Counted by hand: values per token of a layer of Mistral-7B, and products that are computed again."""
+    names = ("linear", "wide", "half", "attention", "full")
+    found = {remat: estimate_mistral(remat=remat) for remat in names}
+    q_and_o, k_and_v, gate_and_up, attended = 2 * 4096, 2 * 1024, 2 * 14336, 4096
+    linear = q_and_o + k_and_v + gate_and_up + attended
+    saved = {"linear": linear, "wide": gate_and_up + attended, "half": linear / 2, "attention": attended, "full": 0}
+    again = {"wide": q_and_o + k_and_v, "half": (linear - attended) / 2, "attention": linear - attended}
+    again["full"] = again["attention"]
+    kernels = {"half": 1 / 2, "full": 1}  # share of the layers whose attention runs again
+    tokens, linear_flops = 2048, found["linear"].flops
+    one_layer = 2 * tokens * linear  # bytes; what is recomputed for a layer is in memory at the peak
+    for remat in names[1:]:
+        fewer = 32 * tokens * 2 * (saved["linear"] - saved[remat])  # bytes
+        assert 0 < fewer - (found["linear"].peak_bytes - found[remat].peak_bytes) < 3 * one_layer, remat
+        products = 32 * tokens * 2 * 4096 * again[remat]
+        kernel = 2 / 9 * attention_flops(tokens) * kernels.get(remat, 0)
+        assert found[remat].flops - linear_flops == pytest.approx(products + kernel, rel=0.02), remat
+
+
+def test_offloaded_values_take_no_memory_of_the_device() -> None:
+    offloaded, attention_only = estimate_mistral(remat="offload"), estimate_mistral(remat="attention")
+    assert 0.85 * attention_only.peak_bytes < offloaded.peak_bytes < attention_only.peak_bytes
+    assert offloaded.flops == pytest.approx(estimate_mistral(remat="linear").flops)
+
+
 def test_flops_of_mistral_counted_by_hand() -> None:
     result = estimate_mistral()
     attention, mlp = 2 * 4096 * 4096 + 2 * 4096 * 1024, 3 * 4096 * 14336

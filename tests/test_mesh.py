@@ -79,6 +79,15 @@ def test_micro_batches_equal_one_batch_on_a_mesh(folder: Path, alone: list[float
     assert train(load_recipe(settings), tmp_path / "run").losses == pytest.approx(alone, rel=LOSS)
 
 
+@pytest.mark.parametrize("remat", ["offload", slow_case("half"), slow_case("attention")])
+def test_recomputation_on_a_mesh_equals_one_device(
+    folder: Path, alone: list[float], tmp_path: Path, remat: str
+) -> None:
+    hardware = {"devices": 8, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}}
+    settings = recipe(folder, hardware=hardware, engine={"remat": remat})
+    assert train(load_recipe(settings), tmp_path / "run").losses == pytest.approx(alone, rel=LOSS)
+
+
 @full_dose_only
 def test_experts_on_a_mesh_equal_one_device(tmp_path: Path) -> None:
     from chat_tokenizers import chat_tokenizer

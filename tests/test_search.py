@@ -35,6 +35,7 @@ from trillora.step.search import (
     Search,
     guess_sizes,
     in_order,
+    leaves_room,
     reason,
     smaller_chunks,
 )
@@ -282,6 +283,16 @@ def test_a_smaller_loss_chunk_is_a_candidate_only_where_it_makes_the_step_fit() 
     ((small, guess),) = smaller_chunks(guesses, 10.0).items()
     assert (small.remat, small.loss_chunk) == ("none", NONE.loss_chunk // 4)
     assert guess.needed == 8.0 and guess.seconds > 0.1
+
+
+def test_policies_between_linear_and_full_are_candidates_where_they_could_be_faster() -> None:
+    fast, slow = Guess(0.1, 5.0), Guess(0.12, 2.0)
+    smaller = settings("linear", 32)
+    assert leaves_room({LINEAR: Guess(0.1, 11.0), FULL: slow}, 10.0), "only full fits"
+    assert leaves_room({LINEAR: Guess(0.1, 11.0), smaller: Guess(0.11, 6.0), FULL: slow}, 10.0), "fewer rows are slower"
+    assert not leaves_room({LINEAR: Guess(0.1, 11.0), smaller: Guess(0.101, 6.0), FULL: slow}, 10.0), "as fast"
+    assert not leaves_room({LINEAR: fast, FULL: slow}, 10.0), "everything fits"
+    assert not leaves_room({LINEAR: Guess(0.1, 30.0), FULL: Guess(0.12, 12.0)}, 10.0), "nothing fits"
 
 
 def test_the_reason_has_both_times() -> None:

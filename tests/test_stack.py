@@ -18,7 +18,8 @@ from torchax import interop
 
 from trillora.model.layout import stack, unstack
 from trillora.model.overrides.torchax_fixes import environment
-from trillora.model.stack import LayerStack, Remat, Segment, find_segments
+from trillora.model.remat import Remat
+from trillora.model.stack import LayerStack, Segment, find_segments
 from trillora.model.trace import Trace, tracing
 
 pytestmark = pytest.mark.core
@@ -177,13 +178,13 @@ def test_a_number_equal_in_every_repetition_may_differ_within_the_period() -> No
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "half", "full"])
 def test_a_dictionary_shared_by_layers_works(scan: bool, remat: Remat) -> None:
     stacked = Stacked(Layers([0.9] * 3, writes=True), scan=scan, remat=remat)
     assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
 
 
-@pytest.mark.parametrize("remat", ["none", "linear", "dots", "full"])
+@pytest.mark.parametrize("remat", ["none", "linear", "half", "dots", "full"])
 def test_remat_does_not_change_gradients(remat: Remat) -> None:
     def gradients(stacked: Stacked) -> tuple[Any, ...]:
         return jax.jit(jax.grad(lambda *args: (stacked.run(*args) ** 2).sum(), argnums=(1, 2)))(*stacked.arguments())

@@ -137,6 +137,10 @@ def plain_losses(folder: Path) -> tuple[float, ...]:
         ("scan", "linear"),
         ("scan", "dots"),
         slow_case("unroll", "linear"),
+        ("scan", "half"),
+        slow_case("scan", "wide"),
+        slow_case("scan", "attention"),
+        slow_case("unroll", "offload"),
         slow_case("unroll", "dots"),
     ],
 )

@@ -55,7 +55,8 @@ from trillora.model.overrides.torchax_fixes import counted_no_grad, environment
 from trillora.model.parts.token_rows import add_token_rows
 from trillora.model.parts.whole_weights import add_whole_weights, select_modules, values_from_base, with_whole_weights
 from trillora.model.quantized import part_leaves, quantize_layers, whole_weight
-from trillora.model.stack import LayerStack, LinkedLayers, Remat, decoder_layers
+from trillora.model.remat import Remat
+from trillora.model.stack import LayerStack, LinkedLayers, decoder_layers
 from trillora.model.trace import Trace, replaced, tracing
 
 Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments

@@ -37,9 +37,8 @@ from trillora.model.lora_spec import Initial, LayerLora, LoraSpec, adapted_layer
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad, without_gradient
 from trillora.model.parts.expert_parameters import add_to_experts, expert_parameters, linear_routers
 from trillora.model.parts.token_rows import token_logits, weight_replaced
+from trillora.model.remat import SMALL, name_of_output
 from trillora.model.trace import current
-
-SAVED_NAME = "linear"  # the name of a linear layer's output in remat policies
 
 
 class _LinearOutput:
@@ -69,7 +68,7 @@ class _LinearOutput:
             y = without_gradient(y) if in_no_grad() else y
         if hasattr(self, "token_rows"):
             y = token_logits(self, interop.jax_view(x), y)
-        return interop.torch_view(checkpoint_name(y, SAVED_NAME))
+        return interop.torch_view(checkpoint_name(y, name_of_output(x.shape[-1], y.shape[-1])))
 
     def frozen_weight(self) -> jax.Array:
         """The weight [E, D] of the base."""
@@ -89,7 +88,7 @@ class _LinearOutput:
         """DoRA as in PEFT: each row of W + s B A gets a trained length, and its own length counts as a constant. In
         float32, because bfloat16 would round most changes of the length away."""
         norm_E = row_norms(self.frozen_weight(), a_RD, b_ER, self.lora_scale)
-        ratio_E = interop.jax_view(self.lora_magnitude) / checkpoint_name(norm_E, SAVED_NAME)
+        ratio_E = interop.jax_view(self.lora_magnitude) / checkpoint_name(norm_E, SMALL)
         bias: Any = getattr(self, "bias", None)
         bias_E = 0.0 if bias is None else interop.jax_view(bias).astype(jnp.float32)
         return (bias_E + ratio_E * (y.astype(jnp.float32) - bias_E + delta.astype(jnp.float32))).astype(y.dtype)

@@ -35,7 +35,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,19 +44,10 @@ import torch.utils._pytree as torch_tree
 from torchax import interop
 
 from trillora.devices.mesh import split_rows
-from trillora.engine.attention import SAVED_NAME as ATTENTION_OUTPUT
 from trillora.engine.attention import MaskRule, RuleChoice
-from trillora.model.lora import SAVED_NAME as LINEAR_OUTPUT
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, environment
+from trillora.model.remat import Remat, checkpointed, policy_number, recomputed_together
 from trillora.model.trace import Trace, current
-
-Remat = Literal["none", "linear", "dots", "full"]
-REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
-    # what is saved for the backward pass; everything else is recomputed
-    "linear": jax.checkpoint_policies.save_only_these_names(LINEAR_OUTPUT, ATTENTION_OUTPUT),
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
 
 # Attributes that do not change what a layer computes: its index, and flags that are always the same here.
 _INDEX_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "training"})
@@ -248,8 +239,8 @@ class LayerStack:
             for layer in self.layers
         ]
         signatures = [
-            (layer_signature(layer), tuple(sorted(shared.items())))
-            for layer, shared in zip(self.layers, self.shared, strict=True)
+            (layer_signature(layer), tuple(sorted(shared.items())), policy_number(remat, i))
+            for i, (layer, shared) in enumerate(zip(self.layers, self.shared, strict=True))
         ]
         self.segments = find_segments(signatures) if scan else [Segment(i, 1, 1) for i in range(len(self.layers))]
         for i, layer in enumerate(self.layers):
@@ -315,7 +306,9 @@ class LayerStack:
         trace.running_layers = True
         trace.dropout_key = run_key if run_key is None else run_key.fold_in(i)
         try:
-            return interop.torch_view(self._checkpointed(body, looped=False)(interop.jax_view(hidden), weights))
+            return interop.torch_view(
+                checkpointed(body, self.remat, i, looped=False)(interop.jax_view(hidden), weights)
+            )
         finally:
             trace.running_layers, trace.dropout_key = False, run_key
 
@@ -357,12 +350,16 @@ class LayerStack:
     ) -> jax.Array:
         written: list[tuple[Any, list[Any]]] = []
 
-        def body(hidden: jax.Array, weights: list[dict[str, jax.Array]]) -> tuple[jax.Array, list[Any]]:
+        def body(
+            indices: list[int], hidden: jax.Array, weights: list[dict[str, jax.Array]]
+        ) -> tuple[jax.Array, list[Any]]:
             return self._body(trace, hidden, indices, weights, written)
 
-        hidden, values = self._checkpointed(body, looped=False)(hidden, weights)
-        for (dictionary, keys), new in zip(written, values, strict=True):
-            dictionary.update(zip(keys, interop.torch_view(new), strict=True))
+        for part in recomputed_together(self.remat, indices):
+            run = functools.partial(body, indices[part])
+            hidden, values = checkpointed(run, self.remat, indices[part][0], looped=False)(hidden, weights[part])
+            for (dictionary, keys), new in zip(written, values, strict=True):
+                dictionary.update(zip(keys, interop.torch_view(new), strict=True))
         return hidden
 
     def _scan(
@@ -372,23 +369,34 @@ class LayerStack:
         indices = list(range(segment.start, segment.start + segment.period))
         written: list[tuple[Any, list[Any]]] = []
 
-        def run(indices: list[int], hidden: jax.Array, xs: tuple[Any, Any, jax.Array]) -> jax.Array:
+        def run(indices: list[int], part: slice, hidden: jax.Array, xs: tuple[Any, Any, jax.Array]) -> jax.Array:
             weights, scanned, repetition = xs
-            picked = {(v.slot, v.at): v.pick(x) for v, x in zip(varying, scanned, strict=True)}
-            numbers = [i + repetition * segment.period for i in range(segment.start, segment.start + segment.period)]
-            hidden, _ = self._body(trace, hidden, indices, weights, written, picked, numbers)
+            slots = range(segment.period)[part]
+            picked = {
+                (v.slot - slots.start, v.at): v.pick(x)
+                for v, x in zip(varying, scanned, strict=True)
+                if v.slot in slots
+            }
+            numbers = [segment.start + slot + repetition * segment.period for slot in slots]
+            hidden, _ = self._body(trace, hidden, indices[part], weights[part], written, picked, numbers)
             if written:
                 raise CannotScan("a layer writes to a dictionary shared by all layers")
             return hidden
 
         def body(hidden: jax.Array, xs: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, None]:
-            return run(indices, hidden, xs), None
+            for part in recomputed_together(self.remat, indices):
+                call = functools.partial(run, indices, part)
+                hidden = checkpointed(call, self.remat, indices[part][0], looped=True)(hidden, xs)
+            return hidden, None
 
         repetitions = jnp.arange(segment.repetitions)
         unroll = min(self.unroll, segment.repetitions)
         xs = (weights, [v.per_repetition() for v in varying], repetitions)
-        self._check_same_program(segment, lambda numbers: jax.make_jaxpr(functools.partial(run, numbers)), hidden, xs)
-        return jax.lax.scan(self._checkpointed(body, looped=True), hidden, xs, unroll=unroll)[0]
+        whole = slice(segment.period)
+        self._check_same_program(
+            segment, lambda numbers: jax.make_jaxpr(functools.partial(run, numbers, whole)), hidden, xs
+        )
+        return jax.lax.scan(body, hidden, xs, unroll=unroll)[0]
 
     def _body(
         self,
@@ -495,10 +503,3 @@ class LayerStack:
                 if len(distinct) > 1:
                     found.append(_Varying(j, at, distinct, which))
         return found
-
-    def _checkpointed(self, body: Callable[..., Any], *, looped: bool) -> Callable[..., Any]:
-        """Applies remat. In a loop `prevent_cse` is not needed: XLA cannot merge the recomputation with the forward
-        pass."""
-        if self.remat == "none":
-            return body
-        return jax.checkpoint(body, policy=REMAT_POLICIES[self.remat], prevent_cse=not looped)

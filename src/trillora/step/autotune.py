@@ -38,6 +38,7 @@ from trillora.step.search import (
     format_gib,
     guess_sizes,
     in_order,
+    leaves_room,
     reason,
     smaller_chunks,
 )
@@ -45,6 +46,8 @@ from trillora.step.search import (
 # Where nothing is predicted: of a device's memory; a base up to this size is copied to every device, not split.
 REPLICATED_BASE_SHARE = 0.25
 REMAT_ORDER: tuple[Remat, ...] = ("none", "linear", "full")  # most memory first; fastest first where none is predicted
+BETWEEN: tuple[Remat, ...] = ("wide", "half", "attention")  # what they save is between linear and full
+LITTLE_RECOMPUTED: tuple[Remat, ...] = ("none", "linear", "wide")
 USABLE = 0.97  # of the device's memory limit; the rest is left for fragmentation
 # Logits of one chunk of the loss: 2**27 float32 values are half a GiB. CPU caches prefer smaller chunks.
 CHUNK_LOGITS = {"cpu": 2**25}
@@ -123,7 +126,7 @@ class Candidates:
     values: Mapping[str, Any]  # what was decided so far
     _built: dict[StepSettings, Assembly] = field(default_factory=dict)
 
-    def settings(self, mesh: MeshSection, remat: str, micro_batch_size: int) -> StepSettings:
+    def settings(self, mesh: MeshSection, remat: Remat, micro_batch_size: int) -> StepSettings:
         own = {"mesh": mesh, "remat": remat, "micro_batch_size": micro_batch_size}
         return StepSettings(**{**self.values, **own})
 
@@ -168,13 +171,12 @@ def choose(
     candidates = Candidates(make, decisions.values)
     batch_size = recipe.train.batch_size
     meshes = meshes_to_try(len(devices), batch_size) if decisions.is_open("mesh") else [decisions["mesh"]]
-    remats = (fixed["remat"],) if "remat" in fixed else REMAT_ORDER
+    remats: tuple[Remat, ...] = (fixed["remat"],) if "remat" in fixed else REMAT_ORDER
     sizes = micro_batch_sizes(batch_size, fixed.get("micro_batch_size"), meshes[-1].data * meshes[-1].fsdp)
     smallest = (meshes[-1], remats[-1], sizes[-1])
     attempts = decide_quantization(decisions, lambda: candidates.settings(*smallest), candidates, compiler, limit)
     if predictor is not None and limit is not None and by_time:
-        families = [candidates.settings(mesh, remat, sizes[0]) for mesh in meshes for remat in remats]
-        guesses = guess_all(families, sizes, candidates, predictor, limit * USABLE, listener)
+        guesses = guess_all(candidates, meshes, remats, sizes, predictor, limit * USABLE, listener)
         if "loss_chunk" not in fixed:
             guesses |= smaller_chunks(guesses, limit * USABLE)
         search = Search(guesses, limit * USABLE, num_steps, predictor.error)
@@ -230,15 +232,18 @@ def _fits(needed: float, assembly: Assembly, limit: float | None) -> bool:
 
 
 def guess_all(
-    families: Sequence[StepSettings],
-    sizes: Sequence[int],
     candidates: Candidates,
+    meshes: Sequence[MeshSection],
+    remats: Sequence[Remat],
+    sizes: Sequence[int],
     predictor: Predictor,
     limit: float,
     listener: Listener,
 ) -> dict[StepSettings, Guess]:
-    """Guesses for all families and sizes. A split base only adds transfers: it is a candidate if the whole one may not
-    fit, or only with everything recomputed."""
+    """Guesses for all candidates that could be chosen. A split base only adds transfers: it is a candidate if the whole
+    one may not fit, or only with much recomputed. Each guess takes seconds, so what lies between linear and full is
+    guessed only where it could be faster."""
+    total = len(meshes) * len(remats)
 
     def guess(settings: StepSettings) -> Guess:
         assembly = candidates.assembly(settings)
@@ -246,19 +251,25 @@ def guess_all(
 
     def is_enough(settings: StepSettings) -> bool:
         found = guesses[settings]
-        saves = settings.remat != "full" or all(family.remat == "full" for family in families)
+        saves = settings.remat in LITTLE_RECOMPUTED or len(remats) == 1
         return saves and UNSURE * (found.needed + found.state) <= limit
 
     guesses: dict[StepSettings, Guess] = {}
-    for number, family in enumerate(families):
-        listener(Progress("Estimating the training step", number, len(families)))
-        smallest = replace(family, micro_batch_size=sizes[-1])
-        is_split = family.mesh == families[-1].mesh
-        if is_split and family.mesh != families[0].mesh and any(map(is_enough, guesses)):
+    for number, mesh in enumerate(meshes):
+        if number and any(map(is_enough, guesses)):
             break
-        if is_split or local_bytes(candidates.assembly(smallest).base_shapes) <= limit:
-            guesses |= guess_sizes(family, sizes, limit, guess)
-    listener(Progress("Estimating the training step", len(families), len(families)))
+        smallest = candidates.assembly(candidates.settings(mesh, remats[-1], sizes[-1]))
+        if mesh != meshes[-1] and local_bytes(smallest.base_shapes) > limit:
+            continue
+        found: dict[StepSettings, Guess] = {}
+        for done, remat in enumerate(remats):
+            listener(Progress("Estimating the training step", number * len(remats) + done, total))
+            found |= guess_sizes(candidates.settings(mesh, remat, sizes[0]), sizes, limit, guess)
+        if len(remats) > 1 and leaves_room(found, limit):
+            for remat in BETWEEN:
+                found |= guess_sizes(candidates.settings(mesh, remat, sizes[0]), sizes, limit, guess)
+        guesses |= found
+    listener(Progress("Estimating the training step", total, total))
     return guesses
 
 

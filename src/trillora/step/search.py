@@ -32,6 +32,7 @@ UNSURE, NEARLY = 1.15, 1.06
 # compiled to guessed times of a shape differ by at most 0.14; with half the rows a step was 12 % faster than guessed.
 ERROR, ERROR_IN_FAMILY = 0.15, 0.12
 SMALL_CHUNK, SMALL_CHUNK_TIME = 0.25, 1.02  # of the loss chunk, and its cost: times the step's time
+FASTER = 1.02  # times: a smaller difference is not worth more guesses
 
 Family = tuple[str, str]
 
@@ -205,6 +206,17 @@ def smaller_chunks(guesses: Mapping[StepSettings, Guess], limit: float) -> dict[
             small = replace(settings, loss_chunk=max(1, int(SMALL_CHUNK * settings.loss_chunk)))
             found[small] = Guess(SMALL_CHUNK_TIME * guess.seconds, needed, SMALL_CHUNK * guess.logits, guess.state)
     return found
+
+
+def leaves_room(guesses: Mapping[StepSettings, Guess], limit: float) -> bool:
+    """Whether something is faster than all that fits, but too large; or everything must be recomputed to fit. A policy
+    that saves less may then fit, and be faster."""
+    fitting = {s: guess for s, guess in guesses.items() if guess.needed + guess.state <= limit}
+    best = min(fitting, key=lambda s: fitting[s].seconds, default=None)
+    if best is None or len(fitting) == len(guesses):
+        return False
+    fastest = min(guess.seconds for guess in guesses.values())
+    return best.remat == "full" or guesses[best].seconds > FASTER * fastest
 
 
 def reason(chosen: Attempt, limit: float | None, others: Sequence[Attempt]) -> str:

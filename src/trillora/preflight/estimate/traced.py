@@ -488,5 +488,7 @@ def _ratio(whole: Sequence[int], part: Sequence[int]) -> tuple[int, ...]:
 
 
 def _itemsize(aval: Any) -> float:
-    """0 for random keys and ordering tokens."""
+    """0 for random keys, ordering tokens, and arrays in the host's memory."""
+    if getattr(getattr(aval, "memory_space", None), "name", "") == "Host":
+        return 0.0
     return item_bytes(getattr(aval, "dtype", None))

@@ -1,0 +1,77 @@
+"""What a layer saves for the backward pass; everything else is recomputed there.
+
+    remat      saved in each layer, besides its input                             values per token in Llama-3.1-8B
+    none       everything
+    linear     outputs of linear layers and of attention                          43,008
+    wide       of those: attention, and layers wider than their input (up, gate)  32,768
+    half       as linear in every second layer, nothing in the others             21,504
+    attention  outputs of attention, and the log-sum-exp of the TPU's kernel       4,096
+    full       nothing                                                            0
+    dots       outputs of all products with a matrix, also those of the adapter
+    offload    as linear, but outputs of linear layers wait in the host's memory
+
+A saved value that the backward pass does not need, such as the output of the last linear layer, takes no memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from trillora.engine.attention import SAVED_NAME as ATTENTION
+
+Remat = Literal["none", "linear", "wide", "half", "attention", "full", "dots", "offload"]
+
+# Names of values in policies: outputs of linear layers, by width, and values that take almost no memory.
+LINEAR, WIDE, SMALL = "linear", "wide", "small"
+
+_policies = jax.checkpoint_policies
+_LINEAR = _policies.save_only_these_names(LINEAR, WIDE, SMALL, ATTENTION)
+POLICIES: dict[Remat, tuple[Callable[..., Any], ...]] = {  # of layers 0, 1, …, repeated
+    "linear": (_LINEAR,),
+    "wide": (_policies.save_only_these_names(WIDE, SMALL, ATTENTION),),
+    "half": (_LINEAR, _policies.nothing_saveable),
+    "attention": (_policies.save_only_these_names(SMALL, ATTENTION),),
+    "full": (_policies.nothing_saveable,),
+    "dots": (_policies.dots_with_no_batch_dims_saveable,),
+    "offload": (
+        _policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[SMALL, ATTENTION],
+            names_which_can_be_offloaded=[LINEAR, WIDE],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ),
+}
+
+
+def name_of_output(num_inputs: int, num_outputs: int) -> str:
+    """The name of a linear layer's output, by its width."""
+    return WIDE if num_outputs > num_inputs else LINEAR
+
+
+def policy_number(remat: Remat, layer: int) -> int:
+    """Layers with different numbers save different values."""
+    return layer % len(POLICIES.get(remat, (None,)))
+
+
+def recomputed_together(remat: Remat, layers: Sequence[int]) -> list[slice]:
+    """Splits consecutive layers where they begin to save something else.
+
+    >>> recomputed_together("half", [4, 5]), recomputed_together("linear", [4, 5])
+    ([slice(0, 1, None), slice(1, 2, None)], [slice(0, 2, None)])
+    """
+    parts = [list(part) for _, part in itertools.groupby(range(len(layers)), lambda j: policy_number(remat, layers[j]))]
+    return [slice(part[0], part[-1] + 1) for part in parts]
+
+
+def checkpointed(body: Callable[..., Any], remat: Remat, layer: int, *, looped: bool) -> Callable[..., Any]:
+    """Applies remat to a function that runs layers, beginning with `layer`. In a loop `prevent_cse` is not needed: XLA
+    cannot merge the recomputation with the forward pass."""
+    if remat == "none":
+        return body
+    policy = POLICIES[remat][policy_number(remat, layer)]
+    return jax.checkpoint(body, policy=policy, prevent_cse=not looped)

@@ -1,6 +1,6 @@
 """What a layer saves for the backward pass; everything else is recomputed there.
 
-    remat      saved in each layer, besides its input                             values per token in Llama-3.1-8B
+    remat      saved in each layer, in addition to its input                      values per token in Llama-3.1-8B
     none       everything
     linear     outputs of linear layers and of attention                          43,008
     wide       of those: attention, and layers wider than their input (up, gate)  32,768

@@ -241,9 +241,10 @@ def guess_all(
     listener: Listener,
 ) -> dict[StepSettings, Guess]:
     """Guesses for all candidates that could be chosen. A split base only adds transfers: it is a candidate if the whole
-    one may not fit, or only with much recomputed. Each guess takes seconds, so what lies between linear and full is
-    guessed only where it could be faster."""
-    total = len(meshes) * len(remats)
+    one may not fit, or only with much recomputed. Each guess takes seconds, so policies between linear and full
+    are guessed only where they could be faster."""
+    between = BETWEEN if len(remats) > 1 else ()
+    each = len(remats) + len(between)  # families of a mesh
 
     def guess(settings: StepSettings) -> Guess:
         assembly = candidates.assembly(settings)
@@ -262,14 +263,13 @@ def guess_all(
         if mesh != meshes[-1] and local_bytes(smallest.base_shapes) > limit:
             continue
         found: dict[StepSettings, Guess] = {}
-        for done, remat in enumerate(remats):
-            listener(Progress("Estimating the training step", number * len(remats) + done, total))
+        for done, remat in enumerate((*remats, *between)):
+            if done == len(remats) and not leaves_room(found, limit):
+                break
+            listener(Progress("Estimating the training step", number * each + done, len(meshes) * each))
             found |= guess_sizes(candidates.settings(mesh, remat, sizes[0]), sizes, limit, guess)
-        if len(remats) > 1 and leaves_room(found, limit):
-            for remat in BETWEEN:
-                found |= guess_sizes(candidates.settings(mesh, remat, sizes[0]), sizes, limit, guess)
         guesses |= found
-    listener(Progress("Estimating the training step", total, total))
+    listener(Progress("Estimating the training step", len(meshes) * each, len(meshes) * each))
     return guesses
 
 

@@ -23,7 +23,7 @@ from trillora.preflight.inputs import describe_model
 from trillora.preflight.result import StageResult
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
-from trillora.step.autotune import REMAT_ORDER, micro_batch_sizes
+from trillora.step.autotune import BETWEEN, REMAT_ORDER, micro_batch_sizes
 from trillora.step.search import HOPELESS
 
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "golden" / "step-candidates.json"
@@ -61,7 +61,7 @@ def candidates(model: str, slice_name: str, batch_size: int, sequence_length: in
     place = find_slice(slice_name)
     limit = CHIPS[place.chip].hbm_gib
     for axis in ("data", "fsdp") if place.num_devices > 1 else ("data",):
-        for remat in REMAT_ORDER:
+        for remat in (*REMAT_ORDER, *BETWEEN):
             for size in micro_batch_sizes(batch_size, None, place.num_devices)[:NUM_SIZES]:
                 options = (model, slice_name, batch_size, sequence_length, axis, remat, size)
                 guessed = measure(*options, method="estimate")

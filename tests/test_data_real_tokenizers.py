@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 from chat_tokenizers import FAMILIES, Family
-from dose import slow_case
 from test_data_render import prove_conversations, prove_planted_is_text
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -214,8 +213,7 @@ def family_of(name: str) -> Family:
     return dataclasses.replace(FAMILIES[REAL[name].family], spaces=REAL[name].spaces)
 
 
-# Gemma's vocabulary takes as long as all others.
-@pytest.mark.parametrize("name", [slow_case(name) if name == "gemma3" else name for name in REAL])
+@pytest.mark.parametrize("name", REAL)
 def test_rendering_equals_the_real_tokenizers_own_and_trains_the_assistants_text(name: str) -> None:
     prove_conversations(real_tokenizer(name), family_of(name), NUM_CONVERSATIONS)
 

@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
@@ -91,7 +92,8 @@ def attend(
     """
     if isinstance(rule, RuleChoice):
         if implementation == "xla":  # selects between masks, which is cheaper than a branch for each attention
-            return _reference(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, bias_BHTS)
+            out = _reference(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, bias_BHTS)
+            return checkpoint_name(out, SAVED_NAME)
         branch = functools.partial(
             attend,
             scores=scores,
@@ -104,16 +106,18 @@ def attend(
             mapped=mapped,
         )
         branches = [functools.partial(branch, rule=one) for one in rule.rules]
-        return jax.lax.switch(rule.index, branches, query_BTHD, key_BSKD, value_BSKE)
+        return checkpoint_name(jax.lax.switch(rule.index, branches, query_BTHD, key_BSKD, value_BSKE), SAVED_NAME)
     if rule.chunk is not None:
         segments_BT = refine_by_chunk(segments_BT, positions_BT, rule.chunk, query_BTHD.shape[:2])
     if unsupported(implementation, query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, bias_BHTS):
         implementation = "xla"
-    if implementation == "splash":
+    if implementation == "splash":  # names its output itself, before it changes the layout
         return _splash(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, interpret)
     if implementation == "cudnn":
-        return _cudnn(query_BTHD, key_BSKD, value_BSKE, rule, scores, segments_BT, mapped)
-    return _reference(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, bias_BHTS)
+        out = _cudnn(query_BTHD, key_BSKD, value_BSKE, rule, scores, segments_BT, mapped)
+    else:
+        out = _reference(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, bias_BHTS)
+    return checkpoint_name(out, SAVED_NAME)
 
 
 def refine_by_chunk(

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.utils._pytree as torch_tree
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from torchax import interop
 from transformers import masking_utils
@@ -23,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
-from trillora.engine.attention import SAVED_NAME, MaskRule, RuleChoice, ScoreScaling, attend, visible
+from trillora.engine.attention import MaskRule, RuleChoice, ScoreScaling, attend, visible
 from trillora.errors import TrilloraError
 from trillora.model.kv_cache import visible_in_cache
 from trillora.model.overrides.recurrent import modelling_files
@@ -215,8 +214,7 @@ def _attention(
     q, k, v = (interop.jax_view(t).swapaxes(1, 2) for t in (query, key, value))
     scores = ScoreScaling(scale=q.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap=softcap)
     sinks = None if s_aux is None else interop.jax_view(s_aux)
-    out = _attend_per_shard(trace, q, k, v, rule, scores, sinks, bias)
-    return interop.torch_view(checkpoint_name(out, SAVED_NAME)), None
+    return interop.torch_view(_attend_per_shard(trace, q, k, v, rule, scores, sinks, bias)), None
 
 
 def _chosen(index_BTN: jax.Array, num_keys: int) -> jax.Array:

@@ -549,3 +549,10 @@ def _some_calls(rng: random.Random, family: Family) -> Messages:
         turn["tool_calls"].append({"id": call_id, "type": "function", "function": function})
         answers.append({"role": "tool", "content": some_text(rng, family), "tool_call_id": call_id})
     return [turn, *answers]
+
+
+def own_tokens(tokenizer: Any, messages: Messages, **arguments: Any) -> list[int]:
+    """The tokens of the tokenizer's own template, in the form in which it takes the text."""
+    if tokenizer.chat_template == FAMILIES["parts"].template:
+        messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    return list(tokenizer.apply_chat_template(messages, **arguments, tokenize=True, return_dict=False))

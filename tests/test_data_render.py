@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from chat_tokenizers import FAMILIES, Family, Messages, chat_tokenizer, some_conversation, some_tool
+from chat_tokenizers import FAMILIES, Family, Messages, chat_tokenizer, own_tokens, some_conversation, some_tool
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -94,12 +94,6 @@ def spoken(messages: Messages, family: Family) -> list[str]:
     """What should be trained, in the form that decoding gives: sentencepiece drops the very first space."""
     speech = family.speech(messages)
     return [text.removeprefix(" ") for text in speech] if family.spaces == "mistral" else speech
-
-
-def own_tokens(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> list[int]:
-    if tokenizer.chat_template == FAMILIES["parts"].template:
-        messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-    return list(tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False))
 
 
 def prove_conversations(tokenizer: Any, family: Family, num: int, seed: int = 0) -> None:

@@ -19,7 +19,7 @@ import torch
 import transformers
 from architecture_checks import CHECKS, LOGITS, Subject, distance
 from chat_tokenizers import chat_tokenizer
-from dose import FULL, slow_case
+from dose import FULL, full_dose_only, slow_case
 from safetensors.torch import load_file, save_file
 from tiny_wrappers import WRAPPERS
 
@@ -214,6 +214,25 @@ def test_certificates_of_a_wrapper(folder: Path, run: Path) -> None:
     certificate = certify(run)
     assert certificate.passed, [check for check in certificate.checks if check.status == "failed"]
     assert any("PEFT" in check.name or "PEFT" in check.what for check in certificate.checks)
+
+
+@full_dose_only
+@pytest.mark.parametrize("name", ["mistral3", "qwen3_5"])
+def test_four_devices_give_the_losses_of_one(name: str, run_of: Callable[[str], Path], tmp_path: Path) -> None:
+    run = run_of(name)
+    settings = tiny_run.recipe(run.parent, hardware={"devices": 4, "mesh": {"data": 2, "fsdp": 2}})
+    losses = train(load_recipe(settings), tmp_path / "run").losses
+    alone = [line["loss"] for line in tiny_run.metrics(run, "step")]
+    assert losses == pytest.approx(alone, rel=1e-5)  # float32 sums over devices in another order
+
+
+@full_dose_only
+def test_a_wrapper_with_a_quantized_base_and_new_tokens(folder: Path, tmp_path: Path) -> None:
+    settings = tiny_run.recipe(folder, model={"quantize": "int8"})
+    losses = train(load_recipe({**settings, "tokens": ["<new>"]}), tmp_path / "run").losses
+    assert losses[-1] < losses[0]
+    certificate = certify(tmp_path / "run")
+    assert certificate.passed, [check for check in certificate.checks if check.status == "failed"]
 
 
 # ---- heads and bad input

@@ -40,7 +40,7 @@ from trillora.engine.quantize import Format
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import SUFFIXES
 from trillora.model.layout import Layout, Leaf, Tree, stored_weights
-from trillora.model.loading.wrapper import auto_class, is_wrapper, keep_text_model
+from trillora.model.loading.wrapper import auto_class, is_wrapper, keep_text_model, removed_modules
 from trillora.model.lora import FrozenLayer, add_lora, initial_adapter, linear_layers
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides import attention as attention_functions
@@ -186,7 +186,15 @@ class CausalLM:
             chunk = interop.torch_view(split_rows(hidden_BTD, self.mesh))
             return (chunk,) if kind is tuple else kind(last_hidden_state=chunk)
 
-        with _replaced_forward(decoder, return_slice):
+        def return_zeros(ids: Any) -> Any:
+            """A multimodal model looks up the tokens itself. The head's part of the adapter has no rows for them."""
+            width = self.module.get_input_embeddings().weight.shape[-1]
+            return interop.torch_view(jnp.zeros((*ids.shape, width), hidden_BTD.dtype))
+
+        with contextlib.ExitStack() as forwards:
+            forwards.enter_context(_replaced_forward(decoder, return_slice))
+            if removed_modules(self.module):
+                forwards.enter_context(_replaced_forward(self.module.get_input_embeddings(), return_zeros))
             logits = self._forward(base, head_adapter, {"tokens": tokens}, None).logits
             return split_rows(interop.jax_view(logits), self.mesh)
 

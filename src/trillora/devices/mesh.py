@@ -95,9 +95,8 @@ def weight_spec(
     shape: tuple[int, ...], mesh: Mesh, *, stacked: bool, tensor_on_last_dim: bool = False, block: int = 1
 ) -> PartitionSpec:
     """The sharding of a frozen weight: `tensor` on the last dim or the one before, `fsdp` on the largest other dim. The
-    weights of experts are split by expert if possible: whole matrices are gathered without a change of their layout,
-    for which the TPU compiler would copy the weights of all layers. The stacked dim is never sharded. A small weight,
-    or a dim that is not divisible, is replicated. The last dim is split in multiples of `block`."""
+    stacked dim is never sharded. A small weight, or a dim that is not divisible, is replicated. The last dim is split
+    in multiples of `block`."""
     spec: list[str | None] = [None] * len(shape)
     dims = list(range(1 if stacked else 0, len(shape)))
     if len(dims) < 2 or math.prod(shape[dims[0] :]) < SMALL:
@@ -110,8 +109,7 @@ def weight_spec(
     tensor_dim = dims[-1] if tensor_on_last_dim else dims[-2]
     if divides(TENSOR_AXIS, tensor_dim):
         spec[tensor_dim] = TENSOR_AXIS
-    experts = dims[:-2]  # a weight of several matrices
-    for dim in (*experts, *sorted(dims[-2:], key=lambda d: -shape[d])):
+    for dim in sorted(dims, key=lambda d: -shape[d]):
         if spec[dim] is None and divides(FSDP_AXIS, dim):
             spec[dim] = FSDP_AXIS
             break

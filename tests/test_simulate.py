@@ -386,6 +386,13 @@ def test_a_value_passed_through_an_inner_fusion_is_read_whole() -> None:
     assert time.hbm_bytes == 2 * 2 * MIB
 
 
+def test_the_largest_number_of_cycles_means_that_they_are_unknown() -> None:
+    """So a grouped product of a mixture on v6e."""
+    arrays = [f"%{name} = bf16[1024,1024]{ON_CHIP} parameter({i})" for i, name in enumerate("xy")]
+    unknown = run(*arrays, "ROOT " + product("f", 2**63 - 1, "x", "y"), others=(PRODUCT,))
+    assert unknown.seconds == pytest.approx(PRODUCT_FLOPS / (CHIP.bf16_tflops * 1e12 * TPU.product), rel=0.01)
+
+
 def test_without_cycles_products_take_padded_flops_at_the_peak() -> None:
     """A rank of 16 keeps the matrix unit as busy as a rank of 128."""
     inner = f"""

@@ -81,6 +81,7 @@ TPU_LARGE_UNIT = Efficiency(hbm=0.85, links=0.80, product=0.83, kernel=0.56)
 # Fitted to the kernels of eight steps on an H200 (benchmarks/preflight_gpu.py --keep); `links` is assumed. Half of the
 # launch time is the start and end of the kernel, half the gap before it.
 GPU = Efficiency(hbm=0.85, links=0.80, product=0.75, kernel=0.43, launch_seconds=4e-6)
+UNKNOWN_CYCLES = 2**62  # the compiler writes the largest 64-bit integer where it has no estimate
 
 
 def efficiency_of(chip: Chip, slowdown: Slowdown = AS_ASSUMED) -> Efficiency:
@@ -359,8 +360,8 @@ class _Walk:
 
     def _compute_seconds(self, computation: Computation, instruction: Instruction, flops: float) -> float:
         clock = self.chip.clock_ghz * 1e9
-        if self.has_cycles:
-            cycles = instruction.config_number("estimated_cycles") or 0
+        cycles = instruction.config_number("estimated_cycles") or 0
+        if self.has_cycles and cycles < UNKNOWN_CYCLES:
             return cycles / clock * (self.slowdown.compute if flops else VECTOR_CYCLES)
         peak = self.chip.bf16_tflops * 1e12 * self.efficiency.product
         product = self.work.filled_flops(computation, instruction) / peak

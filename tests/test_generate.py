@@ -131,10 +131,13 @@ def test_greedy_tokens_equal_transformers_with_and_without_an_adapter(name: str)
     attach_adapter(reference, adapter)
     adapted = generated_by_transformers(reference, prompts)
     assert len(np.unique(alone)) >= 5 and (alone != adapted).any()  # otherwise equality would prove little
+    num_compiles = [generator.num_compiles]  # other tests share the generator
     for expected, is_adapted in ((alone, False), (adapted, True)):
         written = generator.continue_tokens(prompts, max_tokens=NUM_NEW, adapted=is_adapted)
         assert [tokens for tokens, _ in written] == expected.tolist()
-    assert generator.num_compiles == 2  # shared by the base and the adapted model
+        num_compiles.append(generator.num_compiles)
+    assert num_compiles[1] <= num_compiles[0] + 2
+    assert num_compiles[2] == num_compiles[1]  # shared by the base and the adapted model
 
 
 def test_stacked_weights_generate_the_same(llama: Generator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -59,10 +58,7 @@ def test_a_run_learns_and_resumes_bit_for_bit(run: Path) -> None:
     losses = [line["loss"] for line in tiny_run.metrics(run, "step")]
     assert losses[-1] < losses[0]
     again = run.parent / "again"
-    shutil.copytree(run, again)
-    shutil.rmtree(again / "adapter")
-    tiny_run.checkpoints_of(again).remove_after(2)
-    (again / "saved.json").unlink()
+    tiny_run.copy_interrupted(run, again, 2)
     train(recipe_of(run.parent), again)
     tiny_run.assert_same(again, run)
 

@@ -165,10 +165,7 @@ def test_a_run_learns_and_resumes_bit_for_bit_and_peft_computes_the_same(
     losses = [line["loss"] for line in tiny_run.metrics(run, "step")]
     assert len(losses) == 4 and losses[-1] < losses[0]
     again = tmp_path / "again"
-    shutil.copytree(run, again)
-    shutil.rmtree(again / "adapter")
-    tiny_run.checkpoints_of(again).remove_after(2)
-    (again / "saved.json").unlink()
+    tiny_run.copy_interrupted(run, again, 2)
     train(recipe_of(run.parent), again)
     tiny_run.assert_same(again, run)
     wrapper = wrapper_of(run.parent / "model")

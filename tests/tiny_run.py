@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,14 @@ def metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if kind in (None, line["kind"])]
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def copy_interrupted(run: Path, again: Path, step: int) -> None:
+    """A copy of a finished run as it was after a step."""
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "adapter")
+    checkpoints_of(again).remove_after(step)
+    (again / "saved.json").unlink()
 
 
 def assert_same(run: Path, whole: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import tiny_run
-from dose import slow_case
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -148,8 +147,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.write_model(tmp_path_factory.mktemp("small"), config)
 
 
-# The phases take as long as all others; test_group.py always has two phases and their merge.
-@pytest.mark.parametrize("name", [slow_case(n) if n == "qwen3-coder-phases" else n for n in recipes.NAMES])
+@pytest.mark.parametrize("name", recipes.NAMES)
 def test_the_tiny_way_of_each_recipe_learns(name: str, small_model: Path, tmp_path: Path) -> None:
     """A few steps of a smaller model; `make recipes` trains all steps of the embedded one."""
     train = {"steps": 6, "sequence_length": 1024, "batch_size": 1, "micro_batch_size": 1}

@@ -116,6 +116,73 @@ def test_a_batch_without_supervision_has_no_loss_and_no_gradient() -> None:
     assert not any(np.asarray(g).any() for g in jax.tree.leaves(gradients))
 
 
+@pytest.mark.parametrize("chunk", [2, 7])
+def test_loss_and_gradients_of_answers_equal_those_of_pytorch(chunk: int) -> None:
+    """Supervised tokens anywhere, as in packed rows with several turns; weights other than one."""
+    base, adapter, hidden, targets, weights = draw()
+    weights = weights.at[0, 1].set(0.25).at[:, :3].multiply(jnp.array([[0.0], [1.0], [0.0]]))
+    loss, gradients = jax.value_and_grad(
+        lambda a, h: chunked_loss(head, base, a, h, targets, weights, chunk), argnums=(0, 1)
+    )(adapter, hidden)
+
+    def tensor(array: Any) -> torch.Tensor:
+        return torch.tensor(np.asarray(array), dtype=torch.float64)
+
+    a, b, theirs = (tensor(each).requires_grad_() for each in (adapter["a"], adapter["b"], hidden))
+    logits = theirs @ tensor(base["weight"]) + torch.tanh(theirs @ a) @ b
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.tensor(np.asarray(targets)).flatten().long(), reduction="none"
+    )
+    expected = (losses * tensor(weights).flatten()).sum()
+    expected.backward()
+    assert_close(loss, expected.item())
+    for ours, leaf in ((gradients[0]["a"], a), (gradients[0]["b"], b), (gradients[1], theirs)):
+        assert leaf.grad is not None
+        assert_close(ours, leaf.grad)
+
+
+@pytest.mark.parametrize(("supervised", "expected"), [((0, 0, 0), 0), ((1, 0, 4), 1), ((5, 2, 0), 2), ((10, 9, 1), 3)])
+def test_chunks_without_supervised_tokens_are_skipped(supervised: tuple[int, ...], expected: int) -> None:
+    base, adapter, hidden, targets, _ = draw()
+    generator, weights, calls = np.random.default_rng(0), np.zeros((B, T), np.float32), []
+    for row, count in enumerate(supervised):
+        weights[row, generator.permutation(T)[:count]] = 1
+
+    def counted(*arguments: Any) -> jax.Array:
+        jax.debug.callback(lambda: calls.append(1))
+        return head(*arguments)
+
+    def loss(weights: jax.Array, hidden: jax.Array) -> jax.Array:
+        return chunked_loss(counted, base, adapter, hidden, targets, weights, 4)
+
+    def evaluation(weights: jax.Array, hidden: jax.Array) -> jax.Array:
+        return chunked_totals(counted, base, adapter, hidden, targets, weights, 4).loss
+
+    for function in (jax.value_and_grad(loss, argnums=1), evaluation):
+        calls.clear()
+        jax.block_until_ready(jax.jit(function)(jnp.asarray(weights), hidden))
+        jax.effects_barrier()
+        assert len(calls) == expected
+
+
+def test_supervised_tokens_move_within_their_device() -> None:
+    """Sequences are split over devices: nothing but sums passes between them."""
+    base, adapter, hidden, targets, weights = draw()
+    mesh = jax.make_mesh((B,), ("data",), devices=jax.devices()[:B])
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    hidden, targets, weights = (jax.device_put(array, rows) for array in (hidden, targets, weights))
+
+    def loss(adapter: Any, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+        return 3 * chunked_loss(head, base, adapter, hidden, targets, weights, 4)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    text = step.lower(adapter, hidden, targets, weights).compile().as_text()
+    assert "all-reduce" in text
+    assert not [name for name in ("all-gather", "all-to-all", "collective-permute") if name in text]
+    ours, expected = step(adapter, hidden, targets, weights), of_full_logits()
+    jax.tree.map(assert_close, ours, expected)
+
+
 def test_the_head_adapter_may_be_empty() -> None:
     base, adapter, hidden, targets, weights = draw()
 

@@ -7,6 +7,12 @@ vocabulary compared with recomputing the logits, and needs no more memory than o
 Example: B = 2, T = 5 and chunk = 2 give 3 chunks of 2 tokens from every sequence; the last one is padded with a token
 of weight 0. Logits exist as [2, 2, V], never as [2, 5, V].
 
+Only answers need logits: tokens with a weight are moved to the front of their sequence, and a chunk without any is
+skipped. In the example, two answers of 2 tokens and of 1 need one chunk of the 3:
+
+    weights [[0, 0, 1, 0, 1], [0, 1, 0, 0, 0]]  ->  [[1, 1], [1, 0]]  [[0, 0], [0, 0]]  [[0, 0], [0, 0]]
+                                                                      skipped           skipped
+
 Legend: B sequences, T tokens, C tokens of a chunk, D width, V vocabulary.
 """
 
@@ -89,9 +95,11 @@ def chunked_loss(
             return (loss + (losses * weights).sum(), adapter_gradient), d_hidden
 
         start = (jnp.float32(0), jax.tree.map(jnp.zeros_like, head_adapter))
-        chunks = _chunks(hidden_BTD, targets_BT, weights_BT, chunk=chunk)
-        (loss, adapter_gradient), d_chunks = jax.lax.scan(one_chunk, start, chunks)
-        return loss, (adapter_gradient, _join(d_chunks, hidden_BTD.shape[1]))
+        order_BT = _supervised_first(weights_BT)
+        chunks = _chunks(*_take((hidden_BTD, targets_BT, weights_BT), order_BT), chunk=chunk)
+        (loss, adapter_gradient), d_chunks = _scan_supervised(one_chunk, start, chunks)
+        (d_hidden,) = _take((_join(d_chunks, hidden_BTD.shape[1]),), jnp.argsort(order_BT, axis=1))
+        return loss, (adapter_gradient, d_hidden)
 
     def scale(gradients: tuple[Tree, jax.Array], cotangent: jax.Array) -> tuple[Tree, jax.Array]:
         return jax.tree.map(lambda g: g * cotangent.astype(g.dtype), gradients)
@@ -117,7 +125,9 @@ def chunked_totals(
         return jax.tree.map(jnp.add, sums, part), None
 
     start = Totals(jnp.float32(0), jnp.float32(0))
-    return jax.lax.scan(one_chunk, start, _chunks(hidden_BTD, targets_BT, weights_BT, chunk=chunk))[0]
+    chunks = _chunks(*_take((hidden_BTD, targets_BT, weights_BT), _supervised_first(weights_BT)), chunk=chunk)
+    sums: Totals = _scan_supervised(one_chunk, start, chunks)[0]
+    return sums
 
 
 def chunked_token_scores(
@@ -143,6 +153,34 @@ def chunked_divergences(
         return None, divergences(p, q)
 
     return _join(jax.lax.scan(one_chunk, None, _chunks(*hidden, chunk=chunk))[1], hidden[0].shape[1])
+
+
+def _supervised_first(weights_BT: jax.Array) -> jax.Array:
+    """The positions of each sequence, those with a weight first; otherwise in their order."""
+    return jnp.argsort((weights_BT == 0).astype(jnp.int32), axis=1, stable=True)
+
+
+def _take(arrays: tuple[jax.Array, ...], positions_BT: jax.Array) -> tuple[jax.Array, ...]:
+    """The given positions of each sequence in [B, T, …]: as much work as looking up embeddings."""
+
+    def take(array: jax.Array) -> jax.Array:
+        index = positions_BT.reshape(*positions_BT.shape, *(1,) * (array.ndim - 2))
+        return jnp.take_along_axis(array, index, axis=1, mode="promise_in_bounds")
+
+    return tuple(map(take, arrays))
+
+
+def _scan_supervised(
+    one_chunk: Callable[[Any, Any], tuple[Any, Any]], start: Any, chunks: tuple[jax.Array, ...]
+) -> tuple[Any, Any]:
+    """`jax.lax.scan`, but a chunk whose weights, the last array, are all zero changes nothing and gives zeros. All
+    devices of a mesh skip the same chunks: the sequence with the most supervised tokens decides."""
+
+    def skip(carry: Any, xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        output = jax.eval_shape(one_chunk, carry, xs)[1]
+        return carry, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), output)
+
+    return jax.lax.scan(lambda carry, xs: jax.lax.cond(xs[-1].any(), one_chunk, skip, carry, xs), start, chunks)
 
 
 def _chunks(*arrays: jax.Array, chunk: int) -> tuple[jax.Array, ...]:

@@ -272,7 +272,8 @@ class _Walk:
             if times is None:
                 self.warnings.append(f"unknown trip count of loop {instruction.name}: counted once")
         inner = [self.run(self.program.computations[name]) for name in self._inner_names(instruction)]
-        if instruction.opcode == "conditional" and len(inner) == len(self.branch_shares):
+        skips = len({total.flops > 0 for total in inner}) > 1  # as the loss does with chunks that have no weight
+        if instruction.opcode == "conditional" and len(inner) == len(self.branch_shares) and not skips:
             for total, share in zip(inner, self.branch_shares, strict=True):
                 time.total.add(total, share)
         elif inner:

@@ -168,7 +168,7 @@ def test_chunks_without_supervised_tokens_are_skipped(supervised: tuple[int, ...
 def test_supervised_tokens_move_within_their_device() -> None:
     """Sequences are split over devices: nothing but sums passes between them."""
     base, adapter, hidden, targets, weights = draw()
-    mesh = jax.make_mesh((B,), ("data",), devices=jax.devices()[:B])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:B]), ("data",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     hidden, targets, weights = (jax.device_put(array, rows) for array in (hidden, targets, weights))
 

@@ -45,15 +45,15 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, chunk: int) -> list[dict[str, float]]:
     base, hidden, targets = draw(args)
-    program, one_chunk = make(base, targets, chunk), make(base, targets[:, :chunk], chunk)
+    program, one_chunk = make(targets, chunk), make(targets[:, :chunk], chunk)
     weights = {share: answers(args.rows, args.tokens, share) for share in SHARES}
-    flops = one_chunk.lower(hidden[:, :chunk], weights[1.0][:, :chunk]).compile().cost_analysis()["flops"]
-    jax.block_until_ready(program(hidden, weights[1.0]))
+    flops = one_chunk.lower(hidden[:, :chunk], weights[1.0][:, :chunk], base).compile().cost_analysis()["flops"]
+    jax.block_until_ready(program(hidden, weights[1.0], base))
     seconds: dict[float, list[float]] = {share: [] for share in SHARES}
     for _ in range(args.repeats):
         for share in SHARES:
             start = time.perf_counter()
-            jax.block_until_ready(program(hidden, weights[share]))
+            jax.block_until_ready(program(hidden, weights[share], base))
             seconds[share].append(time.perf_counter() - start)
     medians = {share: statistics.median(times) for share, times in seconds.items()}
     return [
@@ -76,8 +76,8 @@ def draw(args: argparse.Namespace) -> tuple[jax.Array, jax.Array, jax.Array]:
     return base, hidden, jax.random.randint(keys[2], (args.rows, args.tokens), 0, args.vocabulary)
 
 
-def make(base: jax.Array, targets: jax.Array, chunk: int) -> Any:
-    def loss(hidden: jax.Array, weights: jax.Array) -> jax.Array:
+def make(targets: jax.Array, chunk: int) -> Any:
+    def loss(hidden: jax.Array, weights: jax.Array, base: jax.Array) -> jax.Array:
         return chunked_loss(lambda base, _, part: part @ base, base, {}, hidden, targets, weights, chunk)
 
     return jax.jit(jax.value_and_grad(loss))

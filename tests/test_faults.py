@@ -62,10 +62,14 @@ def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_batch_with_a_non_finite_loss_is_skipped_and_its_rows_are_named(broken: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "max_bad_steps"), [(20, 3), (3, 10)])
+def test_batch_with_a_non_finite_loss_is_skipped_and_its_rows_are_named(
+    broken: Path, tmp_path: Path, steps: int, max_bad_steps: int
+) -> None:
     """R8. The embedding is tied to the head, so its infinite value affects the logit of that token everywhere: every
-    loss is not finite, and every step must be skipped."""
-    settings = tiny_run.recipe(broken, train={"steps": 20, "checkpoint_every": 1, "max_bad_steps": 3, "batch_size": 2})
+    loss is not finite, and every step must be skipped. A run that is too short to reach the limit has diverged, too."""
+    options = {"steps": steps, "checkpoint_every": 1, "max_bad_steps": max_bad_steps, "batch_size": 2}
+    settings = tiny_run.recipe(broken, train=options)
     alarms: list[str] = []
     with pytest.raises(Diverged) as caught:
         train(

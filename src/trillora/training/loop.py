@@ -205,6 +205,8 @@ class StageLoop:
             if stopped:
                 return state, self._run.stop.reason(self._next_seconds()) or "another process of the run"
         self._report()
+        if position.health.first_bad == 1 and position.global_step == self._run.num_steps:
+            raise self._diverged()  # a short run without one good step: its adapter would be the one it started with
         return state, None
 
     def _report(self) -> None:

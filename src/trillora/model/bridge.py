@@ -269,7 +269,7 @@ class CausalLM:
                 self.stack.linked = True
             except Exception as error:
                 raise _cannot_trace(self.name, error) from error
-        return self.run(dataclasses.replace(trace, layer_calls={}), weights, keywords, given)
+        return self.run(dataclasses.replace(trace, layer_calls={}, bodies=[]), weights, keywords, given)
 
     def _layout(self) -> Layout:
         """Every parameter and buffer of the module, with the layers of a segment stacked."""

@@ -39,6 +39,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.utils._pytree as torch_tree
 from torchax import interop
@@ -242,6 +243,10 @@ class LayerStack:
             (layer_signature(layer), tuple(sorted(shared.items())), policy_number(remat, i))
             for i, (layer, shared) in enumerate(zip(self.layers, self.shared, strict=True))
         ]
+        kinds = [
+            (signature, _window_attributes(layer)) for signature, layer in zip(signatures, self.layers, strict=True)
+        ]
+        self._kinds = [kinds.index(kind) for kind in kinds]  # equal layers have equal numbers
         self.segments = find_segments(signatures) if scan else [Segment(i, 1, 1) for i in range(len(self.layers))]
         for i, layer in enumerate(self.layers):
             layer.__dict__["forward"] = functools.partial(self._record, i, layer.forward)
@@ -332,9 +337,8 @@ class LayerStack:
         for segment in self.segments:
             prefixes = [prefix for s, _, prefix in slots if s is segment]
             weights = [self._weights(trace, prefix) for prefix in prefixes]
-            first = range(segment.start, segment.start + segment.period)
             if segment.repetitions == 1:
-                hidden = self._run_layers(trace, hidden, list(first), weights)
+                hidden = self._run_layer(trace, hidden, segment.start, weights[0])
                 continue
             try:
                 hidden = self._scan(trace, hidden, segment, weights)
@@ -342,24 +346,42 @@ class LayerStack:
                 for r in range(segment.repetitions):
                     for j, layer_weights in enumerate(weights):
                         one = {name: w[r] for name, w in layer_weights.items()}
-                        hidden = self._run_layers(trace, hidden, [segment.start + r * segment.period + j], [one])
+                        hidden = self._run_layer(trace, hidden, segment.start + r * segment.period + j, one)
         return hidden
 
-    def _run_layers(
-        self, trace: Trace, hidden: jax.Array, indices: list[int], weights: list[dict[str, jax.Array]]
-    ) -> jax.Array:
+    def _run_layer(self, trace: Trace, hidden: jax.Array, i: int, weights: dict[str, jax.Array]) -> jax.Array:
+        """Runs a layer by itself. Layers that are equal and are called alike share a body, which is traced,
+        differentiated and lowered once. The compiler inlines it, so the program is that of separate layers."""
+        positional, args, kwargs = trace.layer_calls[i]
+        leaves, structure = torch_tree.tree_flatten((args, kwargs))
+        tensors = {at: leaf.jax() for at, leaf in enumerate(leaves) if isinstance(leaf, TORCHAX_TENSORS)}
+        others = [leaf for at, leaf in enumerate(leaves) if at not in tensors]
+        if any(isinstance(leaf, collections.UserDict | torch.Tensor) for leaf in others):
+            return self._run_alone(trace, hidden, i, weights)
+        call = (self._kinds[i], positional, structure, others)
+        body = next((body for known, body in trace.bodies if known == call), None)
+        if body is None:
+
+            def run(
+                hidden: jax.Array, weights: dict[str, jax.Array], tensors: dict[int, jax.Array], number: jax.Array
+            ) -> jax.Array:
+                given = {(0, at): interop.torch_view(tensor) for at, tensor in tensors.items()}
+                return self._body(trace, hidden, [i], [weights], [], given, [number])[0]
+
+            body = jax.jit(checkpointed(run, self.remat, i, looped=False))
+            trace.bodies.append((call, body))
+        return body(hidden, weights, tensors, np.int32(i))
+
+    def _run_alone(self, trace: Trace, hidden: jax.Array, i: int, weights: dict[str, jax.Array]) -> jax.Array:
+        """Runs a layer that may write to a dictionary."""
         written: list[tuple[Any, list[Any]]] = []
 
-        def body(
-            indices: list[int], hidden: jax.Array, weights: list[dict[str, jax.Array]]
-        ) -> tuple[jax.Array, list[Any]]:
-            return self._body(trace, hidden, indices, weights, written)
+        def run(hidden: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, list[Any]]:
+            return self._body(trace, hidden, [i], [weights], written)
 
-        for part in recomputed_together(self.remat, indices):
-            run = functools.partial(body, indices[part])
-            hidden, values = checkpointed(run, self.remat, indices[part][0], looped=False)(hidden, weights[part])
-            for (dictionary, keys), new in zip(written, values, strict=True):
-                dictionary.update(zip(keys, interop.torch_view(new), strict=True))
+        hidden, values = checkpointed(run, self.remat, i, looped=False)(hidden, weights)
+        for (dictionary, keys), new in zip(written, values, strict=True):
+            dictionary.update(zip(keys, interop.torch_view(new), strict=True))
         return hidden
 
     def _scan(

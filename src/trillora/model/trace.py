@@ -47,6 +47,7 @@ class Trace:
     slots: Slots | None = None  # set while decoding with a cache
     # The rest is written during the trace, by `stack.LayerStack` and our functions.
     layer_calls: dict[int, Any] = field(default_factory=dict)  # the arguments transformers passed to each layer
+    bodies: list[tuple[Any, Any]] = field(default_factory=list)  # (what equal layers have in common, their function)
     layer_returns: tuple[int, Any] = (0, None)  # outputs of a layer (0: a tensor, n: a tuple of n), and their dtype
     running_layers: bool = False  # True: a layer that is called runs; False: its call is only recorded
     num_attention_calls: int = 0

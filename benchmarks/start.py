@@ -3,16 +3,18 @@
     python benchmarks/start.py                                     # SmolLM2, which is embedded, on any backend
     python benchmarks/start.py --json start.json engine.layers=unroll train.steps=4
 
-Trains twice, in processes of their own: cold, with an empty program cache, and warm, with what the first run left there.
-Each line of a timeline begins when the run reports something, and ends when it reports the next thing; short ones are
-joined. `trace`, `lower`, `compile` and `cached` are seconds that jax spent on programs meanwhile, in all threads: Python
-to jaxpr, jaxpr to MLIR, the compiler, and reading a program from the cache. The table at the end compares both starts;
-`compile` counts each program once, so it is what a start needs that does everything else at the same time.
+Trains twice, in processes of their own: cold, with an empty program cache, and warm, with what the first run left in
+it. Each line of a timeline begins when the run reports something, and ends when it reports the next thing; short ones
+are joined. `trace`, `lower`, `compile` and `cached` are seconds that jax spent on programs meanwhile, in all threads:
+Python to jaxpr, jaxpr to MLIR, the compiler including its cache, and of this reading the cache. The table at the end
+compares both starts. There, `compile` is what a start would take that does everything else at the same time, if its
+programs were compiled one after another.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -23,6 +25,8 @@ import time
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from trillora.files.cache_dir import cache_root
 
 RECIPE = """\
 model: smollm2
@@ -57,6 +61,7 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as work:
         write_recipe(Path(work))
+        link_caches(Path(work) / "cache")
         for name in args.starts:
             found[name] = in_child(Path(work), name, args.overrides)
             print(f"\n{name}: {found[name]['summary']['whole run']:.1f} s\n{show_timeline(found[name]['timeline'])}")
@@ -71,8 +76,19 @@ def write_recipe(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(RECIPE)
 
 
+def link_caches(folder: Path) -> None:
+    """Only the programs have an empty cache: the embedded model is converted once per machine, before this."""
+    program = "import sys; from trillora.model.loading.source import OpenModel as Model; "
+    program += "Model.open('smollm2', revision=None, trust_remote_code=False)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    folder.mkdir()
+    for path in cache_root().iterdir():
+        if path.name != "programs":
+            (folder / path.name).symlink_to(path)
+
+
 def in_child(folder: Path, name: str, overrides: list[str]) -> dict[str, Any]:
-    """One run in a process with a home of its own, which has the caches of programs and of tokens."""
+    """One run in a process of its own."""
     environment = {**os.environ, "TRILLORA_CACHE": str(folder / "cache"), "START_OUT": str(folder / name)}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     command = [sys.executable, __file__, "--child", str(time.time()), *overrides]
@@ -95,12 +111,13 @@ def measure(started: float, overrides: list[str]) -> dict[str, Any]:
 
     report("imports")
     from trillora.cli.errors import OWN_PROCESS  # noqa: F401 (what the command line imports first)
-    from trillora.devices.quiet import quiet_libraries
+    from trillora.devices.quiet import quiet_libraries, start_gpu
     from trillora.events import Step
     from trillora.recipe.load import load_recipe
 
     recipe = load_recipe(Path("recipe.yaml"), overrides)
     quiet_libraries(recipe.hardware.backend)
+    start_gpu(recipe.hardware.backend)
     from trillora.training.trainer import train
 
     report("start of the trainer")
@@ -142,7 +159,7 @@ def describe(event: Any) -> str:
 def timeline(reports: list[tuple[float, str, Any]], programs: list[tuple[float, str, float, str]]) -> Timeline:
     """Neighbouring lines with one label are joined, and so are short ones."""
     lines: Timeline = []
-    for (begin, label, _), (end, _, _) in zip(reports, reports[1:], strict=False):
+    for (begin, label, _), (end, _, _) in itertools.pairwise(reports):
         if lines and (lines[-1]["label"] == label or lines[-1]["end"] - lines[-1]["begin"] < SHORT):
             lines[-1] |= {"end": end, "label": label}
         else:
@@ -156,7 +173,7 @@ def timeline(reports: list[tuple[float, str, Any]], programs: list[tuple[float, 
 def show_timeline(lines: Timeline) -> str:
     rows = ["  begin seconds  trace  lower compile cached  reported at the beginning"]
     for line in lines:
-        parts = " ".join(f"{line[kind]:6.1f}" if line[kind] >= 0.05 else "     –" for kind in COLUMNS)
+        parts = " ".join(f"{line[kind]:6.1f}" if line[kind] >= 0.05 else "     -" for kind in COLUMNS)
         rows.append(f"{line['begin']:7.1f} {line['end'] - line['begin']:7.1f} {parts}  {line['label'][:60]}")
     return "\n".join(rows)
 

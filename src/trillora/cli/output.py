@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 def run_events(as_json: bool, backend: str = "auto", every_steps: int | None = None) -> Iterator[Listener]:
     """Shows the events of a run on stdout, for people (`every_steps` as in `console_listener`) or all of them as
     JSON."""
-    from trillora.devices.quiet import quiet_libraries
+    from trillora.devices.quiet import quiet_libraries, start_gpu
 
     quiet_libraries(backend)
+    start_gpu(backend)
     if as_json:
         yield _print_event
         return

@@ -30,6 +30,7 @@ DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, ADAPTER_AXIS = "data", "fsdp", "tensor", "ada
 AXES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
 PROGRAM_CACHE_BYTES = 4 * 2**30
+CACHED_SECONDS = 0.1  # a program that took longer to compile is cached; jax's own limit, 1 s, leaves out dozens
 SMALL = 2**16  # elements; replicating a smaller weight costs less than gathering it
 
 
@@ -188,6 +189,7 @@ def remember_programs(folder: Path) -> None:
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", PROGRAM_CACHE_BYTES)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHED_SECONDS)
 
 
 def any_process(*flags: bool) -> tuple[bool, ...]:

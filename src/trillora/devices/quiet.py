@@ -1,4 +1,4 @@
-"""Environment variables that keep jax, libtpu and transformers quiet. Set them before these libraries are imported.
+"""What happens before jax and transformers are imported: variables that keep them quiet, and an early look for GPUs.
 
 On a machine without an accelerator, an installed libtpu searches for chips when jax starts, and prints warnings and
 stack traces. `JAX_PLATFORMS=cpu` avoids that. Values that the user has set are never changed.
@@ -6,8 +6,11 @@ stack traces. `JAX_PLATFORMS=cpu` avoids that. Values that the user has set are 
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import MutableMapping
+import threading
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from trillora.devices.chips import has_accelerator
 
@@ -24,3 +27,18 @@ def quiet_libraries(
         environment.setdefault(name, "error")
     if backend == "cpu" or (backend == "auto" and not accelerator):
         environment.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def start_gpu(backend: str = "auto", environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
+    """Lets jax find the GPUs in a thread, which takes seconds, while this one imports the other libraries. An error is
+    raised where the devices are used. The processes of a cluster have to find each other first."""
+    is_alone = "JAX_COORDINATOR_ADDRESS" not in environment and "TPU_WORKER_HOSTNAMES" not in environment
+    if backend not in ("auto", "gpu") or not is_alone or not any(devices.glob("nvidia[0-9]*")):
+        return
+    import jax
+
+    def find() -> None:
+        with contextlib.suppress(Exception):
+            jax.devices()
+
+    threading.Thread(target=find, name="devices", daemon=True).start()

@@ -156,26 +156,35 @@ def ask(
     label: str,
     listener: Listener,
 ) -> list[str]:
-    """The greedy answer to every question. Questions of similar length are batched. A question close to the model's
-    maximum length runs alone, with as many new tokens as still fit."""
-    order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
-    rooms = [max_tokens if generator.longest is None else generator.longest - len(q.prompt) for q in questions]
-    free = [i for i in order if rooms[i] >= max_tokens]
-    size = generator.batch_size
-    groups = [(free[first : first + size], max_tokens) for first in range(0, len(free), size)]
-    groups += [([i], rooms[i]) for i in order if rooms[i] < max_tokens]
+    """The greedy answer to every question."""
     answers: dict[int, str] = {}
-    for group, limit in groups:
+    for group, limit in _groups(generator, questions, max_tokens):
         listener(Progress(label, len(answers), len(questions)))
-        # An incomplete last group would be a new shape and compile another program, so it is filled up.
-        filled = [*group, *group[-1:] * (size - len(group))] if len(free) > size and limit == max_tokens else group
-        prompts = [questions[i].prompt for i in filled]
-        written = generator.continue_tokens(prompts, max_tokens=limit, adapted=adapted)
-        for i, (tokens, _) in zip(group, written, strict=False):
+        written = generator.continue_tokens([questions[i].prompt for i in group], max_tokens=limit, adapted=adapted)
+        for i, (tokens, _) in zip(group, written, strict=True):
             answers[i] = generator.prompts.decode(tokens)
     if questions:
         listener(Progress(label, len(questions), len(questions)))
     return [answers[i] for i in range(len(questions))]
+
+
+def prepare_answers(generator: Generator, questions: Sequence[Question], max_tokens: int) -> None:
+    """Compiles the programs of `ask`."""
+    for group, limit in _groups(generator, questions, max_tokens):
+        generator.prepare([questions[i].prompt for i in group], max_tokens=limit)
+
+
+def _groups(generator: Generator, questions: Sequence[Question], max_tokens: int) -> list[tuple[list[int], int]]:
+    """Questions of similar length that are answered together, and how long the answers may be. A question close to the
+    model's maximum length runs alone, with as many new tokens as still fit."""
+    order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
+    rooms = [max_tokens if generator.longest is None else generator.longest - len(q.prompt) for q in questions]
+    free = [i for i in order if rooms[i] >= max_tokens]
+    size = generator.batch_size
+    groups = [free[first : first + size] for first in range(0, len(free), size)]
+    if len(groups) > 1:  # an incomplete last group would be a new shape and compile another program
+        groups[-1] += groups[-1][-1:] * (size - len(groups[-1]))
+    return [(group, max_tokens) for group in groups] + [([i], rooms[i]) for i in order if rooms[i] < max_tokens]
 
 
 def default_limit(questions: Sequence[Question]) -> int:

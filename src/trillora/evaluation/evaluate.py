@@ -29,6 +29,7 @@ from trillora.evaluation.answers import (
     judge_answers,
     kind_of,
     loss_chunk,
+    prepare_answers,
     questions_of,
     token_scores,
     token_sums,
@@ -52,6 +53,7 @@ from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.load import RunRecipe, load_run_recipe
 from trillora.recipe.schema import StageRecipe
+from trillora.step.background import compiling_in_background
 
 FILE = "eval.json"
 MAX_FILES = 100
@@ -140,7 +142,8 @@ def evaluate(
         del adapters["base"]
     scorer = TokenScorer(generator, loss_chunk=loss_chunk(files[0].recipe))
     models = _Models(generator, adapters, scorer, Comparison(), opened.tokenizer, max_tokens, batch_size, listener)
-    result = _combined([_tested(file, models, seed) for seed, file in enumerate(files)])
+    with compiling_in_background():
+        result = _combined([_tested(file, models, seed) for seed, file in enumerate(files)])
     if forgetting:
         result = dataclasses.replace(result, forgetting=_meter(models))
     result = dataclasses.replace(result, gate=judge(wanted, result))
@@ -223,10 +226,11 @@ def _tested(file: _TestFile, models: _Models, seed: int) -> _Tested:
 def _answers(file: _TestFile, documents: Documents, models: _Models, seed: int) -> _Tested:
     """Asks every question of the documents, and compares the answers with the expected ones."""
     generator, listener = models.generator, models.listener
-    losses = token_scores(models.scorer, models.adapters, file.recipe, documents, models.batch_size, listener)
     questions = questions_of(documents)
     expected = [generator.prompts.decode(without_stop(q.expected, generator.prompts.stops)) for q in questions]
     limit = models.max_tokens if models.max_tokens is not None else default_limit(questions)
+    prepare_answers(generator, questions, limit)  # compiled while the losses are computed
+    losses = token_scores(models.scorer, models.adapters, file.recipe, documents, models.batch_size, listener)
     answers, judged, scores, sums = {}, {}, {}, {}
     for which in models.adapters:
         answers[which] = ask(generator, questions, limit, which == "adapter", f"Answers of the {which}", listener)

@@ -43,6 +43,7 @@ from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import is_run, load_model_section, load_run_recipe
 from trillora.recipe.schema import Auto, Dtype, Quantize, Recipe, stages_of
 from trillora.step.autotune import choose_dtype, fastest_attention, formats_to_try, memory_limit
+from trillora.step.background import compile_program
 from trillora.step.build import shard_adapter, weight_shardings
 
 SHORTEST_BUCKET = 32  # prompt slots
@@ -73,6 +74,20 @@ class Bucket:
     ends_later: bool = False  # prompts are moved to end where those of the batch's longest group end
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Prompts that are answered together."""
+
+    order: list[int]  # of the prompts
+    groups: list[list[int]]  # prompts that are read together
+    lengths: list[int]  # slots of each group's prompts
+    num_rows: int
+    num_slots: int
+
+    def bucket(self, group: list[int], length: int) -> Bucket:
+        return Bucket(len(group), length, self.num_slots, ends_later=len(self.groups) > 1)
+
+
 class Generator:
     """A model with or without an adapter. `base_prompts` are those of the base, if its chat template is another one.
     `longest` limits the tokens of prompt and answer together. `is_tight`: prompts are read in groups of similar length
@@ -93,13 +108,13 @@ class Generator:
         is_tight: bool = False,
     ) -> None:
         self.prompts, self.base_prompts, self.batch_size = prompts, base_prompts or prompts, batch_size
-        self._decoder, self._base, self._mesh = Decoder(model), base, mesh
-        self.adapter = adapter  # may be replaced at any time by one with the same shapes
+        self._decoder, self._mesh = Decoder(model), mesh
+        self.base, self.adapter = base, adapter  # may be replaced at any time by others with the same shapes
         positions = getattr(model.module.config.get_text_config(), "max_position_embeddings", None)
         limits = [limit for limit in (positions, longest) if limit is not None]
         self.longest = min(limits) if limits else None
         self.is_tight = is_tight
-        self._readers: dict[Bucket, Any] = {}
+        self._readers: dict[Bucket, tuple[Any, Any]] = {}
         self._writers: dict[tuple[int, int], Any] = {}
 
     @classmethod
@@ -169,10 +184,6 @@ class Generator:
         return self._decoder.model
 
     @property
-    def base(self) -> Tree:
-        return self._base
-
-    @property
     def mesh(self) -> Mesh:
         return self._mesh
 
@@ -180,7 +191,7 @@ class Generator:
     def neutral_adapter(self) -> Tree:
         """An adapter that changes nothing: it gives the base's answers."""
         return jax.device_put(
-            self.model.initial_adapter(self._base, seed=0), shard_adapter(self.model.adapter_layout, self._mesh)
+            self.model.initial_adapter(self.base, seed=0), shard_adapter(self.model.adapter_layout, self._mesh)
         )
 
     @property
@@ -240,11 +251,8 @@ class Generator:
         """The tokens after each prompt up to its stop token, and whether a stop token was reached. Prompts of similar
         length are batched."""
         self._check(prompts, max_tokens, sampling)
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         answers: dict[int, tuple[list[int], bool]] = {}
-        for first in range(0, len(order), self.batch_size):
-            rows = order[first : first + self.batch_size]
-            num_rows = self.batch_size if len(order) > self.batch_size else None
+        for rows, num_rows in self._batches(prompts):
             parts = list(
                 self.write(
                     [prompts[i] for i in rows],
@@ -259,6 +267,24 @@ class Generator:
                 end = next((at for at, token in enumerate(row) if token in self.prompts.stops), None)
                 answers[i] = (row[:end], end is not None)
         return [answers[i] for i in range(len(prompts))]
+
+    def prepare(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
+        """Compiles the programs with which `continue_tokens` answers these prompts. Base and adapter may be shapes."""
+        rule, stops = self._rule(GREEDY)
+        for rows, wanted in self._batches(prompts):
+            batch = self._arranged([prompts[i] for i in rows], max_tokens, wanted, is_tight=self.is_tight)
+            for group, length in zip(batch.groups, batch.lengths, strict=True):
+                inputs = self._inputs([prompts[rows[i]] for i in group], list(group), length, batch.lengths[-1])
+                _, state = self._reader(batch.bucket(group, length), self.adapter, inputs, rule, stops)
+            joined = jax.tree.map(lambda a, n=batch.num_rows: a.update(shape=(n, *a.shape[1:])) if a.ndim else a, state)
+            self._writer(batch.num_rows, batch.num_slots, self.adapter, joined, rule, stops)
+
+    def _batches(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], int | None]]:
+        """The numbers of the prompts of each batch, and its size if it is given."""
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        num_rows = self.batch_size if len(order) > self.batch_size else None
+        for first in range(0, len(order), self.batch_size):
+            yield order[first : first + self.batch_size], num_rows
 
     def write(
         self,
@@ -277,33 +303,40 @@ class Generator:
         """
         numbers = range(len(prompts)) if numbers is None else numbers
         # A chat becomes longer with every turn, and a new length costs more there than padding.
-        is_tight = self.is_tight and at_once > 1
+        batch = self._arranged(prompts, max_tokens, num_rows, is_tight=self.is_tight and at_once > 1)
+        rule, stops = self._rule(sampling)
+        adapter = self.adapter if adapted else self.neutral_adapter
+        states = []
+        for group, length in zip(batch.groups, batch.lengths, strict=True):
+            inputs = self._inputs([prompts[i] for i in group], [numbers[i] for i in group], length, batch.lengths[-1])
+            read, _ = self._reader(batch.bucket(group, length), adapter, inputs, rule, stops)
+            states.append(read(self.base, adapter, *inputs, rule, stops))
+        state = states[0] if len(states) == 1 else self._join(states)
+        del states  # their memory is needed again
+        write = self._writer(batch.num_rows, batch.num_slots, adapter, state, rule, stops)
+        back = np.argsort(batch.order)
+        yield np.asarray(state.token_B)[back, None]
+        left = max_tokens - 1
+        while left > 0 and not np.asarray(state.done_B).all():
+            limit = jax.device_put(np.int32(min(at_once, left)), replicated(self._mesh))
+            state, new = write(self.base, adapter, state, limit, rule, stops)
+            left -= at_once
+            yield np.asarray(new)[back, :at_once]
+
+    def _arranged(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, num_rows: int | None, *, is_tight: bool
+    ) -> _Batch:
         num_rows, num_slots = self._size(prompts, max_tokens, num_rows)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i])) if is_tight else list(range(len(prompts)))
         rows = [*order, *order[-1:] * (num_rows - len(order))]  # unused sequences repeat the last prompt
         group_size = min(ROWS_PER_READ, num_rows) if is_tight else num_rows
         groups = [rows[first : first + group_size] for first in range(0, num_rows, group_size)]
         lengths = [bucket_length(max(len(prompts[i]) for i in group), tight=is_tight) for group in groups]
-        rule = jax.device_put(_as_arrays(sampling), replicated(self._mesh))
-        stops = jax.device_put(_stop_array(self.prompts.stops), replicated(self._mesh))
-        adapter = self.adapter if adapted else self.neutral_adapter
-        states = []
-        for group, length in zip(groups, lengths, strict=True):
-            inputs = self._inputs([prompts[i] for i in group], [numbers[i] for i in group], length, lengths[-1])
-            bucket = Bucket(len(group), length, num_slots, ends_later=len(groups) > 1)
-            read = self._reader(bucket, adapter, inputs, rule, stops)
-            states.append(read(self._base, adapter, *inputs, rule, stops))
-        state = states[0] if len(states) == 1 else self._join(states)
-        del states  # their memory is needed again
-        write = self._writer(num_rows, num_slots, adapter, state, rule, stops)
-        back = np.argsort(order)
-        yield np.asarray(state.token_B)[back, None]
-        left = max_tokens - 1
-        while left > 0 and not np.asarray(state.done_B).all():
-            limit = jax.device_put(np.int32(min(at_once, left)), replicated(self._mesh))
-            state, new = write(self._base, adapter, state, limit, rule, stops)
-            left -= at_once
-            yield np.asarray(new)[back, :at_once]
+        return _Batch(order, groups, lengths, num_rows, num_slots)
+
+    def _rule(self, sampling: Sampling) -> tuple[Any, Any]:
+        """The sampling rule and the stop tokens, on the devices."""
+        return jax.device_put((_as_arrays(sampling), _stop_array(self.prompts.stops)), self._everywhere)
 
     def _inputs(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], length: int, end: int) -> Any:
         """Tokens [B, P] padded on the left, where each prompt starts, its number; and the slot after the prompts."""
@@ -315,7 +348,8 @@ class Generator:
         return (*jax.device_put(arrays, batch_sharding(self._mesh)), jax.device_put(np.int32(end), self._everywhere))
 
     def _reader(self, bucket: Bucket, adapter: Tree, inputs: Any, rule: Sampling, stops: Any) -> Any:
-        """The prefill program of a bucket, compiled ahead of time: other shapes are an error, never a recompilation."""
+        """The prefill program of a bucket, and the shapes of its result. It is compiled ahead of time: other shapes are
+        an error, never a recompilation."""
         if bucket in self._readers:
             return self._readers[bucket]
         decoder = self._decoder
@@ -329,8 +363,8 @@ class Generator:
             shift = end - bucket.num_prompt
             return begin(logits, moved(cache, shift), end, starts + shift, rows, rule, stops)
 
-        program = jax.jit(read, out_shardings=self._places).lower(self._base, adapter, *inputs, rule, stops)
-        self._readers[bucket] = program.compile()
+        program = jax.jit(read, out_shardings=self._places).lower(self.base, adapter, *inputs, rule, stops)
+        self._readers[bucket] = compile_program(program), self._shapes(program.out_info)
         return self._readers[bucket]
 
     def _writer(self, num_rows: int, num_slots: int, adapter: Tree, state: Any, rule: Sampling, stops: Any) -> Any:
@@ -349,8 +383,8 @@ class Generator:
 
         limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
         program = jax.jit(write, donate_argnums=2, out_shardings=(self._places, batch_sharding(self._mesh)))
-        lowered = program.lower(self._base, adapter, state, limit, rule, stops)
-        self._writers[num_rows, num_slots] = lowered.compile()
+        lowered = program.lower(self.base, adapter, state, limit, rule, stops)
+        self._writers[num_rows, num_slots] = compile_program(lowered)
         return self._writers[num_rows, num_slots]
 
     @cached_property
@@ -372,6 +406,14 @@ class Generator:
         return DecodeState._make(
             self._everywhere if name in ("slot", "num_written") else rows for name in DecodeState._fields
         )
+
+    def _shapes(self, state: Any) -> Any:
+        """The shapes of a state with their places."""
+
+        def placed(place: Any, part: Any) -> Any:
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), part)
+
+        return DecodeState._make(map(placed, self._places, state))
 
     def _size(self, prompts: Sequence[Sequence[int]], max_tokens: int, num_rows: int | None) -> tuple[int, int]:
         """The numbers of sequences and of cache slots."""

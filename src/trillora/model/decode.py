@@ -8,11 +8,15 @@ Legend: B sequences, P slots of the padded prompts, V vocabulary.
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
+import torch.utils._pytree as torch_tree
 from torchax import interop
 
 from trillora.devices.mesh import split_rows
@@ -21,7 +25,7 @@ from trillora.model.bridge import CausalLM
 from trillora.model.kv_cache import DO, Arrays, StaticCache, check_cache
 from trillora.model.layout import Tree, unstack
 from trillora.model.limits import why_not_decode
-from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
+from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, environment
 from trillora.model.parts.whole_weights import with_whole_weights
 from trillora.model.trace import Slots, Trace
 
@@ -109,31 +113,105 @@ class Decoder:
             **extra,
         }
         keywords = {name: value for name, value in arguments.items() if name in model.arguments}
-        out = model.run(trace, trace.weights, keywords, self._split_at_every_layer())
+        layers = _Layers(model, cache)
+        out = model.run(trace, trace.weights, keywords, layers.replacements())
         if trace.num_attention_calls < cache.num_updates:
             raise TrilloraError(OWN_ATTENTION.format(name=model.name), do=DO)
         logits = split_rows(interop.jax_view(out.logits)[:, -1], model.mesh)
         return logits, jax.tree.map(lambda array: split_rows(array, model.mesh), cache.export(model.name))
 
-    def _split_at_every_layer(self) -> list[tuple[Any, str, Any]]:
-        """Replacements that constrain the sharding of every layer's input and output (see `mesh.split_rows`)."""
-        mesh = self.model.mesh
+
+class _CannotShare(Exception):
+    """A layer does more than read and write its own part of the cache."""
+
+
+class _Layers:
+    """The layers of one trace. Those that are equal and are called alike share a function, which is traced and lowered
+    once, as in training (`LayerStack`). Its arguments are a layer's weights, its part of the cache, and the tensors
+    that it is called with."""
+
+    def __init__(self, model: CausalLM, cache: StaticCache) -> None:
+        self._model, self._cache = model, cache
+        self._known: list[tuple[Any, Any]] = []  # (what calls have in common, their function or None)
+        self._is_inside = False
+
+    def replacements(self) -> list[tuple[Any, str, Any]]:
+        layers = self._model.stack.layers
+        if len(layers) != len(self._cache.layers):
+            return [(layer, "forward", self._split(layer.forward)) for layer in layers]
+        return [
+            (layer, "forward", functools.partial(self._run, i, self._split(layer.forward)))
+            for i, layer in enumerate(layers)
+        ]
+
+    def _run(self, i: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = torch_tree.tree_flatten((args, kwargs))
+        tensors = {at: leaf.jax() for at, leaf in enumerate(leaves) if isinstance(leaf, TORCHAX_TENSORS)}
+        others = [leaf for at, leaf in enumerate(leaves) if at not in tensors]
+        if self._is_inside or any(isinstance(leaf, collections.UserDict | torch.Tensor) for leaf in others):
+            return forward(*args, **kwargs)
+        call = (self._model.stack.kinds[i], self._cache.kind_of(i), structure, others)
+        found = [function for known, function in self._known if known == call]
+        if not found:
+            found = [jax.jit(functools.partial(self._traced, i, leaves, structure))]
+        own = self._cache.kept(i)
+        try:
+            if found[0] is None:
+                raise _CannotShare
+            out, kept = found[0](_arrays(self._model.stack.layers[i]), tensors, own)
+        except _CannotShare:
+            self._known.append((call, None))
+            self._cache.put(i, own)
+            return forward(*args, **kwargs)
+        self._known.append((call, found[0]))
+        self._cache.put(i, kept)
+        return interop.torch_view(out)
+
+    def _traced(
+        self, i: int, leaves: list[Any], structure: Any, weights: Tree, tensors: dict[int, jax.Array], own: Any
+    ) -> tuple[Any, Any]:
+        """Runs layer i with these values in place of its own."""
+        cache, layer = self._cache, self._model.stack.layers[i]
+        filled = [interop.torch_view(tensors[at]) if at in tensors else leaf for at, leaf in enumerate(leaves)]
+        args, kwargs = torch_tree.tree_unflatten(filled, structure)
+        mine = cache.kept(i)
+        cache.put(i, own)
+        before = cache.fingerprint(i)
+        self._is_inside = True
+        try:
+            with environment():
+                out = torch.func.functional_call(layer, interop.torch_view(weights), args, kwargs)
+        finally:
+            self._is_inside = False
+        out = interop.jax_view(out)
+        if cache.fingerprint(i) != before or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(out)):
+            raise _CannotShare
+        kept = cache.kept(i)
+        cache.put(i, mine)
+        return out, kept
+
+    def _split(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a layer with the sharding of its input and output constrained (see `mesh.split_rows`)."""
+        mesh = self._model.mesh
         if mesh is None or mesh.size == 1:
-            return []
+            return forward
 
         def split(value: Any) -> Any:
             is_hidden = isinstance(value, TORCHAX_TENSORS) and value.ndim == 3
             return interop.torch_view(split_rows(interop.jax_view(value), mesh)) if is_hidden else value
 
-        def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                if args:
-                    args = (split(args[0]), *args[1:])
-                elif "hidden_states" in kwargs:
-                    kwargs["hidden_states"] = split(kwargs["hidden_states"])
-                out = forward(*args, **kwargs)
-                return (split(out[0]), *out[1:]) if isinstance(out, tuple) else split(out)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if args:
+                args = (split(args[0]), *args[1:])
+            elif "hidden_states" in kwargs:
+                kwargs["hidden_states"] = split(kwargs["hidden_states"])
+            out = forward(*args, **kwargs)
+            return (split(out[0]), *out[1:]) if isinstance(out, tuple) else split(out)
 
-            return run
+        return run
 
-        return [(layer, "forward", wrapped(layer.forward)) for layer in self.model.stack.layers]
+
+def _arrays(layer: torch.nn.Module) -> Tree:
+    """The weights that a layer has in this trace."""
+    tensors = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
+    return {name: tensor.jax() for name, tensor in tensors if isinstance(tensor, TORCHAX_TENSORS)}

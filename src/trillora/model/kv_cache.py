@@ -178,12 +178,38 @@ class StaticCache(cache_utils.Cache):
     def __init__(self, config: Any, num_slots: int, slot: jax.Array | None = None, arrays: Arrays | None = None):
         self.kinds, self._options = _kinds(config)
         super().__init__(layers=[self._layer(i, num_slots, slot) for i in range(len(self.kinds))])
-        for layer, kept in zip(self.layers, arrays or [], strict=False):
-            if "keys" in kept:
-                layer.keys, layer.values = interop.torch_view(kept["keys"]), interop.torch_view(kept["values"])
-            for name, store, number in _states(layer):
-                if name in kept:
-                    store[number], layer.has_previous_state[number] = interop.torch_view(kept[name]), True
+        for i, kept in enumerate(arrays or []):
+            self.put(i, kept)
+
+    def put(self, i: int, kept: dict[str, jax.Array]) -> None:
+        """Gives layer i these arrays and no others."""
+        layer, tensors = self.layers[i], interop.torch_view(kept)
+        if isinstance(layer, _KeysAndValues):
+            layer.keys, layer.values = tensors.get("keys"), tensors.get("values")
+        states = _states(layer)
+        for name, store, number in states:
+            store[number] = tensors.get(name)
+            layer.has_previous_state[number] = any(other in tensors for other, _, n in states if n == number)
+
+    def kept(self, i: int) -> dict[str, jax.Array]:
+        """The arrays of layer i."""
+        layer = self.layers[i]
+        kept = {n: interop.jax_view(store[number]) for n, store, number in _states(layer) if store[number] is not None}
+        if isinstance(layer, _KeysAndValues) and layer.keys is not None:
+            kept |= {"keys": interop.jax_view(layer.keys), "values": interop.jax_view(layer.values)}
+        return kept
+
+    def kind_of(self, i: int) -> tuple[Any, ...]:
+        """What the layers of the cache that can take each other's place have in common."""
+        return self.kinds[i], str(self._options[i]), getattr(self.layers[i], "num_slots", None)
+
+    def fingerprint(self, i: int) -> tuple[Any, ...]:
+        """Changes if anything but layer i does."""
+        others = [layer for number, layer in enumerate(self.layers) if number != i]
+        values = [getattr(layer, name, None) for layer in others for name in ("keys", "values")]
+        values += [store[number] for layer in others for _, store, number in _states(layer)]
+        own = [(id(value), len(value) if isinstance(value, dict | list) else 0) for value in vars(self).values()]
+        return (*map(id, values), *own)
 
     def _layer(self, i: int, num_slots: int, slot: jax.Array | None) -> Any:
         kind, options = self.kinds[i], self._options[i]
@@ -211,13 +237,12 @@ class StaticCache(cache_utils.Cache):
     def export(self, name: str) -> Arrays:
         """The arrays for the next call. A layer that stored nothing is an error: it would forget all earlier tokens."""
         arrays: Arrays = []
-        for kind, layer in zip(self.kinds, self.layers, strict=True):
-            kept = {n: interop.jax_view(store[i]) for n, store, i in _states(layer) if store[i] is not None}
-            keeps_all = not isinstance(layer, _Recurrent) or bool(kept) or kind in STATELESS
+        for i, (kind, layer) in enumerate(zip(self.kinds, self.layers, strict=True)):
+            kept = self.kept(i)
+            has_state = kept.keys() > {"keys", "values"} or (bool(kept) and "keys" not in kept)
+            keeps_all = not isinstance(layer, _Recurrent) or has_state or kind in STATELESS
             if isinstance(layer, _KeysAndValues):
-                keeps_all = keeps_all and layer.keys is not None
-                if layer.keys is not None:
-                    kept |= {"keys": interop.jax_view(layer.keys), "values": interop.jax_view(layer.values)}
+                keeps_all = keeps_all and "keys" in kept
             if not keeps_all:
                 raise TrilloraError(f"{name} does not use transformers' cache in its {kind} layers.", do=DO)
             arrays.append(kept)

@@ -246,7 +246,7 @@ class LayerStack:
         kinds = [
             (signature, _window_attributes(layer)) for signature, layer in zip(signatures, self.layers, strict=True)
         ]
-        self._kinds = [kinds.index(kind) for kind in kinds]  # equal layers have equal numbers
+        self.kinds = [kinds.index(kind) for kind in kinds]  # equal layers have equal numbers
         self.segments = find_segments(signatures) if scan else [Segment(i, 1, 1) for i in range(len(self.layers))]
         for i, layer in enumerate(self.layers):
             layer.__dict__["forward"] = functools.partial(self._record, i, layer.forward)
@@ -358,7 +358,7 @@ class LayerStack:
         others = [leaf for at, leaf in enumerate(leaves) if at not in tensors]
         if any(isinstance(leaf, collections.UserDict | torch.Tensor) for leaf in others):
             return self._run_alone(trace, hidden, i, weights)
-        call = (self._kinds[i], positional, structure, others)
+        call = (self.kinds[i], positional, structure, others)
         body = next((body for known, body in trace.bodies if known == call), None)
         if body is None:
 

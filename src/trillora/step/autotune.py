@@ -27,6 +27,7 @@ from trillora.events import Chosen, Listener, Note, Progress
 from trillora.model.layout import Tree
 from trillora.recipe.resolve import StepSettings, given_settings
 from trillora.recipe.schema import Attention, Dtype, MeshSection, Quantize, Remat, StageRecipe
+from trillora.step import background
 from trillora.step.build import Assembly, assemble
 from trillora.step.search import (
     GIB,
@@ -95,10 +96,14 @@ Compiler = Callable[[Assembly], tuple[Any, float]]
 Builder = Callable[[StageRecipe, StepSettings, Any, Mesh, int], Assembly]
 
 
-def compile_step(assembly: Assembly) -> tuple[Any, float]:
-    """The compiled step and the bytes it needs per device; (None, inf) if the compiler runs out of device memory."""
+def compile_step(assembly: Assembly, meanwhile: Callable[[Assembly], None] | None = None) -> tuple[Any, float]:
+    """The compiled step and the bytes it needs per device; (None, inf) if the compiler runs out of device memory.
+    `meanwhile` is called while a compiler in the background works."""
     try:
-        compiled = assembly.compile()
+        program = assembly.compile()
+        if meanwhile is not None:
+            meanwhile(assembly)
+        compiled = background.compiled(program)
     except jax.errors.JaxRuntimeError as error:
         if says_out_of_memory(error):
             return None, math.inf

@@ -41,6 +41,7 @@ from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import StageRecipe
 from trillora.step.adapter_spec import check_layers, lora_spec
+from trillora.step.background import compile_program
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -69,6 +70,7 @@ class Assembly:
     state_shapes: TrainState
     base_shapes: Tree
     batch_shapes: Tree
+    micro_batch_size: int  # sequences
 
     def lower(self, sequence_length: int | None = None) -> Any:
         """The step, lowered for the mesh's devices. The state is donated. `sequence_length` replaces the recipe's."""
@@ -85,14 +87,14 @@ class Assembly:
 
     def compile(self, sequence_length: int | None = None, **options: str | bool) -> Any:
         """`options` are additional compiler options, by their XLA names."""
-        return self.lower(sequence_length).compile(compiler_options={**(self._options or {}), **options} or None)
+        return compile_program(self.lower(sequence_length), {**(self._options or {}), **options} or None)
 
     def compile_evaluation(self, batch_size: int, sequence_length: int) -> Any:
         """The evaluation step for batches of this shape."""
         shape = (batch_size, sequence_length)
         batch = {name: leaf.update(shape=shape) for name, leaf in self.batch_shapes.items()}
         step = jax.jit(self.eval_step, out_shardings=replicated(self.mesh))
-        return step.lower(self.state_shapes.adapter, self.base_shapes, batch).compile(compiler_options=self._options)
+        return compile_program(step.lower(self.state_shapes.adapter, self.base_shapes, batch), self._options)
 
     @property
     def state_bytes(self) -> int:
@@ -158,6 +160,7 @@ def assemble(
             name: jax.ShapeDtypeStruct(batch_size, dtype, sharding=batch_sharding(mesh))
             for name, dtype in BATCH_DTYPES.items()
         },
+        micro_batch_size=settings.micro_batch_size,
     )
 
 

@@ -39,6 +39,7 @@ from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.parts.expert_parameters import expert_parameters
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
+from trillora.step.background import compile_program
 from trillora.step.build import Assembly, assemble, lora_spec, loss_chunk_positions, loss_function
 
 
@@ -79,7 +80,7 @@ class GroupAssembly(Assembly):
 
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.mesh))
         program = jax.jit(lane, out_shardings=(self.adapter_shardings, self.adapter_shardings))
-        return program.lower(self.state_shapes.adapter, self.option_shapes, number).compile()
+        return compile_program(program.lower(self.state_shapes.adapter, self.option_shapes, number))
 
 
 def assemble_group(

@@ -300,7 +300,7 @@ class StageLoop:
     def _answers(self, sampler: Sampler, adapter: Tree) -> tuple[Sample, ...]:
         # Their programs are in the plan but are compiled on first use: a resumed run may not need them.
         with contextlib.nullcontext() if sampler.has_answered else self._run.watch.allowing():
-            return sampler.answer(self._measures.questions, adapter)
+            return sampler.answer(self._measures.questions, adapter, self._base)
 
     def _judge(self, metrics: TokenMetrics) -> bool:
         """Report the metrics, return True for the best loss so far, and end a stage that no longer improves."""

@@ -2,7 +2,8 @@
 
 During training, SIGTERM, SIGINT and SIGHUP are only recorded: the loop sees them, saves, and returns. Before the first
 step there is nothing to save, so they end the process, even while the compiler blocks Python's signal handlers: the
-interpreter writes every signal to a pipe (`signal.set_wakeup_fd`), and a second thread reads it.
+interpreter writes every signal to a pipe (`signal.set_wakeup_fd`), and a second thread reads it. It also ends a process
+that has reacted to the signal, but has to wait for a compiler in another thread.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Stop:
             if self._has_state_to_save or not any(number in SIGNALS for number in numbers):
                 continue
             time.sleep(PATIENCE)
-            if not self._has_state_to_save and self._signal is None:  # the handler has not run in the main thread
+            if not self._has_state_to_save:
                 with contextlib.suppress(OSError, ValueError):
                     print("Stopped before the first step; no training was lost.", file=sys.stderr, flush=True)
                 os._exit(EXIT_STOPPED)

@@ -45,6 +45,7 @@ from trillora.model.layout import unstack
 from trillora.model.lora_spec import LayerLora, LoraSpec
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Attention, Backend, Dtype, Layers, Quantize, Remat
+from trillora.step.background import compile_program
 from trillora.step.build import Assembly
 from trillora.training.divergence import DivergenceMonitor
 
@@ -180,7 +181,7 @@ def make_copier(assembly: Assembly) -> Callable[[TrainState], TrainState]:
     def copy(state: TrainState) -> TrainState:
         return jax.tree.map(jnp.copy, state._replace(key=jax.random.key_data(state.key)))
 
-    return jax.jit(copy, out_shardings=replicated(assembly.mesh)).lower(assembly.state_shapes).compile()
+    return compile_program(jax.jit(copy, out_shardings=replicated(assembly.mesh)).lower(assembly.state_shapes))
 
 
 def to_files(copied: TrainState, assembly: Assembly, base_name: str, facts: dict[str, Any]) -> dict[str, bytes]:

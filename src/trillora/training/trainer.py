@@ -35,13 +35,15 @@ from trillora.files.owner import lock_run, own_checkpoints
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, fit_adapter, read_adapter
 from trillora.model.layout import Tree
+from trillora.model.loading.source import OpenModel
 from trillora.preflight.predict import predictor_for
 from trillora.recipe import run_file
 from trillora.recipe.group import group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
 from trillora.step.adapter_spec import Start
-from trillora.step.autotune import Plan, choose
+from trillora.step.autotune import SMALL_BASE, Plan, choose, compile_step, local_bytes, memory_limit
+from trillora.step.background import compile_program, compiling_in_background, wait_for_programs
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import Planned, Programs, Shape, describe, shape_text
 from trillora.training import manifest
@@ -80,7 +82,7 @@ def train(
     with stop.listening():
         try:
             kind = _Training if group_of(recipe) is None else GroupTraining
-            with _owned_checkpoints(recipe, folder, is_writer, listener) as checkpoints:
+            with _owned_checkpoints(recipe, folder, is_writer, listener) as checkpoints, compiling_in_background():
                 return kind(recipe, folder, checkpoints, stop, listener, accept_changes).run()
         except Interrupted as signal:
             listener(Note(f"Stopped by {signal} before the first step of this start; nothing was lost"))
@@ -112,8 +114,71 @@ class StageWork:
     num_compiles: int  # of the step, including candidates that did not fit
 
 
+class _Ahead:
+    """What a run needs in addition to its steps: the other programs, and the base. They are traced and read while the
+    compiler works on a step."""
+
+    def __init__(
+        self, stages: list[StageData], opened: OpenModel, seed: int, first: int, is_new: bool, listener: Listener
+    ) -> None:
+        self._stages, self._opened, self._seed, self._listener = stages, opened, seed, listener
+        self._first, self._is_new = first, is_new
+        self._eval_plans: dict[tuple[int, int], EvalPlan] = {}
+        self._programs: dict[int, tuple[Assembly, Measures, Callable[[TrainState], TrainState]]] = {}
+        self._base: tuple[Tree, Tree] | None = None  # its shapes and arrays
+
+    def meanwhile(self, number: int, limit: float | None, assembly: Assembly) -> None:
+        """Called while the step of a stage is compiled. It may turn out too large: then the next candidate does not
+        begin again with its own programs."""
+        if number >= self._first and number not in self._programs:
+            self._start_programs(number, assembly)
+        # With several stages, the memory that is free decides for the later ones too: the base is read after them. A
+        # large base is in the way of a compiler that tries kernels on the device.
+        if len(self._stages) == 1 and (limit is None or local_bytes(assembly.base_shapes) <= SMALL_BASE * limit):
+            self.base(assembly)
+
+    def eval_plan(self, number: int, assembly: Assembly) -> EvalPlan:
+        key = (number, assembly.micro_batch_size)
+        if key not in self._eval_plans:
+            self._eval_plans[key] = plan_evaluation(self._stages[number], key[1], self._opened, self._listener)
+        return self._eval_plans[key]
+
+    def base(self, assembly: Assembly) -> Tree:
+        if self._base is None or self._base[0] != assembly.base_shapes:
+            self._base = None  # not both of them at once
+            self._base = assembly.base_shapes, read_base(self._opened.folder, assembly, self._listener)
+        return self._base[1]
+
+    def work(self, number: int, plan: Plan) -> StageWork:
+        """The stage with all its programs."""
+        stage = self._stages[number]
+        steps = compile_lengths(plan, stage.batches, self._listener)
+        if number not in self._programs or self._programs[number][0] is not plan.assembly:
+            self._start_programs(number, plan.assembly)
+        _, measures, close = self._programs[number]
+        return StageWork(
+            stage=stage,
+            assembly=plan.assembly,
+            programs=Programs(f"The step of stage {stage.name}", steps),
+            measures=measures,
+            close=close,
+            num_compiles=plan.num_compiles + len(steps) - 1,
+        )
+
+    def _start_programs(self, number: int, assembly: Assembly) -> None:
+        """The programs of a stage, except its steps. A resumed run may not need those that answer prompts."""
+        follows = self._stages[number + 1] if number + 1 < len(self._stages) else None
+        restarts = follows is not None and follows.restarts_optimizer
+        plan = self.eval_plan(number, assembly)
+        measures = make_measures(plan, assembly, self._listener, at_once=self._is_new)
+        close = compile_next(assembly, self._seed, number + 1, restart=restarts)
+        self._programs[number] = assembly, measures, close
+
+
 class _Training(RunProcess):
     """One process of a run that trains one adapter, in one or more stages."""
+
+    _ahead: _Ahead | None = None
 
     def run(self) -> TrainResult:
         recipe, listener = self._recipe, self._listener
@@ -128,6 +193,7 @@ class _Training(RunProcess):
             self._check_unchanged(facts, before, identity, position.global_step)
 
         is_same_hardware = facts is not None and facts["devices"] == manifest.describe_devices(devices)
+        self._ahead = _Ahead(stages, opened, recipe.train.seed, position.stage, saved is None, listener)
         plans = self._plan(stages, opened.config, devices, before, is_same_hardware, first=position.stage)
         resolved = resolve_recipe(recipe, stages, plans, before, first=position.stage)
         filled, assembly = resolved.fill(recipe), plans[min(position.stage, len(plans) - 1)].assembly
@@ -137,14 +203,13 @@ class _Training(RunProcess):
         self._of_run = manifest.of_run(filled, stages, assembly, identity, opened.tokenizer, opened.base_name)
         self._folder.write("run.json", json.dumps(self._of_run, indent=1) + "\n")
         left = range(position.stage, len(stages))
-        sizes = [plan.settings.micro_batch_size for plan in plans]
-        eval_plans = [plan_evaluation(stages[number], sizes[number], opened, listener) for number in left]
+        eval_plans = [self._ahead.eval_plan(number, plans[number].assembly) for number in left]
         if left:
             planned = planned_programs([stages[number] for number in left], eval_plans, is_new=saved is None)
             listener(Note(describe(planned)))
 
         self._print_adapted(assembly.model)
-        base = read_base(opened.folder, assembly, listener)
+        base = self._ahead.base(assembly)
         where = self._checkpoints.where(position.global_step)
         new = functools.partial(place_state, assembly, recipe.train.seed, base, self._start)
         state = from_files(saved[1], assembly, where) if saved else new()
@@ -168,29 +233,10 @@ class _Training(RunProcess):
                 watchdog=self._watchdog,
                 peak_seconds_per_token=peak_seconds_per_token(assembly.model.layout, devices),
             )
-            works = [
-                self._compile_stage(stages, number, plans[number], eval_plan, base, events)
-                for number, eval_plan in zip(left, eval_plans, strict=True)
-            ]
+            works = [self._ahead.work(number, plans[number]) for number in left]
             any_process(False, False)  # compiled now: it is a program too
+            wait_for_programs()
             return self._to_the_end(run, works, base, state, position, stages[-1])
-
-    def _compile_stage(
-        self, stages: list[StageData], number: int, plan: Plan, eval_plan: EvalPlan, base: Tree, listener: Listener
-    ) -> StageWork:
-        """Compiles all programs of a stage, except those that answer prompts: the first answers compile them."""
-        stage = stages[number]
-        follows = stages[number + 1] if number + 1 < len(stages) else None
-        restarts = follows is not None and follows.restarts_optimizer
-        steps = compile_lengths(plan, stage.batches, listener)
-        return StageWork(
-            stage=stage,
-            assembly=plan.assembly,
-            programs=Programs(f"The step of stage {stage.name}", steps),
-            measures=make_measures(eval_plan, plan.assembly, base, listener),
-            close=compile_next(plan.assembly, self._recipe.train.seed, number + 1, restart=restarts),
-            num_compiles=plan.num_compiles + len(steps) - 1,
-        )
 
     def _to_the_end(
         self,
@@ -275,8 +321,17 @@ class _Training(RunProcess):
                 fixed = {"layers": earlier.settings.layers, "quantize": earlier.settings.quantize}
                 kept |= vars(earlier.settings) if is_same_hardware else fixed
             predictor = None if earlier is not None and is_same_hardware else predictor_for(devices)
+            assert self._ahead is not None
+            meanwhile = functools.partial(self._ahead.meanwhile, number, memory_limit(devices))
             plans[number] = choose(
-                stage.recipe, config, devices, stage.num_steps, self._listener, kept=kept, predictor=predictor
+                stage.recipe,
+                config,
+                devices,
+                stage.num_steps,
+                self._listener,
+                kept=kept,
+                predictor=predictor,
+                compiler=functools.partial(compile_step, meanwhile=meanwhile),
             )
             shared = shared or plans[number].settings.shared()
         return [plans.get(number, plans[max(plans)]) for number in range(len(stages))]
@@ -360,7 +415,7 @@ def compile_next(assembly: Assembly, seed: int, stage: int, *, restart: bool) ->
         return next_stage(state.adapter, optimizer, seed, stage)
 
     jitted = jax.jit(next_state, out_shardings=_shardings(assembly), donate_argnums=0)
-    return jitted.lower(assembly.state_shapes).compile()
+    return compile_program(jitted.lower(assembly.state_shapes))
 
 
 def planned_programs(stages: Sequence[StageData], eval_plans: Sequence[EvalPlan], *, is_new: bool) -> Iterator[Planned]:

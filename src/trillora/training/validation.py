@@ -5,6 +5,7 @@ Both depend only on the adapter, so an evaluation that is repeated after an inte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,29 +73,33 @@ class Measures:
 class Sampler:
     """Answers fixed prompts with the current adapter."""
 
-    def __init__(self, assembly: Assembly, base: Tree, prompts: Prompts, max_tokens: int) -> None:
-        self._generator: Generator | None = None
-        self._make = lambda adapter: Generator(
-            assembly.model, base, adapter, prompts, assembly.mesh, batch_size=PROMPTS_AT_ONCE
+    def __init__(self, assembly: Assembly, prompts: Prompts, max_tokens: int) -> None:
+        self._make = functools.partial(
+            Generator,
+            assembly.model,
+            assembly.base_shapes,
+            assembly.state_shapes.adapter,
+            prompts,
+            assembly.mesh,
+            batch_size=PROMPTS_AT_ONCE,
         )
         self._prompts, self._max_tokens = prompts, max_tokens
         self.has_answered = False  # the first answers compile its programs
 
-    def answer(self, questions: Sequence[Question], adapter: Tree) -> tuple[Sample, ...]:
-        if self._generator is None:
-            self._generator = self._make(adapter)
-        self._generator.adapter = adapter
-        longest = self._generator.longest
-        room = min(self._max_tokens, *(longest - len(q.prompt) for q in questions)) if longest else self._max_tokens
-        if room < 1:
-            raise TrilloraError(
-                "A prompt for sampling leaves no room for an answer.",
-                where="evaluate.prompts",
-                do=f"keep prompts below {longest} tokens, or set evaluate.num_samples to 0",
-            )
-        answers = self._generator.continue_tokens([q.prompt for q in questions], max_tokens=room)
+    @functools.cached_property
+    def _generator(self) -> Generator:
+        return self._make()
+
+    def prepare(self, questions: Sequence[Question]) -> None:
+        """Compiles the programs before they are needed."""
+        self._generator.prepare([q.prompt for q in questions], max_tokens=self._room(questions))
+
+    def answer(self, questions: Sequence[Question], adapter: Tree, base: Tree) -> tuple[Sample, ...]:
+        generator = self._generator
+        generator.base, generator.adapter = base, adapter
+        answers = generator.continue_tokens([q.prompt for q in questions], max_tokens=self._room(questions))
         # The next step reuses the adapter's memory, so keep no reference to it.
-        self._generator.adapter = {}
+        generator.adapter = {}
         self.has_answered = True
         decode = self._prompts.decode
         return tuple(
@@ -105,6 +110,18 @@ class Sampler:
             )
             for question, (tokens, _) in zip(questions, answers, strict=True)
         )
+
+    def _room(self, questions: Sequence[Question]) -> int:
+        """How long an answer may be, in tokens."""
+        longest = self._generator.longest
+        room = min(self._max_tokens, *(longest - len(q.prompt) for q in questions)) if longest else self._max_tokens
+        if room < 1:
+            raise TrilloraError(
+                "A prompt for sampling leaves no room for an answer.",
+                where="evaluate.prompts",
+                do=f"keep prompts below {longest} tokens, or set evaluate.num_samples to 0",
+            )
+        return room
 
 
 @dataclass(frozen=True)
@@ -163,14 +180,17 @@ def plan_evaluation(
     return EvalPlan(stage.name, batches, prompts, tuple(questions), options.max_tokens)
 
 
-def make_measures(plan: EvalPlan, assembly: Assembly, base: Tree, listener: Listener) -> Measures:
+def make_measures(plan: EvalPlan, assembly: Assembly, listener: Listener, *, at_once: bool) -> Measures:
+    """Compiles the evaluation; with `at_once` also the programs that answer prompts, else the first answers do."""
     evaluator = sampler = None
     if plan.batches is not None:
         num_documents = len(plan.batches.documents)
         listener(Note(f"Compiling the evaluation of {num_documents:,} held-out documents"))
         evaluator = Evaluator(assembly, plan.batches, plan.stage)
     if plan.prompts is not None and plan.questions:
-        sampler = Sampler(assembly, base, plan.prompts, plan.max_tokens)
+        sampler = Sampler(assembly, plan.prompts, plan.max_tokens)
+        if at_once:
+            sampler.prepare(plan.questions)
     return Measures(evaluator, sampler, plan.questions)
 
 

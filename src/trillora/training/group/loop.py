@@ -322,7 +322,7 @@ class GroupLoop:
         samples: Any = ()
         if sampler is not None:
             with contextlib.nullcontext() if sampler.has_answered else self._run.watch.allowing():
-                samples = sampler.answer(measures.questions, adapter)
+                samples = sampler.answer(measures.questions, adapter, self._base)
         return metrics, samples, stored
 
     def _judge(self, number: int, metrics: TokenMetrics | None, stored: Tree) -> None:

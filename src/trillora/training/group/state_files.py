@@ -20,6 +20,7 @@ from trillora.devices.mesh import put_array
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.files.read_json import parse_json
+from trillora.step.background import compile_program
 from trillora.step.group import GroupAssembly
 from trillora.training.group.position import GroupPosition, Status
 from trillora.training.state_files import (
@@ -108,7 +109,7 @@ def make_group_copier(assembly: GroupAssembly) -> Callable[[TrainState, Any], Tr
 
     everywhere = jax.sharding.NamedSharding(assembly.mesh, jax.sharding.PartitionSpec())
     running = jax.ShapeDtypeStruct((assembly.num_adapters,), jnp.bool_, sharding=everywhere)
-    return jax.jit(copy, out_shardings=everywhere).lower(assembly.state_shapes, running).compile()
+    return compile_program(jax.jit(copy, out_shardings=everywhere).lower(assembly.state_shapes, running))
 
 
 def to_files(copied: TrainState, kept: Kept, facts: dict[str, Any]) -> dict[str, bytes]:

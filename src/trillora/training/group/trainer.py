@@ -34,6 +34,7 @@ from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage, StepSettings,
 from trillora.recipe.schema import Stage, StageRecipe
 from trillora.step.adapter_spec import Start
 from trillora.step.autotune import DoesNotFit, Plan, choose
+from trillora.step.background import wait_for_programs
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import Planned, describe
 from trillora.step.group import (
@@ -122,7 +123,7 @@ class GroupTraining(RunProcess):
                 lane=assembly.compile_lane(),
                 copy=make_group_copier(assembly),
                 facts={**manifest.of_checkpoint(filled, resolved, identity, devices), "run": self._record.run_id},
-                members=self._members(group, data, eval_plans, assembly, base),
+                members=self._members(group, data, eval_plans, assembly),
                 options=options,
                 selections=picks,
                 watch=self._watch,
@@ -130,6 +131,7 @@ class GroupTraining(RunProcess):
                 peak_seconds_per_token=peak_seconds_per_token(assembly.model.layout, devices),
             )
             any_process(False, False)  # compiled now: it is a program too
+            wait_for_programs()
             return self._to_the_end(run, group, base, state, position, kept, opened, plans)
 
     def _start_position(
@@ -235,7 +237,6 @@ class GroupTraining(RunProcess):
         data: Sequence[StageData],
         eval_plans: Sequence[EvalPlan],
         assembly: GroupAssembly,
-        base: Tree,
     ) -> tuple[Member, ...]:
         """The adapters with what evaluates them. All evaluations have one shape, so they share one program."""
         members = []
@@ -250,7 +251,7 @@ class GroupTraining(RunProcess):
                     by_rows[id(one.evaluation)] = own
             sampler = None
             if plan.prompts is not None and plan.questions:
-                sampler = Sampler(assembly, base, plan.prompts, plan.max_tokens)
+                sampler = Sampler(assembly, plan.prompts, plan.max_tokens)
             padding = padding_of(group.members, one.recipe)
             members.append(Member(one, Measures(own, sampler, plan.questions), padding))
         return tuple(members)

@@ -38,6 +38,7 @@ from trillora.model.layout import stack
 from trillora.model.loading.source import find_model, load_config
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
+from trillora.step.background import compiling_in_background
 from trillora.step.build import weight_shardings
 from trillora.training.trainer import train
 
@@ -184,6 +185,35 @@ def test_only_a_new_bucket_compiles_again(llama: Generator) -> None:
     assert llama.num_compiles == before
     llama.continue_tokens(random_prompts((40,) * 3), max_tokens=4)
     assert llama.num_compiles == before + 2
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_prepared_programs_are_those_that_answer(is_tight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared with shapes only, in threads. Equal layers are traced once in each program."""
+    generator, _ = tiny_generator.__wrapped__("llama")
+    generator.is_tight, arrays = is_tight, (generator.base, generator.adapter)
+    prompts = random_prompts((9, 40, 3, 17, 5, 33, 12, 20, 26, 8))
+    expected = generator.continue_tokens(prompts, max_tokens=6)
+    generator._readers.clear()
+    generator._writers.clear()
+    calls, call = 0, torch.func.functional_call
+
+    def counted(module: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += module in generator.model.stack.layers
+        return call(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.func, "functional_call", counted)
+    generator.base, generator.adapter = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), arrays
+    )
+    with compiling_in_background():
+        generator.prepare(prompts, max_tokens=6)
+        prepared = generator.num_compiles
+        assert calls == prepared  # the layers of this model are equal
+        generator.base, generator.adapter = arrays
+        assert generator.continue_tokens(prompts, max_tokens=6) == expected
+    assert generator.num_compiles == prepared and len(generator.model.stack.layers) > 1
 
 
 def test_buckets_waste_at_most_a_third() -> None:

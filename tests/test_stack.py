@@ -177,6 +177,22 @@ def test_a_number_equal_in_every_repetition_may_differ_within_the_period() -> No
     assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_equal_layers_that_run_one_by_one_share_a_body(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two factors are two kinds of calls. Tensors may differ: each layer has its own shift."""
+    calls, forward = collections.Counter[float](), Layer.forward
+
+    def counted(self: Layer, hidden: Any, shift: Any, factor: float, memory: Any) -> Any:
+        calls[factor] += 1
+        return forward(self, hidden, shift, factor, memory)
+
+    monkeypatch.setattr(Layer, "forward", counted)
+    stacked = Stacked(Layers([0.9, 0.8] * 3), scan=False, remat=remat)
+    calls.clear()
+    assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
+    assert calls == {0.9: 2, 0.8: 1}  # the first layer is also traced for its shapes
+
+
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("remat", ["none", "half", "full"])
 def test_a_dictionary_shared_by_layers_works(scan: bool, remat: Remat) -> None:

@@ -29,16 +29,20 @@ def quiet_libraries(
         environment.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def start_gpu(backend: str = "auto", environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
+def start_gpu(
+    backend: str = "auto", environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
+) -> threading.Thread | None:
     """Lets jax find the GPUs in a thread, which takes seconds, while this one imports the other libraries. An error is
     raised where the devices are used. The processes of a cluster have to find each other first."""
     is_alone = "JAX_COORDINATOR_ADDRESS" not in environment and "TPU_WORKER_HOSTNAMES" not in environment
     if backend not in ("auto", "gpu") or not is_alone or not any(devices.glob("nvidia[0-9]*")):
-        return
+        return None
     import jax
 
     def find() -> None:
         with contextlib.suppress(Exception):
             jax.devices()
 
-    threading.Thread(target=find, name="devices", daemon=True).start()
+    thread = threading.Thread(target=find, name="devices", daemon=True)
+    thread.start()
+    return thread

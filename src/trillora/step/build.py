@@ -6,6 +6,7 @@ the same step without them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,9 +75,17 @@ class Assembly:
 
     def lower(self, sequence_length: int | None = None) -> Any:
         """The step, lowered for the mesh's devices. The state is donated. `sequence_length` replaces the recipe's."""
+        return (self.traced if sequence_length is None else self._trace(sequence_length)).lower()
+
+    @functools.cached_property
+    def traced(self) -> Any:
+        """The traced step: estimates read its jaxpr, and compiling it does not trace it again."""
+        return self._trace(None)
+
+    def _trace(self, sequence_length: int | None) -> Any:
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(state_shardings, replicated(self.mesh)))
-        return step.lower(*self.arguments(sequence_length))
+        return step.trace(*self.arguments(sequence_length))
 
     def arguments(self, sequence_length: int | None = None) -> tuple[Any, ...]:
         """The shapes of the step's arguments."""

@@ -106,10 +106,8 @@ def argument_bytes(assembly: Assembly) -> dict[str, float]:
 
 def trace(assembly: Assembly) -> TracedProgram:
     """Traces the training step without compiling it."""
-    arguments = assembly.arguments()
-    closed = jax.make_jaxpr(assembly.train_step)(*arguments)
-    inputs = [_argument(leaf, assembly.mesh) for leaf in jax.tree.leaves(arguments)]
-    return read_program(closed, inputs, assembly.mesh.size, kind_shares(assembly.model.module.config))
+    inputs = [_argument(leaf, assembly.mesh) for leaf in jax.tree.leaves(assembly.arguments())]
+    return read_program(assembly.traced.jaxpr, inputs, assembly.mesh.size, kind_shares(assembly.model.module.config))
 
 
 def kind_shares(config: Any) -> list[float]:

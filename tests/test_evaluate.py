@@ -257,6 +257,23 @@ def test_a_question_near_the_models_last_position_gets_as_many_tokens_as_fit(
     assert [answers[i] for i in (0, 2, 3)] == [generator.prompts.decode(tokens) for tokens, _ in together]
 
 
+def test_few_questions_of_similar_length_are_answered_by_the_programs_of_the_longest(
+    generator: Generator, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "batch_size", 2)
+    monkeypatch.setattr(generator, "_readers", {})
+    monkeypatch.setattr(generator, "_writers", {})
+    ids = AutoTokenizer.from_pretrained(folder / "model")("the quick brown fox jumps over the lazy dog " * 9)[
+        "input_ids"
+    ]
+    questions = [Question(tuple(ids[:length]), (1, 2)) for length in (62, 36, 61, 40, 33, 34)]
+    answers = ask(generator, questions, 8, True, "Answers", ignore_events)
+    assert generator.num_compiles == 2
+    own = [generator.continue_tokens([question.prompt], max_tokens=8)[0][0] for question in questions]
+    assert answers == [generator.prompts.decode(tokens) for tokens in own]
+    assert generator.num_compiles > 4
+
+
 def test_rows_longer_than_the_runs_are_dropped_and_reported(run: Path, folder: Path) -> None:
     file = folder / "long.jsonl"
     rows = [

@@ -26,6 +26,7 @@ from trillora.recipe.schema import StageRecipe
 NUM_EXAMPLES = 20
 SPARE_TOKENS = 16  # an answer may be this much longer than the longest expected one
 MAX_TOKENS = 512  # default limit of an answer: a base may never stop
+FEW_GROUPS = 8  # of questions that are answered together; they share their programs
 SHORT_WORDS = 10  # expected answers of at most this many words, in the median, are short
 
 
@@ -158,9 +159,10 @@ def ask(
 ) -> list[str]:
     """The greedy answer to every question."""
     answers: dict[int, str] = {}
-    for group, limit in _groups(generator, questions, max_tokens):
+    for group, limit, longest in _groups(generator, questions, max_tokens):
         listener(Progress(label, len(answers), len(questions)))
-        written = generator.continue_tokens([questions[i].prompt for i in group], max_tokens=limit, adapted=adapted)
+        prompts = [questions[i].prompt for i in group]
+        written = generator.continue_tokens(prompts, max_tokens=limit, adapted=adapted, at_least=longest)
         for i, (tokens, _) in zip(group, written, strict=True):
             answers[i] = generator.prompts.decode(tokens)
     if questions:
@@ -170,13 +172,14 @@ def ask(
 
 def prepare_answers(generator: Generator, questions: Sequence[Question], max_tokens: int) -> None:
     """Compiles the programs of `ask`."""
-    for group, limit in _groups(generator, questions, max_tokens):
-        generator.prepare([questions[i].prompt for i in group], max_tokens=limit)
+    for group, limit, longest in _groups(generator, questions, max_tokens):
+        generator.prepare([questions[i].prompt for i in group], max_tokens=limit, at_least=longest)
 
 
-def _groups(generator: Generator, questions: Sequence[Question], max_tokens: int) -> list[tuple[list[int], int]]:
-    """Questions of similar length that are answered together, and how long the answers may be. A question close to the
-    model's maximum length runs alone, with as many new tokens as still fit."""
+def _groups(generator: Generator, questions: Sequence[Question], max_tokens: int) -> list[tuple[list[int], int, int]]:
+    """Questions of similar length that are answered together, how long the answers may be, and the length of prompts to
+    use the programs of. A question close to the model's maximum length runs alone, with as many new tokens as still
+    fit."""
     order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
     rooms = [max_tokens if generator.longest is None else generator.longest - len(q.prompt) for q in questions]
     free = [i for i in order if rooms[i] >= max_tokens]
@@ -184,7 +187,12 @@ def _groups(generator: Generator, questions: Sequence[Question], max_tokens: int
     groups = [free[first : first + size] for first in range(0, len(free), size)]
     if len(groups) > 1:  # an incomplete last group would be a new shape and compile another program
         groups[-1] += groups[-1][-1:] * (size - len(groups[-1]))
-    return [(group, max_tokens) for group in groups] + [([i], rooms[i]) for i in order if rooms[i] < max_tokens]
+    lengths = [max(len(questions[i].prompt) for i in group) for group in groups]
+    # Few groups take less time with padding than with programs of their own.
+    is_similar = 1 < len(groups) <= FEW_GROUPS and lengths[-1] <= 2 * lengths[0]
+    shared = lengths[-1] if is_similar else 0
+    alone = [([i], rooms[i], 0) for i in order if rooms[i] < max_tokens]
+    return [(group, max_tokens, shared) for group in groups] + alone
 
 
 def default_limit(questions: Sequence[Question]) -> int:

@@ -247,9 +247,10 @@ class Generator:
         max_tokens: int,
         sampling: Sampling = GREEDY,
         adapted: bool = True,
+        at_least: int = 0,
     ) -> list[tuple[list[int], bool]]:
         """The tokens after each prompt up to its stop token, and whether a stop token was reached. Prompts of similar
-        length are batched."""
+        length are batched. Programs are those of prompts of `at_least` this many tokens."""
         self._check(prompts, max_tokens, sampling)
         answers: dict[int, tuple[list[int], bool]] = {}
         for rows, num_rows in self._batches(prompts):
@@ -261,6 +262,7 @@ class Generator:
                     adapted=adapted,
                     numbers=rows,
                     num_rows=num_rows,
+                    at_least=at_least,
                 )
             )
             for i, row in zip(rows, np.concatenate(parts, axis=1)[:, :max_tokens].tolist(), strict=False):
@@ -268,11 +270,11 @@ class Generator:
                 answers[i] = (row[:end], end is not None)
         return [answers[i] for i in range(len(prompts))]
 
-    def prepare(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
+    def prepare(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, at_least: int = 0) -> None:
         """Compiles the programs with which `continue_tokens` answers these prompts. Base and adapter may be shapes."""
         rule, stops = self._rule(GREEDY)
         for rows, wanted in self._batches(prompts):
-            batch = self._arranged([prompts[i] for i in rows], max_tokens, wanted, is_tight=self.is_tight)
+            batch = self._arranged([prompts[i] for i in rows], max_tokens, wanted, at_least, is_tight=self.is_tight)
             for group, length in zip(batch.groups, batch.lengths, strict=True):
                 inputs = self._inputs([prompts[rows[i]] for i in group], list(group), length, batch.lengths[-1])
                 _, state = self._reader(batch.bucket(group, length), self.adapter, inputs, rule, stops)
@@ -296,6 +298,7 @@ class Generator:
         numbers: Sequence[int] | None = None,
         at_once: int = TOKENS_PER_CALL,
         num_rows: int | None = None,
+        at_least: int = 0,
     ) -> Iterator[np.ndarray]:
         """Yields tokens [B, n] of one batch as they are generated: first one, then at most `at_once` per call, until
         all sequences have stopped. The last part may be padded beyond the limit. `numbers` are those of the prompts,
@@ -303,7 +306,7 @@ class Generator:
         """
         numbers = range(len(prompts)) if numbers is None else numbers
         # A chat becomes longer with every turn, and a new length costs more there than padding.
-        batch = self._arranged(prompts, max_tokens, num_rows, is_tight=self.is_tight and at_once > 1)
+        batch = self._arranged(prompts, max_tokens, num_rows, at_least, is_tight=self.is_tight and at_once > 1)
         rule, stops = self._rule(sampling)
         adapter = self.adapter if adapted else self.neutral_adapter
         states = []
@@ -324,14 +327,21 @@ class Generator:
             yield np.asarray(new)[back, :at_once]
 
     def _arranged(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, num_rows: int | None, *, is_tight: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        num_rows: int | None,
+        at_least: int,
+        *,
+        is_tight: bool,
     ) -> _Batch:
-        num_rows, num_slots = self._size(prompts, max_tokens, num_rows)
+        longest = max(at_least, *map(len, prompts))
+        num_rows, num_slots = self._size(len(prompts), longest, max_tokens, num_rows)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i])) if is_tight else list(range(len(prompts)))
         rows = [*order, *order[-1:] * (num_rows - len(order))]  # unused sequences repeat the last prompt
         group_size = min(ROWS_PER_READ, num_rows) if is_tight else num_rows
         groups = [rows[first : first + group_size] for first in range(0, num_rows, group_size)]
-        lengths = [bucket_length(max(len(prompts[i]) for i in group), tight=is_tight) for group in groups]
+        lengths = [bucket_length(max(at_least, *(len(prompts[i]) for i in group)), tight=is_tight) for group in groups]
         return _Batch(order, groups, lengths, num_rows, num_slots)
 
     def _rule(self, sampling: Sampling) -> tuple[Any, Any]:
@@ -415,12 +425,12 @@ class Generator:
 
         return DecodeState._make(map(placed, self._places, state))
 
-    def _size(self, prompts: Sequence[Sequence[int]], max_tokens: int, num_rows: int | None) -> tuple[int, int]:
+    def _size(self, num_prompts: int, longest: int, max_tokens: int, num_rows: int | None) -> tuple[int, int]:
         """The numbers of sequences and of cache slots."""
         shards = int(np.prod([self._mesh.shape[axis] for axis in BATCH_AXES]))
-        wanted = num_rows or 2 ** (len(prompts) - 1).bit_length()
+        wanted = num_rows or 2 ** (num_prompts - 1).bit_length()
         answer = -(-max_tokens // ANSWER_STEP) * ANSWER_STEP
-        return -(-wanted // shards) * shards, bucket_length(max(map(len, prompts))) + answer
+        return -(-wanted // shards) * shards, bucket_length(longest) + answer
 
     def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> None:
         """Rejects requests that cannot be answered, with what to change."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from trillora.devices.quiet import start_gpu
 from trillora.step.background import Pending, compile_program, compiled, compiling_in_background, wait_for_programs
+from trillora.training.signals import EXIT_STOPPED
 
 
 def lowered(factor: float) -> Any:
@@ -70,3 +74,24 @@ def test_gpus_are_found_early_only_where_there_are_any_and_one_process(
         thread.join(60)
         assert not thread.is_alive()
     assert set(threading.enumerate()) <= before
+
+
+def test_a_signal_ends_a_process_that_waits_for_a_compiler() -> None:
+    """Before the first step there is nothing to save, so it does not wait for the compiler."""
+    program = """
+import os, signal, threading, time
+from types import SimpleNamespace
+from trillora.step.background import compile_program, compiling_in_background
+from trillora.training import signals
+signals.PATIENCE = 0.5
+slow = SimpleNamespace(compile=lambda compiler_options: time.sleep(60))
+with signals.Stop().listening():
+    with compiling_in_background():
+        program = compile_program(slow)
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        program()
+"""
+    started = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == EXIT_STOPPED and "no training was lost" in ended.stderr
+    assert time.monotonic() - started < 30

@@ -3,11 +3,13 @@
     python benchmarks/tpu_steps.py models       models of 2026 on the smallest slice that fits
     python benchmarks/tpu_steps.py shapes       typical shapes, with Tunix' steps of the same shapes
     python benchmarks/tpu_steps.py models --only gemma      cases whose name contains the word
+    python benchmarks/tpu_steps.py scaling --estimate       longer sequences, more layers, vocabulary and devices
     python benchmarks/tpu_steps.py models --estimate        on machines without the TPU compiler
 
-A mixture of experts is compared with a dense model that has its active parameters. Each case is a run of `trillora
-preflight` with everything on auto that is not in the table. Prints one JSON line for each case and a table at the end.
-Tunix' times were simulated in the same way from its compiled program (version 0.1.7, libtpu 0.0.42.1).
+Each case is a run of `trillora preflight` with everything on auto that is not in the table. Prints one JSON line for
+each case and a table at the end. A mixture of experts is compared with a dense model that has its active parameters.
+In `scaling` one size grows at a time, with fixed settings: the share of peak shows whether time grows as arithmetic
+does. Tunix' times were simulated in the same way from its compiled program (version 0.1.7, libtpu 0.0.42.1).
 """
 
 from __future__ import annotations
@@ -38,6 +40,19 @@ class Case:
     rows_per_device: int = 4
     tokens: int = 2048
     tunix_seconds: float | None = None
+    changes: tuple[tuple[str, int], ...] = ()  # of the model's configuration
+    options: str = ""  # more lines of the recipe
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.model, *(f"{key} {value:,}" for key, value in self.changes)])
+
+
+def grown(slice_name: str = "v6e-1", tokens: int = 2048, **changes: int) -> Case:
+    """One sequence on each device, and the same settings everywhere, so that only the sizes differ."""
+    devices = find_slice(slice_name).num_devices
+    options = f"engine: {{remat: attention}}\nhardware: {{mesh: {{data: {devices}}}}}\n"
+    return Case("meta-llama/Llama-3.2-1B", (slice_name,), 1, tokens, None, tuple(changes.items()), options)
 
 
 CASES = {
@@ -55,6 +70,12 @@ CASES = {
         Case("google/gemma-3-270m", ("v5e-8",), 8, 512),
         Case("Qwen/Qwen3-0.6B", ("v5e-8",), 1, 2048, 0.180),
         Case("meta-llama/Llama-3.1-8B", ("v6e-8",), 3, 8192),
+    ),
+    "scaling": (
+        *(grown(tokens=tokens) for tokens in (2048, 8192, 32768, 131072)),
+        *(grown(num_hidden_layers=layers) for layers in (8, 32, 64)),
+        *(grown(vocab_size=size) for size in (32064, 256512)),
+        *(grown(slice_name) for slice_name in ("v6e-8", "v6e-64", "v6e-256")),
     ),
 }
 
@@ -95,19 +116,22 @@ def main() -> None:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     print(
-        "\n| model | slice | sequences x tokens | memory of each device | step | tokens/s/device | share of peak |",
-        end="",
+        "\n| model | slice | sequences x tokens | memory of each device | step | tokens/s/device | share of peak |"
+        " exposed interconnect | mesh | remat | rows at once | base | Tunix' step | ours / Tunix' |"
     )
-    print(" settings | time of Tunix' step |\n|---|---|---|---|---|---|---|---|---|")
+    print("|---" * 14 + "|")
     for row in rows:
         if row["slice"] is None:
-            print(f"| {row['model']} | none of {', '.join(SLICES)} | | | | | | | |")
+            print(f"| {row['model']} | none of {', '.join(SLICES)} |" + " |" * 12)
             continue
-        tunix = f"{row['tunix_seconds']:.3f} s" if row["tunix_seconds"] else ""
+        exposed = row["exposed_interconnect"] and f"{row['exposed_interconnect'] / row['seconds']:.1%}"
+        tunix = row["tunix_seconds"]
         print(
             f"| {row['model']} | {row['slice']} | {row['batch_size']} x {row['tokens']} | {row['peak_gib']:.1f} of "
-            f"{row['limit_gib']:.1f} GiB | {row['seconds']:.3f} s | {row['tokens_per_second_per_device']:,.0f} | "
-            f"{row['share_of_peak']:.0%} | {row['settings']} | {tunix} |"
+            f"{row['limit_gib']:.1f} GiB | {row['seconds']:.4g} s | {row['tokens_per_second_per_device']:,.0f} | "
+            f"{row['share_of_peak']:.0%} | {exposed or ''} | "
+            f"{row['mesh']} | {row['remat']} | {row['rows_at_once']} | {row['base']} | "
+            + (f"{tunix:.3f} s | {row['seconds'] / tunix:.2f} |" if tunix else "| |")
         )
     step = {row["model"]: row["seconds"] for row in rows if row["slice"] is not None}
     if MIXTURE in step and DENSE in step:
@@ -132,14 +156,15 @@ def recipe(case: Case, place: str, folder: Path) -> Any:
     text = "The quick brown fox jumps over the lazy dog. " * (case.tokens // 8)
     data.write_text("".join(json.dumps({"text": f"{i} {text}"}) + "\n" for i in range(2 * batch_size)))
     model = case.model
-    if model == DENSE:
-        (folder / "dense").mkdir(exist_ok=True)
-        (folder / "dense" / "config.json").write_text(json.dumps(dense_config()))
-        model = str(folder / "dense")
+    if model == DENSE or case.changes:
+        config = dense_config() if model == DENSE else json.loads(KNOWN_MODELS.read_text())[model]
+        model = str(folder / case.name.replace("/", " "))
+        Path(model).mkdir(exist_ok=True)
+        (Path(model) / "config.json").write_text(json.dumps({**config, **dict(case.changes)}))
     file = folder / "recipe.yaml"
     file.write_text(
-        f"model: {{name: {model}, quantize: auto}}\ndata: {{path: {data}, format: text}}\n"
-        f"train: {{sequence_length: {case.tokens}, batch_size: {batch_size}, steps: 1000}}\n"
+        f"model: {{name: {json.dumps(model)}, quantize: auto}}\ndata: {{path: {data}, format: text}}\n"
+        f"train: {{sequence_length: {case.tokens}, batch_size: {batch_size}, steps: 100000}}\n" + case.options
     )
     return load_recipe(file)
 
@@ -148,9 +173,8 @@ def as_row(case: Case, place: str, result: PreflightResult) -> dict[str, Any]:
     assert result.settings is not None and result.step is not None
     chosen, step = result.settings, result.step
     mesh = ", ".join(f"{axis} {size}" for axis, size in vars(chosen.mesh).items() if size > 1)
-    rows = f"{chosen.micro_batch_size} rows at once"
     return {
-        "model": case.model,
+        "model": case.name,
         "slice": place,
         "batch_size": case.rows_per_device * find_slice(place).num_devices,
         "tokens": case.tokens,
@@ -161,7 +185,10 @@ def as_row(case: Case, place: str, result: PreflightResult) -> dict[str, Any]:
         "tokens_per_second_per_device": step.tokens_per_second / result.num_devices,
         "share_of_peak": step.fraction_of_peak,
         "exposed_interconnect": step.unit_seconds.exposed_interconnect if step.unit_seconds else None,
-        "settings": f"{mesh or '1 device'}, remat {chosen.remat}, {rows}, base {chosen.quantize}",
+        "mesh": mesh or "1 device",
+        "remat": chosen.remat,
+        "rows_at_once": chosen.micro_batch_size,
+        "base": "bfloat16" if chosen.quantize == "none" else chosen.quantize,
         "tried": [[each.what, each.peak_gib, each.seconds] for each in result.tried],
         "tunix_seconds": case.tunix_seconds,
         "libtpu": result.versions["libtpu"],

@@ -119,13 +119,14 @@ def test_a_policy_between_linear_and_full_is_chosen_where_it_is_the_fastest_that
         ("linear", "whole"): Guess(1.0, 2e9),
         ("wide", "whole"): Guess(1.1, 1.5e9),
         ("half", "whole"): Guess(1.2, 9e8),
+        ("gate", "whole"): Guess(1.3, 7e8),
         ("attention", "whole"): Guess(1.4, 6e8),
         ("full", "whole"): Guess(1.5, 5e8),
     }
     compiled = {key: (guess.seconds, guess.needed) for key, guess in guessed.items()}
     steps = TableOfSteps(guessed, compiled)
     plan, _ = by_table(folder, steps, 1, monkeypatch)
-    assert plan.settings.remat == "half" and steps.num_guessed == 6
+    assert plan.settings.remat == "half" and steps.num_guessed == 7
     guessed[("linear", "whole")] = Guess(1.0, 9e8)
     steps = TableOfSteps(guessed, {**compiled, ("linear", "whole"): (1.0, 9e8)})
     plan, _ = by_table(folder, steps, 1, monkeypatch)

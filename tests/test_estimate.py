@@ -190,13 +190,14 @@ def test_saving_more_costs_memory_and_saves_arithmetic() -> None:
 
 def test_each_policy_saves_what_it_says() -> None:
     """Counted by hand: values per token of a layer of Mistral-7B, and products that are computed again."""
-    names = ("linear", "wide", "half", "attention", "full")
+    names = ("linear", "wide", "half", "gate", "attention", "full")
     found = {remat: estimate_mistral(remat=remat) for remat in names}
     q_and_o, k_and_v, gate_and_up, attended = 2 * 4096, 2 * 1024, 2 * 14336, 4096
     linear = q_and_o + k_and_v + gate_and_up + attended
     saved = {"linear": linear, "wide": gate_and_up + attended, "half": linear / 2, "attention": attended, "full": 0}
+    saved["gate"] = gate_and_up / 2 + attended
     again = {"wide": q_and_o + k_and_v, "half": (linear - attended) / 2, "attention": linear - attended}
-    again["full"] = again["attention"]
+    again["gate"], again["full"] = again["attention"] - gate_and_up / 2, again["attention"]
     kernels = {"half": 1 / 2, "full": 1}  # share of the layers whose attention runs again
     tokens, linear_flops = 2048, found["linear"].flops
     one_layer = 2 * tokens * linear  # bytes; what is recomputed for a layer is in memory at the peak

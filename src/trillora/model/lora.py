@@ -68,7 +68,7 @@ class _LinearOutput:
             y = without_gradient(y) if in_no_grad() else y
         if hasattr(self, "token_rows"):
             y = token_logits(self, interop.jax_view(x), y)
-        return interop.torch_view(checkpoint_name(y, name_of_output(x.shape[-1], y.shape[-1])))
+        return interop.torch_view(checkpoint_name(y, name_of_output(x.shape[-1], y.shape[-1], current())))
 
     def frozen_weight(self) -> jax.Array:
         """The weight [E, D] of the base."""
@@ -99,7 +99,9 @@ class _LinearOutput:
             key = trace.dropout_key.fold_in(self.lora_stream)
             kept = keep_mask(key, 1 - self.lora_dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.lora_dropout), 0).astype(x.dtype)
-        return (x @ a_RD.astype(x.dtype).T) @ b_ER.astype(x.dtype).T * self.lora_scale
+        # The scale is applied to B, not to the wide output. What A gives is small, so remat policies save it.
+        low = checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL)
+        return low @ (b_ER * self.lora_scale).astype(x.dtype).T
 
 
 def row_norms(w_ED: jax.Array, a_RD: jax.Array, b_ER: jax.Array, scale: float) -> jax.Array:

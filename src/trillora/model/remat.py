@@ -5,6 +5,7 @@
     linear     outputs of linear layers and of attention                          43,008
     wide       of those: attention, and layers wider than their input (up, gate)  32,768
     half       as linear in every second layer, nothing in the others             21,504
+    gate       of those: attention, and the first layer wider than its input      18,432
     attention  outputs of attention, and the log-sum-exp of the TPU's kernel       4,096
     full       nothing                                                            0
     dots       outputs of all products with a matrix, also those of the adapter
@@ -22,17 +23,19 @@ from typing import Any, Literal
 import jax
 
 from trillora.engine.attention import SAVED_NAME as ATTENTION
+from trillora.model.trace import Trace
 
-Remat = Literal["none", "linear", "wide", "half", "attention", "full", "dots", "offload"]
+Remat = Literal["none", "linear", "wide", "half", "gate", "attention", "full", "dots", "offload"]
 
 # Names of values in policies: outputs of linear layers, by width, and values that take almost no memory.
-LINEAR, WIDE, SMALL = "linear", "wide", "small"
+LINEAR, FIRST_WIDE, WIDE, SMALL = "linear", "first wide", "wide", "small"
 
 _policies = jax.checkpoint_policies
-_LINEAR = _policies.save_only_these_names(LINEAR, WIDE, SMALL, ATTENTION)
+_LINEAR = _policies.save_only_these_names(LINEAR, FIRST_WIDE, WIDE, SMALL, ATTENTION)
 POLICIES: dict[Remat, tuple[Callable[..., Any], ...]] = {  # of layers 0, 1, …, repeated
     "linear": (_LINEAR,),
-    "wide": (_policies.save_only_these_names(WIDE, SMALL, ATTENTION),),
+    "wide": (_policies.save_only_these_names(FIRST_WIDE, WIDE, SMALL, ATTENTION),),
+    "gate": (_policies.save_only_these_names(FIRST_WIDE, SMALL, ATTENTION),),
     "half": (_LINEAR, _policies.nothing_saveable),
     "attention": (_policies.save_only_these_names(SMALL, ATTENTION),),
     "full": (_policies.nothing_saveable,),
@@ -40,7 +43,7 @@ POLICIES: dict[Remat, tuple[Callable[..., Any], ...]] = {  # of layers 0, 1, …
     "offload": (
         _policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[SMALL, ATTENTION],
-            names_which_can_be_offloaded=[LINEAR, WIDE],
+            names_which_can_be_offloaded=[LINEAR, FIRST_WIDE, WIDE],
             offload_src="device",
             offload_dst="pinned_host",
         ),
@@ -48,9 +51,14 @@ POLICIES: dict[Remat, tuple[Callable[..., Any], ...]] = {  # of layers 0, 1, …
 }
 
 
-def name_of_output(num_inputs: int, num_outputs: int) -> str:
+def name_of_output(num_inputs: int, num_outputs: int, trace: Trace | None) -> str:
     """The name of a linear layer's output, by its width."""
-    return WIDE if num_outputs > num_inputs else LINEAR
+    if num_outputs <= num_inputs:
+        return LINEAR
+    if trace is None:
+        return WIDE
+    trace.num_wide += 1
+    return FIRST_WIDE if trace.num_wide == 1 else WIDE
 
 
 def policy_number(remat: Remat, layer: int) -> int:

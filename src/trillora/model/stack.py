@@ -462,6 +462,7 @@ class LayerStack:
     ) -> tuple[Any, list[tuple[Any, dict[Any, Any]]]]:
         """Calls transformers' own layer with the recorded arguments. Dictionaries are copied, so that tracing has no
         side effects; also returns what the layer added to them."""
+        trace.num_wide = 0
         positional, args, kwargs = trace.layer_calls[i]
         leaves, structure = torch_tree.tree_flatten((args, kwargs))
         for at, value in (arguments or {}).items():

@@ -51,6 +51,7 @@ class Trace:
     layer_returns: tuple[int, Any] = (0, None)  # outputs of a layer (0: a tensor, n: a tuple of n), and their dtype
     running_layers: bool = False  # True: a layer that is called runs; False: its call is only recorded
     num_attention_calls: int = 0
+    num_wide: int = 0  # linear layers so far, in the current decoder layer, that are wider than their input
     no_grad_depth: int = 0  # how many `torch.no_grad` the model's code is in
 
 

@@ -39,7 +39,7 @@ Backend = Literal["cpu", "gpu", "tpu"]
 Dtype = Literal["float32", "bfloat16"]
 Quantize = Literal["none", "int8", "int4", "nf4", "fp8"]
 Layers = Literal["scan", "unroll"]
-Remat = Literal["none", "linear", "wide", "half", "attention", "full", "dots", "offload"]  # see model/remat.py
+Remat = Literal["none", "linear", "wide", "half", "gate", "attention", "full", "dots", "offload"]  # see model/remat.py
 Attention = Literal["xla", "splash", "cudnn"]
 LISTS = ("stages", "phases")  # sections that are lists, whose items have data
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}$"  # of a stage or phase
@@ -328,7 +328,7 @@ class EngineSection(Section):
     remat: Auto | Remat = Field(
         default="auto",
         description="Activations recomputed in the backward pass. More recomputation saves memory and costs time. From "
-        "least to most: none, linear, wide, half, attention, full.",
+        "least to most: none, linear, wide, half, gate, attention, full.",
     )
     attention: Auto | Attention = Field(
         default="auto", description="Attention kernel: xla runs anywhere, splash on TPU, cudnn on NVIDIA GPUs."

@@ -47,7 +47,7 @@ from trillora.step.search import (
 # Where nothing is predicted: of a device's memory; a base up to this size is copied to every device, not split.
 REPLICATED_BASE_SHARE = 0.25
 REMAT_ORDER: tuple[Remat, ...] = ("none", "linear", "full")  # most memory first; fastest first where none is predicted
-BETWEEN: tuple[Remat, ...] = ("wide", "half", "attention")  # what they save is between linear and full
+BETWEEN: tuple[Remat, ...] = ("wide", "half", "gate", "attention")  # what they save is between linear and full
 LITTLE_RECOMPUTED: tuple[Remat, ...] = ("none", "linear", "wide")
 USABLE = 0.97  # of the device's memory limit; the rest is left for fragmentation
 # Logits of one chunk of the loss: 2**27 float32 values are half a GiB. A CPU has few rows at once: smaller chunks, so

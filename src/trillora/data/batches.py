@@ -115,6 +115,11 @@ class Batches:
         bucket, rows = self._rows_of(step)
         return np.concatenate([bucket.rows[row] for row in rows])
 
+    @property
+    def most_documents(self) -> int:
+        """Documents in the sequence that has the most."""
+        return max(int(np.diff(bucket.rows.first).max()) for bucket in self._buckets)
+
     def summary(self) -> dict[str, int | float]:
         """Counts of one epoch. `padding_fraction` leaves out the empty sequences that complete a batch."""
         num_tokens = int(self.documents.lengths_N.sum())

@@ -34,6 +34,14 @@ class StageData:
     num_steps: int
     template: str | None  # the chat template of the recipe, if it gives one
 
+    @property
+    def most_documents(self) -> int | None:
+        """Documents in the sequence that has the most, of those to train and to evaluate on; None without packing."""
+        if not self.recipe.data.pack:
+            return None
+        parts = (self.batches, evaluation_batches(self, num_rows=1))
+        return max(batches.most_documents for batches in parts if batches is not None)
+
     def files_with_adapter(self, opened: OpenModel) -> dict[str, bytes]:
         """The files that belong to an adapter of this stage: the tokenizer, which may have new tokens, and the chat
         template that it was trained with, which may not be the base's."""

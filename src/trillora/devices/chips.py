@@ -61,11 +61,18 @@ class Generation:
     since: float  # compute capability
     has_bfloat16: bool  # products of bfloat16; without them XLA converts every operand to float32
     widest_head: int  # of cuDNN's flash attention, as jax allows it; 0: there is none
+    has_ragged: bool = False  # cuDNN's flash attention takes the lengths of packed documents
 
 
 # NVIDIA's compute capabilities, newest first: Hopper and Blackwell; Ampere and Ada, which include the consumer cards
 # since the RTX 30 series; Volta (V100), Turing (T4, RTX 20) and older. Heads: jax's checks before cuDNN is called.
-GENERATIONS = (Generation(9.0, True, 256), Generation(8.0, True, 128), Generation(0.0, False, 0))
+# Ragged: jax allows it from Hopper on; it is not known whether cuDNN supports the consumer cards of Blackwell (12.0).
+GENERATIONS = (
+    Generation(11.0, True, 256),
+    Generation(9.0, True, 256, has_ragged=True),
+    Generation(8.0, True, 128),
+    Generation(0.0, False, 0),
+)
 OTHER_GPU = Generation(0.0, True, 0)  # AMD: bfloat16, no cuDNN
 CAPABILITY_VARIABLE = "TRILLORA_COMPUTE_CAPABILITY"  # the choices for another card, to try them on this one
 

@@ -19,7 +19,8 @@ Example: four tokens, one head of width 1. Queries and keys are zero, so each ou
 | `cudnn` | NVIDIA GPUs from Ampere on | soft caps, sinks, float32, E other than D, heads wider than 256 (Ampere: 128) |
 
 Segment ids keep the documents of a packed sequence apart. Chunked attention uses them too: each chunk of a document
-gets a segment id of its own.
+gets a segment id of its own. cuDNN gets a mask of them, or, if it is known how many documents a sequence can have, the
+places and lengths of the documents (`engine.ragged`): then it skips what a mask would only hide.
 
 Legend: B sequences, T query tokens, S key tokens, H query heads, K key/value heads, D key width, E value width.
 """
@@ -36,6 +37,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
+from trillora.engine.ragged import Documents, find_documents, ragged_function, why_masked
 
 Implementation = Literal["xla", "splash", "cudnn"]
 MASKED = -1e30  # finite, so that a query without visible keys gives a mean instead of NaN
@@ -80,6 +83,7 @@ def attend(
     sinks_H: jax.Array | None = None,
     segments_BT: jax.Array | None = None,
     positions_BT: jax.Array | None = None,
+    documents: Documents | None = None,
     bias_BHTS: jax.Array | None = None,
     implementation: Implementation = "xla",
     interpret: bool = False,
@@ -87,8 +91,8 @@ def attend(
 ) -> jax.Array:
     """Attention output [B, T, H, E]. Uses the reference if `implementation` does not support this form.
 
-    `interpret` runs the TPU kernel in the Pallas interpreter, on any backend, for tests. `mapped`: the call is inside
-    `jax.vmap`.
+    `documents`: where the documents of `segments_BT` are; None if a sequence may have any number of them. `interpret`
+    runs the TPU kernel in the Pallas interpreter, on any backend, for tests. `mapped`: the call is inside `jax.vmap`.
     """
     if isinstance(rule, RuleChoice):
         if implementation == "xla":  # selects between masks, which is cheaper than a branch for each attention
@@ -100,6 +104,7 @@ def attend(
             sinks_H=sinks_H,
             segments_BT=segments_BT,
             positions_BT=positions_BT,
+            documents=documents,
             bias_BHTS=bias_BHTS,
             implementation=implementation,
             interpret=interpret,
@@ -107,14 +112,21 @@ def attend(
         )
         branches = [functools.partial(branch, rule=one) for one in rule.rules]
         return checkpoint_name(jax.lax.switch(rule.index, branches, query_BTHD, key_BSKD, value_BSKE), SAVED_NAME)
-    if rule.chunk is not None:
+    num_tokens = query_BTHD.shape[1]
+    if rule.chunk is not None and rule.chunk < num_tokens:  # else every document is one chunk
         segments_BT = refine_by_chunk(segments_BT, positions_BT, rule.chunk, query_BTHD.shape[:2])
+        if documents is not None:  # n documents of T tokens together have at most n + T / chunk chunks
+            documents = find_documents(segments_BT, documents.most + num_tokens // rule.chunk)
     if unsupported(implementation, query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, bias_BHTS):
         implementation = "xla"
     if implementation == "splash":  # names its output itself, before it changes the layout
         return _splash(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, interpret)
     if implementation == "cudnn":
-        out = _cudnn(query_BTHD, key_BSKD, value_BSKE, rule, scores, segments_BT, mapped)
+        num_heads, num_key_heads = query_BTHD.shape[2], key_BSKD.shape[2]
+        if documents is not None and not why_masked(num_heads, num_key_heads, causal=rule.causal, mapped=mapped):
+            out = _ragged(query_BTHD, key_BSKD, value_BSKE, rule, scores, documents)
+        else:
+            out = _cudnn(query_BTHD, key_BSKD, value_BSKE, rule, scores, segments_BT, mapped)
     else:
         out = _reference(query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, segments_BT, bias_BHTS)
     return checkpoint_name(out, SAVED_NAME)
@@ -239,6 +251,21 @@ def _cudnn(
         local_window_size=window,
         implementation="cudnn",
     )
+
+
+def _ragged(
+    query_BTHD: jax.Array,
+    key_BSKD: jax.Array,
+    value_BSKE: jax.Array,
+    rule: MaskRule,
+    scores: ScoreScaling,
+    documents: Documents,
+) -> jax.Array:
+    """cuDNN with the places and lengths of the documents instead of a mask."""
+    attention = ragged_function()
+    assert attention is not None, "`why_masked` says so"
+    window = None if rule.window is None or rule.window >= query_BTHD.shape[1] else rule.window
+    return attention(query_BTHD, key_BSKD, value_BSKE, documents, scores.scale, window)
 
 
 def _splash(

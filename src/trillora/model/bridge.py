@@ -37,6 +37,7 @@ from trillora.devices.mesh import split_rows
 from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.quantize import Format
+from trillora.engine.ragged import find_documents
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import SUFFIXES
 from trillora.model.layout import Layout, Leaf, Tree, stored_weights
@@ -76,11 +77,13 @@ class CausalLM:
         unroll: int = 1,
         remat: Remat = "full",
         attention: Implementation = "xla",
+        documents_per_sequence: int | None = None,
         interpret: bool = False,
         mapped: bool = False,
         mesh: Mesh | None = None,
         trust_remote_code: bool = False,
     ) -> None:
+        """`documents_per_sequence`: how many a packed sequence can have at most; None if that is not known."""
         self._build = functools.partial(
             CausalLM,
             config,
@@ -90,6 +93,7 @@ class CausalLM:
             unroll=unroll,
             remat=remat,
             attention=attention,
+            documents_per_sequence=documents_per_sequence,
             interpret=interpret,
             mapped=mapped,
             mesh=mesh,
@@ -110,6 +114,7 @@ class CausalLM:
         self.has_dropout = lora is not None and lora.dropout > 0
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
         self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
+        self.documents_per_sequence = documents_per_sequence
         self.decoder = find_decoder(self.module, self.stack)
         self.arguments = inspect.signature(self.module.forward).parameters
         self._decoder_output: type | None = None
@@ -223,10 +228,12 @@ class CausalLM:
     def _forward(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None) -> Any:
         if dropout_key is not None:  # split like the batch, so that each device computes only its own masks
             dropout_key = dropout_key._replace(index_B=split_rows(dropout_key.index_B, self.mesh))
+        segments, most = inputs.get("segments"), self.documents_per_sequence
         trace = Trace(
             weights=with_whole_weights(base, adapter),
-            segments_BT=inputs.get("segments"),
+            segments_BT=segments,
             positions_BT=inputs.get("positions"),
+            documents=None if segments is None or most is None else find_documents(segments, most),
             attention=self.attention,
             interpret=self.interpret,
             mapped=self.mapped,

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
+from trillora.engine.ragged import Documents
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Trace:
     weights: dict[str, jax.Array]  # base and adapter, by layout key
     segments_BT: jax.Array | None = None
     positions_BT: jax.Array | None = None
+    documents: Documents | None = None  # where the segments are; None if a sequence may have any number of them
     attention: Implementation = "xla"
     interpret: bool = False  # run TPU kernels in the Pallas interpreter, on any backend
     mapped: bool = False  # the call is inside `jax.vmap`, over several adapters

@@ -46,6 +46,7 @@ class StepSettings:
     micro_batch_size: int  # sequences, over all devices; of each adapter, if several are trained together
     adapters_at_once: int = 1
     quantize: Quantize = "none"  # a default for checkpoints of versions that did not have it
+    documents_per_sequence: int | None = None  # at most, where attention uses it; given by the data, not by an option
 
     OPTIONS: ClassVar[dict[str, str]] = {
         "backend": "hardware.backend",
@@ -70,7 +71,8 @@ class StepSettings:
 
     def shared(self) -> dict[str, Any]:
         """The settings that all stages of a run have in common, because they share the base weights."""
-        return {name: value for name, value in vars(self).items() if name != "micro_batch_size"}
+        own = ("micro_batch_size", "documents_per_sequence")
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "mesh": self.mesh.model_dump()}

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from trillora.devices.chips import chip_of, generation_of
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.quantize import item_bytes
+from trillora.engine.ragged import documents_bucket, why_masked
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, Progress
 from trillora.model.layout import Tree
@@ -154,16 +155,20 @@ def choose(
     mesh_devices: list[Any] | None = None,
     predictor: Predictor | None = None,
     build: Builder | None = None,
+    most_documents: int | None = None,
 ) -> Plan:
     """Decides what the recipe leaves open, compiles the step, and reports each decision.
 
     `kept` holds fields of `StepSettings` that were decided before: at the first start of a resumed run, or for another
     stage. The devices may belong to a slice that is not attached; preflight then passes its own `compiler`, and
     `mesh_devices` if only CPU devices can take their place. `build` makes the step: of one adapter, or of several.
+    `most_documents`: in the fullest sequence of the data; None if it is not known, or if nothing is packed.
     """
     fixed = {**(kept or {}), **given_settings(recipe)}
+    if (fixed.get("documents_per_sequence") or math.inf) < (most_documents or 0):
+        del fixed["documents_per_sequence"]  # decided for an evaluation set with fewer documents in a sequence
     decisions = Decisions(fixed, listener)
-    decide_by_hardware(decisions, recipe, config, devices)
+    decide_by_hardware(decisions, recipe, config, devices, most_documents)
     limit = memory_limit(devices)
     by_time = predictor is not None and predictor.knows_time and limit is not None
     if not by_time:
@@ -341,7 +346,9 @@ class Decisions:
             self.decide(name, getattr(settings, name), reason)
 
 
-def decide_by_hardware(decisions: Decisions, recipe: StageRecipe, config: Any, devices: list[Any]) -> None:
+def decide_by_hardware(
+    decisions: Decisions, recipe: StageRecipe, config: Any, devices: list[Any], most_documents: int | None = None
+) -> None:
     """Everything that devices and shapes determine without compiling."""
     platform, num_devices = devices[0].platform, len(devices)
     text = config.get_text_config()
@@ -354,7 +361,12 @@ def decide_by_hardware(decisions: Decisions, recipe: StageRecipe, config: Any, d
         decisions.decide("layers", "scan", f"compiles one layer instead of all; {platform}")
     dtype = decisions["dtype"]
     kernel = fastest_attention(devices[0], dtype, text)
-    decisions.decide("attention", kernel, f"the kernel for {dtype} on {platform}")
+    why = f"the kernel for {dtype} on {platform}"
+    if kernel == "cudnn" and most_documents is not None:
+        most, how = documents_to_compile_for(most_documents, text, devices[0])
+        decisions.values.setdefault("documents_per_sequence", most)
+        why = f"{why}; {how}"
+    decisions.decide("attention", kernel, why)
     if decisions["attention"] == "cudnn" and platform == "gpu" and not generation_of(devices[0]).widest_head:
         raise TrilloraError(
             f"cuDNN has no flash attention for {devices[0].device_kind}.",
@@ -400,6 +412,19 @@ def fastest_attention(device: Any, dtype: Dtype, config: Any) -> Attention:
     if device.platform != "gpu" or dtype != "bfloat16":
         return "xla"
     return "cudnn" if _head_width(config) <= generation_of(device).widest_head else "xla"
+
+
+def documents_to_compile_for(most: int, config: Any, device: Any) -> tuple[int | None, str]:
+    """How many documents a packed sequence may have at most, for cuDNN to get their lengths instead of a mask. None if
+    it has to be a mask. With the reason."""
+    heads = _largest(config, "num_attention_heads") or 1
+    why_not = why_masked(heads, _largest(config, "num_key_value_heads") or heads)
+    if not generation_of(device).has_ragged:
+        why_not = f"cuDNN has no ragged attention for {device.device_kind}"
+    if why_not:
+        return None, f"a mask keeps packed documents apart: {why_not}"
+    bucket = documents_bucket(most)
+    return bucket, f"it gets the lengths of up to {bucket} documents in a sequence"
 
 
 def _head_width(config: Any) -> int:

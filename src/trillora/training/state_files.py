@@ -82,6 +82,7 @@ class SettingsFacts(StrictFacts):
     micro_batch_size: PositiveInt
     adapters_at_once: PositiveInt = 1
     quantize: Quantize = "none"
+    documents_per_sequence: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
 from trillora.engine.attention import MaskRule, RuleChoice, ScoreScaling, attend, visible
+from trillora.engine.ragged import Documents
 from trillora.errors import TrilloraError
 from trillora.model.kv_cache import visible_in_cache
 from trillora.model.overrides.recurrent import modelling_files
@@ -254,6 +255,7 @@ def _attend_per_shard(
         sinks: jax.Array | None,
         segments: jax.Array | None,
         positions: jax.Array | None,
+        documents: Documents | None,
         index: jax.Array | None,
     ) -> jax.Array:
         return attend(
@@ -265,6 +267,7 @@ def _attend_per_shard(
             sinks_H=sinks,
             segments_BT=segments,
             positions_BT=positions,
+            documents=documents,
             bias_BHTS=bias_BHTS,
             implementation=trace.attention,
             interpret=trace.interpret,
@@ -272,13 +275,15 @@ def _attend_per_shard(
         )
 
     index = rule.index if isinstance(rule, RuleChoice) else None
-    segments = trace.segments_BT if query_BTHD.shape[1] == key_BSKD.shape[1] else None  # else the bias contains them
-    args = (query_BTHD, key_BSKD, value_BSKE, sinks_H, segments, trace.positions_BT, index)
+    segments, documents = trace.segments_BT, trace.documents
+    if query_BTHD.shape[1] != key_BSKD.shape[1]:  # the bias contains them
+        segments = documents = None
+    args = (query_BTHD, key_BSKD, value_BSKE, sinks_H, segments, trace.positions_BT, documents, index)
     if trace.mesh is None or trace.attention == "xla" or bias_BHTS is not None:
         return local(*args)
     split_heads = key_BSKD.shape[2] % trace.mesh.shape[TENSOR_AXIS] == 0
     heads = TENSOR_AXIS if split_heads else None
     rows = PartitionSpec(BATCH_AXES, None, heads, None)
     tokens = PartitionSpec(BATCH_AXES, None)
-    in_specs = (rows, rows, rows, PartitionSpec(heads), tokens, tokens, PartitionSpec())
+    in_specs = (rows, rows, rows, PartitionSpec(heads), tokens, tokens, tokens, PartitionSpec())
     return per_shard(local, trace.mesh, in_specs, rows)(*args)

@@ -12,6 +12,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,16 +25,20 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from test_data import in_memory, some_documents
 from test_hardware import gpu, llama
 from tiny_run import llama as tiny_llama
+from tiny_run import recipe as tiny_recipe
+from tiny_run import write_both
 
 from trillora.data.batches import Batches
+from trillora.data.stage import StageData, evaluation_batches, read_stage
 from trillora.engine import attention
 from trillora.engine.attention import MaskRule, ScoreScaling, attend
 from trillora.engine.ragged import Documents, documents_bucket, find_documents, ragged_function, why_masked
-from trillora.events import Chosen, Event
+from trillora.events import Chosen, Event, ignore_events
 from trillora.model.bridge import CausalLM
+from trillora.model.loading.source import load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import StepSettings
-from trillora.recipe.schema import MeshSection
+from trillora.recipe.schema import MeshSection, stages_of
 from trillora.step.autotune import Decisions, decide_by_hardware
 from trillora.training.state_files import SettingsFacts
 
@@ -268,6 +273,25 @@ def test_no_sequence_has_more_documents_than_batches_say() -> None:
     assert max(seen) > 8
 
 
+def test_a_stage_counts_the_documents_of_training_and_evaluation(tmp_path: Path) -> None:
+    """The evaluation set here has shorter documents, so that more of them share a sequence."""
+    write_both(tmp_path, num_rows=12)
+    short = [{"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]} for _ in range(40)]
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short), "utf-8")
+    tokenizer = load_tokenizer(tmp_path / "model")
+
+    def read(**data: Any) -> StageData:
+        settings = tiny_recipe(tmp_path, train={"sequence_length": 256}, data=data)
+        return read_stage(stages_of(load_recipe(settings))[0], tokenizer, ignore_events)
+
+    alone, both = read(), read(validation=str(tmp_path / "short.jsonl"))
+    assert alone.most_documents == alone.batches.most_documents
+    evaluated = evaluation_batches(both, 4)
+    assert evaluated is not None
+    assert both.most_documents == evaluated.most_documents > alone.most_documents > 1
+    assert read(pack=False).most_documents is None
+
+
 def decided(capability: str, most: int | None, config: Any, **fixed: Any) -> tuple[int | None, str]:
     events: list[Event] = []
     decisions = Decisions(fixed, events.append)
@@ -288,6 +312,8 @@ def test_the_setting_follows_the_data_the_card_and_jax(monkeypatch: pytest.Monke
     assert decided("9.0", None, grouped) == (None, "the kernel for bfloat16 on gpu")  # not packed, or not known
     assert decided("7.5", 11, grouped)[0] is None
     assert decided("9.0", 11, grouped, documents_per_sequence=None)[0] is None  # a run that began without it
+    assert decided("9.0", 11, grouped, documents_per_sequence=64)[0] == 64
+    assert decided("9.0", 11, grouped, documents_per_sequence=8)[0] == 16  # the evaluation set was replaced
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     assert decided("9.0", 11, grouped)[0] is None
     assert decided("9.0", 11, llama(num_key_value_heads=32))[0] == 16

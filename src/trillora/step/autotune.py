@@ -165,8 +165,6 @@ def choose(
     `most_documents`: in the fullest sequence of the data; None if it is not known, or if nothing is packed.
     """
     fixed = {**(kept or {}), **given_settings(recipe)}
-    if (fixed.get("documents_per_sequence") or math.inf) < (most_documents or 0):
-        del fixed["documents_per_sequence"]  # decided for an evaluation set with fewer documents in a sequence
     decisions = Decisions(fixed, listener)
     decide_by_hardware(decisions, recipe, config, devices, most_documents)
     limit = memory_limit(devices)
@@ -364,7 +362,9 @@ def decide_by_hardware(
     why = f"the kernel for {dtype} on {platform}"
     if kernel == "cudnn" and most_documents is not None:
         most, how = documents_to_compile_for(most_documents, text, devices[0])
-        decisions.values.setdefault("documents_per_sequence", most)
+        kept = decisions.values.setdefault("documents_per_sequence", most)
+        if kept is not None and kept < most_documents:  # decided for another evaluation set
+            decisions.values["documents_per_sequence"] = most
         why = f"{why}; {how}"
     decisions.decide("attention", kernel, why)
     if decisions["attention"] == "cudnn" and platform == "gpu" and not generation_of(devices[0]).widest_head:

@@ -21,33 +21,34 @@ class Chip:
     torus_dims: int  # dimensions of the torus of devices; 0 if they are not connected as a torus
     clock_ghz: float
     matrix_unit: int  # side of the systolic array; on a GPU, of a tensor core's tile
+    doubled: tuple[str, ...] = ()  # 8-bit formats whose products run at twice the bf16 rate
 
 
 # Peaks and bandwidths: Google's page for each version (cloud.google.com/tpu/docs), divided by the devices of a chip.
 # Links: those pages give 50 GB/s per link and direction for v4 and v5e, and 100 for v5p, v6e and 7x. We use 90 % of
 # that, as the JAX team's scaling book does. v2 and v3: Jouppi et al., CACM 2020, 496 and 656 Gbit/s, shared by two
-# devices. The clock follows from the peak and the matrix units.
+# devices. The clock follows from the peak and the matrix units. v4 has int8 products at the rate of bf16.
 CHIPS: dict[str, Chip] = {
     "v2": Chip(7.48, 22.9, 350, 31, 2, 0.70, 128),
     "v3": Chip(15.48, 61.5, 450, 41, 2, 0.94, 128),
     "v4": Chip(30.75, 275, 1228, 45, 3, 1.05, 128),
-    "v5e": Chip(15.75, 197, 819, 45, 2, 1.50, 128),
-    "v5p": Chip(95.74, 459, 2765, 90, 3, 1.75, 128),
-    "v6e": Chip(31.25, 918, 1638, 90, 2, 1.75, 256),
-    "7x": Chip(94.75, 1153.5, 3690, 90, 3, 2.20, 256),
+    "v5e": Chip(15.75, 197, 819, 45, 2, 1.50, 128, ("int8",)),
+    "v5p": Chip(95.74, 459, 2765, 90, 3, 1.75, 128, ("int8",)),
+    "v6e": Chip(31.25, 918, 1638, 90, 2, 1.75, 256, ("int8",)),
+    "7x": Chip(94.75, 1153.5, 3690, 90, 3, 2.20, 256, ("fp8",)),
 }
 
 # NVIDIA's data sheets, without sparsity; memory as shown by the driver. A variant with a longer name comes before the
 # shorter name. Links: NVLink to the other GPUs of a board, all links together. Clock: the one that gives the peak.
 GPUS: dict[str, Chip] = {
-    "H200": Chip(139.8, 989, 4800, 450, 0, 1.83, 16),
-    "H100 PCIe": Chip(79.1, 756, 2000, 0, 0, 1.62, 16),
-    "H100": Chip(79.1, 989, 3350, 450, 0, 1.83, 16),
-    "A100 40GB": Chip(39.4, 312, 1555, 300, 0, 1.41, 16),
-    "A100": Chip(79.1, 312, 2039, 300, 0, 1.41, 16),
-    "L40S": Chip(44.4, 362, 864, 0, 0, 2.52, 16),
-    "L4": Chip(22.0, 121, 300, 0, 0, 2.04, 16),
-    "T4": Chip(14.6, 65, 320, 0, 0, 1.59, 16),
+    "H200": Chip(139.8, 989, 4800, 450, 0, 1.83, 16, ("int8", "fp8")),
+    "H100 PCIe": Chip(79.1, 756, 2000, 0, 0, 1.62, 16, ("int8", "fp8")),
+    "H100": Chip(79.1, 989, 3350, 450, 0, 1.83, 16, ("int8", "fp8")),
+    "A100 40GB": Chip(39.4, 312, 1555, 300, 0, 1.41, 16, ("int8",)),
+    "A100": Chip(79.1, 312, 2039, 300, 0, 1.41, 16, ("int8",)),
+    "L40S": Chip(44.4, 362, 864, 0, 0, 2.52, 16, ("int8", "fp8")),
+    "L4": Chip(22.0, 121, 300, 0, 0, 2.04, 16, ("int8", "fp8")),
+    "T4": Chip(14.6, 65, 320, 0, 0, 1.59, 16, ("int8",)),
     "V100 32GB": Chip(31.7, 125, 900, 150, 0, 1.53, 16),
     "V100": Chip(15.8, 125, 900, 150, 0, 1.53, 16),
     "P100": Chip(15.9, 18.7, 732, 0, 0, 1.30, 1),  # no tensor cores

@@ -2,6 +2,7 @@
 
     parts = quantize(weight_ED, "int8")       # {"q": int8 [E, D], "scale": float32 [E]}
     y = linear(x, parts, bias=None)           # about x @ weight_ED.T
+    y = rounded_linear(x, parts, bias=None)   # the same with x rounded to int8: both operands have 8 bits
 
     format  parts                                                       bits a weight   weight[e, d]
     int8    q int8 [E, D], scale [E]                                    8               q * scale[e]
@@ -15,7 +16,15 @@ Where there is one scale per output (channel), the product is computed with the 
 nf4 has a scale per 64 inputs, so the weight is computed before the product. Its numbers are those of bitsandbytes: the
 nearest of 16 values, and scales that are 8-bit codes themselves, in groups of 256 around their mean.
 
-Weights get no gradient. `linear` keeps only the codes for the backward pass, not the converted weight.
+`rounded_linear` is for chips that multiply 8-bit numbers at twice the rate of bfloat16. Each row of x gets a scale of
+its own when it is needed: nothing is calibrated or kept. Example, int8, two inputs and one output:
+
+    x = [3, -1]       rounded: [127, -42] * 3/127       weight [0.5, 0.2]: [127, 51] * 0.5/127
+    y = (127 * 127 - 42 * 51) * 3/127 * 0.5/127 = 1.3008                   exact: 1.3
+
+The gradient of x is such a product too, of `dy * scale` and the codes. Sums are in int32, or in float32 for fp8.
+
+Weights get no gradient. The backward pass keeps only the codes, not the converted weight and not x.
 
 Legend: E outputs, D inputs, N blocks of 64 inputs.
 """
@@ -30,12 +39,12 @@ import jax.numpy as jnp
 import numpy as np
 
 Format = Literal["int8", "int4", "nf4", "fp8", "int4_in_int8"]
+Matmul = Literal["full", "int8", "fp8"]  # products: in the type of x, or with x in the format of the codes
 Parts = dict[str, jax.Array]
 
 # The code of the largest weight of a channel.
 LARGEST = {"int8": 127, "int4": 7, "int4_in_int8": 7, "fp8": 448}
 CODES: dict[str, Any] = {"int8": jnp.int8, "int4": jnp.int4, "int4_in_int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-LARGEST_E5M2 = 57344.0
 # Quantiles of a normal distribution, scaled to [-1, 1]: table of bitsandbytes 0.50.
 NF4 = np.array(
     [
@@ -84,12 +93,20 @@ def quantize(weight_ED: jax.Array, format: Format) -> Parts:
     weight_ED = weight_ED.astype(jnp.float32)
     if format == "nf4":
         return _quantize_nf4(weight_ED)
+    codes, scale_E = round_rows(weight_ED, format)
+    return {"q": codes, "scale": scale_E}
+
+
+def round_rows(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
+    """Codes [..., D] and scales [...]: the largest number of a row gets the largest code. A row with a number that is
+    not finite has such a scale too, so products with it are not finite either."""
     largest = LARGEST[format]
-    scale_E = jnp.abs(weight_ED).max(axis=1) / largest
-    scaled = weight_ED * _inverse(scale_E)[:, None]
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(axis=-1) / largest
+    scaled = x * _inverse(scale)[..., None]
     if format != "fp8":
         scaled = jnp.round(scaled)
-    return {"q": jnp.clip(scaled, -largest, largest).astype(CODES[format]), "scale": scale_E}
+    return jnp.clip(scaled, -largest, largest).astype(CODES[format]), scale
 
 
 def dequantize(parts: Parts, num_inputs: int) -> jax.Array:
@@ -112,8 +129,6 @@ def linear(x: jax.Array, parts: Parts, bias: jax.Array | None = None) -> jax.Arr
     if "scale" not in parts:
         weight = dequantize(parts, x.shape[-1]).astype(x.dtype)
         y = jnp.einsum("...d,ed->...e", x, weight, preferred_element_type=wide)
-    elif parts["q"].dtype == jnp.float8_e4m3fn:
-        y = _fp8_product(x, parts["q"], jnp.float8_e4m3fn, LARGEST["fp8"], wide) * parts["scale"]
     else:
         codes = parts["q"].astype(x.dtype)  # exact: 8 bits fit in the fraction of bfloat16
         y = jnp.einsum("...d,ed->...e", x, codes, preferred_element_type=wide) * parts["scale"]
@@ -130,14 +145,40 @@ def _linear_backward(kept: tuple[Parts, Any], dy: jax.Array) -> tuple[jax.Array,
     if "scale" not in parts:
         return dy @ dequantize(parts, len(inputs)).astype(dy.dtype), None, None
     scaled = (dy * parts["scale"]).astype(dy.dtype)
-    if parts["q"].dtype == jnp.float8_e4m3fn:
-        # e5m2 has less precision and more range, which gradients need.
-        dx = _fp8_product(scaled, parts["q"].T, jnp.float8_e5m2, LARGEST_E5M2, dy.dtype)
-        return dx.astype(dy.dtype), None, None
     return scaled @ parts["q"].astype(dy.dtype), None, None
 
 
 linear.defvjp(_linear_forward, _linear_backward)
+
+
+@jax.custom_vjp
+def rounded_linear(x: jax.Array, parts: Parts, bias: jax.Array | None = None) -> jax.Array:
+    """`linear` of int8 or fp8 parts, with x rounded to the format of the codes."""
+    y = _rounded_product("...d,ed->...e", x, parts["q"], x.dtype) * parts["scale"]
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def _rounded_forward(x: jax.Array, parts: Parts, bias: jax.Array | None) -> tuple[jax.Array, Parts]:
+    return rounded_linear(x, parts, bias), parts
+
+
+def _rounded_backward(parts: Parts, dy: jax.Array) -> tuple[jax.Array, None, None]:
+    # The scales of the outputs are summed over here, so they have to be part of what is rounded.
+    dx = _rounded_product("...e,ed->...d", dy * parts["scale"], parts["q"], dy.dtype)
+    return dx.astype(dy.dtype), None, None
+
+
+rounded_linear.defvjp(_rounded_forward, _rounded_backward)
+
+
+def _rounded_product(equation: str, x: jax.Array, codes_ED: jax.Array, out: Any) -> jax.Array:
+    """The product of the codes of x and of a weight, times the scales of the rows of x, in float32. XLA uses
+    cuBLAS's fp8 product only where the operands are the codes or have one scale, so ours come after it. cuBLAS sums in
+    float32, whatever the type `out` of its result."""
+    format: Format = "fp8" if codes_ED.dtype == jnp.float8_e4m3fn else "int8"
+    codes, scale = round_rows(x, format)
+    y = jnp.einsum(equation, codes, codes_ED, preferred_element_type=jnp.int32 if format == "int8" else out)
+    return y.astype(jnp.float32) * scale[..., None]
 
 
 def _not_before(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
@@ -149,21 +190,6 @@ def _not_before(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
         return jax.lax.optimization_barrier((x, parts))
 
     return jax.lax.platform_dependent(x, parts, tpu=lambda x, parts: (x, parts), default=wait)
-
-
-def _fp8_product(x: jax.Array, codes_ED: jax.Array, kind: Any, largest: float, wide: Any) -> jax.Array:
-    """x @ codes.T. On NVIDIA GPUs both operands are 8-bit floats, x with one scale for the whole array; other chips
-    have no such products, so there the codes are converted."""
-
-    def in_fp8(x: jax.Array, codes: jax.Array) -> jax.Array:
-        scale = jax.lax.stop_gradient(jnp.abs(x).max().astype(jnp.float32) / largest)
-        x8 = (x * _inverse(scale)).astype(kind)
-        return (jnp.einsum("...d,ed->...e", x8, codes, preferred_element_type=wide) * scale).astype(wide)
-
-    def converted(x: jax.Array, codes: jax.Array) -> jax.Array:
-        return jnp.einsum("...d,ed->...e", x, codes.astype(x.dtype), preferred_element_type=wide)
-
-    return jax.lax.platform_dependent(x, codes_ED, cuda=in_fp8, default=converted)
 
 
 # ---- nf4

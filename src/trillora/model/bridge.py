@@ -36,7 +36,7 @@ from transformers.pytorch_utils import Conv1D
 from trillora.devices.mesh import split_rows
 from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
-from trillora.engine.quantize import Format
+from trillora.engine.quantize import Format, Matmul, linear, rounded_linear
 from trillora.engine.ragged import find_documents
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import SUFFIXES
@@ -72,6 +72,7 @@ class CausalLM:
         *,
         dtype: str = "float32",
         quantize: Format | None = None,
+        matmul: Matmul = "full",
         lora: LoraSpec | None = None,
         scan: bool = True,
         unroll: int = 1,
@@ -89,6 +90,7 @@ class CausalLM:
             config,
             dtype=dtype,
             quantize=quantize,
+            matmul=matmul,
             scan=scan,
             unroll=unroll,
             remat=remat,
@@ -103,9 +105,11 @@ class CausalLM:
         self.name = type(self.module).__name__
         self.attention_style = attention_functions.choose_style(self.module)
         self.quantize, self._quantized = quantize, set[str]()  # the format, and the names of the weights in it
+        self.arithmetic = _arithmetic(dtype, quantize, matmul)
         if quantize is not None:
             within, _ = decoder_layers(self.module) or ("", [])
-            self._quantized = quantize_layers(self.module, linear_layers(self.module), within, quantize)
+            product = linear if matmul == "full" else rounded_linear
+            self._quantized = quantize_layers(self.module, linear_layers(self.module), within, quantize, product)
         self.targets = add_lora(self.module, lora)
         self.lora = lora or LoraSpec()
         self.whole = select_modules(self.module, self.lora)
@@ -306,6 +310,16 @@ class CausalLM:
             return {key: leaf}
         module = self.module.get_submodule(leaf.names[0].rpartition(".")[0])
         return part_leaves(key, leaf, self.quantize, inputs_first=isinstance(module, Conv1D))
+
+
+def _arithmetic(dtype: str, quantize: Format | None, matmul: Matmul) -> str:
+    """How the model computes, for people.
+
+    >>> _arithmetic("bfloat16", "int8", "int8")
+    'bfloat16, base in int8, products with it in int8'
+    """
+    base = "" if quantize is None else f", base in {quantize.partition('_')[0]}"
+    return dtype + base + ("" if matmul == "full" else f", products with it in {matmul}")
 
 
 def find_decoder(module: Any, stack: LayerStack) -> torch.nn.Module | None:

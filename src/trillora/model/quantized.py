@@ -7,8 +7,9 @@ leaves in its place. With int8, `q_proj.weight` becomes
     q_proj.weight_scale  float32  [E]
 
 They are stacked, sharded and passed to the layer like any weight. The layer's class becomes a subclass of its own
-class: a plain linear layer multiplies by the codes (`engine.quantize.linear`). Any other code that reads `layer.weight`
-(a subclass of Linear with its own forward, Mamba's time step, DoRA) gets the dequantized weight.
+class: a plain linear layer multiplies by the codes (`engine.quantize.linear`, or `rounded_linear` if products are in
+the format of the codes). Any other code that reads `layer.weight` (a subclass of Linear with its own forward, Mamba's
+time step, DoRA) gets the dequantized weight.
 
 Codes always have outputs first, also those of a Conv1D, whose weight is [D, E]. Legend: E outputs, D inputs.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,10 +27,11 @@ import torch
 from torchax import interop
 from transformers.pytorch_utils import Conv1D
 
-from trillora.engine.quantize import Format, Parts, dequantize, linear, part_names, shapes
+from trillora.engine.quantize import Format, Parts, dequantize, part_names, shapes
 from trillora.errors import TrilloraError
 from trillora.model.layout import Layout, Leaf, QuantizedPart, Tree
 
+Product = Callable[[jax.Array, Parts, jax.Array | None], jax.Array]
 WEIGHT = "weight_"  # + the name of a part: the buffers that hold the parts
 
 
@@ -60,28 +62,31 @@ class _QuantizedProduct(_QuantizedWeight):
     """For layers that compute `x @ weight.T + bias` and nothing else."""
 
     bias: torch.Tensor | None
+    product: Product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self._parts()
         if parts is None:
             return super().forward(x)  # type: ignore[misc]
         bias = None if self.bias is None else interop.jax_view(self.bias)
-        return interop.torch_view(linear(interop.jax_view(x), parts, bias))
+        return interop.torch_view(self.product(interop.jax_view(x), parts, bias))
 
 
 @functools.cache
-def _with_codes(cls: Any) -> type:
+def _with_codes(cls: Any, product: Product) -> type:
     mixin = _QuantizedProduct if cls in (torch.nn.Linear, Conv1D) else _QuantizedWeight
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "product": staticmethod(product)})
 
 
-def quantize_layers(model: torch.nn.Module, linear: Mapping[str, Any], within: str, format: Format) -> set[str]:
+def quantize_layers(
+    model: torch.nn.Module, layers: Mapping[str, Any], within: str, format: Format, product: Product
+) -> set[str]:
     """Prepares the linear layers below the module `within` (the decoder layers) and returns the names of their weights.
-    A weight that several layers share stays as it is."""
+    A weight that several layers share stays as it is. `product` multiplies by the codes."""
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     chosen = {
         name: module
-        for name, module in linear.items()
+        for name, module in layers.items()
         if within and name.startswith(f"{within}.") and uses[id(module.weight)] == 1
     }
     if not chosen:
@@ -94,7 +99,7 @@ def quantize_layers(model: torch.nn.Module, linear: Mapping[str, Any], within: s
         for part in part_names(format):
             module.register_buffer(WEIGHT + part, None, persistent=False)  # the array comes with each call
         cls: Any = type(module)
-        module.__class__ = _with_codes(cls)
+        module.__class__ = _with_codes(cls, product)
     return {f"{name}.weight" for name in chosen}
 
 

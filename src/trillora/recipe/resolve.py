@@ -23,6 +23,7 @@ from trillora.recipe.schema import (
     EngineSection,
     HardwareSection,
     Layers,
+    Matmul,
     MeshSection,
     Quantize,
     Recipe,
@@ -46,6 +47,7 @@ class StepSettings:
     micro_batch_size: int  # sequences, over all devices; of each adapter, if several are trained together
     adapters_at_once: int = 1
     quantize: Quantize = "none"  # a default for checkpoints of versions that did not have it
+    matmul: Matmul = "full"  # the same
     documents_per_sequence: int | None = None  # at most, where attention uses it; given by the data, not by an option
 
     OPTIONS: ClassVar[dict[str, str]] = {
@@ -54,6 +56,7 @@ class StepSettings:
         "mesh": "hardware.mesh",
         "dtype": "model.dtype",
         "quantize": "model.quantize",
+        "matmul": "engine.matmul",
         "layers": "engine.layers",
         "attention": "engine.attention",
         "loss_chunk": "engine.loss_chunk",
@@ -64,7 +67,8 @@ class StepSettings:
 
     def __str__(self) -> str:
         adapters = f"{self.adapters_at_once} adapters, " if self.adapters_at_once > 1 else ""
-        base = "" if self.quantize == "none" else f", {self.quantize} base"
+        products = "" if self.matmul == "full" else " and products"
+        base = "" if self.quantize == "none" else f", {self.quantize} base{products}"
         whole = ", whole base on every device" if self.mesh.data > 1 and self.mesh.fsdp == 1 else ""
         split = ", split base" if self.mesh.fsdp > 1 else ""
         return f"{adapters}micro-batch {self.micro_batch_size}, remat {self.remat}{base}{whole}{split}"
@@ -91,6 +95,7 @@ def given_settings(recipe: Recipe) -> dict[str, Any]:
         "mesh": hardware.mesh,
         "dtype": recipe.model.dtype,
         "quantize": recipe.model.quantize,
+        "matmul": engine.matmul,
         "layers": engine.layers,
         "attention": engine.attention,
         "loss_chunk": engine.loss_chunk,
@@ -147,6 +152,7 @@ class ResolvedRecipe:
                 remat=first.remat,
                 attention=first.attention,
                 loss_chunk=first.loss_chunk,
+                matmul=first.matmul,
             ),
         }
         if recipe.stages is None:

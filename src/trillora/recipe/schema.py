@@ -29,7 +29,18 @@ from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.group_section import MAX_ADAPTERS, MergeSection, SweepSection
 from trillora.recipe.lora import LoraSection, TokenText
-from trillora.recipe.section import Auto, Count, Devices, Rate, Section, Sequences, Tokens, conflict, merged
+from trillora.recipe.section import (
+    Auto,
+    Count,
+    Devices,
+    Rate,
+    Section,
+    Sequences,
+    Tokens,
+    as_mapping,
+    conflict,
+    merged,
+)
 
 _DURATION = r"^([0-9]{1,6}h([0-9]{1,6}m)?|[0-9]{1,6}m([0-9]{1,6}s)?|[0-9]{1,6}s)$"
 MAX_STEPS = 10**9  # of a stage
@@ -38,6 +49,7 @@ MAX_TOKENS_PER_STEP = 2**31 - 1
 Backend = Literal["cpu", "gpu", "tpu"]
 Dtype = Literal["float32", "bfloat16"]
 Quantize = Literal["none", "int8", "int4", "nf4", "fp8"]
+Matmul = Literal["full", "int8", "fp8"]  # see engine/quantize.py
 Layers = Literal["scan", "unroll"]
 Remat = Literal["none", "linear", "wide", "half", "gate", "attention", "full", "dots", "offload"]  # see model/remat.py
 Attention = Literal["xla", "splash", "cudnn"]
@@ -320,7 +332,7 @@ class HardwareSection(Section):
 
 
 class EngineSection(Section):
-    """How the step is computed. These options change speed and memory, not the results."""
+    """How the step is computed. These options change speed and memory; only matmul also changes the results."""
 
     layers: Auto | Layers = Field(
         default="auto", description="scan: compile one layer and loop over it. unroll: compile all, slower to compile."
@@ -335,6 +347,12 @@ class EngineSection(Section):
     )
     loss_chunk: Auto | Count = Field(
         default="auto", description="Tokens per chunk of the loss. Smaller needs less memory."
+    )
+    matmul: Matmul = Field(
+        default="full",
+        description="Products with the frozen linear layers. full: in model.dtype. int8 (TPU v5e, v5p, v6e) and fp8 "
+        "(NVIDIA since Ada and Hopper): activations and their gradients are rounded to 8 bits too, which is faster "
+        "and less exact. Both set model.quantize to the same format.",
     )
 
 
@@ -366,6 +384,29 @@ class Recipe(Section):
         description="Options of this recipe that only --tiny sets, after its built-in ones. applied: in the recipe of "
         "a run that was started with --tiny.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_to_the_format_of_products(cls, value: Any) -> Any:
+        sections = value if isinstance(value, Mapping) else {}
+        engine = as_mapping(EngineSection, sections.get("engine"))
+        model = as_mapping(ModelSection, sections.get("model"))
+        if not isinstance(engine, Mapping) or not isinstance(model, Mapping):
+            return value
+        if engine.get("matmul") not in ("int8", "fp8") or model.get("quantize") not in (None, "auto"):
+            return value
+        return {**value, "model": {**model, "quantize": engine["matmul"]}}
+
+    @model_validator(mode="after")
+    def _base_has_the_format_of_products(self) -> Recipe:
+        matmul, quantize = self.engine.matmul, self.model.quantize
+        if matmul not in ("full", quantize):
+            raise conflict(
+                "engine.matmul",
+                f"engine.matmul: {matmul} multiplies the codes of an {matmul} base, but model.quantize is {quantize}.",
+                f"set model.quantize to {matmul}, or engine.matmul to full",
+            )
+        return self
 
     @model_validator(mode="after")
     def _tokens_are_different(self) -> Recipe:

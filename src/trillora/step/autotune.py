@@ -27,7 +27,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, Progress
 from trillora.model.layout import Tree
 from trillora.recipe.resolve import StepSettings, given_settings
-from trillora.recipe.schema import Attention, Dtype, MeshSection, Quantize, Remat, StageRecipe
+from trillora.recipe.schema import Attention, Dtype, Matmul, MeshSection, Quantize, Remat, StageRecipe
 from trillora.step import background
 from trillora.step.build import Assembly, assemble
 from trillora.step.search import (
@@ -352,6 +352,7 @@ def decide_by_hardware(
     text = config.get_text_config()
     decisions.decide("backend", platform, f"jax found {devices[0].device_kind}")
     decisions.decide("num_devices", num_devices, "all devices")
+    check_products(devices[0], decisions.values.get("matmul", "full"))
     decisions.decide("dtype", *choose_dtype(devices, text, decisions.values.get("quantize", "none")))
     if platform == "gpu":
         decisions.decide("layers", "unroll", "fastest on GPUs")
@@ -375,6 +376,19 @@ def decide_by_hardware(
         )
     tokens = 2 ** int(math.log2(max(CHUNK_LOGITS.get(platform, 2**27) // text.vocab_size, 128)))
     decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
+
+
+def check_products(device: Any, matmul: Matmul) -> None:
+    """Refuses rounded products on a chip where they are not faster. A CPU computes them for tests and comparisons."""
+    chip = None if device.platform == "cpu" else chip_of(device.device_kind)
+    if matmul == "full" or chip is None or matmul in chip.doubled:
+        return
+    other = " or ".join(f"engine.matmul={format}" for format in ("full", *chip.doubled))
+    raise TrilloraError(
+        f"Products in {matmul} are not faster on {device.device_kind}, only less exact.",
+        where="engine.matmul",
+        do=f"use {other}",
+    )
 
 
 def decide_mesh(decisions: Decisions, batch_size: int, config: Any, devices: list[Any]) -> None:

@@ -130,6 +130,7 @@ def assemble(
         config,
         dtype=settings.dtype,
         quantize=stored_format(settings.quantize, settings.backend),
+        matmul=settings.matmul,
         lora=spec,
         scan=settings.layers == "scan",
         remat=settings.remat,

@@ -50,6 +50,7 @@ def of_run(
                 "base_name": base_name,
                 "num_parameters": sum(math.prod(leaf.shape) for leaf, _ in stored_weights(model.layout).values()),
                 "num_trained": sum(math.prod(leaf.shape) for leaf in model.adapter_layout.values()),
+                "arithmetic": model.arithmetic,
             },
             "environment": {
                 "python": platform.python_version(),

@@ -59,6 +59,12 @@ def fixed_options(recipe: Recipe) -> dict[str, Any]:
     return flat
 
 
+def with_defaults(options: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a checkpoint. Its version may not have had all of today's: then it did what the default does."""
+    defaults = fixed_options(Recipe.model_validate({"model": "-", "data": "-"}))
+    return {**{path: defaults[path] for path in now.keys() & defaults.keys()}, **options}
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One phrase per change: options with both values, digests by name."""
     changed = []

@@ -42,7 +42,7 @@ from trillora.step.compile_guard import CompileWatch
 from trillora.tracking import tracking_listener
 from trillora.training import manifest
 from trillora.training.run_folder import RunFolder
-from trillora.training.run_identity import differences, fixed_options, refuse
+from trillora.training.run_identity import differences, fixed_options, refuse, with_defaults
 from trillora.training.saved_record import RunRecord
 from trillora.training.saver import Saver
 from trillora.training.signals import Stop
@@ -168,7 +168,8 @@ class RunProcess:
     ) -> None:
         """Refuses to resume with other inputs or options, unless the user accepts the changes."""
         now = {**identity, **mask_values(fixed_options(keep_fixed(self._recipe, before)))}
-        if (changed := differences({**facts["identity"], **facts["options"]}, now)) and not self._accept_changes:
+        then = {**facts["identity"], **with_defaults(facts["options"], now)}
+        if (changed := differences(then, now)) and not self._accept_changes:
             raise refuse(changed, self._folder.path, step)
         for change in changed:
             self._listener(Alarm(f"Resuming although {change}"))

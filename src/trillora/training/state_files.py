@@ -44,7 +44,7 @@ from trillora.model.adapters import (
 from trillora.model.layout import unstack
 from trillora.model.lora_spec import LayerLora, LoraSpec
 from trillora.recipe.resolve import StepSettings
-from trillora.recipe.schema import Attention, Backend, Dtype, Layers, Quantize, Remat
+from trillora.recipe.schema import Attention, Backend, Dtype, Layers, Matmul, Quantize, Remat
 from trillora.step.background import compile_program
 from trillora.step.build import Assembly
 from trillora.training.divergence import DivergenceMonitor
@@ -83,6 +83,7 @@ class SettingsFacts(StrictFacts):
     adapters_at_once: PositiveInt = 1
     quantize: Quantize = "none"
     documents_per_sequence: PositiveInt | None = None
+    matmul: Matmul = "full"
 
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:

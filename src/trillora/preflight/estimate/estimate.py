@@ -86,7 +86,7 @@ def estimate(
         activations_bytes=held.activations,
         logits_bytes=held.logits,
         step_seconds=work.seconds,
-        roofline_seconds=work.flops / (chip.bf16_tflops * 1e12),
+        roofline_seconds=work.bf16_flops / (chip.bf16_tflops * 1e12),
         flops=work.flops,
         tokens=math.prod(batch.shape) / assembly.mesh.size,
     )
@@ -304,6 +304,7 @@ def _gathers(steps: list[_Step], far_apart: float) -> list[_Gather]:
 class _Work:
     seconds: float
     flops: float
+    bf16_flops: float  # that take as long as these at the chip's peak
 
 
 def _is_fused(operation: Operation) -> bool:
@@ -333,7 +334,7 @@ class _Time:
         last_read = {v: at for at, step in enumerate(steps) for v in step.reads}
         inputs = set(program.inputs)
         products = {v for step in steps if step.kind == "product" for v in step.writes}
-        now = link = flops = 0.0
+        now = link = flops = bf16_flops = 0.0
         ready: dict[tuple[Value, int], float] = {}  # when a weight is gathered, by the step that needs it first
         for gather in _gathers(steps, math.inf if program.is_body else self.calibration.far_apart):
             seconds = self._transfer(gather.value.num_bytes, gather.value.gather_over)
@@ -359,17 +360,19 @@ class _Time:
                 body = self.work(operation.body)
                 now += operation.length * body.seconds
                 flops += operation.length * body.flops
+                bf16_flops += operation.length * body.bf16_flops
             elif not _is_fused(operation):
                 # A lookup reads what it returns, not the whole table.
                 read = set(step.writes) if operation.name == "gather" else step.reads
                 now += max(self._product(operation), self._traffic(read, set(step.writes), inputs))
                 flops += operation.flops
+                bf16_flops += operation.flops / self._times_faster(operation)
             if operation.partial_bytes:
                 # An all-reduce sends everything twice. It goes ahead of gathers that are not needed yet.
                 seconds = 2 * self._transfer(operation.partial_bytes, operation.partial_over)
                 link += seconds
                 reduced.update(dict.fromkeys(operation.outputs, now + seconds))
-        return _Work(max(now, link), flops)
+        return _Work(max(now, link), flops, bf16_flops)
 
     def _fuse(self, fusion: _Fusion, step: _Step, ending: set[Value]) -> None:
         """An operation that is the only reader of a product's result is fused into the product: one array fewer is
@@ -400,7 +403,12 @@ class _Time:
             return 0.0
         batch, *sizes = operation.product
         padded = [math.ceil(size / side) * side for size in sizes]
-        return 2 * batch * math.prod(padded) / (peak * self._efficiency.product)
+        return 2 * batch * math.prod(padded) / (peak * self._efficiency.product * self._times_faster(operation))
+
+    def _times_faster(self, operation: Operation) -> float:
+        """Products of 8-bit numbers are in a format that the chip has: others are refused (`step.autotune`)."""
+        has_8_bits = operation.kind == "product" and all(v.itemsize <= 1 for v in operation.inputs[:2])
+        return 2.0 if has_8_bits and self.chip.doubled else 1.0
 
     def _vector(self, operation: Operation) -> float:
         """One operation per element of the result, or of the operand of a reduction."""

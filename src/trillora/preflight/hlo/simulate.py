@@ -142,7 +142,7 @@ def simulate(
     walk = _Walk(program, work, chip, "estimated_cycles" in hlo_text, branch_shares, slowdown)
     total = walk.run(program.entry)
     roofline = max(
-        total.flops / (chip.bf16_tflops * 1e12),
+        total.bf16_flops / (chip.bf16_tflops * 1e12),
         total.hbm_bytes / (chip.hbm_gb_per_second * 1e9),
         total.link_peak_seconds,
     )
@@ -173,6 +173,7 @@ class _Total:
     exposed_link_seconds: float = 0.0
     kernel_seconds: float = 0.0
     flops: float = 0.0
+    bf16_flops: float = 0.0  # that take as long as these at the chip's peak
     hbm_bytes: float = 0.0
     link_bytes: float = 0.0
 
@@ -340,6 +341,7 @@ class _Walk:
         start = time.total.seconds
         memory_end = time.use_hbm(self._hbm_seconds(self.work.hbm_bytes(computation, kernel), time))
         time.total.flops += flops or 0.0
+        time.total.bf16_flops += flops or 0.0
         time.total.seconds = max(start + seconds, memory_end) + self.efficiency.launch_seconds
         time.wait_for(time.use_hbm(self._hbm_seconds(extra_bytes(computation, kernel), time)), for_links=False)
         time.total.kernel_seconds += time.total.seconds - start
@@ -354,6 +356,7 @@ class _Walk:
         seconds = self._compute_seconds(computation, instruction, flops)
         memory_end = time.use_hbm(self._hbm_seconds(self.work.hbm_bytes(computation, instruction), time))
         time.total.flops += flops
+        time.total.bf16_flops += flops / max(1.0, self._times_faster(computation, instruction))
         time.total.compute_seconds += seconds
         time.total.seconds = max(time.total.seconds + seconds, memory_end) + self.efficiency.launch_seconds
         if transfer is not None:
@@ -365,15 +368,15 @@ class _Walk:
         if self.has_cycles and cycles < UNKNOWN_CYCLES:
             return cycles / clock * (self.slowdown.compute if flops else VECTOR_CYCLES)
         peak = self.chip.bf16_tflops * 1e12 * self.efficiency.product
+        peak *= self._times_faster(computation, instruction)
         product = self.work.filled_flops(computation, instruction) / peak
         if self.work.on_gpu:  # the vector units keep up with HBM
-            return product * self._product_bits(computation, instruction) / 16
+            return product
         # A TPU instruction bundle drives all units at once, so fused operations run in parallel with the product.
         return max(product, self.work.vector_operations(computation, instruction) / VECTOR_OPERATIONS_PER_CYCLE / clock)
 
-    def _product_bits(self, computation: Computation, instruction: Instruction) -> int:
-        """Bits of the operands of a product: a GPU is twice as fast with half the bits."""
-        inner = self.program.called(instruction) or computation
-        products = [i for i in inner.instructions if i.opcode == "dot"] if inner is not computation else [instruction]
-        operands = [inner.operand(product, 0) for product in products]
-        return max((operand.shapes[0].bits for operand in operands if operand is not None), default=16) or 16
+    def _times_faster(self, computation: Computation, instruction: Instruction) -> float:
+        """Rate of the products of an instruction, relative to bfloat16. A GPU is twice as fast with half the bits; a
+        TPU is with the 8-bit formats of its matrix unit, and multiplies all other types as bfloat16."""
+        bits = self.work.operand_bits(computation, instruction) or 16
+        return 16 / bits if self.work.on_gpu or (bits == 8 and self.chip.doubled) else 1.0

@@ -80,6 +80,14 @@ class Work:
             self._counts[inner.name, unit] = sum(self._product_flops(inner, i, unit) for i in inner.instructions)
         return self._counts[inner.name, unit]
 
+    def operand_bits(self, computation: Computation, instruction: Instruction) -> int:
+        """Bits of the widest operand of the products; 0 if there are none."""
+        if instruction.opcode in PRODUCTS or (instruction.opcode == "custom-call" and GEMM.match(target(instruction))):
+            operands = (computation.operand(instruction, index) for index in (0, 1))
+            return max((operand.shapes[0].bits for operand in operands if operand is not None), default=0)
+        inner = self.program.called(instruction) if instruction.opcode == "fusion" else None
+        return max((self.operand_bits(inner, i) for i in inner.instructions), default=0) if inner is not None else 0
+
     def vector_operations(self, computation: Computation, instruction: Instruction) -> float:
         """Elements processed by the vector unit, counted once per arithmetic instruction."""
         opcode = instruction.opcode

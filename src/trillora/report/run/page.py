@@ -284,6 +284,7 @@ def _model_facts(run: RunRecord) -> dict[str, Any]:
         facts["parameters"] = f"{total:,}"
     if trained:
         facts["trained parameters"] = f"{trained:,}" + (f" ({trained / total:.2%})" if total else "")
+    facts["arithmetic"] = words(model.get("arithmetic"))
     return facts
 
 

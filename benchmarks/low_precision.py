@@ -7,7 +7,7 @@
 `--kinds full fp8 int8` are the values of `engine.matmul`; `int8-base` and `fp8-base` only store the base in 8 bits. All
 kinds of one table are measured in one process. Steps are timed in two rounds that take the kinds in opposite orders,
 with the same batches. Curves use the same batches for the same seed: two seeds in full precision show how far apart
-curves are anyway. Each prints a table at the end; a kind that fails prints why, and the others go on.
+curves are anyway. Each prints a table at the end; a kind that fails prints why, and the others are measured.
 """
 
 from __future__ import annotations

@@ -35,14 +35,14 @@ def check_trained(subject: Subject) -> Iterator[Check]:
     if trained.is_from_run:
         yield _same_arrays(matrices, trained)
         yield _same_options(spec, trained.spec, matrices, trained.source)
-        yield from _arithmetic(subject)
+        yield from check_arithmetic(subject)
     else:
         why = "it was merged from others" if subject.run is not None else "its run is not known"
         what = f"The adapter's weights cannot be compared with a checkpoint: {why}, or its checkpoint is gone."
         yield Check("trained", "weights", "skipped", what, do="give the run: --run RUN")
 
 
-def _arithmetic(subject: Subject) -> Iterator[Check]:
+def check_arithmetic(subject: Subject) -> Iterator[Check]:
     """Says what was rounded in training. Everything that is certified is computed with the base as it is stored."""
     recipe = subject.recipe
     if recipe is None or recipe.model.quantize in ("auto", "none"):

@@ -1,0 +1,422 @@
+"""Products with the frozen base in int8 or fp8 (`engine.matmul`).
+
+References: products in float64 with the error that rounding must give, a PyTorch model whose linear layers round in the
+same way, and runs in full precision.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+import torch
+from architecture_checks import Subject, distance, gradient_distance, logits_and_gradients
+from dose import full_dose_only, slow_case
+from jax.sharding import NamedSharding, PartitionSpec
+from test_quantize import matrix, tree_of, with_dequantized_weights
+from transformers import LlamaConfig
+
+import trillora
+from trillora.certify.adapter_checks import check_arithmetic
+from trillora.devices.chips import CHIPS, GPUS
+from trillora.devices.mesh import MeshShape, make_mesh
+from trillora.devices.slices import find_slice
+from trillora.engine.quantize import Parts, dequantize, quantize, round_rows, rounded_linear
+from trillora.errors import TrilloraError
+from trillora.events import ignore_events
+from trillora.generation.generator import Generator
+from trillora.model.bridge import CausalLM
+from trillora.model.layout import stack, unstack
+from trillora.model.lora_spec import LoraSpec
+from trillora.preflight.compiler_process import by_estimate
+from trillora.preflight.hlo.simulate import simulate
+from trillora.recipe.load import load_recipe, load_run_recipe
+from trillora.recipe.schema import stages_of
+from trillora.step.autotune import check_products
+from trillora.step.build import assemble
+from trillora.training.run_identity import differences, fixed_options, with_defaults
+from trillora.training.trainer import train
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
+
+FORMATS = ("int8", "fp8")
+DATA = Path(trillora.__file__).parent / "quickstart" / "data"
+FLOAT32 = 1e-5  # of the largest value: sums in another order
+
+
+def rounding_bound(x: np.ndarray, format: str) -> np.ndarray:
+    """How far a number can be from its code. int8: half a step of the row's scale. fp8: half a unit of three fraction
+    bits; below 2**-6 times the scale, half of the smallest number."""
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    if format == "int8":
+        return np.broadcast_to(largest / 127 / 2, x.shape)
+    return np.maximum(np.abs(x) * 2**-4, largest / 448 * 2**-10)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def product(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """A product and its gradient, in float32."""
+    weight = matrix(33, 512)
+    parts = quantize(jnp.asarray(weight), request.param)
+    random = np.random.default_rng(0)
+    x, dy = (random.normal(size=(4, 16, n)).astype(np.float32) for n in (512, 33))
+    x[0, 0, :4] *= 50  # a row with outliers must not spoil the others
+    y, pull_back = jax.vjp(lambda x: rounded_linear(x, parts), jnp.asarray(x))
+    return SimpleNamespace(
+        format=request.param, parts=parts, weight=weight, x=x, dy=dy, y=y, pull_back=pull_back, dx=pull_back(dy)[0]
+    )
+
+
+def whole(parts: Parts) -> np.ndarray:
+    return np.asarray(dequantize(parts, parts["q"].shape[1]), np.float64)
+
+
+# ---- products
+
+
+def test_the_error_of_a_product_is_within_that_of_rounding_its_input(product: SimpleNamespace) -> None:
+    weight = whole(product.parts)
+    exact = product.x.astype(np.float64) @ weight.T
+    bound = rounding_bound(product.x, product.format) @ np.abs(weight).T
+    error = np.abs(np.asarray(product.y, np.float64) - exact)
+    assert (error <= bound + FLOAT32 * np.abs(exact).max()).all()
+    if product.format == "int8":  # errors are uniform within a step, and independent: the sum is as large as expected
+        step = np.abs(product.x).max(-1, keepdims=True) / 127
+        expected = step / np.sqrt(12) * np.linalg.norm(weight, axis=1)
+        assert np.sqrt(np.mean((error / expected) ** 2)) == pytest.approx(1, abs=0.15)
+
+
+def test_the_error_of_its_gradient_is_within_that_of_rounding_the_output_gradient(product: SimpleNamespace) -> None:
+    codes, scale = (np.asarray(product.parts[name], np.float64) for name in ("q", "scale"))
+    scaled = product.dy * scale
+    error = np.abs(np.asarray(product.dx, np.float64) - scaled @ codes)
+    bound = rounding_bound(scaled, product.format) @ np.abs(codes)
+    assert (error <= bound + FLOAT32 * np.abs(scaled @ codes).max()).all()
+    assert error.max() > 0.01 * bound.max()  # it was rounded
+
+
+def test_a_product_with_the_original_weight_adds_the_rounding_of_the_weight(product: SimpleNamespace) -> None:
+    exact = product.x.astype(np.float64) @ product.weight.T.astype(np.float64)
+    of_x = rounding_bound(product.x, product.format) @ np.abs(whole(product.parts)).T
+    of_weight = np.abs(product.x) @ rounding_bound(product.weight, product.format).T
+    assert (np.abs(product.y - exact) <= of_x + of_weight + FLOAT32 * np.abs(exact).max()).all()
+
+
+def test_products_have_operands_of_eight_bits_forward_and_backward(product: SimpleNamespace) -> None:
+    def both(x: jax.Array, dy: jax.Array) -> Any:
+        y, pull_back = jax.vjp(lambda x: rounded_linear(x, product.parts), x)
+        return y, pull_back(dy)
+
+    arguments = [jnp.zeros(a.shape, jnp.bfloat16) for a in (product.x, product.dy)]
+    lowered = jax.jit(both).lower(*arguments).as_text()
+    products = [line for line in lowered.splitlines() if "stablehlo.dot_general" in line]
+    kind, out = {"int8": ("i8", "i32"), "fp8": ("f8E4M3FN", "bf16")}[product.format]
+    assert len(products) == 2
+    for line in products:
+        operands, _, result = line.rpartition(" : (")[2].partition(") -> ")
+        assert operands.count(f"x{kind}>") == 2 and f"x{out}>" in result
+
+
+def test_only_the_codes_are_kept_for_the_backward_pass(product: SimpleNamespace) -> None:
+    kept = jax.tree.leaves(product.pull_back)
+    assert sorted(leaf.shape for leaf in kept) == sorted(part.shape for part in product.parts.values())
+
+
+def test_bfloat16_in_bfloat16_out(product: SimpleNamespace) -> None:
+    x, bias = jnp.asarray(product.x, jnp.bfloat16), jnp.arange(33, dtype=jnp.bfloat16)
+    y = rounded_linear(x, product.parts, bias)
+    assert y.dtype == jnp.bfloat16
+    codes, scale = round_rows(x, product.format)
+    exact = (np.asarray(codes, np.float64) @ whole(product.parts).T) * np.asarray(scale)[..., None] + np.arange(33)
+    # Half a unit of bfloat16's 8 bits for the result, and for fp8 for the product before it.
+    size = np.abs(exact) + (np.abs(exact - np.arange(33)) if product.format == "fp8" else 0)
+    assert (np.abs(np.asarray(y, np.float64) - exact) <= 2**-8 * size + 1e-5).all()
+
+
+def test_numbers_that_are_not_finite_reach_the_result(product: SimpleNamespace) -> None:
+    """The step counts such losses and skips the update; integers must not hide them."""
+    x = product.x.copy()
+    x[0, 1, 3], x[2, 0, 0] = np.nan, np.inf
+    finite = np.isfinite(np.asarray(rounded_linear(jnp.asarray(x), product.parts)))
+    assert not finite[0, 1].any() and not finite[2, 0].any() and finite.sum() == finite.size - 2 * 33
+
+
+def test_mapped_and_scanned_products_equal_single_ones(product: SimpleNamespace) -> None:
+    mapped = jax.vmap(rounded_linear, (0, None, None))(product.x, product.parts, None)
+    _, scanned = jax.lax.scan(lambda carry, x: (carry, rounded_linear(x, product.parts)), 0, jnp.asarray(product.x))
+    for found in (mapped, scanned):
+        np.testing.assert_allclose(found, product.y, rtol=0, atol=FLOAT32 * float(np.abs(product.y).max()))
+
+
+def test_products_on_eight_devices_equal_those_on_one(product: SimpleNamespace) -> None:
+    """Sequences, inputs and outputs are split. Sums of integers do not depend on their order."""
+    mesh = make_mesh(jax.devices(), MeshShape(data=2, fsdp=2, tensor=2))
+
+    def put(array: Any, *axes: Any) -> jax.Array:
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    x, codes = put(product.x, ("data", "fsdp"), None, "tensor"), put(product.parts["q"][:32], "fsdp", "tensor")
+    y = jax.jit(rounded_linear)(x, {"q": codes, "scale": put(product.parts["scale"][:32])})
+    tolerance = 1e-6 if product.format == "int8" else FLOAT32  # the scales are multiplied in float32
+    np.testing.assert_allclose(y, product.y[..., :32], rtol=tolerance, atol=tolerance * float(np.abs(y).max()))
+
+
+# ---- models
+
+
+class _Rounded(torch.autograd.Function):
+    """x @ w.T in int8, written with PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(codes, scale)
+        return _int8_rows(x) @ (codes * scale[:, None]).T
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        codes, scale = ctx.saved_tensors
+        return _int8_rows(dy * scale) @ codes, None, None
+
+
+def _int8_rows(x: torch.Tensor) -> torch.Tensor:
+    step = x.abs().amax(-1, keepdim=True) / 127
+    return torch.round(x / step) * step
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", {}), slow_case("gpt2", {}), slow_case("llama", {"scan": False})]
+)
+def test_logits_and_adapter_gradients_are_those_of_rounded_products(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of PyTorch's model with rounded products. A number next to the middle between two codes may get another code
+    there, so they are not equal; but most of the difference from full products is explained."""
+    subject = Subject(name)
+    ours = subject.ours(quantize="int8", matmul="int8", **options)
+    reference, flat = with_dequantized_weights(name, ours)
+    full, full_gradients = subject._reference(reference)
+    adapter = stack({n: jnp.asarray(a) for n, a in subject.adapter.items()}, ours.adapter_layout)
+    logits, gradients = logits_and_gradients(ours, tree_of(ours, flat), adapter, subject.tokens)
+    found = unstack(gradients, ours.adapter_layout)
+    assert 1e-3 < distance(logits, full) < 0.1 and gradient_distance(found, full_gradients) < 0.2
+    rounded, _ = with_dequantized_weights(name, ours)
+    for layer, module in rounded.named_modules():
+        if f"{layer}.weight_q" in flat:
+            codes, scale = (
+                torch.tensor(np.asarray(flat[f"{layer}.weight_{part}"], np.float32)) for part in ("q", "scale")
+            )
+            bias = module.bias
+
+            def forward(x: torch.Tensor, codes: Any = codes, scale: Any = scale, bias: Any = bias) -> torch.Tensor:
+                y = _Rounded.apply(x, codes, scale)
+                return y if bias is None else y + bias
+
+            monkeypatch.setattr(module, "forward", forward)
+    expected, expected_gradients = subject._reference(rounded)
+    assert distance(logits, expected) < 0.2 * distance(logits, full)
+    assert gradient_distance(found, expected_gradients) < 0.2 * gradient_distance(found, full_gradients)
+
+
+def test_only_linear_layers_of_the_base_round() -> None:
+    """The adapter's products, the embedding and the head keep their type."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=128
+    )
+    model = CausalLM(config, quantize="int8", matmul="int8", lora=LoraSpec(rank=4), remat="none")
+    shapes = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in model.layout.items()}
+    adapter = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in model.adapter_layout.items()}
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    lowered = jax.jit(lambda b, a, t: model.logits(b, a, {"tokens": t})).lower(shapes, adapter, tokens).as_text()
+    products = [line for line in lowered.splitlines() if "stablehlo.dot_general" in line]
+    assert sum("xi8>" in line for line in products) == 7
+    assert sum("xf32>" in line and "xi8>" not in line for line in products) >= 2 * 7 + 1 + 2
+    assert model.arithmetic == "float32, base in int8, products with it in int8"
+
+
+# ---- recipes and chips
+
+
+@pytest.mark.parametrize("model", ["smollm2", {"name": "smollm2", "quantize": "auto"}])
+def test_products_imply_the_format_of_the_base(model: Any) -> None:
+    for format in FORMATS:
+        recipe = load_recipe({"model": model, "data": "chats.jsonl", "engine": {"matmul": format}})
+        assert recipe.model.quantize == format
+        assert stages_of(recipe)[0].recipe.model.quantize == format
+        assert load_recipe(recipe.model_dump(mode="json", exclude_none=True)).model.quantize == format
+    assert load_recipe({"model": "smollm2", "data": "chats.jsonl"}).engine.matmul == "full"
+
+
+@pytest.mark.parametrize("quantize", ["none", "int4", "nf4", "fp8"])
+def test_a_base_in_another_format_is_refused(quantize: str) -> None:
+    model = {"name": "smollm2", "quantize": quantize}
+    with pytest.raises(TrilloraError, match=f"an int8 base, but model.quantize is {quantize}") as error:
+        load_recipe({"model": model, "data": "chats.jsonl", "engine": {"matmul": "int8"}})
+    assert "engine.matmul" in str(error.value.where)
+    assert error.value.do == "set model.quantize to int8, or engine.matmul to full"
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "allowed"),
+    [
+        ("TPU v5 lite", "tpu", {"int8"}),
+        ("TPU v6 lite", "tpu", {"int8"}),
+        ("TPU v4", "tpu", set()),
+        ("TPU7x", "tpu", {"fp8"}),
+        ("NVIDIA H200", "gpu", {"int8", "fp8"}),
+        ("NVIDIA A100-SXM4-80GB", "gpu", {"int8"}),
+        ("Tesla V100-SXM2-16GB", "gpu", set()),
+        ("a card of the future", "gpu", {"int8", "fp8"}),
+        ("cpu", "cpu", {"int8", "fp8"}),
+    ],
+)
+def test_products_that_are_not_faster_are_refused(kind: str, platform: str, allowed: set[str]) -> None:
+    device = SimpleNamespace(platform=platform, device_kind=kind)
+    check_products(device, "full")
+    for format in FORMATS:
+        if format in allowed:
+            check_products(device, format)
+            continue
+        with pytest.raises(TrilloraError, match=f"Products in {format} are not faster") as error:
+            check_products(device, format)
+        assert error.value.where == "engine.matmul"
+        assert error.value.do == " or ".join(["use engine.matmul=full", *(f"engine.matmul={f}" for f in allowed)])
+
+
+# ---- preflight
+
+
+@pytest.mark.parametrize(
+    ("chip", "kind", "expected"),
+    [
+        (CHIPS["v6e"], "s8", 0.5),
+        (CHIPS["v5e"], "bf16", 1.0),
+        (CHIPS["v4"], "s8", 1.0),
+        (GPUS["H200"], "f8e4m3fn", 0.5),
+        (GPUS["H200"], "s8", 0.5),
+    ],
+)
+def test_simulated_products_of_eight_bits_take_half_the_time(chip: Any, kind: str, expected: float) -> None:
+    def seconds(kind: str) -> tuple[float, float]:
+        program = f"""HloModule step, is_scheduled=true
+
+ENTRY %main (x: {kind}[8192,8192], w: {kind}[8192,8192]) -> bf16[8192,8192] {{
+  %x = {kind}[8192,8192]{{1,0}} parameter(0)
+  %w = {kind}[8192,8192]{{1,0}} parameter(1)
+  ROOT %y = bf16[8192,8192]{{1,0}} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
+}}
+"""
+        found = simulate(program, chip, 1)
+        return found.compute_seconds, found.roofline_seconds
+
+    low, full = seconds(kind), seconds("bf16")
+    assert low[0] == pytest.approx(expected * full[0]) and low[1] == pytest.approx(expected * full[1])
+
+
+def test_the_estimate_counts_rounded_products_at_twice_the_rate() -> None:
+    def estimated(*overrides: str) -> Any:
+        source = {"model": {"name": "llama", "dtype": "bfloat16"}, "data": "chats.jsonl"}
+        options = ["train.sequence_length=2048", "train.batch_size=8", "train.steps=10", "engine.remat=linear"]
+        [stage] = stages_of(load_recipe(source, [*options, *overrides]))
+        config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_key_value_heads=8)
+        return by_estimate(stage.recipe, config, find_slice("v6e-1"), 10, {}, False, ignore_events, assemble)
+
+    full, base, rounded = (estimated(*o) for o in ([], ["model.quantize=int8"], ["engine.matmul=int8"]))
+    assert rounded.settings.matmul == "int8" and rounded.settings.quantize == "int8"
+    assert rounded.memory["base"] == base.memory["base"] < full.memory["base"]
+    assert rounded.step.roofline_seconds < 0.8 * base.step.roofline_seconds
+    assert rounded.step.seconds < 0.9 * base.step.seconds
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_both(tmp_path_factory.mktemp("rounded"), tiny_run.llama(num_layers=1))
+
+
+def recipe(folder: Path, seed: int, **sections: Any) -> dict[str, Any]:
+    return tiny_run.recipe(folder, train={"steps": 20, "seed": seed, "checkpoint_every": 20}, **sections)
+
+
+def run(folder: Path, matmul: str, seed: int) -> Path:
+    out = folder / f"{matmul}-{seed}"
+    if not out.exists():
+        train(load_recipe(recipe(folder, seed, engine={"matmul": matmul})), out)
+    return out
+
+
+def test_a_run_says_how_it_computed(folder: Path) -> None:
+    out = run(folder, "int8", 0)
+    said = "float32, base in int8, products with it in int8"
+    assert json.loads((out / "run.json").read_text())["model"]["arithmetic"] == said
+    assert said in (out / "report.html").read_text()
+    assert "matmul: int8" in (out / "resolved.yaml").read_text()
+    card = (out / "adapter" / "README.md").read_text()
+    assert "| base in memory | int8 |" in card and "| products with the base | int8" in card
+    assert load_run_recipe(out).recipe.engine.matmul == "int8"
+    assert Generator.open(str(out)).model.arithmetic == "float32, base in int8"  # the same base, full products
+
+
+def test_a_run_resumes_only_with_the_same_products(folder: Path) -> None:
+    out = run(folder, "int8", 0)
+    model = {"name": str(folder / "model"), "quantize": "int8"}
+    with pytest.raises(TrilloraError, match=r'engine\.matmul was "int8" and is "full"\.'):
+        train(load_recipe(recipe(folder, 0, model=model)), out)
+
+
+def test_a_checkpoint_of_a_version_without_an_option_has_its_default() -> None:
+    now = fixed_options(load_recipe({"model": "smollm2", "data": "chats.jsonl"}))
+    before = {key: value for key, value in now.items() if key != "engine.matmul"}
+    assert differences(before, now) and not differences(with_defaults(before, now), now)
+    rounded = {**now, "engine.matmul": "int8"}
+    assert differences(with_defaults(before, rounded), rounded) == ['engine.matmul was "full" and is "int8"']
+
+
+def test_a_certificate_says_how_training_computed() -> None:
+    def said(*overrides: str) -> list[str]:
+        given = load_recipe({"model": "smollm2", "data": "chats.jsonl"}, overrides)
+        subject: Any = SimpleNamespace(recipe=given)
+        return [check.what for check in check_arithmetic(subject)]
+
+    assert said() == []
+    assert said("model.quantize=nf4")[0].startswith("Training used a base in nf4; ")
+    assert said("engine.matmul=int8")[0].startswith("Training used a base in int8 and products with it in int8; ")
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    return float(np.mean(np.abs(np.subtract(one, other))))
+
+
+def test_losses_are_within_the_spread_of_two_seeds(folder: Path) -> None:
+    (full, other), rounded = (tiny_run.losses(run(folder, "full", seed)) for seed in (0, 1)), run(folder, "int8", 0)
+    losses = tiny_run.losses(rounded)
+    assert losses[-1] < 0.7 * losses[0]
+    assert 0 < apart(losses, full) < apart(full, other)
+
+
+@full_dose_only
+@pytest.mark.parametrize("matmul", FORMATS)
+def test_losses_of_smollm2_on_real_data_are_within_the_spread_of_two_seeds(tmp_path: Path, matmul: str) -> None:
+    def losses(matmul: str, seed: int) -> list[float]:
+        source = {
+            "model": "smollm2",
+            "data": {"path": str(DATA / "train.jsonl")},
+            "train": {"sequence_length": 128, "batch_size": 2, "steps": 60, "learning_rate": 1e-3, "seed": seed},
+            "engine": {"matmul": matmul},
+        }
+        out = tmp_path / f"{matmul}-{seed}"
+        train(load_recipe(source), out)
+        found = tiny_run.losses(out)
+        return [float(np.mean(found[step : step + 10])) for step in range(0, 60, 10)]  # batches differ by their seed
+
+    full, other, rounded = losses("full", 0), losses("full", 1), losses(matmul, 0)
+    assert rounded[-1] < 0.5 * rounded[0]
+    assert 0 < apart(rounded, full) < apart(full, other)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
-from architecture_checks import Subject, distance, gradient_distance, logits_and_gradients
+from architecture_checks import GRADIENTS, LOGITS, Subject, distance, gradient_distance, logits_and_gradients
 from dose import full_dose_only, slow_case
 from jax.sharding import NamedSharding, PartitionSpec
 from test_quantize import matrix, tree_of, with_dequantized_weights
@@ -205,7 +205,7 @@ def test_logits_and_adapter_gradients_are_those_of_rounded_products(
     adapter = stack({n: jnp.asarray(a) for n, a in subject.adapter.items()}, ours.adapter_layout)
     logits, gradients = logits_and_gradients(ours, tree_of(ours, flat), adapter, subject.tokens)
     found = unstack(gradients, ours.adapter_layout)
-    assert 1e-3 < distance(logits, full) < 0.1 and gradient_distance(found, full_gradients) < 0.2
+    assert distance(logits, full) > 10 * LOGITS and gradient_distance(found, full_gradients) > 10 * GRADIENTS
     rounded, _ = with_dequantized_weights(name, ours)
     for layer, module in rounded.named_modules():
         if f"{layer}.weight_q" in flat:

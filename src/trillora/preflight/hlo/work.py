@@ -93,6 +93,8 @@ class Work:
         opcode = instruction.opcode
         inner = self.program.called(instruction) if opcode == "fusion" else None
         if inner is not None:
+            if _is_relabelling(instruction, inner):
+                return 0.0
             if (inner.name, _VECTOR) not in self._counts:
                 counts = [self.vector_operations(inner, i) for i in inner.instructions]
                 self._counts[inner.name, _VECTOR] = sum(counts)
@@ -155,7 +157,10 @@ class Work:
                 total += self._bytes_read(computation, user.name, whole)
             elif user.opcode == "fusion" and (inner := self.program.called(user)) is not None:
                 places = [index for index, operand in enumerate(user.operands) if operand == name]
-                total += sum(self._bytes_read(inner, inner.parameters[place].name, whole) for place in places)
+                if _is_relabelling(user, inner):
+                    total += self._bytes_read(computation, user.name, whole)
+                else:
+                    total += sum(self._bytes_read(inner, inner.parameters[place].name, whole) for place in places)
             else:
                 return whole
         return min(total, whole)
@@ -242,6 +247,13 @@ def _stated_torus_dims(instruction: Instruction) -> int | None:
     """The compiler states its algorithm: rings with one phase per dim, or an emitter named after the dims."""
     stated = re.search(r"\bphases:(\d)|\"emitter\":\"(\d)DAllGather", instruction.attributes)
     return int(stated[1] or stated[2]) if stated else None
+
+
+def _is_relabelling(fusion: Instruction, inner: Computation) -> bool:
+    """Whether a fusion inside another one only gives its operand another tiling, in place. 8-bit weights of all layers
+    get one before those of a layer are sliced from them."""
+    is_in_place = "output_to_operand_aliasing" in fusion.attributes
+    return is_in_place and len(inner.parameters) == 1 and inner.origin(inner.root.name) is inner.parameters[0]
 
 
 def _results(instruction: Instruction) -> tuple[Shape, ...]:

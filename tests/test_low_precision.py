@@ -36,7 +36,9 @@ from trillora.model.bridge import CausalLM
 from trillora.model.layout import stack, unstack
 from trillora.model.lora_spec import LoraSpec
 from trillora.preflight.compiler_process import by_estimate
+from trillora.preflight.hlo.parse import parse
 from trillora.preflight.hlo.simulate import simulate
+from trillora.preflight.hlo.work import Work
 from trillora.recipe.load import load_recipe, load_run_recipe
 from trillora.recipe.schema import stages_of
 from trillora.step.autotune import check_products
@@ -317,6 +319,39 @@ ENTRY %main (x: {kind}[8192,8192], w: {kind}[8192,8192]) -> bf16[8192,8192] {{
 
     low, full = seconds(kind), seconds("bf16")
     assert low[0] == pytest.approx(expected * full[0]) and low[1] == pytest.approx(expected * full[1])
+
+
+TILED_AGAIN = """HloModule step, is_scheduled=true
+
+%tiled (all: s8[16,1024,1024]) -> s8[16,1024,1024] {
+  %all = s8[16,1024,1024]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy = s8[16,1024,1024]{2,1,0:T(8,128)(4,1)} copy(%all)
+}
+
+%layer (stack: s8[16,1024,1024], at: s32[]) -> s8[1,1024,1024] {
+  %stack = s8[16,1024,1024]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %at = s32[]{:T(128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %again = s8[16,1024,1024]{2,1,0:T(8,128)(4,1)} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, \
+calls=%tiled
+  ROOT %slice = s8[1,1024,1024]{2,1,0:T(8,128)(4,1)} dynamic-slice(%again, %at, %zero, %zero), \
+dynamic_slice_sizes={1,1024,1024}
+}
+
+ENTRY %main (w: s8[16,1024,1024], n: s32[]) -> s8[1,1024,1024] {
+  %w = s8[16,1024,1024]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %n = s32[]{:T(128)} parameter(1)
+  ROOT %one = s8[1,1024,1024]{2,1,0:T(32,128)(4,1)S(1)} fusion(%w, %n), kind=kLoop, calls=%layer
+}
+"""
+
+
+def test_weights_that_are_tiled_again_before_they_are_sliced_are_not_read_whole() -> None:
+    """As the TPU compiler writes it: only the weights of one layer are read and processed."""
+    program = parse(TILED_AGAIN)
+    work, entry = Work(program, 1), program.entry
+    assert work.hbm_bytes(entry, entry.root) == 1024 * 1024
+    assert work.vector_operations(entry, entry.root) == 1024 * 1024
 
 
 def test_the_estimate_counts_rounded_products_at_twice_the_rate() -> None:

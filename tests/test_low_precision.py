@@ -378,7 +378,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(folder: Path, seed: int, **sections: Any) -> dict[str, Any]:
-    return tiny_run.recipe(folder, train={"steps": 20, "seed": seed, "checkpoint_every": 20}, **sections)
+    return tiny_run.recipe(folder, train={"steps": 20, "seed": seed, "checkpoint_every": 10}, **sections)
 
 
 def run(folder: Path, matmul: str, seed: int) -> Path:
@@ -400,8 +400,9 @@ def test_a_run_says_how_it_computed(folder: Path) -> None:
     assert Generator.open(str(out)).model.arithmetic == "float32, base in int8"  # the same base, full products
 
 
-def test_a_run_resumes_only_with_the_same_products(folder: Path) -> None:
-    out = run(folder, "int8", 0)
+def test_a_run_resumes_only_with_the_same_products(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "again"
+    tiny_run.copy_interrupted(run(folder, "int8", 0), out, 10)
     model = {"name": str(folder / "model"), "quantize": "int8"}
     with pytest.raises(TrilloraError, match=r'engine\.matmul was "int8" and is "full"\.'):
         train(load_recipe(recipe(folder, 0, model=model)), out)

@@ -1,8 +1,8 @@
 """Settings for every test process and its children, set before jax is imported.
 
 XLA compiles fast code in several times the time that our tiny models need to run, so its optimizations are off:
-`JAX_DISABLE_MOST_OPTIMIZATIONS`, and no fusion emitters, which take two thirds of the rest. test_golden.py and
-test_quickstart.py run with them on.
+`JAX_DISABLE_MOST_OPTIMIZATIONS`, and no fusion emitters, which take two thirds of the rest. A program is compiled in
+one part: 32 parts, for as many threads, cost a twelfth more. test_golden.py and test_quickstart.py use none of this.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from typing import Any
 
 import pytest
 
-# An extra option, because a version of XLA that does not have it ignores it.
-FASTER_COMPILATION = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-FLAGS = ("--xla_force_host_platform_device_count=8", FASTER_COMPILATION)
+# The first is an extra option, because a version of XLA that does not have it ignores it.
+FASTER_COMPILATION = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+FLAGS = ("--xla_force_host_platform_device_count=8", *FASTER_COMPILATION)
 
 LONGEST = (
     "test_notebooks.py",

@@ -32,7 +32,7 @@ def test_training_prints_only_our_lines(tmp_path: Path) -> None:
     )
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-    environment |= {"TRILLORA_CACHE": str(tmp_path / "cache"), "XLA_FLAGS": FASTER_COMPILATION}
+    environment |= {"TRILLORA_CACHE": str(tmp_path / "cache"), "XLA_FLAGS": " ".join(FASTER_COMPILATION)}
     command = [sys.executable, "-m", "trillora", "train", "recipe.yaml", "--out", "run", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0 and done.stderr == "", done.stderr

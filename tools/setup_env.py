@@ -14,10 +14,12 @@ import argparse
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,11 +139,22 @@ def install_torch(environment: Environment, version: str) -> None:
     say(f"torch {version}, default build", started)
 
 
+def halves(lock: Path, folder: Path) -> list[Path]:
+    """Two files in `folder` with every second package of the lock."""
+    packages = re.split(r"\n(?=[\w])", lock.read_text(encoding="utf-8"))
+    paths = [folder / f"{lock.stem}-{half}.txt" for half in (1, 2)]
+    for half, path in enumerate(paths):
+        path.write_text("\n".join(packages[half::2]) + "\n", encoding="utf-8")
+    return paths
+
+
 def install_locked(environment: Environment, *, with_tools: bool) -> None:
     """Installs the locked packages and this package. Everything but torch has its hash checked."""
     started = time.monotonic()
     locked = ["--no-deps", "--require-hashes", "--requirement"]
-    environment.require(*locked, str(LOCKS / ("dev.txt" if with_tools else "runtime.txt")))
+    parts = halves(LOCKS / ("dev.txt" if with_tools else "runtime.txt"), environment.folder)
+    with ThreadPoolExecutor() as pool:  # pip uses one core, most of the time to unpack
+        list(pool.map(lambda part: environment.require(*locked, str(part)), parts))
     # The lock includes setuptools, so building fetches nothing.
     environment.require("--no-deps", "--no-build-isolation", "--editable", ".")
     say("trillora and its tools" if with_tools else "trillora and the embedded model", started)

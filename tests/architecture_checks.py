@@ -74,7 +74,7 @@ class Subject:
     def weights(self, ours: CausalLM, model: Any | None = None) -> tuple[Tree, Tree]:
         """The reference's weights and adapter in our layout."""
         base = base_weights(ours, self.torch_model if model is None else model)
-        return base, stack({name: jnp.asarray(a) for name, a in self.adapter.items()}, ours.adapter_layout)
+        return base, stack(self.adapter, ours.adapter_layout)
 
 
 def base_weights(ours: CausalLM, source: Any) -> Tree:
@@ -97,10 +97,11 @@ def attach_adapter(model: Any, adapter: dict[str, np.ndarray]) -> dict[str, torc
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
-    tensor = tensor.detach().contiguous()
+    """A copy. `jnp.asarray` would compile a program for every shape."""
+    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
     if tensor.dtype == torch.bfloat16:
-        return jnp.asarray(tensor.view(torch.int16).numpy()).view(jnp.bfloat16)
-    return jnp.asarray(tensor.numpy())
+        return jax.device_put(tensor.view(torch.int16).numpy().view(jnp.bfloat16))
+    return jax.device_put(tensor.numpy())
 
 
 def distance(ours: Any, reference: np.ndarray) -> float:
@@ -139,7 +140,7 @@ def logits_and_gradients(ours: CausalLM, base: Tree, adapter: Tree, tokens: np.n
         return total / weights.sum(), ours.head(base, head_adapter, hidden)
 
     (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(adapter, base, jnp.asarray(tokens))
-    return logits, gradients
+    return logits, jax.device_get(gradients)  # slices of arrays on a device would be compiled
 
 
 def packed_logits(subject: Subject, ours: CausalLM, *, segments: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -72,8 +72,7 @@ def our_logits(name: str, model: CausalLM, stacked_adapter: dict[str, np.ndarray
     reference = tiny_models.build(name)
     flat = {n: to_jax(t) for n, t in (*reference.named_parameters(), *reference.named_buffers())}
     base = stack({n: flat[n] for leaf in model.layout.values() for n in leaf.names}, model.layout)
-    adapter = {key: jnp.asarray(array) for key, array in stacked_adapter.items()}
-    return np.asarray(jax.jit(model.logits)(base, adapter, {"tokens": jnp.asarray(TOKENS, jnp.int32)}))
+    return np.asarray(jax.jit(model.logits)(base, stacked_adapter, {"tokens": jnp.asarray(TOKENS, jnp.int32)}))
 
 
 def torch_logits(model: Any) -> np.ndarray:

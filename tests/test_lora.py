@@ -185,7 +185,7 @@ class Tiny:
         names = sorted(name for leaf in self.model.adapter_layout.values() for name in leaf.names)
         shapes = {name: leaf.part_shape for leaf in self.model.adapter_layout.values() for name in leaf.names}
         generator = np.random.default_rng(0)
-        drawn = {name: jnp.asarray(generator.normal(0, 0.3, shapes[name]), jnp.float32) for name in names}
+        drawn = {name: generator.normal(0, 0.3, shapes[name]).astype(np.float32) for name in names}
         self.adapter = stack(drawn, self.model.adapter_layout)
 
     def hidden(self, key: jax.Array | None) -> np.ndarray:

@@ -236,7 +236,7 @@ def test_logits_and_gradients_equal_pytorch_with_the_dequantized_weights(
     ours = subject.ours(quantize=format, **options)
     reference, flat = with_dequantized_weights(name, ours)
     expected, expected_gradients = subject._reference(reference)
-    adapter = stack({n: jnp.asarray(a) for n, a in subject.adapter.items()}, ours.adapter_layout)
+    adapter = stack(subject.adapter, ours.adapter_layout)
     logits, gradients = logits_and_gradients(ours, tree_of(ours, flat), adapter, subject.tokens)
     assert distance(logits, expected) <= LOGITS
     assert gradient_distance(unstack(gradients, ours.adapter_layout), expected_gradients) <= GRADIENTS

@@ -74,8 +74,8 @@ def unstack(tree: Tree, layout: Layout) -> Tree:
 
 
 def stack(flat: Tree, layout: Layout) -> Tree:
-    """The inverse of `unstack`."""
+    """The inverse of `unstack`, on the host: a program for every shape would take longer to compile."""
     return {
-        key: jax.numpy.stack([flat[name] for name in leaf.names]) if leaf.stacked else flat[leaf.names[0]]
+        key: jax.device_put(np.stack([flat[name] for name in leaf.names]) if leaf.stacked else flat[leaf.names[0]])
         for key, leaf in layout.items()
     }

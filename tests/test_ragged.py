@@ -1,6 +1,6 @@
 """Packed documents reach cuDNN with their places and lengths, for as many as the data has, or else with a mask.
 
-cuDNN needs a GPU (`test_attention_on_gpu.py`). Here a loop over the documents stands in for it, and the calls are
+cuDNN needs a GPU (`test_attention_on_gpu.py`). Here a loop over the documents replaces it, and the calls are
 lowered for CUDA without being compiled.
 
 Legend: B sequences, T tokens, M documents at most, H query heads, K key/value heads, D width.

@@ -46,7 +46,9 @@ def plain(name: str) -> dict[str, np.ndarray]:
         ("gemma3_text", "half", True),  # layers with and without a window
         *(slow_case("gemma3_text", remat, True) for remat in ("wide", "attention", "offload")),
         *(slow_case("deepseek_v3", remat, True) for remat in ("wide", "half", "attention", "offload")),  # dense first
-        *(slow_case("gpt2", remat, True) for remat in ("wide", "half", "gate", "attention", "offload")),  # transposed weights
+        *(
+            slow_case("gpt2", remat, True) for remat in ("wide", "half", "gate", "attention", "offload")
+        ),  # transposed weights
         *(slow_case("zamba2", remat, True) for remat in ("wide", "half", "attention")),  # shared weights
     ],
 )

@@ -30,7 +30,7 @@ DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, ADAPTER_AXIS = "data", "fsdp", "tensor", "ada
 AXES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
 PROGRAM_CACHE_BYTES = 4 * 2**30
-CACHED_SECONDS = 0.1  # a program that took longer to compile is cached; jax's own limit, 1 s, leaves out dozens
+CACHED_SECONDS = 0.3  # programs that took longer to compile are cached; jax's own limit is 1 s
 SMALL = 2**16  # elements; replicating a smaller weight costs less than gathering it
 
 

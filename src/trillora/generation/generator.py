@@ -23,11 +23,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.data.rendering.chat_templates import find_template
-from trillora.devices.mesh import BATCH_AXES, MeshShape, batch_sharding, find_devices, make_mesh, replicated
+from trillora.devices.mesh import (
+    BATCH_AXES,
+    MeshShape,
+    batch_sharding,
+    find_devices,
+    make_mesh,
+    remember_programs,
+    replicated,
+)
 from trillora.engine.quantize import stored_format
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
+from trillora.files.cache_dir import cache_root
 from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
@@ -155,6 +164,7 @@ class Generator:
             was = f"in {source.quantize}" if source.quantize not in ("none", "auto") else "not quantized"
             now = "is not quantized" if quantize == "none" else f"is quantized to {quantize}"
             listener(Note(f"The base {now}. In training it was {was}, so answers may differ."))
+        remember_programs(cache_root() / "programs")
         devices = find_devices(backend, None)
         with fitting(str(adapter_folder)):
             model, mesh = _place(

@@ -14,6 +14,7 @@ programs were compiled one after another.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -33,7 +34,7 @@ model: smollm2
 data: {path: train.jsonl, split: {validation: 0.05}}
 lora: {rank: 16, alpha: 32}
 train: {sequence_length: 512, batch_size: 4, steps: 8, learning_rate: 1.0e-3, warmup_steps: 2}
-evaluate: {num_samples: 2, max_tokens: 32}
+evaluate: {num_samples: 2, max_tokens: 32, every_steps: 1000}
 hardware: {devices: 1}
 """
 NUM_ROWS = 400  # of the quickstart's data
@@ -77,12 +78,10 @@ def write_recipe(folder: Path) -> None:
 
 
 def link_caches(folder: Path) -> None:
-    """Only the programs have an empty cache: the embedded model is converted once per machine, before this."""
-    program = "import sys; from trillora.model.loading.source import OpenModel as Model; "
-    program += "Model.open('smollm2', revision=None, trust_remote_code=False)"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    """Only the programs have an empty cache. The embedded model is converted once per machine: if that has not happened
+    yet, the first start does it, and its timeline shows it."""
     folder.mkdir()
-    for path in cache_root().iterdir():
+    for path in cache_root().iterdir() if cache_root().is_dir() else ():
         if path.name != "programs":
             (folder / path.name).symlink_to(path)
 
@@ -107,14 +106,17 @@ def measure(started: float, overrides: list[str]) -> dict[str, Any]:
     programs: list[tuple[float, str, float, str]] = []
 
     def report(label: str, event: Any = None) -> None:
+        if label != reports[-1][1]:  # on stderr as it happens, in case the time runs out
+            print(f"{time.time() - started:7.1f}  {label[:100]}", file=sys.stderr, flush=True)
         reports.append((time.time() - started, label, event))
 
     report("imports")
-    from trillora.cli.errors import OWN_PROCESS  # noqa: F401 (what the command line imports first)
+    from trillora.cli import GARBAGE_THRESHOLD  # what the command line does first
     from trillora.devices.quiet import quiet_libraries, start_gpu
     from trillora.events import Step
     from trillora.recipe.load import load_recipe
 
+    gc.set_threshold(GARBAGE_THRESHOLD)
     recipe = load_recipe(Path("recipe.yaml"), overrides)
     quiet_libraries(recipe.hardware.backend)
     start_gpu(recipe.hardware.backend)

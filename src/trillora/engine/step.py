@@ -114,7 +114,8 @@ def make_train_step(
 
 
 def choose(condition: jax.Array, one: Tree, other: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+    """One of two trees of equal shapes. `jnp.where` takes several times as long to trace, for each array of a tree."""
+    return jax.tree.map(lambda a, b: jax.lax.select(condition, a, b), one, other)
 
 
 def all_finite(tree: Tree) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,8 @@ from trillora.training.saver import Saver
 from trillora.training.signals import Stop
 from trillora.training.stalls.watchdog import Watchdog
 from trillora.training.state_files import METRICS_FILE, find_fault, read_facts
+
+Identity = Callable[[], dict[str, str]]  # digests of what a run depends on, by name
 
 
 @dataclass(frozen=True)
@@ -146,22 +148,24 @@ class RunProcess:
             )
         return found
 
-    def _read_stages(self, opened: OpenModel, before: ResolvedRecipe | None) -> tuple[list[StageData], dict[str, str]]:
-        """The data of every stage, and digests of everything the run depends on."""
+    def _read_stages(self, opened: OpenModel, before: ResolvedRecipe | None) -> tuple[list[StageData], Identity]:
+        """The data of every stage, and digests of everything the run depends on. A thread reads the weights for theirs,
+        which takes seconds: the digests are for the moment when they are needed."""
         recipe = keep_dates(self._recipe, before) if before else self._recipe
-        with ThreadPoolExecutor(1) as pool:
-            weights = pool.submit(weights_digest, opened.folder, weight_files(opened.folder))
-            stages = []
-            for stage in stages_of(recipe):
-                check_rows(opened.config, stage.recipe.train.sequence_length)
-                stages.append(read_stage(stage, opened.tokenizer, self._listener))
-            identity = {"model": weights.result(), "tokenizer": tokenizer_digest(opened.tokenizer)}
+        pool = ThreadPoolExecutor(1, "digest")
+        weights = pool.submit(weights_digest, opened.folder, weight_files(opened.folder))
+        pool.shutdown(wait=False)
+        stages = []
+        for stage in stages_of(recipe):
+            check_rows(opened.config, stage.recipe.train.sequence_length)
+            stages.append(read_stage(stage, opened.tokenizer, self._listener))
+        others = {"tokenizer": tokenizer_digest(opened.tokenizer)}
         for data in stages:
-            identity |= data.identity()
+            others |= data.identity()
         self._start = open_start(self._recipe.lora, opened.base_name, self._listener)
         if self._start is not None:
-            identity["lora.from"] = self._start.digest
-        return stages, identity
+            others["lora.from"] = self._start.digest
+        return stages, lambda: {"model": weights.result(), **others}
 
     def _check_unchanged(
         self, facts: dict[str, Any], before: ResolvedRecipe, identity: dict[str, str], step: int

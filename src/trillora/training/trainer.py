@@ -190,7 +190,7 @@ class _Training(RunProcess):
         position = Position(DivergenceMonitor(math.log(opened.config.get_text_config().vocab_size)))
         if facts and before:
             position = self._position_of(facts)
-            self._check_unchanged(facts, before, identity, position.global_step)
+            self._check_unchanged(facts, before, identity(), position.global_step)
 
         is_same_hardware = facts is not None and facts["devices"] == manifest.describe_devices(devices)
         self._ahead = _Ahead(stages, opened, recipe.train.seed, position.stage, saved is None, listener)
@@ -200,7 +200,7 @@ class _Training(RunProcess):
         self._folder.write("resolved.yaml", resolved.dump(recipe))
         self._folder.write(run_file.NAME, run_file.dump(filled), mode=run_file.MODE)
         self._opened = opened
-        self._of_run = manifest.of_run(filled, stages, assembly, identity, opened.tokenizer, opened.base_name)
+        self._of_run = manifest.of_run(filled, stages, assembly, identity(), opened.tokenizer, opened.base_name)
         self._folder.write("run.json", json.dumps(self._of_run, indent=1) + "\n")
         left = range(position.stage, len(stages))
         eval_plans = [self._ahead.eval_plan(number, plans[number].assembly) for number in left]
@@ -225,7 +225,7 @@ class _Training(RunProcess):
                 keep_checkpoints=recipe.train.keep_checkpoints,
                 assembly=assembly,
                 copy=make_copier(assembly),
-                facts={**manifest.of_checkpoint(filled, resolved, identity, devices), "run": self._record.run_id},
+                facts={**manifest.of_checkpoint(filled, resolved, identity(), devices), "run": self._record.run_id},
                 base_name=opened.base_name,
                 num_steps=sum(stage.num_steps for stage in stages),
                 evaluate_every=resolved.evaluate_every,

@@ -61,7 +61,7 @@ from trillora.training.group.state_files import (
 )
 from trillora.training.loop import Diverged
 from trillora.training.run_folder import losses
-from trillora.training.run_process import RunProcess, TrainResult, peak_seconds_per_token, read_base
+from trillora.training.run_process import Identity, RunProcess, TrainResult, peak_seconds_per_token, read_base
 from trillora.training.validation import EvalPlan, Evaluator, Measures, Sampler, plan_evaluation
 
 
@@ -91,7 +91,7 @@ class GroupTraining(RunProcess):
         assert isinstance(assembly, GroupAssembly)
         resolved = resolve_group(self._recipe, data, plans, before)
         filled = resolved.fill(recipe)
-        self._write_recipe(filled, resolved, group, data, assembly, identity, opened)
+        self._write_recipe(filled, resolved, group, data, assembly, identity(), opened)
         size = first.settings.micro_batch_size
         # A sweep compares numbers; only phases show answers.
         eval_plans = [plan_evaluation(one, size, opened, listener, answers=group.kind == "phases") for one in data]
@@ -122,7 +122,7 @@ class GroupTraining(RunProcess):
                 programs={width: plan.compiled for width, plan in plans.items()},
                 lane=assembly.compile_lane(),
                 copy=make_group_copier(assembly),
-                facts={**manifest.of_checkpoint(filled, resolved, identity, devices), "run": self._record.run_id},
+                facts={**manifest.of_checkpoint(filled, resolved, identity(), devices), "run": self._record.run_id},
                 members=self._members(group, data, eval_plans, assembly),
                 options=options,
                 selections=picks,
@@ -138,7 +138,7 @@ class GroupTraining(RunProcess):
         self,
         facts: dict[str, Any] | None,
         before: ResolvedRecipe | None,
-        identity: dict[str, str],
+        identity: Identity,
         opened: OpenModel,
         group: Group,
     ) -> GroupPosition:
@@ -146,7 +146,7 @@ class GroupTraining(RunProcess):
             guessing = math.log(opened.config.get_text_config().vocab_size)
             return GroupPosition.start([MemberPosition(DivergenceMonitor(guessing)) for _ in group.members])
         position = GroupPosition.from_dict(facts["position"])
-        self._check_unchanged(facts, before, identity, position.step)
+        self._check_unchanged(facts, before, identity(), position.step)
         return position
 
     def _plan(

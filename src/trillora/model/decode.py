@@ -213,5 +213,8 @@ class _Layers:
 
 def _arrays(layer: torch.nn.Module) -> Tree:
     """The weights that a layer has in this trace."""
-    tensors = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
-    return {name: tensor.jax() for name, tensor in tensors if isinstance(tensor, TORCHAX_TENSORS)}
+    tensors: dict[str, Any] = {
+        **dict(layer.named_parameters(remove_duplicate=False)),
+        **dict(layer.named_buffers(remove_duplicate=False)),
+    }
+    return {name: tensor.jax() for name, tensor in tensors.items() if isinstance(tensor, TORCHAX_TENSORS)}

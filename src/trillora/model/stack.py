@@ -359,7 +359,7 @@ class LayerStack:
         if any(isinstance(leaf, collections.UserDict | torch.Tensor) for leaf in others):
             return self._run_alone(trace, hidden, i, weights)
         call = (self.kinds[i], positional, structure, others)
-        body = next((body for known, body in trace.bodies if known == call), None)
+        body: Any = next((body for known, body in trace.bodies if known == call), None)
         if body is None:
 
             def run(
@@ -370,7 +370,8 @@ class LayerStack:
 
             body = jax.jit(checkpointed(run, self.remat, i, looped=False))
             trace.bodies.append((call, body))
-        return body(hidden, weights, tensors, np.int32(i))
+        out: jax.Array = body(hidden, weights, tensors, np.int32(i))
+        return out
 
     def _run_alone(self, trace: Trace, hidden: jax.Array, i: int, weights: dict[str, jax.Array]) -> jax.Array:
         """Runs a layer that may write to a dictionary."""

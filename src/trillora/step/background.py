@@ -14,7 +14,7 @@ modules, which all programs share, so it stays in one thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
@@ -67,11 +67,12 @@ def compiling_in_background() -> Iterator[None]:
         pool.shutdown(cancel_futures=True)
 
 
-def compile_program(lowered: Any, options: Mapping[str, str | bool] | None = None) -> Any:
+def compile_program(lowered: Any, options: Mapping[str, str | bool] | None = None) -> Callable[..., Any]:
     """The compiled program; within `compiling_in_background`, a `Pending` one. `options` have XLA's names."""
     background = _current.get()
     if background is None:
-        return lowered.compile(compiler_options=options)
+        program: Callable[..., Any] = lowered.compile(compiler_options=options)
+        return program
     return background.start(lowered, options)
 
 

@@ -178,8 +178,6 @@ class _Ahead:
 class _Training(RunProcess):
     """One process of a run that trains one adapter, in one or more stages."""
 
-    _ahead: _Ahead | None = None
-
     def run(self) -> TrainResult:
         recipe, listener = self._recipe, self._listener
         devices, opened = self._open()
@@ -193,8 +191,8 @@ class _Training(RunProcess):
             self._check_unchanged(facts, before, identity(), position.global_step)
 
         is_same_hardware = facts is not None and facts["devices"] == manifest.describe_devices(devices)
-        self._ahead = _Ahead(stages, opened, recipe.train.seed, position.stage, saved is None, listener)
-        plans = self._plan(stages, opened.config, devices, before, is_same_hardware, first=position.stage)
+        ahead = _Ahead(stages, opened, recipe.train.seed, position.stage, saved is None, listener)
+        plans = self._plan(stages, opened.config, devices, before, is_same_hardware, position.stage, ahead)
         resolved = resolve_recipe(recipe, stages, plans, before, first=position.stage)
         filled, assembly = resolved.fill(recipe), plans[min(position.stage, len(plans) - 1)].assembly
         self._folder.write("resolved.yaml", resolved.dump(recipe))
@@ -203,13 +201,13 @@ class _Training(RunProcess):
         self._of_run = manifest.of_run(filled, stages, assembly, identity(), opened.tokenizer, opened.base_name)
         self._folder.write("run.json", json.dumps(self._of_run, indent=1) + "\n")
         left = range(position.stage, len(stages))
-        eval_plans = [self._ahead.eval_plan(number, plans[number].assembly) for number in left]
+        eval_plans = [ahead.eval_plan(number, plans[number].assembly) for number in left]
         if left:
             planned = planned_programs([stages[number] for number in left], eval_plans, is_new=saved is None)
             listener(Note(describe(planned)))
 
         self._print_adapted(assembly.model)
-        base = self._ahead.base(assembly)
+        base = ahead.base(assembly)
         where = self._checkpoints.where(position.global_step)
         new = functools.partial(place_state, assembly, recipe.train.seed, base, self._start)
         state = from_files(saved[1], assembly, where) if saved else new()
@@ -233,7 +231,7 @@ class _Training(RunProcess):
                 watchdog=self._watchdog,
                 peak_seconds_per_token=peak_seconds_per_token(assembly.model.layout, devices),
             )
-            works = [self._ahead.work(number, plans[number]) for number in left]
+            works = [ahead.work(number, plans[number]) for number in left]
             any_process(False, False)  # compiled now: it is a program too
             wait_for_programs()
             return self._to_the_end(run, works, base, state, position, stages[-1])
@@ -307,6 +305,7 @@ class _Training(RunProcess):
         before: ResolvedRecipe | None,
         is_same_hardware: bool,
         first: int,
+        ahead: _Ahead,
     ) -> list[Plan]:
         """Decides every `auto` and compiles every step before training starts. The stage with the longest sequences is
         compiled first, and its settings hold for all stages, because they share the base."""
@@ -321,8 +320,7 @@ class _Training(RunProcess):
                 fixed = {"layers": earlier.settings.layers, "quantize": earlier.settings.quantize}
                 kept |= vars(earlier.settings) if is_same_hardware else fixed
             predictor = None if earlier is not None and is_same_hardware else predictor_for(devices)
-            assert self._ahead is not None
-            meanwhile = functools.partial(self._ahead.meanwhile, number, memory_limit(devices))
+            meanwhile = functools.partial(ahead.meanwhile, number, memory_limit(devices))
             plans[number] = choose(
                 stage.recipe,
                 config,

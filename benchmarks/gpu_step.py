@@ -72,7 +72,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=args.tokens)
     started = time.perf_counter()
     devices = find_devices("auto", 1)
-    plan = choose(recipe, config, devices, args.steps, listener=lambda event: print(to_json(event), flush=True))
+    most = 2 if args.packed else None  # documents in a sequence
+    plan = choose(recipe, config, devices, args.steps, lambda event: print(to_json(event)), most_documents=most)
     compile_seconds = time.perf_counter() - started
     assembly = plan.assembly
     base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)

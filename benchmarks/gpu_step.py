@@ -57,6 +57,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from trillora.events import to_json
     from trillora.model.loading.weights import random_weights
     from trillora.recipe.load import load_recipe
+    from trillora.recipe.resolve import DocumentRoom
     from trillora.step.autotune import choose, step_bytes
     from trillora.training.trainer import place_state
 
@@ -72,8 +73,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=args.tokens)
     started = time.perf_counter()
     devices = find_devices("auto", 1)
-    most = 2 if args.packed else None  # documents in a sequence
-    plan = choose(recipe, config, devices, args.steps, lambda event: print(to_json(event)), most_documents=most)
+    room = DocumentRoom(args.tokens // 2, 1) if args.packed else None
+    plan = choose(recipe, config, devices, args.steps, lambda event: print(to_json(event)), document_room=room)
     compile_seconds = time.perf_counter() - started
     assembly = plan.assembly
     base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)

@@ -1,6 +1,6 @@
 """Compares cuDNN's ragged attention with the reference, on a GPU: outputs and gradients.
 
-    python tests/ragged_on_gpu.py [--json]
+    python tests/ragged_on_gpu.py [--json] [part of a case's name]
 
 Prints a line for each case with the largest errors, relative to the largest value, and ends with status 1 if one is too
 large. `test_attention_on_gpu.py` runs it in a process of its own, because the other tests run on the CPU.
@@ -31,6 +31,7 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3}
 MASK_FACTOR = 1.5  # the errors may not be larger than this times those of the same kernel with a mask, plus rounding
 CAUSAL = MaskRule()
 LONG = ([300, 200, 12], [512], [1, 1, 1, 500])
+BLOCKS = ([128, 128, 128, 128], [100, 128, 3, 120, 128], [30, 20, 128, 10, 10, 5, 128])
 SHORT = ([7] * 60, [3] * 40 + [100, 200], [])  # the last sequence is only padding
 
 
@@ -41,7 +42,7 @@ class Case:
     heads: tuple[int, int, int] = (8, 2, 64)  # query heads, key heads, width
     num_tokens: int = 512
     dtype: str = "bfloat16"
-    bucket: int | None = None
+    room: tuple[int, int] | None = None  # tokens of a block, documents that begin in it
     remat: bool = False
     split: bool = False
 
@@ -55,8 +56,12 @@ CASES = {
     "width 80": Case(heads=(4, 2, 80)),
     "float16": Case(dtype="float16"),
     "short documents and padding": Case(SHORT),
-    "a bucket of 128 for 4 documents": Case(bucket=128),
-    "odd number of tokens": Case(([100, 50, 3], [333], [200, 100, 20]), num_tokens=333),
+    "room for 128 documents": Case(room=(512, 128)),
+    "blocks of 128": Case(BLOCKS, room=(128, 5)),
+    "blocks of 128, window of 50": Case(BLOCKS, room=(128, 5), rule=MaskRule(window=50)),
+    "blocks of 128, chunks of 48": Case(BLOCKS, room=(128, 5), rule=MaskRule(chunk=48)),
+    "blocks of 256, width 128": Case(BLOCKS, room=(256, 8), heads=(8, 2, 128)),
+    "334 tokens": Case(([100, 50, 3], [334], [200, 100, 20]), num_tokens=334),
     "window of 5": Case(rule=MaskRule(window=5)),
     "window of 100": Case(rule=MaskRule(window=100)),
     "window of 100, a key head per query head": Case(rule=MaskRule(window=100), heads=(4, 4, 128)),
@@ -91,11 +96,11 @@ def errors_of(case: Case) -> dict[str, Any]:
     given = [jnp.asarray(array, case.dtype) for array in arrays]
     is_real = jnp.asarray(segments > 0)[:, :, None, None]
     weights = jnp.where(is_real, given.pop(), 0)  # padding has no part in the loss
-    most = case.bucket or documents_bucket(max(map(len, case.lengths)))
+    room = case.room or (case.num_tokens, documents_bucket(max(map(len, case.lengths)) + 1))
 
     def run(implementation: Any, use_lengths: bool, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         ids, at = jnp.asarray(segments), jnp.asarray(positions)
-        documents = find_documents(ids, most) if use_lengths else None
+        documents = find_documents(ids, *room) if use_lengths else None
         scores = ScoreScaling(width**-0.5)
         if case.split:
             mesh = make_mesh(jax.devices()[:1], MeshShape())
@@ -136,7 +141,9 @@ def main() -> None:
         print(f"cuDNN has no ragged attention for {device.device_kind}")
         sys.exit(0)
     results: dict[str, Any] = {}
-    for name, case in CASES.items():
+    wanted = [word for word in sys.argv[1:] if word != "--json"]
+    cases = {name: case for name, case in CASES.items() if all(word in name for word in wanted)}
+    for name, case in cases.items():
         try:
             results[name] = errors_of(case)
             shown = "  ".join(
@@ -148,10 +155,10 @@ def main() -> None:
             shown = str(error)[:300].replace("\n", " ")
         print(f"{'ok  ' if results[name]['passes'] else 'FAIL'} {name}: {shown}", flush=True)
     passed = sum(result["passes"] for result in results.values())
-    print(f"{passed} of {len(CASES)} pass on {device.device_kind}, jax {jax.__version__}", flush=True)
+    print(f"{passed} of {len(cases)} pass on {device.device_kind}, jax {jax.__version__}", flush=True)
     if "--json" in sys.argv:
         print(json.dumps(results))
-    sys.exit(0 if passed == len(CASES) else 1)
+    sys.exit(0 if passed == len(cases) else 1)
 
 
 if __name__ == "__main__":

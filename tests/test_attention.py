@@ -295,12 +295,14 @@ def test_the_reference_runs_queries_and_keys_of_different_length() -> None:
         ("values of width 32", jnp.bfloat16, 64, Form(value_width=32)),
         ("width 512", jnp.bfloat16, 512, Form(value_width=512)),
         ("width 12", jnp.bfloat16, 12, Form(value_width=12)),
+        ("odd", jnp.bfloat16, 64, Form(value_width=64)),
     ],
 )
 def test_cudnn_reports_which_forms_it_does_not_support(reason: str | None, dtype: Any, width: int, form: Form) -> None:
-    query: Any = jax.ShapeDtypeStruct((1, 13, HEADS, width), dtype)
-    value: Any = jax.ShapeDtypeStruct((1, 13, HEADS, form.value_width), dtype)
-    extra = draw(form, num_rows=1, num_tokens=13)[1]
+    num_tokens = 13 if reason == "odd" else 14
+    query: Any = jax.ShapeDtypeStruct((1, num_tokens, HEADS, width), dtype)
+    value: Any = jax.ShapeDtypeStruct((1, num_tokens, HEADS, form.value_width), dtype)
+    extra = draw(form, num_rows=1, num_tokens=num_tokens)[1]
     answer = unsupported(
         "cudnn", query, query, value, form.rule, form.scores, extra.get("sinks_H"), extra.get("bias_BHTS")
     )

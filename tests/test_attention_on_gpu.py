@@ -26,5 +26,5 @@ def test_outputs_and_gradients_with_the_lengths_of_documents_equal_the_reference
     if "no ragged attention" in done.stdout:
         pytest.skip(done.stdout.splitlines()[-1])
     results = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 19
+    assert len(results) == 23
     assert {name: result for name, result in results.items() if not result["passes"]} == {}, done.stderr[-3000:]

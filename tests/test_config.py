@@ -307,7 +307,7 @@ def test_resolved_recipe_reads_back_the_same_with_its_reasons(tmp_path: Path) ->
     recipe = load_recipe(SMALLEST, ["train.steps=120"])
     resolved = ResolvedRecipe((ResolvedStage("train", SETTINGS, None, REASONS),), evaluate_every=12)
     filled = resolved.fill(recipe)
-    not_options = {"adapters_at_once": 1, "documents_per_sequence": None}
+    not_options = {"adapters_at_once": 1, "document_room": None}
     assert {**given_settings(stages_of(filled)[0].recipe), **not_options} == vars(SETTINGS)
     text = resolved.dump(recipe)
     assert text == resolved.dump(filled)
@@ -323,7 +323,7 @@ def test_what_the_user_fixed_is_found_and_nothing_else() -> None:
     (stage,) = stages_of(load_recipe(SMALLEST, ["train.micro_batch_size=2", "engine.remat=none"]))
     assert given_settings(stage.recipe) == {"micro_batch_size": 2, "remat": "none", "quantize": "none"}
     fields = {field.name for field in dataclasses.fields(StepSettings)}
-    assert fields - set(StepSettings.OPTIONS) == {"documents_per_sequence"}  # the data gives it
+    assert fields - set(StepSettings.OPTIONS) == {"document_room"}  # the data gives it
 
 
 def test_any_text_survives_being_written_and_read() -> None:

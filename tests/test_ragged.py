@@ -29,15 +29,14 @@ from tiny_run import recipe as tiny_recipe
 from tiny_run import write_both
 
 from trillora.data.batches import Batches
-from trillora.data.stage import StageData, evaluation_batches, read_stage
-from trillora.engine import attention
+from trillora.data.stage import StageData, evaluation_batches, read_stage, shortest_block
 from trillora.engine.attention import MaskRule, ScoreScaling, attend
-from trillora.engine.ragged import Documents, documents_bucket, find_documents, ragged_function, why_masked
+from trillora.engine.ragged import documents_bucket, find_documents, ragged_function, why_masked
 from trillora.events import Chosen, Event, ignore_events
 from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import load_tokenizer
 from trillora.recipe.load import load_recipe
-from trillora.recipe.resolve import StepSettings
+from trillora.recipe.resolve import DocumentRoom, StepSettings
 from trillora.recipe.schema import MeshSection, stages_of
 from trillora.step.autotune import Decisions, decide_by_hardware
 from trillora.training.state_files import SettingsFacts
@@ -47,11 +46,11 @@ SCORES = ScoreScaling(0.3)
 NEWEST = (99, 0, 0)
 
 
-def random_row(rng: random.Random, num_tokens: int) -> list[int]:
+def random_row(rng: random.Random, num_tokens: int, longest: int) -> list[int]:
     """Lengths of documents that fit; none for a sequence that is only padding."""
     lengths: list[int] = []
     while (left := num_tokens - sum(lengths)) > 0 and rng.random() < 0.9:
-        lengths.append(rng.randint(1, min(left, rng.choice([1, 5, num_tokens]))))
+        lengths.append(rng.randint(1, min(left, rng.choice([1, 5, longest]), longest)))
     return lengths
 
 
@@ -68,84 +67,55 @@ def segment_ids(rows: list[list[int]], num_tokens: int) -> tuple[np.ndarray, np.
     return segments, positions
 
 
-def test_lengths_and_starts_equal_those_of_a_loop() -> None:
-    rng, num_tokens = random.Random(0), 24
-    find = jax.jit(find_documents, static_argnums=1)
-    for trial in range(dose(40, 1000)):
-        rows = [random_row(rng, num_tokens) for _ in range(4)]
-        most = next(n for n in (2, 8, 32) if n >= max(map(len, rows))) if trial % 2 else 32
-        found = find(jnp.asarray(segment_ids(rows, num_tokens)[0]), most)
-        assert found.most == most
-        for row, lengths in enumerate(rows):
-            whole = lengths or [num_tokens]  # padding alone is one document
-            whole = [*whole[:-1], whole[-1] + num_tokens - sum(whole)]  # else it belongs to the last one
-            starts = [sum(whole[:number]) for number in range(len(whole))]
-            assert found.lengths_BM[row].tolist() == whole + [-1] * (most - len(whole))
-            assert found.starts_BN[row].tolist() == starts + [-1] * (most + 1 - len(whole))
+def begins_in(lengths: list[int], num_tokens: int, block: int) -> list[list[tuple[int, int]]]:
+    """By a loop: place and length of all that begins in each block. Padding ends with its block."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(num_tokens // block)]
+    place = 0
+    for length in lengths:
+        found[place // block].append((place % block, length))
+        place += length
+    while place < num_tokens:
+        length = block - place % block
+        found[place // block].append((place % block, length))
+        place += length
+    return found
+
+
+@pytest.mark.parametrize("block", [24, 12, 6])
+def test_lengths_and_starts_equal_those_of_a_loop(block: int) -> None:
+    rng, num_tokens, most = random.Random(0), 24, 24
+    find = jax.jit(find_documents, static_argnums=(1, 2))
+    for _ in range(dose(20, 500)):
+        rows = [random_row(rng, num_tokens, block) for _ in range(4)]
+        found = find(jnp.asarray(segment_ids(rows, num_tokens)[0]), block, most)
+        expected = [pairs for row in rows for pairs in begins_in(row, num_tokens, block)]
+        assert found.most == most and found.block_of((4, num_tokens)) == block
+        assert len(expected) == len(found.lengths_BM) == len(found.starts_BN)
+        for pairs, starts, lengths in zip(expected, found.starts_BN, found.lengths_BM, strict=True):
+            assert starts.tolist() == [start for start, _ in pairs] + [-1] * (most + 1 - len(pairs))
+            assert lengths.tolist() == [length for _, length in pairs] + [-1] * (most - len(pairs))
         assert found.lengths_BM.dtype == found.starts_BN.dtype == jnp.int32
 
 
-def test_the_example_of_the_module_is_right() -> None:
-    found = find_documents(jnp.array([[1, 1, 1, 2, 2, 0]]), 4)
-    assert (found.lengths_BM.tolist(), found.starts_BN.tolist()) == ([[3, 3, -1, -1]], [[0, 3, -1, -1, -1]])
+def test_the_examples_of_the_module_are_right() -> None:
+    segments = jnp.array([[1, 1, 1, 2, 2, 0]])
+    found = find_documents(segments, block=6, most=4)
+    assert (found.lengths_BM.tolist(), found.starts_BN.tolist()) == ([[3, 2, 1, -1]], [[0, 3, 5, -1, -1]])
+    found = find_documents(segments, block=3, most=2)
+    assert (found.lengths_BM.tolist(), found.starts_BN.tolist()) == ([[3, -1], [2, 1]], [[0, -1, -1], [0, 2, -1]])
 
 
-@pytest.mark.parametrize(("most", "bucket"), [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (100, 128)])
-def test_buckets_are_powers_of_two_that_have_room(most: int, bucket: int) -> None:
+@pytest.mark.parametrize(("most", "bucket"), [(1, 2), (2, 2), (3, 3), (5, 6), (7, 8), (9, 12), (13, 16), (33, 48)])
+def test_buckets_have_room(most: int, bucket: int) -> None:
     assert documents_bucket(most) == bucket
 
 
-def by_documents(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents, scale: float, window: int | None
-) -> jax.Array:
-    """Attends within each document. What belongs to none is NaN: cuDNN does not write it."""
-    group = query.shape[2] // key.shape[2]
-    q, k, v = (np.asarray(a, np.float32) for a in (query, key, value))
-    k, v = k.repeat(group, axis=2), v.repeat(group, axis=2)
-    out = np.full(query.shape, np.nan, np.float32)
-    for row, (starts, lengths) in enumerate(zip(documents.starts_BN, documents.lengths_BM, strict=True)):
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=False):
-            for t in range(start, start + length):
-                first = start if window is None else max(start, t - window + 1)
-                logits = np.einsum("hd,shd->hs", q[row, t], k[row, first : t + 1]) * scale
-                weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-                weights /= weights.sum(axis=1, keepdims=True)
-                out[row, t] = np.einsum("hs,shd->hd", weights, v[row, first : t + 1])
-    return jnp.asarray(out, query.dtype)
-
-
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize(
-    "rule", [MaskRule(), MaskRule(window=3), MaskRule(window=99), MaskRule(chunk=4), MaskRule(chunk=24)], ids=repr
+    ("longest", "length", "block"),
+    [(2048, 2048, 2048), (1025, 2048, 2048), (1024, 2048, 1024), (3, 2048, 128), (3, 1000, 250), (3, 64, 64)],
 )
-def test_attention_by_documents_equals_the_mask(
-    rule: MaskRule, key_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "ragged_function", lambda: by_documents)
-    monkeypatch.setattr(jax, "__version_info__", NEWEST)
-    rows, num_tokens, generator = [[9, 1, 7, 5], [24], [3, 2], []], 24, np.random.default_rng(0)
-    segments, positions = (jnp.asarray(a) for a in segment_ids(rows, num_tokens))
-    shapes = ((len(rows), num_tokens, heads, 8) for heads in (4, key_heads, key_heads))
-    tensors = tuple(jnp.asarray(generator.normal(size=shape), jnp.bfloat16) for shape in shapes)
-    extra: dict[str, Any] = {"segments_BT": segments, "positions_BT": positions}
-    documents = find_documents(segments, 4)
-    ours = attend(*tensors, rule, SCORES, **extra, documents=documents, implementation="cudnn")
-    expected = attend(*(t.astype(jnp.float32) for t in tensors), rule, SCORES, **extra)
-    assert np.isfinite(np.asarray(ours, np.float32)).all(), "every token, also padding, belongs to a document"
-    is_real = np.asarray(segments > 0)[:, :, None, None]
-    # The output is rounded to bfloat16: 2**-9 of its value.
-    np.testing.assert_allclose(np.asarray(ours, np.float32) * is_real, expected * is_real, rtol=2**-8, atol=1e-6)
-
-
-def test_chunks_have_room_for_every_document_in_pieces() -> None:
-    rng, num_tokens, visited = random.Random(1), 24, 0
-    for _ in range(dose(200, 2000)):
-        chunk = rng.randint(1, 20)
-        rows = [random_row(rng, num_tokens) for _ in range(3)]
-        pieces = max(sum(-(-length // chunk) for length in row) for row in rows)
-        assert pieces <= max(map(len, rows)) + num_tokens // chunk
-        visited += pieces > max(map(len, rows))
-    assert visited > 5
+def test_blocks_are_as_short_as_documents_allow(longest: int, length: int, block: int) -> None:
+    assert shortest_block(longest, length) == block
 
 
 @pytest.fixture
@@ -158,6 +128,79 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ragged_function.cache_clear()
     yield
     ragged_function.cache_clear()
+
+
+def cudnn_by_loops(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: None = None,
+    q_seqlen: Any = None,
+    kv_seqlen: Any = None,
+    q_offsets: Any = None,
+    kv_offsets: Any = None,
+    *,
+    scale: float,
+    mask_type: Any,
+    sliding_window_length: int | None,
+) -> jax.Array:
+    """Attends within each document, which is a part of all tokens in a row, as in memory. What belongs to none is NaN:
+    cuDNN does not write it."""
+    assert mask_type == cudnn.MaskType.PADDING_CAUSAL and q_offsets is kv_offsets and q_seqlen is kv_seqlen
+    num_tokens, num_heads, width = query.shape[1:]
+    group = num_heads // key.shape[2]
+    q, k, v = (np.asarray(a, np.float32).reshape(-1, a.shape[2], width) for a in (query, key, value))
+    k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
+    out = np.full(q.shape, np.nan, np.float32)
+    for row, (starts, lengths) in enumerate(zip(q_offsets.tolist(), q_seqlen.tolist(), strict=True)):
+        assert max(lengths) <= num_tokens and len(starts) == len(lengths) + 1 and starts[-1] == -1
+        for start, length in zip(starts, lengths, strict=False):
+            begin = row * num_tokens + start
+            for t in range(begin, begin + length):
+                first = begin if sliding_window_length is None else max(begin, t - sliding_window_length + 1)
+                logits = np.einsum("hd,shd->hs", q[t], k[first : t + 1]) * scale
+                weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+                weights /= weights.sum(axis=1, keepdims=True)
+                out[t] = np.einsum("hs,shd->hd", weights, v[first : t + 1])
+    return jnp.asarray(out, query.dtype).reshape(query.shape)
+
+
+@pytest.mark.usefixtures("as_on_hopper")
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize(("block", "most"), [(24, 5), (12, 3)])
+@pytest.mark.parametrize(
+    "rule", [CAUSAL, MaskRule(window=3), MaskRule(window=99), MaskRule(chunk=4), MaskRule(chunk=24)]
+)
+def test_attention_by_documents_equals_the_mask(
+    rule: MaskRule, block: int, most: int, key_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn, "dot_product_attention", cudnn_by_loops)
+    rows, num_tokens, generator = [[9, 1, 7, 5], [12, 12], [3, 2], []], 24, np.random.default_rng(0)
+    segments, positions = (jnp.asarray(a) for a in segment_ids(rows, num_tokens))
+    shapes = ((len(rows), num_tokens, heads, 8) for heads in (4, key_heads, key_heads))
+    tensors = tuple(jnp.asarray(generator.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    extra: dict[str, Any] = {"segments_BT": segments, "positions_BT": positions}
+    documents = find_documents(segments, block, most)
+    ours = attend(*tensors, rule, SCORES, **extra, documents=documents, implementation="cudnn")
+    expected = attend(*(t.astype(jnp.float32) for t in tensors), rule, SCORES, **extra)
+    assert np.isfinite(np.asarray(ours, np.float32)).all(), "every token, also padding, belongs to a document"
+    is_real = np.asarray(segments > 0)[:, :, None, None]
+    # The output is rounded to bfloat16: 2**-9 of its value.
+    np.testing.assert_allclose(np.asarray(ours, np.float32) * is_real, expected * is_real, rtol=2**-8, atol=1e-6)
+
+
+def test_chunks_have_room_for_every_document_in_pieces() -> None:
+    rng, num_tokens, visited = random.Random(1), 24, 0
+    for _ in range(dose(300, 3000)):
+        chunk, block = rng.randint(1, 20), rng.choice([24, 12, 6])
+        row = random_row(rng, num_tokens, block)
+        most = max(map(len, begins_in(row, num_tokens, block)))
+        pieces = [min(chunk, length - start) for length in row for start in range(0, length, chunk)]
+        in_pieces = max(map(len, begins_in(pieces, num_tokens, block)))
+        assert in_pieces <= most + block // chunk + 1
+        visited += in_pieces > most
+    assert visited > 20
 
 
 def kernel_calls(function: Callable[..., Any], *shapes: Any) -> list[tuple[str, int, dict[str, Any]]]:
@@ -175,14 +218,16 @@ def kernel_calls(function: Callable[..., Any], *shapes: Any) -> list[tuple[str, 
 
 @pytest.mark.usefixtures("as_on_hopper")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("rule", "window", "most"), [(MaskRule(), 0, 16), (MaskRule(window=7), 7, 16),
-                                                      (MaskRule(chunk=8), 0, 20)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "window", "most"),
+    [(CAUSAL, 0, 16), (MaskRule(window=7), 7, 16), (MaskRule(window=16), 0, 16), (MaskRule(chunk=8), 0, 19)],
+)
 def test_cudnn_gets_lengths_and_places_in_both_passes(rule: MaskRule, window: int, most: int, dtype: Any) -> None:
     query, key = (jax.ShapeDtypeStruct((2, 32, heads, 64), dtype) for heads in (4, 2))
     segments = jax.ShapeDtypeStruct((2, 32), jnp.int32)
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
-        extra: dict[str, Any] = {"segments_BT": segments, "documents": find_documents(segments, 16)}
+        extra: dict[str, Any] = {"segments_BT": segments, "documents": find_documents(segments, 16, 16)}
         return attend(query, key, value, rule, SCORES, **extra, implementation="cudnn").astype(jnp.float32).sum()
 
     forward, backward = kernel_calls(jax.grad(loss, argnums=(0, 1, 2)), query, key, key, segments)
@@ -197,7 +242,7 @@ def names_of(documents: bool, rule: MaskRule = CAUSAL, *, key_heads: int = 4, ma
     query, key = (jax.ShapeDtypeStruct((2, 32, heads, 64), jnp.bfloat16) for heads in (4, key_heads))
 
     def run(query: jax.Array, key: jax.Array, segments: jax.Array) -> jax.Array:
-        found = find_documents(segments, 8) if documents else None
+        found = find_documents(segments, 32, 8) if documents else None
         extra: dict[str, Any] = {"segments_BT": segments, "documents": found, "mapped": mapped}
         return attend(query, key, key, rule, SCORES, **extra, implementation="cudnn")
 
@@ -241,36 +286,40 @@ def test_a_mask_is_used_if_jax_has_no_such_function(missing: str, monkeypatch: p
 def test_the_model_gives_every_layer_the_lengths(scan: bool) -> None:
     config = tiny_llama()
 
-    def calls(documents_per_sequence: int | None) -> list[tuple[str, int, dict[str, Any]]]:
+    def calls(room: tuple[int, int] | None) -> list[tuple[str, int, dict[str, Any]]]:
         model = CausalLM(
             config,
             dtype="bfloat16",
             scan=scan,
             remat="linear",
             attention="cudnn",
-            documents_per_sequence=documents_per_sequence,
+            document_room=room,
         )
         base = {k: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for k, leaf in model.layout.items()}
         inputs = {name: jax.ShapeDtypeStruct((2, 16), jnp.int32) for name in ("tokens", "positions", "segments")}
         return kernel_calls(lambda base, inputs: model.hidden(base, {}, inputs).astype(jnp.float32).sum(), base, inputs)
 
-    num_bodies = 1 if scan else config.num_hidden_layers
-    assert [call[0] for call in calls(8)] == ["Softmax"] * num_bodies
-    assert all(config["max_seg_per_batch"] == 8 for _, _, config in calls(8))
-    assert [call[0] for call in calls(None)] == ["ScaleBiasSoftmax"] * num_bodies
+    found = calls((8, 4))
+    assert {call[0] for call in found} == {"Softmax"}
+    assert all(config["max_seg_per_batch"] == 4 for _, _, config in found)
+    assert {call[0] for call in calls(None)} == {"ScaleBiasSoftmax"}
 
 
-def test_no_sequence_has_more_documents_than_batches_say() -> None:
-    rng, seen = random.Random(2), set()
-    for trial in range(dose(5, 50)):
-        documents = in_memory(some_documents(rng, rng.randint(1, 60), longest=rng.choice([3, 32])))
+def test_no_block_has_more_documents_than_batches_say() -> None:
+    rng, num_tokens, seen = random.Random(2), 32, set()
+    for trial in range(dose(10, 100)):
+        block = rng.choice([32, 16, 8])
+        documents = in_memory(some_documents(rng, rng.randint(1, 60), longest=rng.choice([3, block])))
         pack = trial % 5 > 0
-        batches = Batches(documents, batch_size=rng.randint(1, 5), sequence_length=32, seed=trial, pack=pack)
-        most = max(int(batches.batch(step)["segments"].max()) for step in range(batches.steps_per_epoch))
-        assert batches.most_documents == most
-        assert pack or most == 1
+        batches = Batches(documents, batch_size=rng.randint(1, 5), sequence_length=num_tokens, seed=trial, pack=pack)
+        found = [find_documents(jnp.asarray(batches.batch(n)["segments"]), block, 20) for n in range(2)]
+        rows = [documents.lengths_N[batches._buckets[0].rows[n]].tolist() for n in range(batches.num_rows)]
+        most = max(len(begin) for row in rows for begin in begins_in(row, num_tokens, block))
+        assert batches.documents_in(block) == most
+        assert all(int((one.lengths_BM > 0).sum(axis=1).max()) <= most for one in found)
+        assert pack or most <= 2, "a document and the padding after it"
         seen.add(most)
-    assert max(seen) > 8
+    assert max(seen) >= 8
 
 
 def test_a_stage_counts_the_documents_of_training_and_evaluation(tmp_path: Path) -> None:
@@ -285,50 +334,52 @@ def test_a_stage_counts_the_documents_of_training_and_evaluation(tmp_path: Path)
         return read_stage(stages_of(load_recipe(settings))[0], tokenizer, ignore_events)
 
     alone, both = read(), read(validation=str(tmp_path / "short.jsonl"))
-    assert alone.most_documents == alone.batches.most_documents
-    evaluated = evaluation_batches(both, 4)
-    assert evaluated is not None
-    assert both.most_documents == evaluated.most_documents > alone.most_documents > 1
-    assert read(pack=False).most_documents is None
+    evaluated, block = evaluation_batches(both, 4), shortest_block(int(alone.batches.documents.lengths_N.max()), 256)
+    assert evaluated is not None and alone.document_room and both.document_room
+    assert alone.document_room == (block, alone.batches.documents_in(block))
+    assert both.document_room == (block, evaluated.documents_in(block)) > alone.document_room
+    assert read(pack=False).document_room is None
 
 
-def decided(capability: str, most: int | None, config: Any, **fixed: Any) -> tuple[int | None, str]:
+def decided(capability: str, needed: tuple[int, int] | None, config: Any, **fixed: Any) -> tuple[Any, str]:
     events: list[Event] = []
     decisions = Decisions(fixed, events.append)
-    recipe = load_recipe({"model": "any", "data": "any.jsonl"})
-    decide_by_hardware(decisions, recipe, config, [gpu(capability)], most)
+    recipe = load_recipe({"model": "any", "data": "any.jsonl", "train": {"sequence_length": 2048}})
+    decide_by_hardware(decisions, recipe, config, [gpu(capability)], needed and DocumentRoom(*needed))
     reasons = [event.reason for event in events if isinstance(event, Chosen) and event.path == "engine.attention"]
-    return decisions.values.get("documents_per_sequence"), reasons[0]
+    return decisions.values.get("document_room"), reasons[0]
 
 
 def test_the_setting_follows_the_data_the_card_and_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "__version_info__", NEWEST)
-    grouped = llama(num_key_value_heads=8)
-    number, reason = decided("9.0", 11, grouped)
-    assert number == 16 and reason.endswith("; it gets the lengths of up to 16 documents in a sequence")
-    number, reason = decided("8.0", 11, grouped)
-    assert number is None and "a mask keeps packed documents apart: cuDNN has no ragged attention for" in reason
-    assert decided("12.0", 11, grouped)[0] is None  # not tried on these cards
+    grouped, needed = llama(num_key_value_heads=8), (1024, 11)
+    room, reason = decided("9.0", needed, grouped)
+    assert room == (1024, 12) and reason.endswith("; it gets the lengths of up to 12 documents in 1024 tokens")
+    room, reason = decided("8.0", needed, grouped)
+    assert room is None and "a mask keeps packed documents apart: cuDNN has no ragged attention for" in reason
+    assert decided("9.0", (2048, 64), grouped)[0] == (2048, 64)
+    assert decided("9.0", (2048, 65), grouped)[0] is None  # a mask is faster
+    assert decided("12.0", needed, grouped)[0] is None  # not tried on these cards
     assert decided("9.0", None, grouped) == (None, "the kernel for bfloat16 on gpu")  # not packed, or not known
-    assert decided("7.5", 11, grouped)[0] is None
-    assert decided("9.0", 11, grouped, documents_per_sequence=None)[0] is None  # a run that began without it
-    assert decided("9.0", 11, grouped, documents_per_sequence=64)[0] == 64
-    assert decided("9.0", 11, grouped, documents_per_sequence=8)[0] == 16  # the evaluation set was replaced
+    assert decided("7.5", needed, grouped)[0] is None
+    assert decided("9.0", needed, grouped, document_room=None)[0] is None  # a run that began without it
+    for kept, expected in {(1024, 64): (1024, 64), (1024, 8): (1024, 12), (512, 64): (1024, 12)}.items():
+        assert decided("9.0", needed, grouped, document_room=DocumentRoom(*kept))[0] == expected
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert decided("9.0", 11, grouped)[0] is None
-    assert decided("9.0", 11, llama(num_key_value_heads=32))[0] == 16
+    assert decided("9.0", needed, grouped)[0] is None
+    assert decided("9.0", needed, llama(num_key_value_heads=32))[0] == (1024, 12)
 
 
-def test_settings_without_the_number_of_documents_are_read_and_stages_have_their_own() -> None:
+def test_settings_without_room_for_documents_are_read_and_stages_have_their_own() -> None:
     values = {
         "backend": "gpu", "num_devices": 1, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "dtype": "bfloat16",
         "layers": "unroll", "attention": "cudnn", "loss_chunk": 1024, "remat": "none", "micro_batch_size": 8,
     }  # fmt: skip
     SettingsFacts.model_validate(values)
     old = StepSettings.from_dict(values)
-    assert old.documents_per_sequence is None
-    new = StepSettings.from_dict({**old.to_dict(), "documents_per_sequence": 32})
+    assert old.document_room is None
+    new = StepSettings.from_dict({**old.to_dict(), "document_room": [512, 32]})
     SettingsFacts.model_validate(new.to_dict())
     assert StepSettings.from_dict(json.loads(json.dumps(new.to_dict()))) == new
-    assert "documents_per_sequence" not in new.shared()
+    assert new.document_room == DocumentRoom(512, 32) and "document_room" not in new.shared()
     assert new.mesh == MeshSection()

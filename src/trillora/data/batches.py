@@ -115,10 +115,10 @@ class Batches:
         bucket, rows = self._rows_of(step)
         return np.concatenate([bucket.rows[row] for row in rows])
 
-    @property
-    def most_documents(self) -> int:
-        """Documents in the sequence that has the most."""
-        return max(int(np.diff(bucket.rows.first).max()) for bucket in self._buckets)
+    def documents_in(self, block: int) -> int:
+        """How many documents begin in the same block, if sequences are cut into blocks of so many tokens; at most.
+        Padding counts as a document."""
+        return max(bucket.rows.most_in(block, self.documents.lengths_N, bucket.length) for bucket in self._buckets)
 
     def summary(self) -> dict[str, int | float]:
         """Counts of one epoch. `padding_fraction` leaves out the empty sequences that complete a batch."""

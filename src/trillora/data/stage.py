@@ -16,9 +16,11 @@ from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.digests import text_digest
 from trillora.model.loading.growth import tokenizer_files
 from trillora.model.loading.source import OpenModel
+from trillora.recipe.resolve import DocumentRoom
 from trillora.recipe.schema import Stage, StageRecipe
 
 EXAMPLE_TOKENS = 600  # of the row shown in the report
+SHORTEST_BLOCK = 128  # tokens: what an attention kernel computes at once
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,14 @@ class StageData:
     template: str | None  # the chat template of the recipe, if it gives one
 
     @property
-    def most_documents(self) -> int | None:
-        """Documents in the sequence that has the most, of those to train and to evaluate on; None without packing."""
+    def document_room(self) -> DocumentRoom | None:
+        """Room for the documents to train and to evaluate on, in the shortest blocks; None without packing."""
         if not self.recipe.data.pack:
             return None
-        parts = (self.batches, evaluation_batches(self, num_rows=1))
-        return max(batches.most_documents for batches in parts if batches is not None)
+        parts = [part for part in (self.batches, evaluation_batches(self, num_rows=1)) if part is not None]
+        longest = max(int(part.documents.lengths_N.max()) for part in parts)
+        block = shortest_block(longest, self.recipe.train.sequence_length)
+        return DocumentRoom(block, max(part.documents_in(block) for part in parts))
 
     def files_with_adapter(self, opened: OpenModel) -> dict[str, bytes]:
         """The files that belong to an adapter of this stage: the tokenizer, which may have new tokens, and the chat
@@ -83,6 +87,14 @@ class StageData:
             "num_evaluated": 0 if self.evaluation is None else len(self.evaluation),
             "example": [dataclasses.asdict(piece) for piece in pieces],
         }
+
+
+def shortest_block(longest: int, sequence_length: int) -> int:
+    """The sequence's length, halved as often as documents of `longest` tokens still fit."""
+    block = sequence_length
+    while block % 2 == 0 and block // 2 >= max(longest, SHORTEST_BLOCK):
+        block //= 2
+    return block
 
 
 def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:

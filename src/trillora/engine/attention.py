@@ -16,11 +16,11 @@ Example: four tokens, one head of width 1. Queries and keys are zero, so each ou
 |---|---|---|
 | `xla` | everywhere | nothing |
 | `splash` | TPU: the Pallas kernel of jax | an additive bias; attention sinks in older versions of jax |
-| `cudnn` | NVIDIA GPUs from Ampere on | soft caps, sinks, float32, E other than D, heads wider than 256 (Ampere: 128) |
+| `cudnn` | NVIDIA GPUs from Ampere on | soft caps, sinks, float32, E other than D, odd T, D > 256 (Ampere: D > 128) |
 
 Segment ids keep the documents of a packed sequence apart. Chunked attention uses them too: each chunk of a document
-gets a segment id of its own. cuDNN gets a mask of them, or, if it is known how many documents a sequence can have, the
-places and lengths of the documents (`engine.ragged`): then it skips what a mask would only hide.
+gets a segment id of its own. cuDNN gets a mask of them, or, if it is known how many documents there can be, their
+places and lengths (`engine.ragged`): then it skips what a mask would only hide.
 
 Legend: B sequences, T query tokens, S key tokens, H query heads, K key/value heads, D key width, E value width.
 """
@@ -115,8 +115,9 @@ def attend(
     num_tokens = query_BTHD.shape[1]
     if rule.chunk is not None and rule.chunk < num_tokens:  # else every document is one chunk
         segments_BT = refine_by_chunk(segments_BT, positions_BT, rule.chunk, query_BTHD.shape[:2])
-        if documents is not None:  # n documents of T tokens together have at most n + T / chunk chunks
-            documents = find_documents(segments_BT, documents.most + num_tokens // rule.chunk)
+        if documents is not None:  # in a block, each chunk begins with a document or a chunk's length after another
+            block = documents.block_of(segments_BT.shape)
+            documents = find_documents(segments_BT, block, documents.most + block // rule.chunk + 1)
     if unsupported(implementation, query_BTHD, key_BSKD, value_BSKE, rule, scores, sinks_H, bias_BHTS):
         implementation = "xla"
     if implementation == "splash":  # names its output itself, before it changes the layout
@@ -170,6 +171,8 @@ def unsupported(
         return None if rule.causal else "a mask that is not causal"
     if scores.softcap is not None or sinks is not None:
         return "soft-capped scores or attention sinks"
+    if query.shape[1] % 2:
+        return "an odd number of tokens"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype} (only bfloat16 and float16)"
     if value.shape[-1] != query.shape[-1] or query.shape[-1] % 8 or query.shape[-1] > 256:
@@ -264,8 +267,7 @@ def _ragged(
     """cuDNN with the places and lengths of the documents instead of a mask."""
     attention = ragged_function()
     assert attention is not None, "`why_masked` says so"
-    window = None if rule.window is None or rule.window >= query_BTHD.shape[1] else rule.window
-    return attention(query_BTHD, key_BSKD, value_BSKE, documents, scores.scale, window)
+    return attention(query_BTHD, key_BSKD, value_BSKE, documents, scores.scale, rule.window)
 
 
 def _splash(

@@ -78,13 +78,14 @@ class CausalLM:
         unroll: int = 1,
         remat: Remat = "full",
         attention: Implementation = "xla",
-        documents_per_sequence: int | None = None,
+        document_room: tuple[int, int] | None = None,
         interpret: bool = False,
         mapped: bool = False,
         mesh: Mesh | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """`documents_per_sequence`: how many a packed sequence can have at most; None if that is not known."""
+        """`document_room`: tokens of a block of a packed sequence, and how many documents can begin in a block (see
+        `engine.ragged`); None if that is not known."""
         self._build = functools.partial(
             CausalLM,
             config,
@@ -95,7 +96,7 @@ class CausalLM:
             unroll=unroll,
             remat=remat,
             attention=attention,
-            documents_per_sequence=documents_per_sequence,
+            document_room=document_room,
             interpret=interpret,
             mapped=mapped,
             mesh=mesh,
@@ -118,7 +119,7 @@ class CausalLM:
         self.has_dropout = lora is not None and lora.dropout > 0
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
         self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
-        self.documents_per_sequence = documents_per_sequence
+        self.document_room = document_room
         self.decoder = find_decoder(self.module, self.stack)
         self.arguments = inspect.signature(self.module.forward).parameters
         self._decoder_output: type | None = None
@@ -232,12 +233,12 @@ class CausalLM:
     def _forward(self, base: Tree, adapter: Tree, inputs: Inputs, dropout_key: MaskKey | None) -> Any:
         if dropout_key is not None:  # split like the batch, so that each device computes only its own masks
             dropout_key = dropout_key._replace(index_B=split_rows(dropout_key.index_B, self.mesh))
-        segments, most = inputs.get("segments"), self.documents_per_sequence
+        segments, room = inputs.get("segments"), self.document_room
         trace = Trace(
             weights=with_whole_weights(base, adapter),
             segments_BT=segments,
             positions_BT=inputs.get("positions"),
-            documents=None if segments is None or most is None else find_documents(segments, most),
+            documents=None if segments is None or room is None else find_documents(segments, *room),
             attention=self.attention,
             interpret=self.interpret,
             mapped=self.mapped,

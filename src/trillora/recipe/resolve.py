@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from trillora.recipe import yaml
 from trillora.recipe.data_section import DataSection
@@ -32,6 +32,13 @@ from trillora.recipe.schema import (
 from trillora.secrets import mask_message
 
 
+class DocumentRoom(NamedTuple):
+    """Room for the documents of packed sequences: a sequence consists of blocks (see `engine.ragged`)."""
+
+    block: int  # tokens; no document is longer
+    most: int  # documents that can begin in a block
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """How the training step of one stage runs."""
@@ -48,7 +55,7 @@ class StepSettings:
     adapters_at_once: int = 1
     quantize: Quantize = "none"  # a default for checkpoints of versions that did not have it
     matmul: Matmul = "full"  # the same
-    documents_per_sequence: int | None = None  # at most, where attention uses it; given by the data, not by an option
+    document_room: DocumentRoom | None = None  # where attention uses it; given by the data, not by an option
 
     OPTIONS: ClassVar[dict[str, str]] = {
         "backend": "hardware.backend",
@@ -75,15 +82,18 @@ class StepSettings:
 
     def shared(self) -> dict[str, Any]:
         """The settings that all stages of a run have in common, because they share the base weights."""
-        own = ("micro_batch_size", "documents_per_sequence")
+        own = ("micro_batch_size", "document_room")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "mesh": self.mesh.model_dump()}
+        room = None if self.document_room is None else list(self.document_room)
+        return {**vars(self), "mesh": self.mesh.model_dump(), "document_room": room}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepSettings:
-        return cls(**{**values, "mesh": MeshSection(**values["mesh"])})
+        room = values.get("document_room")
+        own = {"mesh": MeshSection(**values["mesh"]), "document_room": None if room is None else DocumentRoom(*room)}
+        return cls(**{**values, **own})
 
 
 def given_settings(recipe: Recipe) -> dict[str, Any]:

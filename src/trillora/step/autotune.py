@@ -22,11 +22,11 @@ from jax.sharding import Mesh
 from trillora.devices.chips import chip_of, generation_of
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.quantize import item_bytes
-from trillora.engine.ragged import documents_bucket, why_masked
+from trillora.engine.ragged import MOST_OF_TOKENS, documents_bucket, why_masked
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, Progress
 from trillora.model.layout import Tree
-from trillora.recipe.resolve import StepSettings, given_settings
+from trillora.recipe.resolve import DocumentRoom, StepSettings, given_settings
 from trillora.recipe.schema import Attention, Dtype, Matmul, MeshSection, Quantize, Remat, StageRecipe
 from trillora.step import background
 from trillora.step.build import Assembly, assemble
@@ -155,18 +155,18 @@ def choose(
     mesh_devices: list[Any] | None = None,
     predictor: Predictor | None = None,
     build: Builder | None = None,
-    most_documents: int | None = None,
+    document_room: DocumentRoom | None = None,
 ) -> Plan:
     """Decides what the recipe leaves open, compiles the step, and reports each decision.
 
     `kept` holds fields of `StepSettings` that were decided before: at the first start of a resumed run, or for another
     stage. The devices may belong to a slice that is not attached; preflight then passes its own `compiler`, and
     `mesh_devices` if only CPU devices can take their place. `build` makes the step: of one adapter, or of several.
-    `most_documents`: in the fullest sequence of the data; None if it is not known, or if nothing is packed.
+    `document_room`: what the data needs; None if it is not known, or if nothing is packed.
     """
     fixed = {**(kept or {}), **given_settings(recipe)}
     decisions = Decisions(fixed, listener)
-    decide_by_hardware(decisions, recipe, config, devices, most_documents)
+    decide_by_hardware(decisions, recipe, config, devices, document_room)
     limit = memory_limit(devices)
     by_time = predictor is not None and predictor.knows_time and limit is not None
     if not by_time:
@@ -345,7 +345,7 @@ class Decisions:
 
 
 def decide_by_hardware(
-    decisions: Decisions, recipe: StageRecipe, config: Any, devices: list[Any], most_documents: int | None = None
+    decisions: Decisions, recipe: StageRecipe, config: Any, devices: list[Any], needed: DocumentRoom | None = None
 ) -> None:
     """Everything that devices and shapes determine without compiling."""
     platform, num_devices = devices[0].platform, len(devices)
@@ -361,11 +361,11 @@ def decide_by_hardware(
     dtype = decisions["dtype"]
     kernel = fastest_attention(devices[0], dtype, text)
     why = f"the kernel for {dtype} on {platform}"
-    if kernel == "cudnn" and most_documents is not None:
-        most, how = documents_to_compile_for(most_documents, text, devices[0])
-        kept = decisions.values.setdefault("documents_per_sequence", most)
-        if kept is not None and kept < most_documents:  # decided for another evaluation set
-            decisions.values["documents_per_sequence"] = most
+    if kernel == "cudnn" and needed is not None:
+        room, how = room_for_documents(needed, recipe.train.sequence_length, text, devices[0])
+        kept = decisions.values.setdefault("document_room", room)
+        if kept is not None and (kept.block != needed.block or kept.most < needed.most):  # for another evaluation set
+            decisions.values["document_room"] = room
         why = f"{why}; {how}"
     decisions.decide("attention", kernel, why)
     if decisions["attention"] == "cudnn" and platform == "gpu" and not generation_of(devices[0]).widest_head:
@@ -428,17 +428,21 @@ def fastest_attention(device: Any, dtype: Dtype, config: Any) -> Attention:
     return "cudnn" if _head_width(config) <= generation_of(device).widest_head else "xla"
 
 
-def documents_to_compile_for(most: int, config: Any, device: Any) -> tuple[int | None, str]:
-    """How many documents a packed sequence may have at most, for cuDNN to get their lengths instead of a mask. None if
-    it has to be a mask. With the reason."""
+def room_for_documents(
+    needed: DocumentRoom, sequence_length: int, config: Any, device: Any
+) -> tuple[DocumentRoom | None, str]:
+    """The room to compile for, so that cuDNN gets the lengths of packed documents, with the reason. None if it has to
+    get a mask."""
     heads = _largest(config, "num_attention_heads") or 1
     why_not = why_masked(heads, _largest(config, "num_key_value_heads") or heads)
+    if needed.most > MOST_OF_TOKENS * sequence_length:
+        why_not = f"{needed.most} of them in {needed.block} tokens"
     if not generation_of(device).has_ragged:
         why_not = f"cuDNN has no ragged attention for {device.device_kind}"
     if why_not:
         return None, f"a mask keeps packed documents apart: {why_not}"
-    bucket = documents_bucket(most)
-    return bucket, f"it gets the lengths of up to {bucket} documents in a sequence"
+    room = DocumentRoom(needed.block, documents_bucket(needed.most))
+    return room, f"it gets the lengths of up to {room.most} documents in {room.block} tokens"
 
 
 def _head_width(config: Any) -> int:

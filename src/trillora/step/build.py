@@ -135,7 +135,7 @@ def assemble(
         scan=settings.layers == "scan",
         remat=settings.remat,
         attention=settings.attention,
-        documents_per_sequence=settings.documents_per_sequence,
+        document_room=settings.document_room,
         mapped=mapped,
         mesh=mesh,
         trust_remote_code=recipe.model.trust_remote_code,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ class SettingsFacts(StrictFacts):
     micro_batch_size: PositiveInt
     adapters_at_once: PositiveInt = 1
     quantize: Quantize = "none"
-    documents_per_sequence: PositiveInt | None = None
+    document_room: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
     matmul: Matmul = "full"
 
     @model_validator(mode="after")

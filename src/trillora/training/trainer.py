@@ -330,7 +330,7 @@ class _Training(RunProcess):
                 kept=kept,
                 predictor=predictor,
                 compiler=functools.partial(compile_step, meanwhile=meanwhile),
-                most_documents=stage.most_documents,
+                document_room=stage.document_room,
             )
             shared = shared or plans[number].settings.shared()
         return [plans.get(number, plans[max(plans)]) for number in range(len(stages))]

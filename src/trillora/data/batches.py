@@ -116,7 +116,7 @@ class Batches:
         return np.concatenate([bucket.rows[row] for row in rows])
 
     def documents_in(self, block: int) -> int:
-        """How many documents begin in the same block, if sequences are cut into blocks of so many tokens; at most.
+        """How many documents begin in the same block at most, if sequences are cut into blocks of `block` tokens.
         Padding counts as a document."""
         return max(bucket.rows.most_in(block, self.documents.lengths_N, bucket.length) for bucket in self._buckets)
 

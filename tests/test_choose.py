@@ -35,6 +35,7 @@ class TableOfSteps:
     compiled: dict[tuple[str, str], tuple[float, float]]
     error: float = ERROR
     knows_time: bool = True
+    is_small: bool = False
     num_guessed: int = 0
     order: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     kept: list[Any] = dataclasses.field(default_factory=list)
@@ -45,6 +46,9 @@ class TableOfSteps:
         self.keys[id(assembly)] = settings.remat, "split" if settings.mesh.fsdp > 1 else "whole"
         self.kept.append(assembly)  # so that its id stays its own
         return assembly
+
+    def surely_fits(self, assembly: Any, limit: float) -> bool:
+        return self.is_small
 
     def guess(self, assembly: Any) -> Guess:
         """Those that are not in the table are hopeless."""
@@ -146,6 +150,9 @@ def test_where_only_memory_is_known_the_first_that_fits_wins_and_hopeless_steps_
     steps = TableOfSteps(guessed, {("none", "whole"): (1.0, 5e8)}, knows_time=False)
     plan, _ = by_table(folder, steps, 1, monkeypatch)
     assert steps.num_guessed == 1 and steps.order == [("none", "whole")], "starting is not slowed down by other guesses"
+    steps = TableOfSteps({}, {("none", "whole"): (1.0, 5e8)}, knows_time=False, is_small=True)
+    plan, _ = by_table(folder, steps, 1, monkeypatch)
+    assert steps.num_guessed == 0 and plan.settings.remat == "none"
 
 
 def test_a_base_that_fits_is_whole_on_every_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ from trillora.preflight.estimate.traced import (
     reshaped_splits,
 )
 from trillora.preflight.hlo.simulate import TPU
+from trillora.preflight.predict import MemoryEstimates
 from trillora.recipe.load import load_recipe
 from trillora.step.build import Assembly, assemble
 
@@ -112,6 +113,14 @@ def test_arguments_are_what_xla_counts(shape: MeshShape) -> None:
     takes_all = jax.jit(lambda *arguments: 0, keep_unused=True)
     compiled = takes_all.lower(assembly.state_shapes, assembly.base_shapes, assembly.batch_shapes).compile()
     assert sum(argument_bytes(assembly).values()) == compiled.memory_analysis().argument_size_in_bytes
+
+
+def test_a_step_that_surely_fits_is_guessed_to_fit() -> None:
+    assembly = build("llama", tiny_models.configuration("llama"), MeshShape(), remat="none")
+    predictor = MemoryEstimates(V5E)
+    needed = predictor.guess(assembly).needed
+    fits = [predictor.surely_fits(assembly, needed * 2**times) for times in range(10)]
+    assert not fits[0] and fits[-1]
 
 
 @pytest.mark.parametrize("remat", [slow_case("none"), "linear", slow_case("full")])

@@ -10,16 +10,19 @@ measured ones there, and simulating unrolled programs takes long.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from trillora.devices.chips import DEVICE_KINDS, Chip, chip_of
-from trillora.preflight.estimate.estimate import Estimate, estimate, kind_shares
+from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, kind_shares
 from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown, simulate
 from trillora.preflight.measured_speeds import measured_chip
 from trillora.step.build import Assembly
 from trillora.step.search import ERROR, Guess
 
+# Bytes per token, layer and unit of its width: three times what SmolLM2 needs if all is saved for the backward pass.
+MOST_SAVED = 400
 FLOPS_AGREE = 0.2  # relative: flops of the compiled program against those of the traced step
 
 
@@ -37,6 +40,12 @@ class Estimates:
         if id(assembly) not in self._known:
             self._known[id(assembly)] = assembly, estimate(assembly, self._chip, slowdown=self._slowdown)
         return self._known[id(assembly)][1]
+
+    def surely_fits(self, assembly: Assembly, limit: float) -> bool:
+        text = assembly.model.module.config.get_text_config()
+        tokens = math.prod(assembly.batch_shapes["tokens"].shape)  # no micro-batch has more
+        saved = tokens * text.num_hidden_layers * text.hidden_size * MOST_SAVED
+        return sum(argument_bytes(assembly).values()) + saved <= limit / 2
 
     def guess(self, assembly: Assembly) -> Guess:
         found = self.of(assembly)

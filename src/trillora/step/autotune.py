@@ -118,6 +118,9 @@ class Predictor(Protocol):
     error: float  # of guessed times, relative; 0 if compiled programs are not timed
     knows_time: bool  # else only the memory is predicted
 
+    def surely_fits(self, assembly: Assembly, limit: float) -> bool:
+        """Whether the step is so small that its memory need not be guessed."""
+
     def guess(self, assembly: Assembly) -> Guess:
         """From the traced step, without compiling it."""
 
@@ -216,14 +219,14 @@ def compile_fastest(
     """Compiles what the search asks for. Returns the program of its best candidate, and keeps no other."""
     best_program = None
     while (settings := search.next()) is not None:
-        if predictor is not None and limit is not None and not predictor.knows_time:
-            # Unrolled layers need about what scanned ones do, but take many times as long to trace.
+        assembly = candidates.assembly(settings)
+        if predictor and limit and not predictor.knows_time and not predictor.surely_fits(assembly, limit):
+            # Unrolled layers need about what scanned ones do, but take many times as long to read.
             guess = predictor.guess(candidates.assembly(replace(settings, layers="scan")))
             if guess.needed > HOPELESS * limit:
                 search.add(Attempt(settings, guess.needed, False, is_compiled=False))
                 continue
         listener(Note(f"Compiling the training step ({settings})"))
-        assembly = candidates.assembly(settings)
         compiled, needed = compiler(assembly)
         fits = compiled is not None and _fits(needed, assembly, limit)
         is_choice = predictor is not None and len(search.guesses) > 1

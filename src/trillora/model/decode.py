@@ -213,8 +213,5 @@ class _Layers:
 
 def _arrays(layer: torch.nn.Module) -> Tree:
     """The weights that a layer has in this trace."""
-    tensors: dict[str, Any] = {
-        **dict(layer.named_parameters(remove_duplicate=False)),
-        **dict(layer.named_buffers(remove_duplicate=False)),
-    }
+    tensors: dict[str, Any] = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     return {name: tensor.jax() for name, tensor in tensors.items() if isinstance(tensor, TORCHAX_TENSORS)}

@@ -65,7 +65,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: the garbage collector does not have to look at it again. Tracing creates many
     objects, of which few are garbage: with Python's own threshold of 700, a twentieth of the time goes to looking."""
     gc.freeze()
-    gc.set_threshold(100_000)
+    gc.set_threshold(400_000)
     gc.enable()
 
 

@@ -48,7 +48,8 @@ def test_suite_is_large_enough() -> None:
     ],
 )
 def test_engine_equals_pytorch(name: str) -> None:
-    subject = Subject(name, 2 if name in TWO_LAYERS and not FULL else None)
+    # PyTorch is slow in bfloat16. The model that is asked about it here has no experts, so few sequences are enough.
+    subject = Subject(name) if FULL else Subject(name, 2 if name in TWO_LAYERS else None, bfloat16_rows=24)
     questions = questions_of(name)
     answers = {question: CHECKS[question](subject) for question in questions}
     assert len(CHECKS) == 7 and len(answers) in (1, 2, 7)

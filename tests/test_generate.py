@@ -230,7 +230,7 @@ def test_tight_lengths_waste_at_most_an_eighth_beyond_the_first_and_coarse_ones_
     assert all(size <= bucket_length(length) for length, size in sizes.items())
 
 
-@pytest.mark.parametrize("name", ["gemma2", slow_case("falcon_h1")])
+@pytest.mark.parametrize("name", ["exaone4", *map(slow_case, ("gemma2", "falcon_h1"))])
 def test_prompts_read_in_groups_of_their_own_length_give_the_same_tokens(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from architecture_checks import (
     logits_and_gradients,
     to_jax,
 )
-from dose import full_dose_only, slow_case
+from dose import FULL, full_dose_only, slow_case
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from transformers.pytorch_utils import Conv1D
 from typer.testing import CliRunner
@@ -58,6 +58,7 @@ from trillora.training.trainer import train
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 
+NUM_LAYERS = 2 if FULL else 1  # of the model that is trained
 FORMATS: tuple[Format, ...] = ("int8", "int4", "nf4", "fp8")
 BITSANDBYTES = json.loads((Path(__file__).parent / "golden" / "nf4-bitsandbytes.json").read_text())
 quantized = jax.jit(quantize, static_argnums=1)
@@ -327,16 +328,23 @@ def test_a_model_without_linear_layers_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("quantized"), tiny_run.wide_llama())
+    """Two layers at full dose, which are scanned; `stacked` always has them."""
+    config = tiny_run.wide_llama(num_layers=NUM_LAYERS)
+    return tiny_run.write_both(tmp_path_factory.mktemp("quantized"), config)
+
+
+@pytest.fixture(scope="module")
+def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_model(tmp_path_factory.mktemp("stacked") / "model", tiny_run.wide_llama()).parent
 
 
 @pytest.mark.parametrize("format", ["nf4", *map(slow_case, ("int8", "int4", "fp8"))])
-def test_loading_keeps_the_codes_and_at_most_one_whole_weight(folder: Path, format: Format) -> None:
+def test_loading_keeps_the_codes_and_at_most_one_whole_weight(stacked: Path, format: Format) -> None:
     """On a mesh that splits inputs and outputs; the codes are those of the whole matrix."""
     from safetensors.torch import load_file
 
     mesh = make_mesh(jax.devices(), MeshShape(fsdp=2, tensor=4))
-    model = CausalLM(load_config(folder / "model"), quantize=format, mesh=mesh)
+    model = CausalLM(load_config(stacked / "model"), quantize=format, mesh=mesh)
     shardings = weight_shardings(model, mesh)
     before = {id(a) for a in jax.live_arrays()}
     most = 0
@@ -345,11 +353,11 @@ def test_loading_keeps_the_codes_and_at_most_one_whole_weight(folder: Path, form
         nonlocal most
         most = max(most, sum(a.nbytes for a in jax.live_arrays() if id(a) not in before))
 
-    base = load_weights(folder / "model", model.module, model.layout, shardings, measure)
+    base = load_weights(stacked / "model", model.module, model.layout, shardings, measure)
     assert {k: (a.shape, a.dtype) for k, a in base.items()} == {k: (a.shape, a.dtype) for k, a in model.layout.items()}
     largest = max(leaf.num_bytes // len(leaf.names) for leaf, _ in stored_weights(model.layout).values())
     assert most <= sum(a.nbytes for a in base.values()) + largest
-    files = load_file(folder / "model" / "model.safetensors")
+    files = load_file(stacked / "model" / "model.safetensors")
     num_checked = 0
     for leaf, parts in stored_weights(model.layout).values():
         for layer, name in enumerate(leaf.names):
@@ -381,9 +389,9 @@ def test_blocks_are_not_split_over_devices() -> None:
         assert spec[2] == expected
 
 
-def test_random_weights_are_quantized_too(folder: Path) -> None:
+def test_random_weights_are_quantized_too(stacked: Path) -> None:
     mesh = make_mesh(jax.devices()[:1], MeshShape())
-    model = CausalLM(load_config(folder / "model"), quantize="int8", mesh=mesh)
+    model = CausalLM(load_config(stacked / "model"), quantize="int8", mesh=mesh)
     base = random_weights(model.module, model.layout, weight_shardings(model, mesh), seed=0)
     assert {k: (a.shape, a.dtype) for k, a in base.items()} == {k: (a.shape, a.dtype) for k, a in model.layout.items()}
     codes = np.asarray(next(a for k, a in base.items() if k.endswith("q_proj.weight_q")))
@@ -491,7 +499,7 @@ def torch_model(generator: Generator, folder: Path) -> Any:
             parameter = model.get_parameter(leaf.names[0])
             parameter.data = torch.tensor(np.asarray(dequantize(arrays, leaf.shape[-1])))
             num_replaced += 1
-    assert num_replaced == 2 * 7
+    assert num_replaced == NUM_LAYERS * 7
     return model
 
 
@@ -544,6 +552,7 @@ def estimated(quantize: str, batch_size: int = 1) -> Any:
             "model": {"name": "mistralai/Mistral-7B-v0.3", "dtype": "bfloat16", "quantize": quantize},
             "data": "chats.jsonl",
             "train": {"sequence_length": 4096, "batch_size": batch_size, "steps": 10},
+            "engine": {"remat": "auto" if FULL else "full"},
         }
     )
     config = MistralConfig(sliding_window=None, vocab_size=32768)

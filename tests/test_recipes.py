@@ -141,10 +141,8 @@ def test_a_bad_archive_is_refused_with_its_reason(tmp_path: Path, member: str | 
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer and a vocabulary of 500, which makes rows longer and steps a hundred times faster."""
-    config = tiny_run.llama(1, 64)  # wide enough for rank 32
-    config.max_position_embeddings = 1024
-    return tiny_run.write_model(tmp_path_factory.mktemp("small"), config)
+    """A vocabulary of 500, which makes rows longer and steps a hundred times faster. Wide enough for rank 32."""
+    return tiny_run.write_model(tmp_path_factory.mktemp("small"), tiny_run.long_llama(width=64))
 
 
 @pytest.mark.parametrize("name", recipes.NAMES)

@@ -81,9 +81,9 @@ def finished(started: Started) -> tuple[list[int], Piece]:
 @pytest.mark.parametrize(
     ("name", "slots"),
     [
-        ("gemma2", (48, LONGEST)),  # layers with and without a window
+        ("exaone4", (48, LONGEST)),  # layers with and without a window
         ("falcon_h1", (LONGEST,)),  # attention and a recurrence
-        *(slow_case(name, (48, LONGEST)) for name in ("llama", "mistral", "mamba2", "qwen3_next", "mixtral")),
+        *(slow_case(name, (48, LONGEST)) for name in ("gemma2", "llama", "mistral", "mamba2", "qwen3_next", "mixtral")),
     ],
 )
 def test_rows_that_join_at_different_times_get_the_tokens_they_get_alone(name: str, slots: tuple[int, ...]) -> None:
@@ -108,7 +108,7 @@ def test_rows_that_join_at_different_times_get_the_tokens_they_get_alone(name: s
 
 
 def test_sampling_repeats_for_a_seed_with_any_others_in_the_batch() -> None:
-    generator, _ = tiny_generator("gemma2")
+    generator, _ = tiny_generator("exaone4")
     prompts = random_prompts((5, 17, 11, 30))
     rules = [Sampling(0.9, seed=3), Sampling(0.0), Sampling(1.5, 0.8, 20, seed=2**31), Sampling(0.7, 0.9, seed=3)]
     with running_engine(generator) as engine:
@@ -177,7 +177,7 @@ def test_a_cache_keeps_its_tokens_when_it_changes_its_size() -> None:
 
 
 def test_the_queue_is_bounded_and_cancelled_jobs_leave_it() -> None:
-    generator, _ = tiny_generator("gemma2")
+    generator, _ = tiny_generator("exaone4")
     with running_engine(generator, rows=(1,), slots=(LONGEST,), max_waiting=3) as engine:
         jobs = [start(engine, [5] * 10, 60) for _ in range(4)]
         with pytest.raises(QueueFull):
@@ -197,7 +197,7 @@ def test_the_queue_is_bounded_and_cancelled_jobs_leave_it() -> None:
 
 def test_lanes_share_the_memory_of_the_rows() -> None:
     """Many jobs of two lanes: the caches never exceed the budget, and every job ends."""
-    generator, _ = tiny_generator("gemma2")
+    generator, _ = tiny_generator("exaone4")
     with running_engine(generator, rows=(1, 4), slots=(LONGEST,)) as engine:
         lanes, largest = list(engine._lanes.values()), 0
         started = [start(engine, [5 + i] * (3 + i), 40, model=("adapter", "base")[i % 2]) for i in range(10)]

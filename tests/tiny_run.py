@@ -37,6 +37,14 @@ def llama(num_layers: int = 2, width: int = 64) -> LlamaConfig:
     return _llama(num_hidden_layers=num_layers, initializer_range=0.1, **sizes)
 
 
+def long_llama(width: int) -> LlamaConfig:
+    """For rows of up to 1024 tokens. Attention is most of the work there, so it has one layer and one head."""
+    config = llama(1, width)
+    config.num_attention_heads = config.num_key_value_heads = 1
+    config.head_dim, config.max_position_embeddings = width, 1024
+    return config
+
+
 def wide_llama(num_layers: int = 2) -> LlamaConfig:
     return _llama(num_hidden_layers=num_layers, **WIDE)
 

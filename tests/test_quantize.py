@@ -62,6 +62,7 @@ NUM_LAYERS = 2 if FULL else 1  # of the model that is trained
 FORMATS: tuple[Format, ...] = ("int8", "int4", "nf4", "fp8")
 BITSANDBYTES = json.loads((Path(__file__).parent / "golden" / "nf4-bitsandbytes.json").read_text())
 quantized = jax.jit(quantize, static_argnums=1)
+dequantized = jax.jit(dequantize, static_argnums=1)
 ROUNDING = 1e-5  # of the largest value: float32, the same sum scaled before or after
 
 
@@ -104,7 +105,7 @@ def test_nf4_codes_and_scales_equal_those_of_bitsandbytes() -> None:
     assert (np.asarray(parts["absmax"]).ravel() == stored("absmax_uint8", np.uint8)).all()
     assert np.asarray(parts["absmax_scale"]).tolist() == pytest.approx(BITSANDBYTES["absmax_scale"], rel=1e-6)
     assert float(parts["absmax_mean"]) == pytest.approx(BITSANDBYTES["absmax_mean"], rel=1e-6)
-    rows = np.asarray(dequantize(parts, 512))[:2]
+    rows = np.asarray(dequantized(parts, 512))[:2]
     np.testing.assert_allclose(rows, stored("first_rows_float32", np.float32).reshape(2, 512), rtol=2e-6, atol=0)
 
 
@@ -113,7 +114,7 @@ def test_nf4_codes_and_scales_equal_those_of_bitsandbytes() -> None:
 def test_error_is_within_the_rounding_of_the_format(format: Format, shape: tuple[int, int]) -> None:
     weight = matrix(33, 512)[: shape[0], : shape[1]]
     parts = quantized(jnp.asarray(weight), format)
-    error = np.abs(np.asarray(dequantize(parts, shape[1])) - weight)
+    error = np.abs(np.asarray(dequantized(parts, shape[1])) - weight)
     largest = np.abs(weight).max(axis=1, keepdims=True)
     if format in ("int8", "int4"):  # half a step
         bound = largest / {"int8": 127, "int4": 7}[format] / 2
@@ -132,7 +133,7 @@ def test_error_is_within_the_rounding_of_the_format(format: Format, shape: tuple
 def test_zeros_stay_zeros() -> None:
     for format in FORMATS:
         parts = quantized(jnp.zeros((4, 64)), format)
-        assert not np.asarray(dequantize(parts, 64)).any() and not np.asarray(linear(jnp.ones((2, 64)), parts)).any()
+        assert not np.asarray(dequantized(parts, 64)).any() and not np.asarray(linear(jnp.ones((2, 64)), parts)).any()
 
 
 @pytest.mark.parametrize(("format", "bits"), [("int8", 8.006), ("fp8", 8.006), ("int4", 4.006), ("nf4", 4.127)])
@@ -158,7 +159,7 @@ def test_product_and_its_gradient_equal_those_of_the_dequantized_weight(format: 
     x, dy = (jnp.asarray(random.normal(size=(2, 5, n)), jnp.float32) for n in (96, 33))
     bias = jnp.asarray(random.normal(size=33), jnp.float32) if with_bias else None
     y, pull_back = jax.vjp(lambda x: linear(x, parts, bias), x)
-    whole = np.asarray(dequantize(parts, 96), np.float64)
+    whole = np.asarray(dequantized(parts, 96), np.float64)
     expected = np.asarray(x, np.float64) @ whole.T + (0 if bias is None else np.asarray(bias, np.float64))
     assert distance(y, expected) < ROUNDING
     assert distance(pull_back(dy)[0], np.asarray(dy, np.float64) @ whole) < ROUNDING
@@ -172,7 +173,7 @@ def test_bfloat16_products_are_as_exact_as_those_of_a_bfloat16_weight() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 512)), jnp.bfloat16)
     for format in ("int8", "int4", "nf4"):
         parts = quantize(jnp.asarray(weight), format)
-        whole = dequantize(parts, 512)
+        whole = dequantized(parts, 512)
         exact = np.asarray(x, np.float64) @ np.asarray(whole, np.float64).T
         plain = x @ whole.astype(jnp.bfloat16).T
         ours = linear(x, parts)
@@ -201,7 +202,7 @@ def with_dequantized_weights(name: str, ours: CausalLM) -> tuple[Any, dict[str, 
             weight = weight.T if about.inputs_first else weight
             arrays = quantized(weight, about.format)
             flat |= {f"{weight_name}_{part}": array for part, array in arrays.items()}
-            whole = np.asarray(dequantize(arrays, weight.shape[1]))
+            whole = np.asarray(dequantized(arrays, weight.shape[1]))
             parameter.data = torch.tensor(whole.T if about.inputs_first else whole)
     return reference, flat
 
@@ -497,7 +498,7 @@ def torch_model(generator: Generator, folder: Path) -> Any:
         arrays = {leaf.quantized.name: generator.base[key] for key, leaf in parts.items() if leaf.quantized}
         if arrays:
             parameter = model.get_parameter(leaf.names[0])
-            parameter.data = torch.tensor(np.asarray(dequantize(arrays, leaf.shape[-1])))
+            parameter.data = torch.tensor(np.asarray(dequantized(arrays, leaf.shape[-1])))
             num_replaced += 1
     assert num_replaced == NUM_LAYERS * 7
     return model

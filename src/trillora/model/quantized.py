@@ -121,7 +121,8 @@ def whole_weight(arrays: Tree, parts: Layout) -> jax.Array:
     if about is None:
         return next(iter(arrays.values()))
     codes = {leaf.quantized.name: arrays[key] for key, leaf in parts.items() if leaf.quantized}
-    weight = dequantize(codes, about.weight.part_shape[0 if about.inputs_first else 1])
+    # One program. Outside a trace, each of its operations would be compiled by itself.
+    weight = jax.jit(dequantize, static_argnums=1)(codes, about.weight.part_shape[0 if about.inputs_first else 1])
     return weight.T if about.inputs_first else weight
 
 

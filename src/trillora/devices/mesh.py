@@ -92,13 +92,29 @@ def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
     return Mesh(np.array(devices).reshape(inner), AXES)
 
 
+def expert_axes(num_experts: int, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that the experts of a layer are split over, so that each device computes its own experts: `fsdp` and
+    `tensor`, or the first of them that divides their number."""
+    for axes in ((FSDP_AXIS, TENSOR_AXIS), (FSDP_AXIS,), (TENSOR_AXIS,)):
+        used = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+        if used and num_experts % math.prod(mesh.shape[axis] for axis in used) == 0:
+            return used
+    return ()
+
+
 def weight_spec(
-    shape: tuple[int, ...], mesh: Mesh, *, stacked: bool, tensor_on_last_dim: bool = False, block: int = 1
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    *,
+    stacked: bool,
+    tensor_on_last_dim: bool = False,
+    block: int = 1,
+    of_experts: bool = False,
 ) -> PartitionSpec:
     """The sharding of a frozen weight: `tensor` on the last dim or the one before, `fsdp` on the largest other dim. The
     stacked dim is never sharded. A small weight, or a dim that is not divisible, is replicated. The last dim is split
-    in multiples of `block`."""
-    spec: list[str | None] = [None] * len(shape)
+    in multiples of `block`. The weight of all experts of a layer is split by expert, over `expert_axes`."""
+    spec: list[str | tuple[str, ...] | None] = [None] * len(shape)
     dims = list(range(1 if stacked else 0, len(shape)))
     if len(dims) < 2 or math.prod(shape[dims[0] :]) < SMALL:
         return PartitionSpec()
@@ -107,8 +123,12 @@ def weight_spec(
         size = mesh.shape[axis]
         return size > 1 and shape[dim] % (size * (block if dim == dims[-1] else 1)) == 0
 
+    if of_experts and (axes := expert_axes(shape[dims[0]], mesh)):
+        spec[dims[0]] = axes if len(axes) > 1 else axes[0]
+        if FSDP_AXIS in axes:
+            return PartitionSpec(*spec)
     tensor_dim = dims[-1] if tensor_on_last_dim else dims[-2]
-    if divides(TENSOR_AXIS, tensor_dim):
+    if TENSOR_AXIS not in spec and divides(TENSOR_AXIS, tensor_dim):
         spec[tensor_dim] = TENSOR_AXIS
     for dim in sorted(dims, key=lambda d: -shape[d]):
         if spec[dim] is None and divides(FSDP_AXIS, dim):

@@ -23,12 +23,13 @@ from typing import Any, Literal
 import jax
 
 from trillora.engine.attention import SAVED_NAME as ATTENTION
+from trillora.engine.experts import SAVED_NAME as SMALL
 from trillora.model.trace import Trace
 
 Remat = Literal["none", "linear", "wide", "half", "gate", "attention", "full", "dots", "offload"]
 
-# Names of values in policies: outputs of linear layers, by width, and values that take almost no memory.
-LINEAR, FIRST_WIDE, WIDE, SMALL = "linear", "first wide", "wide", "small"
+# Names of values in policies: outputs of linear layers, by width. SMALL: values that take almost no memory.
+LINEAR, FIRST_WIDE, WIDE = "linear", "first wide", "wide"
 
 _policies = jax.checkpoint_policies
 _LINEAR = _policies.save_only_these_names(LINEAR, FIRST_WIDE, WIDE, SMALL, ATTENTION)

@@ -39,6 +39,7 @@ from trillora.model.adapter_parameters import kind_of
 from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora_spec import LoraSpec
+from trillora.model.parts.expert_parameters import split_by_expert
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import StageRecipe
 from trillora.step.adapter_spec import check_layers, lora_spec
@@ -245,12 +246,13 @@ def divergence_function(model: CausalLM, chunk: int) -> Callable[[tuple[Tree, Tr
 
 def weight_shardings(model: CausalLM, mesh: Mesh) -> dict[str, NamedSharding]:
     """Codes of a quantized weight are sharded like the weight; its scales, if they are one vector, are replicated."""
-    on_last_dim = model.weights_split_on_last_dim()
+    on_last_dim, experts = model.weights_split_on_last_dim(), split_by_expert(model.module)
 
     def spec(leaf: Leaf) -> PartitionSpec:
         part, stacked = leaf.quantized, leaf.stacked
         if part is None:
-            return weight_spec(leaf.shape, mesh, stacked=stacked, tensor_on_last_dim=leaf.names[0] in on_last_dim)
+            last, of_experts = leaf.names[0] in on_last_dim, leaf.names[0] in experts
+            return weight_spec(leaf.shape, mesh, stacked=stacked, tensor_on_last_dim=last, of_experts=of_experts)
         if len(leaf.part_shape) < 2:
             return PartitionSpec()
         *stack, rows, columns = part.weight.shape

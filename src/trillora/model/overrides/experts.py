@@ -1,35 +1,39 @@
-"""Mixture of experts with static shapes: sort tokens by expert, one ragged product per projection, scatter back.
+"""Mixture of experts: transformers' modules, computed by `engine.experts`.
 
-transformers' own loop over experts depends on which experts were selected, which cannot be compiled. Example with
-3 tokens, 2 experts per token and 4 experts:
+transformers' own loop over experts depends on which experts were selected, which cannot be compiled. Here each token's
+experts are rows of grouped products. On a mesh, every device computes
 
-    index_NK = [[2, 0], [1, 2], [0, 2]]      experts of each token
-    expert[order] = [0, 0, 1, 2, 2, 2]       the six (token, expert) pairs, sorted by expert
-    token = [0, 2, 1, 0, 1, 2]               the token of each pair
-    group_sizes = [2, 1, 3, 0]               pairs of each expert, for `grouped_product`
+    with its own part of the experts    the rows of all tokens of its group, if the number of experts is divisible
+    with all experts                    the rows of its own tokens, otherwise. The weights are gathered
 
-An adapter of the experts adds two such products: by A and by B of the token's expert.
+An adapter of the experts adds two products: by A and by B of the row's expert.
 
-Legend: N tokens, K experts per token, D width, E experts, R rank, I inputs, O outputs.
+Legend: N tokens, K experts per token, D width, E experts, M rows, R rank, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from torchax import interop
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from trillora.devices.mesh import BATCH_AXES, per_shard
+from trillora.devices.mesh import BATCH_AXES, expert_axes, per_shard
+from trillora.engine.experts import Tokens, mix, mix_spread
 from trillora.engine.grouped_product import grouped_product
+from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.parts.expert_parameters import lora_of
+from trillora.model.remat import WIDE
 from trillora.model.trace import current
 
 NAME = "trillora"
+NORM = "post_expert_norm"
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 
 
@@ -46,45 +50,59 @@ def _experts(
     parameters = {name: module._parameters.get(name) for name in _WEIGHTS}
     weights: dict[str, Any] = {name: interop.jax_view(t) for name, t in parameters.items() if t is not None}
     weights |= {f"{name}_lora": lora for name in parameters if (lora := lora_of(module, name)) is not None}
+    if getattr(module, "has_post_expert_norm", False):
+        weights[NORM] = interop.jax_view(dict(module.post_expert_norm.named_parameters()))
+    hidden, index, gate = (interop.jax_view(t) for t in (hidden_states, top_k_index, top_k_weights))
+    compute, num_experts = functools.partial(_weighted, module), module.num_experts
+    mesh = trace.mesh if trace is not None else None
+    if mesh is None or mesh.size == 1:
+        return interop.torch_view(mix(compute, Tokens(hidden, gate), index, weights, num_experts))
+    axes = expert_axes(num_experts, mesh)
 
-    def local(hidden: jax.Array, index: jax.Array, gate: jax.Array, weights: dict[str, Any]) -> jax.Array:
-        return _mix(module, hidden, index, gate, weights)
+    def local(tokens: Tokens, index: jax.Array, weights: dict[str, Any]) -> jax.Array:
+        if not axes:
+            return mix(compute, tokens, index, weights, num_experts)
+        token_axes, copied_axes = (tuple(a for a in axes if (a in BATCH_AXES) == batch) for batch in (True, False))
+        return mix_spread(compute, tokens, index, weights, num_experts, token_axes, copied_axes)
 
-    args = (*(interop.jax_view(t) for t in (hidden_states, top_k_index, top_k_weights)), weights)
-    if trace is not None and trace.mesh is not None and trace.mesh.size > 1:
-        # Each device sorts its own tokens: a global sort would move tokens between all devices.
-        tokens, everywhere = PartitionSpec(BATCH_AXES, None), PartitionSpec()
-        specs = (tokens, tokens, tokens, dict.fromkeys(weights, everywhere))
-        local = per_shard(local, trace.mesh, specs, tokens)
-    return interop.torch_view(local(*args))
+    rows, everywhere = PartitionSpec(BATCH_AXES, None), PartitionSpec()
+    by_expert = PartitionSpec(axes) if axes else everywhere
+    specs = (rows, rows, {name: everywhere if name == NORM else by_expert for name in weights})
+    return interop.torch_view(per_shard(local, mesh, specs, rows)(Tokens(hidden, gate), index, weights))
 
 
-def _mix(
-    module: Any, hidden_ND: jax.Array, index_NK: jax.Array, gate_NK: jax.Array, weights: dict[str, Any]
+def _weighted(
+    module: Any, rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: dict[str, Any]
 ) -> jax.Array:
-    """The weighted sum of each token's experts."""
-    num_choices = index_NK.shape[1]
-    expert = index_NK.reshape(-1)
-    order = jnp.argsort(expert, stable=True)
-    group_sizes = jnp.bincount(expert, length=module.num_experts).astype(jnp.int32)
-    token = order // num_choices
+    """The result of each row's expert, multiplied by the row's gate. Also called while gradients are traced, when the
+    module has no weights: everything that it needs is in `weights`."""
+    gate_M1 = gate_M.astype(rows_MD.dtype)[:, None]
 
     def project(rows: jax.Array, name: str) -> jax.Array:
         weight = weights[name] if module.is_transposed else weights[name].swapaxes(1, 2)
-        out = grouped_product(rows, weight.astype(rows.dtype), group_sizes)
+        out = grouped_product(rows, weight.astype(rows.dtype), sizes_E)
         if (lora := weights.get(f"{name}_lora")) is not None:
             a_ERI, b_ERO = (matrix.astype(rows.dtype) for matrix in lora)
-            inner = grouped_product(rows, a_ERI.swapaxes(1, 2), group_sizes)
-            out = out + grouped_product(inner, b_ERO, group_sizes)
-        return out + weights[f"{name}_bias"][expert[order]].astype(out.dtype) if module.has_bias else out
+            out = out + grouped_product(grouped_product(rows, a_ERI.swapaxes(1, 2), sizes_E), b_ERO, sizes_E)
+        return out
 
-    rows = hidden_ND[token]
-    if module.has_gate:
-        inner = module._apply_gate(interop.torch_view(project(rows, "gate_up_proj")))
-    else:
-        inner = module.act_fn(interop.torch_view(project(rows, "up_proj")))
-    out = project(interop.jax_view(inner), "down_proj")
-    if getattr(module, "has_post_expert_norm", False):
-        out = interop.jax_view(module.post_expert_norm(interop.torch_view(out)))
-    out = out * gate_NK.reshape(-1)[order][:, None].astype(out.dtype)
-    return jnp.zeros((hidden_ND.shape[0], out.shape[-1]), out.dtype).at[token].add(out).astype(hidden_ND.dtype)
+    def add_bias(out: jax.Array, name: str, scale: jax.Array | int = 1) -> jax.Array:
+        if not module.has_bias:
+            return out
+        expert_M = jnp.repeat(jnp.arange(len(sizes_E)), sizes_E, total_repeat_length=len(rows_MD))
+        return out + weights[f"{name}_bias"].astype(out.dtype)[expert_M] * scale
+
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    # Saved together with the linear layers that are wider than their input: each token has several rows.
+    inner = checkpoint_name(add_bias(project(rows_MD, name), name), WIDE)
+    with environment():
+        activate = module._apply_gate if module.has_gate else module.act_fn
+        inner = interop.jax_view(activate(interop.torch_view(inner)))
+    if NORM not in weights:
+        # Multiplied before the projection: the gradient of the gate then does not need the projection's result.
+        return add_bias(project(inner * gate_M1, "down_proj"), "down_proj", gate_M1)
+    out = add_bias(project(inner, "down_proj"), "down_proj")
+    with environment():
+        arguments = interop.torch_view((weights[NORM], out))
+        out = interop.jax_view(torch.func.functional_call(module.post_expert_norm, *arguments))
+    return out * gate_M1

@@ -78,6 +78,18 @@ def expert_parameters(model: torch.nn.Module) -> dict[str, ExpertParameter]:
     return found
 
 
+def split_by_expert(model: torch.nn.Module) -> set[str]:
+    """The parameters of experts, and their biases, that our own function computes with (`overrides/experts.py`): on a
+    mesh, each device may have those of some experts."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if hasattr(module, "is_transposed")  # set by transformers' interface
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 1 and parameter.shape[0] == module.num_experts
+    }
+
+
 def linear_routers(experts: Mapping[str, ExpertParameter], linear: Mapping[str, Any]) -> list[str]:
     """The linear layers that are routers: next to the experts, one output for each of them, and the only linear layer
     of its part. Most models have a module of another kind. The gate of a shared expert, with one output, is one too."""

@@ -1,13 +1,15 @@
-"""Counts the flops of attention kernels. No jax.
+"""Counts the work of kernels: attention, and the TPU's grouped products. No jax.
 
 In the text of a program a kernel is a single opaque instruction. Its operands give the shapes. The block table of
-splash attention shows which blocks it skips; the configuration of a cuDNN kernel shows whether its mask is causal.
+splash attention shows which blocks it skips; the configuration of a cuDNN kernel shows whether its mask is causal. A
+grouped product states its tiles.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from statistics import mean
 
 from trillora.preflight.hlo.parse import Computation, HloProgram, Instruction, Shape, integers
@@ -112,6 +114,40 @@ def _cudnn_flops(computation: Computation, kernel: Instruction) -> float | None:
         width_share = min(window, dims[-1]) / dims[-1] if window else 1.0
         share = min(1.0, width_share - width_share**2 / 2 + CUDNN_BLOCK / 2 / dims[-1])  # causal band and its edge
     return 2.0 * math.prod(dims) * width * products * share
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """How the TPU computes rows [M, K] times the matrix [K, N] of their group: tile by tile.
+
+    20,480 rows of width 2048 in 16 groups, times [2048, 1536], with tiles of 128 rows, 2048 inputs and 640 outputs:
+    160 tiles of rows, and one more at each of the 15 places where a group may end inside a tile; 3 tiles of outputs."""
+
+    num_steps: int
+    flops: float  # with whole tiles
+    hbm_bytes: float  # rows are read for each tile of outputs, a matrix once for each of its tiles
+
+
+def grouped_product(computation: Computation, kernel: Instruction) -> GroupedProduct | None:
+    """None if the kernel is not a grouped product with one matrix for each group."""
+    tiling = re.search(r"ragged_dot_tiling=\"(\d+),(\d+),(\d+)\"", kernel.attributes)
+    operands = [computation.by_name[name].shapes for name in kernel.operands if name in computation.by_name]
+    shapes = [found[0] for found in operands if found]
+    if tiling is None or len(shapes) < 3 or len(shapes[-1].dims) != 3 or len(kernel.shapes[0].dims) != 2:
+        return None
+    rows_tile, inner_tile, outer_tile = map(int, tiling.groups())
+    (num_rows, inner), (_, outer) = shapes[-2].dims, kernel.shapes[0].dims
+    tables = [shape.dims[0] for shape in shapes[:-2] if shape.dtype == "s32" and len(shape.dims) == 1]
+    row_tiles = max([-(-num_rows // rows_tile), *tables])
+    inner_tiles, outer_tiles = -(-inner // inner_tile), -(-outer // outer_tile)
+    num_steps = row_tiles * inner_tiles * outer_tiles
+    of_rows = shapes[-2].num_bytes * row_tiles * rows_tile / num_rows * outer_tiles
+    of_weights = shapes[-1].num_bytes * (1 if inner_tiles == 1 else row_tiles / shapes[-1].dims[0])
+    return GroupedProduct(
+        num_steps=num_steps,
+        flops=2.0 * num_steps * rows_tile * inner_tile * outer_tile,
+        hbm_bytes=of_rows + of_weights + kernel.shapes[0].num_bytes,
+    )
 
 
 def extra_bytes(computation: Computation, kernel: Instruction) -> float:

@@ -32,13 +32,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from trillora.devices.chips import Chip
-from trillora.preflight.hlo.kernels import extra_bytes, head_width, is_kernel, kernel_flops
+from trillora.preflight.hlo.kernels import (
+    GroupedProduct,
+    extra_bytes,
+    grouped_product,
+    head_width,
+    is_kernel,
+    kernel_flops,
+)
 from trillora.preflight.hlo.parse import HOST, Computation, HloProgram, Instruction, parse, trip_count
 from trillora.preflight.hlo.work import Transfer, Work, target
 
 HOP_SECONDS = 1e-6  # latency of a collective per neighbor, for at most MAX_HOPS
 MAX_HOPS = 16
+GRID_STEP_SECONDS = 0.35e-6  # of a grouped product's kernel: one tile more costs this in addition to its arithmetic
 LARGE_GROUP = 64  # devices; groups of this size or more use all dims of a 3D torus at once
+
+RARE = "rarely_runs"  # in the names of loops that usually end before they begin (`engine.experts`)
 
 # These cost nothing: other names for existing values, and markers for the compiler.
 _FREE = frozenset(
@@ -267,6 +277,8 @@ class _Walk:
 
     def _run_inner(self, computation: Computation, instruction: Instruction, time: _Timeline) -> None:
         """Add a loop body times its trip count, a call once, branches by their shares (if unknown, the longest)."""
+        if RARE in (instruction.attribute("op_name") or ""):
+            return
         times: int | None = 1
         if instruction.opcode == "while":
             times = trip_count(self.program, computation, instruction)
@@ -332,6 +344,9 @@ class _Walk:
         return num_bytes / (self.chip.hbm_gb_per_second * 1e9 * self.efficiency.hbm)
 
     def _kernel(self, computation: Computation, kernel: Instruction, time: _Timeline) -> None:
+        if (grouped := grouped_product(computation, kernel)) is not None:
+            self._grouped_product(computation, kernel, grouped, time)
+            return
         flops = kernel_flops(self.program, computation, kernel)
         if flops is None:
             self.warnings.append(f"unknown flops of kernel {kernel.name}: timed by its memory traffic")
@@ -344,6 +359,18 @@ class _Walk:
         time.total.bf16_flops += flops or 0.0
         time.total.seconds = max(start + seconds, memory_end) + self.efficiency.launch_seconds
         time.wait_for(time.use_hbm(self._hbm_seconds(extra_bytes(computation, kernel), time)), for_links=False)
+        time.total.kernel_seconds += time.total.seconds - start
+
+    def _grouped_product(
+        self, computation: Computation, kernel: Instruction, grouped: GroupedProduct, time: _Timeline
+    ) -> None:
+        """As fast as other products, but by whole tiles and with a cost for each tile."""
+        seconds = grouped.flops / (self.chip.bf16_tflops * 1e12 * self.efficiency.product)
+        seconds += grouped.num_steps * GRID_STEP_SECONDS
+        start = time.total.seconds
+        memory_end = time.use_hbm(self._hbm_seconds(grouped.hbm_bytes, time))
+        time.total.flops += kernel_flops(self.program, computation, kernel) or grouped.flops
+        time.total.seconds = max(start + seconds, memory_end)
         time.total.kernel_seconds += time.total.seconds - start
 
     def _compute(self, computation: Computation, instruction: Instruction, time: _Timeline) -> None:

@@ -29,6 +29,7 @@ from dose import slow_case
 from transformers import AutoModelForCausalLM
 
 from trillora.devices.mesh import MeshShape, make_mesh
+from trillora.engine import experts as engine_experts
 from trillora.errors import TrilloraError
 from trillora.export.merged import export_merged
 from trillora.export.source import open_source
@@ -249,13 +250,29 @@ def test_matrices_of_each_expert_in_the_order_of_the_file() -> None:
     assert np.array_equal(a_ERI[2, 1], a[2 * 3 + 1]) and np.array_equal(b_ERO[2, 1], b[:, 1 * 4 + 2])
 
 
-def test_experts_on_two_devices_give_the_gradients_of_one() -> None:
-    model = ours("mixtral")
-    base = base_weights(model, original("mixtral"))
+@pytest.mark.parametrize("first", [1.25, 0.5], ids=["one pass", "several passes"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mixtral", MeshShape(fsdp=2, tensor=2)),
+        ("gpt_oss", MeshShape(fsdp=2)),
+        slow_case("mixtral", MeshShape(data=2)),
+        slow_case("nemotron_h_mixture", MeshShape(data=2, tensor=2)),
+        slow_case("deepseek_v3", MeshShape(fsdp=2)),
+    ],
+)
+def test_experts_on_a_mesh_give_the_gradients_of_one_device(
+    name: str, shape: MeshShape, first: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer rows at first than the average, devices always need further passes."""
+    model = ours(name)
+    base = base_weights(model, original(name))
     adapter = fit_adapter(random_adapter(model), model.adapter_layout, "here")
     expected, gradients = logits_and_gradients(model, base, adapter, TOKENS)
-    mesh = make_mesh(jax.devices()[:2], MeshShape(data=2))
-    both = CausalLM(tiny_models.configuration("mixtral", 2), lora=SPEC, mesh=mesh)
-    logits, own = logits_and_gradients(both, base, adapter, TOKENS)
+    monkeypatch.setattr(engine_experts, "ROW_BLOCK", 1)
+    monkeypatch.setattr(engine_experts, "FIRST", first)
+    mesh = make_mesh(jax.devices()[: shape.size], shape)
+    spread = CausalLM(tiny_models.configuration(name, LAYERS.get(name)), lora=SPEC, mesh=mesh, remat="linear")
+    logits, own = logits_and_gradients(spread, base, adapter, TOKENS)
     assert distance(logits, np.asarray(expected)) <= LOGITS
     assert gradient_distance(own, {key: np.asarray(array) for key, array in gradients.items()}) <= GRADIENTS

@@ -139,6 +139,20 @@ def test_uneven_and_small_weights_are_replicated() -> None:
     assert mesh.axis_names == AXES
 
 
+def test_experts_are_split_by_expert_over_the_axes_that_divide_them() -> None:
+    def spec(num_experts: int, shape: MeshShape) -> Any:
+        mesh = make_mesh(jax.devices()[: shape.size], shape)
+        return weight_spec((3, num_experts, 256, 512), mesh, stacked=True, of_experts=True)
+
+    by_expert = jax.sharding.PartitionSpec
+    assert spec(8, MeshShape(fsdp=8)) == by_expert(None, "fsdp", None, None)
+    assert spec(8, MeshShape(data=2, fsdp=2, tensor=2)) == by_expert(None, ("fsdp", "tensor"), None, None)
+    assert spec(6, MeshShape(fsdp=2, tensor=4)) == by_expert(None, "fsdp", None, None)
+    assert spec(6, MeshShape(fsdp=4, tensor=2)) == by_expert(None, "tensor", None, "fsdp")
+    assert spec(6, MeshShape(fsdp=8)) == by_expert(None, None, None, "fsdp")
+    assert spec(8, MeshShape(data=8)) == by_expert(None, None, None, None)
+
+
 @pytest.mark.parametrize(
     ("num_devices", "batch_size", "base_gib", "expected"),
     [
@@ -166,6 +180,7 @@ def test_a_whole_and_a_split_base_are_candidates() -> None:
         {"data": 4, "fsdp": 1, "tensor": 2},
         {"data": 1, "fsdp": 4, "tensor": 2},
     ]
+    assert [(m.data, m.fsdp) for m in meshes_to_try(8, 8, has_experts=True)] == [(8, 1), (4, 2), (2, 4), (1, 8)]
     assert [m.model_dump() for m in meshes_to_try(8, 1)] == [{"data": 1, "fsdp": 1, "tensor": 8}]
     assert [m.model_dump() for m in meshes_to_try(1, 8)] == [{"data": 1, "fsdp": 1, "tensor": 1}]
 

@@ -17,7 +17,7 @@ from dose import slow_case
 from trillora.devices.chips import CHIPS, Chip
 from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT
 from trillora.preflight.hlo.parse import Shape, parse, trip_count
-from trillora.preflight.hlo.simulate import HOP_SECONDS, TPU, VECTOR_CYCLES, SimulatedStep, simulate
+from trillora.preflight.hlo.simulate import GRID_STEP_SECONDS, HOP_SECONDS, TPU, VECTOR_CYCLES, SimulatedStep, simulate
 
 # Round figures: 100 TFLOP/s, 1 TB/s, 50 GB/s per link and direction, 1 GHz.
 CHIP = Chip(
@@ -450,6 +450,35 @@ def test_attention_kernels_count_the_blocks_they_compute(table: str, num_blocks:
     both = run(*splash("fwd", table), *splash("dkv", "1,4,4"))
     assert both.flops == (2 + 5) * products
     assert both.warnings == ()
+
+
+def test_a_grouped_product_computes_whole_tiles() -> None:
+    """20,480 rows in 16 groups: 160 tiles of rows, and one more for each end of a group inside a tile. 1536 outputs are
+    three tiles of 640. The tables take no time that matters."""
+    time = run(
+        "%sizes = s32[16]{0} parameter(0)",
+        "%ragged-dot-metadata.1 = (s32[17]{0:S(1)}, s32[175]{0:S(1)}) custom-call(%sizes), "
+        'custom_call_target="tpu_custom_call"',
+        "%tiles = s32[175]{0:S(1)} get-tuple-element(%ragged-dot-metadata.1), index=1",
+        "%rows = bf16[20480,2048]{1,0} parameter(1)",
+        "%weights = bf16[16,2048,1536]{2,1,0} parameter(2)",
+        "%ragged-dot-none.1 = bf16[20480,1536]{1,0} custom-call(%tiles, %rows, %weights), "
+        'custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="128,2048,640"}, '
+        'backend_config={"custom_call_config":{"cost_estimate":{"flops":"128849018880"}}}',
+    )
+    steps = 175 * 3
+    tiles = steps * 2 * 128 * 2048 * 640 / (100e12 * TPU.product)
+    assert time.seconds == pytest.approx(tiles + steps * GRID_STEP_SECONDS, rel=1e-3)
+    assert time.flops == 2 * 20480 * 2048 * 1536 and time.warnings == ()
+    traffic = 3 * 175 * 128 * 2048 * 2 + 16 * 2048 * 1536 * 2 + 20480 * 1536 * 2
+    assert time.hbm_bytes == pytest.approx(traffic, rel=1e-3)
+
+
+def test_loops_that_rarely_run_are_not_counted() -> None:
+    loop = '%w = bf16[8]{0} while(%x), condition=%c, body=%b, metadata={op_name="jit(step)/NAME/while"}'
+    body = "%b (p: bf16[8]) -> bf16[8] {\n  ROOT %p = bf16[1024,1024]{1,0} parameter(0)\n}"
+    assert len(run(loop.replace("NAME", "layers"), others=(body,)).warnings) == 1
+    assert run(loop.replace("NAME", "transpose(rarely_runs)"), others=(body,)).warnings == ()
 
 
 def test_an_unknown_kernel_is_timed_by_its_memory_with_a_warning() -> None:

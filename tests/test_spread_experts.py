@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dose import slow_case
 from jax.sharding import PartitionSpec
 
 from trillora.devices.mesh import BATCH_AXES, MeshShape, expert_axes, make_mesh, per_shard
+from trillora.engine import experts
 from trillora.engine.experts import Tokens, mix, mix_spread
 from trillora.engine.grouped_product import grouped_product
+from trillora.preflight.hlo import simulate
 
 NUM_TOKENS, NUM_CHOICES, NUM_EXPERTS, WIDTH, INNER = 1024, 2, 16, 8, 12
 MESHES = {
@@ -27,8 +30,8 @@ EQUAL = 1e-5  # relative to the largest value: float32 sums in another order
 
 
 def compute(rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: Any) -> jax.Array:
-    inner = jnp.tanh(grouped_product(rows_MD, weights["up"], sizes_E)) * gate_M[:, None]
-    return grouped_product(inner, weights["down"], sizes_E)
+    inner = jnp.tanh(grouped_product(rows_MD, weights["up"], sizes_E, True)) * gate_M[:, None]
+    return grouped_product(inner, weights["down"], sizes_E, True)
 
 
 def inputs(share: float) -> tuple[Tokens, jax.Array, dict[str, jax.Array]]:
@@ -73,8 +76,15 @@ def assert_equal(ours: Any, reference: Any) -> None:
         assert np.abs(own - expected).max() <= EQUAL * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "router"),
+    [
+        ("fsdp 8", "even"),
+        ("data 2 x fsdp 4", "all to one expert"),
+        ("fsdp 4 x tensor 2", "skewed"),
+        *(slow_case(mesh, router) for mesh in MESHES for router in ROUTERS),
+    ],
+)
 def test_results_and_gradients_equal_those_of_one_device(mesh: str, router: str) -> None:
     given = inputs(ROUTERS[router])
     reference = results(lambda tokens, index, weights: mix(compute, tokens, index, weights, NUM_EXPERTS), *given)
@@ -85,3 +95,27 @@ def test_frozen_experts_equal_those_of_one_device() -> None:
     given = inputs(1.0)
     alone = results(lambda *given: mix(compute, *given, NUM_EXPERTS), *given, frozen=True)
     assert_equal(results(spread(MESHES["data 2 x fsdp 4"]), *given, frozen=True), alone)
+
+
+def test_lanes_of_a_sweep_equal_those_of_one_device() -> None:
+    """Two lanes whose routers choose differently share the weights."""
+    (first, first_index, weights), (_, second_index, _) = inputs(0.0), inputs(1.0)
+    tokens = Tokens(*(jnp.stack([array, 2 * array]) for array in first))
+    index = jnp.stack([first_index, second_index])
+
+    def gradients(function: Any) -> Any:
+        def loss(tokens: Tokens) -> jax.Array:
+            return (jax.vmap(function, in_axes=(0, 0, None))(tokens, index, weights) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss))(tokens)
+
+    alone = gradients(lambda tokens, index, weights: mix(compute, tokens, index, weights, NUM_EXPERTS))
+    assert_equal(gradients(spread(MESHES["data 2 x fsdp 4"])), alone)
+
+
+def test_preflight_knows_the_name_of_what_rarely_runs() -> None:
+    """Preflight reads programs without jax, so it has its own copy of the name."""
+    assert simulate.RARE == experts.RARE
+    given = inputs(0.0)
+    text = jax.jit(spread(MESHES["fsdp 8"])).lower(*given).compile().as_text()
+    assert experts.RARE in next(line for line in text.splitlines() if " while(" in line)

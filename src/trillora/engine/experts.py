@@ -12,7 +12,7 @@ Spread over two devices, the first has experts 0 and 1 and the second 2 and 3. T
 device gathers the tokens of both and computes the three rows of its own experts. The partial sums are added up on the
 device that the token came from. The router decides how many rows a device has, but a program computes a fixed number:
 
-    at first   1.25 times the average; a row that is left over is computed with weight 0
+    at first   1.25 times the average. Rows that are left over belong to no expert and have weight 0
     then       a loop over the rows that are still missing, a few at a time. Usually there are none
 
 So no token is ever dropped. A router that sends all tokens to one expert only makes the step slower.
@@ -33,11 +33,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 FIRST, FURTHER = 1.25, 0.25  # rows of the first pass and of each further pass, in multiples of the average
-ROW_BLOCK = 128  # passes have a multiple of this many rows
+ROW_BLOCK = 512  # passes have a multiple of this many rows
+PARTS, PART_ROWS = 2, 4096  # how many parts the tokens of a device are exchanged in, if each has so many rows
 SAVED_NAME = "small"  # of values that take almost no memory, in remat policies
 RARE = "rarely_runs"  # in the names of operations that usually do not run; preflight does not count them
 
-# (rows [M, D], weight of each row [M], rows of each expert [E], weights of the experts) -> weighted results [M, D]
+# (rows [M, D], weight of each row [M], rows of each expert [E], weights of the experts) -> weighted results [M, D]. In
+# `mix_spread` there may be rows at the end that belong to no expert.
 Compute = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
 
 
@@ -73,30 +75,45 @@ def mix_spread(
     `token_axes`: mesh axes that experts and tokens are split over. `copied_axes`: those that only experts are split
     over. The device with the index i along these axes, in this order, has the i-th part of the experts."""
     num_shards = jax.lax.axis_size((*token_axes, *copied_axes))
-    num_own = num_experts // num_shards
-    index_NK = _gathered(index_nK, token_axes)
-    own = jax.lax.axis_index((*token_axes, *copied_axes))
-    num_pairs = index_NK.size
-    most = num_pairs // index_NK.shape[1] * min(num_own, index_NK.shape[1])  # a token has each expert at most once
+    num_own, num_choices = num_experts // num_shards, index_nK.shape[1]
+    first_own = num_own * jax.lax.axis_index((*token_axes, *copied_axes))
+    parts = _split((tokens, index_nK), num_choices)
+    indices = [_gathered(index, token_axes) for _, index in parts]
+    num_pairs = indices[0].size
+    most = num_pairs // num_choices * min(num_own, num_choices)  # a token has each expert at most once
     first, further = (min(most, _blocks(share * num_pairs / num_shards)) for share in (FIRST, FURTHER))
-    rows = _sorted_rows(index_NK, own * num_own, num_own, padding=further)
+    rows = [_sorted_rows(index_NK, first_own, num_own, padding=further) for index_NK in indices]
 
-    def one_pass(start: jax.Array | int, num_rows: int, arguments: tuple[Tokens, Any], rows: Rows) -> jax.Array:
-        local, weights = arguments
-        everyone = Tokens(*(_gathered(array, token_axes) for array in local))
-        return _returned(_partial_sums(compute, everyone, weights, rows, start, num_rows), token_axes, copied_axes)
+    def one_pass(start: jax.Array | int, num_rows: int, arguments: Any, rows: list[Rows]) -> jax.Array:
+        parts, weights = arguments
+        sums = [
+            _partial_sums(
+                compute, Tokens(*(_gathered(array, token_axes) for array in part)), weights, own, start, num_rows
+            )
+            for part, own in zip(parts, rows, strict=True)
+        ]
+        return jnp.concatenate([_returned(each, token_axes, copied_axes) for each in sums])
 
-    out = one_pass(0, first, (tokens, weights), rows)
+    arguments = [part for part, _ in parts], weights
+    out = one_pass(0, first, arguments, rows)
     if most > first:
         # Equal on all devices that exchange tokens: they all know which experts were chosen.
-        counts = _count(index_NK.reshape(-1), num_experts).reshape(num_shards, num_own).sum(1)
-        num_passes = checkpoint_name(-((first - counts.max()) // further), SAVED_NAME)
+        counts = [_count(index_NK.reshape(-1), num_experts).reshape(num_shards, -1).sum(1) for index_NK in indices]
+        num_passes = checkpoint_name(-((first - jnp.stack(counts).max()) // further), SAVED_NAME)
 
-        def further_pass(number: jax.Array, arguments: tuple[Tokens, Any], rows: Rows) -> jax.Array:
+        def further_pass(number: jax.Array, arguments: Any, rows: list[Rows]) -> jax.Array:
             return one_pass(first + number * further, further, arguments, rows)
 
-        out = out + _sum_of_passes(further_pass, num_passes, (tokens, weights), rows)
+        out = out + _sum_of_passes(further_pass, num_passes, arguments, rows)
     return out.astype(tokens.hidden_ND.dtype)
+
+
+def _split(tokens: tuple[Tokens, jax.Array], num_choices: int) -> list[tuple[Tokens, jax.Array]]:
+    """Parts of the tokens of this device. While one is computed, the next one travels."""
+    num_tokens = len(tokens[1])
+    num_parts = PARTS if num_tokens % PARTS == 0 and num_tokens * num_choices >= PARTS * PART_ROWS else 1
+    size = num_tokens // num_parts
+    return [jax.tree.map(lambda array: array[i * size : (i + 1) * size], tokens) for i in range(num_parts)]  # noqa: B023
 
 
 def _sorted_rows(index_NK: jax.Array, first: jax.Array | int, num_experts: int, padding: int = 0) -> Rows:
@@ -122,8 +139,7 @@ def _partial_sums(
     """[N, D]: for each token, the sum over those of its rows that are among `num_rows` rows, beginning with `start`."""
     pair = jax.lax.dynamic_slice_in_dim(rows.order, start, num_rows)
     ends_E = jnp.clip(jnp.cumsum(rows.sizes_E) - start, 0, num_rows)
-    # Rows after the last one belong to the last expert, with weight 0.
-    sizes_E = jnp.diff(ends_E.at[-1].set(num_rows), prepend=0)
+    sizes_E = jnp.diff(ends_E, prepend=0)
     token = pair // tokens.gate_NK.shape[1]
     gate_M = jnp.where(jnp.arange(num_rows) < ends_E[-1], tokens.gate_NK.reshape(-1)[pair], 0)
     out = compute(tokens.hidden_ND[token], checkpoint_name(gate_M, SAVED_NAME), sizes_E, weights)

@@ -182,7 +182,9 @@ def choose(
 
     candidates = Candidates(make, decisions.values)
     batch_size = recipe.train.batch_size
-    meshes = meshes_to_try(len(devices), batch_size) if decisions.is_open("mesh") else [decisions["mesh"]]
+    has_experts = _num_experts(config.get_text_config()) > 1
+    meshes = meshes_to_try(len(devices), batch_size, has_experts=has_experts)
+    meshes = meshes if decisions.is_open("mesh") else [decisions["mesh"]]
     remats: tuple[Remat, ...] = (fixed["remat"],) if "remat" in fixed else REMAT_ORDER
     sizes = micro_batch_sizes(batch_size, fixed.get("micro_batch_size"), meshes[-1].data * meshes[-1].fsdp)
     smallest = (meshes[-1], remats[-1], sizes[-1])
@@ -470,13 +472,15 @@ def choose_mesh(num_devices: int, batch_size: int, base_bytes: int, limit: float
     return MeshSection(**{axis: num_shards}, tensor=tensor), reason
 
 
-def meshes_to_try(num_devices: int, batch_size: int) -> list[MeshSection]:
+def meshes_to_try(num_devices: int, batch_size: int, *, has_experts: bool = False) -> list[MeshSection]:
     """The base whole on every device, then split: the base is frozen, so it need not be split to be updated. Both axes
-    together were slower than either wherever they were compiled."""
+    together were slower than either wherever they were compiled, except for mixtures: their tokens travel between the
+    devices that share the experts, and the fewer these are, the less is sent."""
     num_shards = math.gcd(batch_size, num_devices)
     tensor = num_devices // num_shards
-    axes = ("data", "fsdp") if num_shards > 1 else ("data",)
-    return [MeshSection(**{axis: num_shards}, tensor=tensor) for axis in axes]
+    split = [number for number in range(2, num_shards) if num_shards % number == 0] if has_experts else []
+    sizes = [1, *split, num_shards] if num_shards > 1 else [1]
+    return [MeshSection(data=num_shards // fsdp, fsdp=fsdp, tensor=tensor) for fsdp in sizes]
 
 
 def memory_limit(devices: list[Any]) -> float | None:
@@ -504,12 +508,16 @@ def _base_bytes(config: Any, dtype: str, quantize: str) -> int:
     """A rough count from the configuration, good enough to choose between copying and splitting."""
     width, layers = config.hidden_size, config.num_hidden_layers
     inner = _largest(config, "intermediate_size") or 4 * width
-    experts = _largest(config, "num_local_experts", "num_experts", "n_routed_experts") or 1
+    experts = _num_experts(config)
     whole = 4 if dtype == "float32" else 2  # bytes of a weight that is not quantized
     linear, fused = 4 * width * width, 3 * width * inner * experts
     linear_bytes = BITS.get(quantize, 8 * whole) / 8
     fused_bytes = linear_bytes if experts == 1 else whole  # fused experts are not quantized
     return round(2 * config.vocab_size * width * whole + layers * (linear * linear_bytes + fused * fused_bytes))
+
+
+def _num_experts(config: Any) -> int:
+    return _largest(config, "num_local_experts", "num_experts", "n_routed_experts") or 1
 
 
 def _largest(config: Any, *names: str) -> int:

@@ -53,11 +53,12 @@ def _experts(
     if getattr(module, "has_post_expert_norm", False):
         weights[NORM] = interop.jax_view(dict(module.post_expert_norm.named_parameters()))
     hidden, index, gate = (interop.jax_view(t) for t in (hidden_states, top_k_index, top_k_weights))
-    compute, num_experts = functools.partial(_weighted, module), module.num_experts
+    num_experts = module.num_experts
     mesh = trace.mesh if trace is not None else None
+    axes = expert_axes(num_experts, mesh) if mesh is not None else ()
+    compute = functools.partial(_weighted, module, bool(axes))
     if mesh is None or mesh.size == 1:
         return interop.torch_view(mix(compute, Tokens(hidden, gate), index, weights, num_experts))
-    axes = expert_axes(num_experts, mesh)
 
     def local(tokens: Tokens, index: jax.Array, weights: dict[str, Any]) -> jax.Array:
         if not axes:
@@ -72,7 +73,7 @@ def _experts(
 
 
 def _weighted(
-    module: Any, rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: dict[str, Any]
+    module: Any, padded: bool, rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: dict[str, Any]
 ) -> jax.Array:
     """The result of each row's expert, multiplied by the row's gate. Also called while gradients are traced, when the
     module has no weights: everything that it needs is in `weights`."""
@@ -80,16 +81,17 @@ def _weighted(
 
     def project(rows: jax.Array, name: str) -> jax.Array:
         weight = weights[name] if module.is_transposed else weights[name].swapaxes(1, 2)
-        out = grouped_product(rows, weight.astype(rows.dtype), sizes_E)
+        out = grouped_product(rows, weight.astype(rows.dtype), sizes_E, padded)
         if (lora := weights.get(f"{name}_lora")) is not None:
             a_ERI, b_ERO = (matrix.astype(rows.dtype) for matrix in lora)
-            out = out + grouped_product(grouped_product(rows, a_ERI.swapaxes(1, 2), sizes_E), b_ERO, sizes_E)
+            inner = grouped_product(rows, a_ERI.swapaxes(1, 2), sizes_E, padded)
+            out = out + grouped_product(inner, b_ERO, sizes_E, padded)
         return out
 
     def add_bias(out: jax.Array, name: str, scale: jax.Array | int = 1) -> jax.Array:
         if not module.has_bias:
             return out
-        expert_M = jnp.repeat(jnp.arange(len(sizes_E)), sizes_E, total_repeat_length=len(rows_MD))
+        expert_M = jnp.repeat(jnp.arange(len(sizes_E)), sizes_E, total_repeat_length=len(out))
         return out + weights[f"{name}_bias"].astype(out.dtype)[expert_M] * scale
 
     name = "gate_up_proj" if module.has_gate else "up_proj"

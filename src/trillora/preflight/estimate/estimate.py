@@ -367,6 +367,8 @@ class _Time:
                 now += max(self._product(operation), self._traffic(read, set(step.writes), inputs))
                 flops += operation.flops
                 bf16_flops += operation.flops / self._times_faster(operation)
+            if operation.sent_bytes:  # nothing else is ready to be computed until tokens have arrived
+                now += self._transfer(operation.sent_bytes, operation.sent_over)
             if operation.partial_bytes:
                 # An all-reduce sends everything twice. It goes ahead of gathers that are not needed yet.
                 seconds = 2 * self._transfer(operation.partial_bytes, operation.partial_over)

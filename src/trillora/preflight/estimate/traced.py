@@ -30,6 +30,7 @@ from typing import Any, Literal
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as JaxprLiteral
 
+from trillora.engine.experts import RARE
 from trillora.engine.quantize import item_bytes
 
 Kind = Literal["elementwise", "product", "kernel", "loop", "other"]
@@ -45,7 +46,7 @@ VIEWS = frozenset(
 NOT_FUSED = frozenset(
     {
         *("gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "concatenate", "dynamic_update_slice"),
-        *("conv_general_dilated", "argmax", "argmin", "psum", "all_gather"),
+        *("conv_general_dilated", "argmax", "argmin", "psum", "all_gather", "reduce_scatter"),
         *("cumsum", "cumlogsumexp", "cummax", "cumprod", "reduce_window", "while", "custom_call", "fft"),
     }
 )
@@ -96,6 +97,8 @@ class Operation:
     product: tuple[float, float, float, float] | None = None
     partial_over: int = 1
     partial_bytes: float = 0.0  # of the partial sums, per device
+    sent_over: int = 1  # devices that exchange tokens, and the bytes of all of them together
+    sent_bytes: float = 0.0
     kernel_flops: float = 0.0
     width: int = 0  # head width of a kernel, which limits how much of the matrix unit it fills
     body: TracedProgram | None = None
@@ -161,6 +164,8 @@ class _Reader:
         if name == "scan":
             return self._scan(parameters, inputs, operations)
         if name == "while":
+            if RARE in str(equation.source_info.name_stack):
+                return [_unsplit(variable.aval) for variable in equation.outvars]
             return self._while(parameters, inputs, operations)
         if name == "cond":
             return self._cond(parameters["branches"], inputs[1:], operations)
@@ -186,6 +191,9 @@ class _Reader:
             _measure_grouped_product(operation, parameters["ragged_dot_dimension_numbers"])
         elif name == "gather":
             _measure_lookup(operation)
+        elif name in ("all_gather", "reduce_scatter"):
+            operation.sent_over = parameters["axis_size"]
+            operation.sent_bytes = max(inputs[0].num_bytes, outputs[0].num_bytes)
         elif operation.kind == "elementwise":
             _adopt_splits(inputs, outputs)
         operations.append(operation)
@@ -212,7 +220,7 @@ class _Reader:
         jaxpr, constants = (called.jaxpr, _constants(called)) if isinstance(called, ClosedJaxpr) else (called, [])
         if equation.primitive.name != "shard_map":
             return self.read(jaxpr, [*constants, *inputs], operations)
-        local = [_view(v.aval, (1,) * len(v.aval.shape), i) for v, i in zip(jaxpr.invars, inputs, strict=True)]
+        local = [_local(variable.aval, given) for variable, given in zip(jaxpr.invars, inputs, strict=True)]
         results = self.read(jaxpr, [*constants, *local], operations)
         return [
             _view(outer.aval, _ratio(outer.aval.shape, inner.shape), inner)
@@ -463,6 +471,14 @@ def _view(aval: Any, splits: tuple[int, ...], source: Value) -> Value:
     return Value(
         tuple(aval.shape), _itemsize(aval), splits, source.gather_over, source, from_nothing=source.says_no_split
     )
+
+
+def _local(aval: Any, value: Value) -> Value:
+    """An argument of a `shard_map`, as one device sees it. A weight that stays split inside is not gathered."""
+    origin, num_parts = value.origin, math.prod(value.shape) // max(math.prod(aval.shape), 1)
+    if origin.gather_over > 1 and num_parts >= origin.gather_over:
+        origin.gather_over, origin.splits = 1, (num_parts, *origin.splits[1:])
+    return _view(aval, (1,) * len(aval.shape), value)
 
 
 def _inner(value: Value) -> Value:

@@ -20,6 +20,7 @@ CUDNN_BLOCK = 128  # tokens; blocks on the edge of the mask are computed whole
 # Traffic of the small kernels around cuDNN's backward kernel, in multiples of the bytes of the queries: products of the
 # results with their gradients, sums in float32, per-head gradients of shared keys. Measured on an H200: 10.0 to 11.1.
 CUDNN_BACKWARD_PASSES = 10.5
+GROUP_TABLES = "ragged-dot-metadata"  # the kernel that lists the tiles of a grouped product
 _FLOATS = ("bf16", "f16", "f32")
 
 
@@ -34,6 +35,8 @@ def kernel_flops(program: HloProgram, computation: Computation, kernel: Instruct
     """None if neither the kernel nor its name gives them."""
     if CUDNN_ATTENTION.match(target(kernel)):
         return _cudnn_flops(computation, kernel)
+    if kernel.name.startswith(GROUP_TABLES):
+        return 0.0
     stated = re.search(r"\"cost_estimate\":\{[^}]*\"flops\":\s*\"?(\d+)", kernel.attributes)
     if stated and int(stated[1]):
         return float(stated[1])

@@ -277,7 +277,7 @@ class _Walk:
 
     def _run_inner(self, computation: Computation, instruction: Instruction, time: _Timeline) -> None:
         """Add a loop body times its trip count, a call once, branches by their shares (if unknown, the longest)."""
-        if RARE in (instruction.attribute("op_name") or ""):
+        if RARE in instruction.attributes:
             return
         times: int | None = 1
         if instruction.opcode == "while":

@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 FIRST, FURTHER = 1.25, 0.25  # rows of the first pass and of each further pass, in multiples of the average
 ROW_BLOCK = 512  # passes have a multiple of this many rows
-PARTS, PART_ROWS = 2, 4096  # how many parts the tokens of a device are exchanged in, if each has so many rows
+PARTS, PART_ROWS = 2, 4096  # the tokens of a device are exchanged in two parts, if each has at least 4096 rows
 SAVED_NAME = "small"  # of values that take almost no memory, in remat policies
 RARE = "rarely_runs"  # in the names of operations that usually do not run; preflight does not count them
 

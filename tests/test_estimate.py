@@ -145,16 +145,16 @@ def qwen3_30b_a3b(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mesh", [MeshShape(), slow_case(MeshShape(fsdp=8))], ids=str)
 def test_a_mixture_takes_the_time_of_its_active_parameters_and_the_memory_of_all(mesh: MeshShape) -> None:
-    """The reference is a dense model that has the active parameters. The mixture has a router too, and computes the
-    last product of the experts once more: the gradient of the router's weights needs it. The time is longer because
-    rows are sorted, groups of rows are padded, and the weights of all experts are read."""
+    """The reference is a dense model that has the active parameters. The mixture has a router too. On several devices,
+    it has room for a quarter more rows: in three products, in two of them again, and in three of the backward pass.
+    The time is longer because rows are sorted and sent, groups of rows are padded, and more weights are read."""
     experts = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
     configs = (Qwen3MoeConfig(**qwen3_30b_a3b(**experts)), Qwen3Config(**qwen3_30b_a3b()))
     options = {"rows": 8 * mesh.size, "tokens": 4096, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     mixture, dense = (estimate(build("qwen3", config, mesh, **options), V5E) for config in configs)
-    router, again = 3 * 2 * 2048 * 128, 2 * 8 * 768 * 2048
-    assert mixture.flops == pytest.approx(dense.flops + 8 * 4096 * 4 * (router + again), rel=0.003)
-    assert dense.step_seconds < mixture.step_seconds < 1.5 * dense.step_seconds
+    router, spare = 3 * 2 * 2048 * 128, 0.25 * (3 + 2 + 3) * 2 * 8 * 768 * 2048 if mesh.size > 1 else 0
+    assert mixture.flops == pytest.approx(dense.flops + 8 * 4096 * 4 * (router + spare), rel=0.003)
+    assert dense.step_seconds < mixture.step_seconds < (2 if mesh.size > 1 else 1.5) * dense.step_seconds
     inactive, of_router = 4 * (128 - 8) * 3 * 2048 * 768, 4 * 128 * 2048
     assert mixture.arguments["base"] - dense.arguments["base"] == 2 * (inactive + of_router) / mesh.size
 

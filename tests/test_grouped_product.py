@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trillora.engine.grouped_product import grouped_product
+from trillora.engine.grouped_product import Form, grouped_product, tiles_of
 
 LANES, ROWS, GROUPS, INPUTS, OUTPUTS = 3, 8, 4, 5, 6
 ROUNDING = 1e-5  # float32 sums in another order
@@ -53,3 +53,32 @@ def test_rows_are_kept_only_for_weights_that_are_trained() -> None:
         return str(jax.make_jaxpr(jax.grad(loss(grouped_product), which))(rows, weights, sizes)).count("ragged_dot_gen")
 
     assert products(0) == 2 and products((0, 1)) == 3
+
+
+@pytest.mark.parametrize("outputs_first", [False, True])
+def test_the_kernel_of_tpus_equals_jaxs_product(outputs_first: bool) -> None:
+    """In the interpreter. The last 56 rows have no group, and anything may be in their results."""
+    rows, weights = values(256, 256), values(3, *((384, 256) if outputs_first else (256, 384)), seed=1)
+    sizes = jnp.asarray([130, 0, 70], jnp.int32)
+    kernel = Form(outputs_first, padded=1.28, on_tpu=True, interpret=True)
+    assert tiles_of(256, 3, 256, 384) == (128, 256, 384)
+
+    def together(form: Form) -> Any:
+        def of_groups(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+            return grouped_product(rows, weights, sizes, form)[:200]
+
+        total, (of_rows, of_weights) = jax.jit(jax.value_and_grad(loss(of_groups), argnums=(0, 1)))(
+            rows, weights, sizes
+        )
+        return total, of_rows[:200], of_weights
+
+    ours, reference = together(kernel), together(Form(outputs_first))
+    for own, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=ROUNDING, atol=ROUNDING * float(jnp.abs(expected).max()))
+
+
+def test_tiles_fit_in_the_kernels_memory() -> None:
+    assert tiles_of(20480, 16, 2048, 1536) == (256, 2048, 768)
+    assert tiles_of(10240, 16, 768, 2048) == (128, 768, 2048)
+    assert tiles_of(40960, 8, 5760, 2880) == (256, 1920, 1024)
+    assert tiles_of(20480, 16, 16, 1536) is None and tiles_of(100, 4, 2048, 1536) is None

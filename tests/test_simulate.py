@@ -474,6 +474,19 @@ def test_a_grouped_product_computes_whole_tiles() -> None:
     assert time.hbm_bytes == pytest.approx(traffic, rel=1e-3)
 
 
+def test_our_grouped_product_skips_tiles_without_rows() -> None:
+    """Of 80 tiles of 256 rows, 64 have rows. The kernel has the weights in either order."""
+    time = run(
+        "%rows = bf16[20480,2048]{1,0} parameter(0)",
+        "%weights = bf16[16,1536,2048]{2,1,0} parameter(1)",
+        "%kernel.1 = bf16[20480,1536]{1,0} custom-call(%rows, %weights), "
+        'custom_call_target="tpu_custom_call", metadata={op_name="jit/grouped_product_tiles_256_2048_768_64_end/gmm"}',
+    )
+    steps = (64 + 15) * 2
+    tiles = steps * 2 * 256 * 2048 * 768 / (100e12 * TPU.product)
+    assert time.seconds == pytest.approx(tiles + steps * GRID_STEP_SECONDS)
+
+
 def test_loops_that_rarely_run_are_not_counted() -> None:
     loop = '%w = bf16[8]{0} while(%x), condition=%c, body=%b, metadata={op_name="jit(step)/NAME/while"}'
     body = "%b (p: bf16[8]) -> bf16[8] {\n  ROOT %p = bf16[1024,1024]{1,0} parameter(0)\n}"

@@ -12,7 +12,7 @@ Spread over two devices, the first has experts 0 and 1 and the second 2 and 3. T
 device gathers the tokens of both and computes the three rows of its own experts. The partial sums are added up on the
 device that the token came from. The router decides how many rows a device has, but a program computes a fixed number:
 
-    at first   1.25 times the average. Rows that are left over belong to no expert and have weight 0
+    at first   1.25 times the average. Rows that are left over belong to no expert
     then       a loop over the rows that are still missing, a few at a time. Usually there are none
 
 So no token is ever dropped. A router that sends all tokens to one expert only makes the step slower.
@@ -39,7 +39,8 @@ SAVED_NAME = "small"  # of values that take almost no memory, in remat policies
 RARE = "rarely_runs"  # in the names of operations that usually do not run; preflight does not count them
 
 # (rows [M, D], weight of each row [M], rows of each expert [E], weights of the experts) -> weighted results [M, D]. In
-# `mix_spread` there may be rows at the end that belong to no expert.
+# `mix_spread` there may be rows at the end that belong to no expert. Their results may be anything, but their gradients
+# must be 0.
 Compute = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
 
 
@@ -140,10 +141,12 @@ def _partial_sums(
     pair = jax.lax.dynamic_slice_in_dim(rows.order, start, num_rows)
     ends_E = jnp.clip(jnp.cumsum(rows.sizes_E) - start, 0, num_rows)
     sizes_E = jnp.diff(ends_E, prepend=0)
-    token = pair // tokens.gate_NK.shape[1]
-    gate_M = jnp.where(jnp.arange(num_rows) < ends_E[-1], tokens.gate_NK.reshape(-1)[pair], 0)
-    out = compute(tokens.hidden_ND[token], checkpoint_name(gate_M, SAVED_NAME), sizes_E, weights)
-    return jnp.zeros((len(tokens.hidden_ND), out.shape[-1]), out.dtype).at[token].add(out)
+    num_tokens, num_choices = tokens.gate_NK.shape
+    # Rows that belong to no expert have a token behind the last one. Their results and gradients are dropped.
+    token = jnp.where(jnp.arange(num_rows) < ends_E[-1], pair // num_choices, num_tokens)
+    gate_M = checkpoint_name(tokens.gate_NK.reshape(-1)[pair], SAVED_NAME)
+    out = compute(tokens.hidden_ND.at[token].get(mode="fill", fill_value=0), gate_M, sizes_E, weights)
+    return jnp.zeros((num_tokens, out.shape[-1]), out.dtype).at[token].add(out, mode="drop")
 
 
 def _gathered(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -166,10 +169,7 @@ def _sum_of_passes(one_pass: Pass, num_passes: jax.Array, arguments: Any, others
     """The sum of a number of passes that is known only while the program runs. jax cannot differentiate such a loop."""
     result = jax.eval_shape(one_pass, num_passes, arguments, others)
 
-    def add(number: jax.Array, total: jax.Array) -> jax.Array:
-        return total + one_pass(number, arguments, others)
-
-    return _loop(num_passes, add, jnp.zeros(result.shape, result.dtype))
+    return _sum(num_passes, lambda number: one_pass(number, arguments, others), jnp.zeros(result.shape, result.dtype))
 
 
 def _forward(one_pass: Pass, num_passes: Any, arguments: Any, others: Any) -> tuple[jax.Array, Any]:
@@ -192,17 +192,23 @@ def _backward(one_pass: Pass, kept: Any, gradient: jax.Array) -> tuple[None, Any
         both = jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=lambda x: x is None)
         return one_pass(number, both, others)
 
-    def add(number: jax.Array, totals: Any) -> Any:
+    def gradients(number: jax.Array) -> Any:
         _, transposed = jax.vjp(functools.partial(result, number), trained)
-        return jax.tree.map(jnp.add, totals, transposed(gradient)[0])
+        return transposed(gradient)[0]
 
-    return None, _loop(num_passes, add, jax.tree.map(jnp.zeros_like, trained)), None
+    return None, _sum(num_passes, gradients, jax.tree.map(jnp.zeros_like, trained)), None
 
 
 _sum_of_passes.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _loop(num_passes: jax.Array, add: Callable[[jax.Array, Any], Any], start: Any) -> Any:
+def _sum(num_passes: jax.Array, term: Callable[[jax.Array], Any], zeros: Any) -> Any:
+    """The sum of term(0), term(1), … Without the barrier, XLA would move the exchange of tokens that ends a pass behind
+    the loop, where it always runs."""
+
+    def add(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        number, total = state
+        return number + 1, jax.tree.map(jnp.add, total, jax.lax.optimization_barrier(term(number)))
+
     with jax.named_scope(RARE):
-        body = lambda state: (state[0] + 1, add(*state))  # noqa: E731
-        return jax.lax.while_loop(lambda state: state[0] < num_passes, body, (jnp.zeros_like(num_passes), start))[1]
+        return jax.lax.while_loop(lambda state: state[0] < num_passes, add, (jnp.zeros_like(num_passes), zeros))[1]

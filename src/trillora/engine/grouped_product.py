@@ -2,10 +2,12 @@
 
     rows [5, I], weights [3, I, O], sizes [2, 0, 3]     rows 0 and 1 times matrix 0, rows 2 to 4 times matrix 2: [5, O]
 
-The product is `jax.lax.ragged_dot`. jax cannot map it over lanes that share the weights. Here the rows of all lanes are
-then sorted by group, so that one product has all rows of a group. Weights that differ by lane become more groups.
+The product is `jax.lax.ragged_dot` or, on TPUs, `megablox`, a kernel of jax that also reads matrices [O, I]. XLA's own
+kernel does not: it would need a copy of the weights of all layers, because the backward pass reads them in the other
+order.
 
-There may be more rows than the sizes add up to. A TPU does not compute those at the end and leaves what was in memory.
+jax cannot map the product over lanes that share the weights. Here the rows of all lanes are then sorted by group, so
+that one product has all rows of a group. Weights that differ by lane become more groups.
 
 Legend: M rows, E groups, I inputs, O outputs, K lanes.
 """
@@ -13,95 +15,124 @@ Legend: M rows, E groups, I inputs, O outputs, K lanes.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jax.experimental.xla_metadata import set_xla_metadata
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
 LANES = 128  # a TPU's arrays are tiles of 8 x 128
 ROW_TILES = (256, 128)
 TILES_PER_GROUP = 4  # of 256 rows, at least, on average: a tile in which a group ends is computed twice
 TILE_BYTES = 12 * 2**20  # of the 16 MiB that a kernel may use
+TILES_NAME = "grouped_product_tiles"  # in the name of the kernel's operation, with its tiles, for preflight
 
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a product is computed."""
+
+    outputs_first: bool = False  # weights are [E, O, I]
+    padded: float = 1.0  # M, in multiples of what the sizes add up to on average. The results of more rows than they
+    # add up to are undefined: zeros, or whatever was in memory
+    on_tpu: bool = False
+    interpret: bool = False  # run the TPU's kernel in the Pallas interpreter
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_product(rows_MI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, padded: bool = False) -> jax.Array:
-    """[M, O]. Rows are sorted by group, and the sizes add up to M. If `padded`, they may add up to less; the results of
-    the other rows are 0."""
-    return _with_zeros(_product(rows_MI, weights_EIO, sizes_E), sizes_E, padded)
+def grouped_product(rows_MI: jax.Array, weights: jax.Array, sizes_E: jax.Array, form: Form = Form()) -> jax.Array:  # noqa: B008
+    """[M, O]. Rows are sorted by group. Weights are [E, I, O]."""
+    product: jax.Array = _product(form)(rows_MI, weights, sizes_E)
+    return product
 
 
-def _forward(rows: Any, weights: Any, sizes: Any, padded: bool) -> tuple[jax.Array, Any]:
+def _forward(rows: Any, weights: Any, sizes: Any, form: Form) -> tuple[jax.Array, Any]:
     """Keeps the rows only for weights that are trained."""
     kept = rows.value if weights.perturbed else None
-    out = grouped_product(rows.value, weights.value, sizes.value, padded)
+    out = grouped_product(rows.value, weights.value, sizes.value, form)
     return out, (kept, weights.value, sizes.value)
 
 
-def _backward(padded: bool, kept: Any, gradient_MO: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
-    rows_MI, weights_EIO, sizes_E = kept
-    of_weights = None if rows_MI is None else _outer_products(rows_MI, gradient_MO, sizes_E)
-    of_rows = _product(gradient_MO, weights_EIO.swapaxes(1, 2), sizes_E)
-    return _with_zeros(of_rows, sizes_E, padded), of_weights, None
+def _backward(form: Form, kept: Any, gradient_MO: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+    rows_MI, weights, sizes_E = kept
+    of_weights = None
+    if rows_MI is not None:
+        both = (gradient_MO, rows_MI) if form.outputs_first else (rows_MI, gradient_MO)
+        of_weights = _outer_products(*both, sizes_E)
+    of_rows = _product(replace(form, outputs_first=not form.outputs_first))(gradient_MO, weights, sizes_E)
+    return of_rows, of_weights, None
 
 
 grouped_product.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _with_zeros(out_MO: jax.Array, sizes_E: jax.Array, padded: bool) -> jax.Array:
-    return jnp.where(jnp.arange(len(out_MO))[:, None] < sizes_E.sum(), out_MO, 0) if padded else out_MO
+@functools.cache
+def _product(form: Form) -> Any:
+    """The product in this form, which `jax.vmap` can map."""
+
+    def product(rows_MI: jax.Array, weights: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        return _of_one_lane(rows_MI, weights, sizes_E, form)
+
+    mapped = custom_vmap(product)
+    mapped.def_vmap(functools.partial(_of_lanes_together, product))
+    return mapped
 
 
-@custom_vmap
-def _product(rows_MI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return _ragged_dot(rows_MI, weights_EIO, sizes_E)
-
-
-def _ragged_dot(rows_MI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    tiles = tiles_of(len(rows_MI), *weights_EIO.shape)
+def _of_one_lane(rows_MI: jax.Array, weights: jax.Array, sizes_E: jax.Array, form: Form) -> jax.Array:
+    num_outputs = weights.shape[1 if form.outputs_first else 2]
+    tiles = tiles_of(len(rows_MI), len(weights), rows_MI.shape[1], num_outputs) if form.on_tpu else None
     if tiles is None:
-        return jax.lax.ragged_dot(rows_MI, weights_EIO, sizes_E)
-    with set_xla_metadata(ragged_dot_tiling=",".join(map(str, tiles))):
-        return jax.lax.ragged_dot(rows_MI, weights_EIO, sizes_E)
+        return jax.lax.ragged_dot(rows_MI, weights.swapaxes(1, 2) if form.outputs_first else weights, sizes_E)
+    row_tiles = round(len(rows_MI) / form.padded / tiles[0])  # the kernel skips tiles without rows
+    with jax.named_scope(f"{TILES_NAME}_{'_'.join(map(str, (*tiles, row_tiles)))}_end"):
+        return gmm(
+            rows_MI,
+            weights,
+            sizes_E,
+            preferred_element_type=rows_MI.dtype,
+            tiling=tiles,
+            transpose_rhs=form.outputs_first,
+            interpret=form.interpret,
+        )
 
 
 def tiles_of(num_rows: int, num_groups: int, num_inputs: int, num_outputs: int) -> tuple[int, int, int] | None:
-    """Rows, inputs and outputs of a tile of the TPU's kernel. By itself the compiler takes 128 rows, and often tiles of
-    outputs that end after the last output. With all inputs in a tile, a matrix is read only once. None: as the compiler
-    likes.
+    """Rows, inputs and outputs of a tile of the TPU's kernel; None if it is not suitable. If a tile has all inputs, a
+    matrix is read only once.
 
     >>> tiles_of(20480, 16, 2048, 1536)
     (256, 2048, 768)
     """
     rows = next((rows for rows in ROW_TILES if TILES_PER_GROUP * rows * num_groups <= num_rows), ROW_TILES[-1])
-    if num_rows % rows:
+    if num_rows % rows or min(num_inputs, num_outputs) < LANES:
         return None
-    for num_tiles in range(1, 9):
-        outputs = -(-num_outputs // num_tiles // LANES) * LANES
-        # Two buffers for each operand and the result, and the sums in float32.
-        if 4 * (rows * num_inputs + num_inputs * outputs) + 8 * rows * outputs <= TILE_BYTES:
-            return rows, num_inputs, outputs
+    whole = [number for number in range(1, 5) if number == 1 or num_inputs % (number * LANES) == 0]
+    for inputs in (num_inputs // number for number in whole):
+        for number in range(1, 9):
+            outputs = num_outputs if number == 1 else -(-num_outputs // number // LANES) * LANES
+            # Two buffers for each operand and the result, and the sums in float32.
+            if 4 * (rows * inputs + inputs * outputs) + 8 * rows * outputs <= TILE_BYTES:
+                return rows, inputs, outputs
     return None
 
 
-@_product.def_vmap
-def _products_of_lanes(
-    num_lanes: int, is_mapped: list[bool], rows: jax.Array, weights: jax.Array, sizes: jax.Array
+def _of_lanes_together(
+    product: Any, num_lanes: int, is_mapped: list[bool], rows: jax.Array, weights: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, bool]:
     rows_KMI, sizes_KE = _of_lanes(num_lanes, rows, is_mapped[0]), _of_lanes(num_lanes, sizes, is_mapped[2])
     all_rows = rows_KMI.reshape(-1, rows.shape[-1])
     if is_mapped[1]:
         sizes_KE = _with_all_rows(sizes_KE, rows_KMI.shape[1])
-        out = _ragged_dot(all_rows, weights.reshape(-1, *weights.shape[2:]), sizes_KE.reshape(-1))
+        out = product(all_rows, weights.reshape(-1, *weights.shape[2:]), sizes_KE.reshape(-1))
     else:
         order = _order_by_group(sizes_KE, rows_KMI.shape[1])
-        sorted_out = _ragged_dot(all_rows[order], weights, sizes_KE.sum(0))
+        sorted_out = product(all_rows[order], weights, sizes_KE.sum(0))
         out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
     return out.reshape(*rows_KMI.shape[:2], -1), True
 
@@ -129,8 +160,7 @@ def _of_lanes(num_lanes: int, array: jax.Array, is_mapped: bool) -> jax.Array:
 
 
 def _with_all_rows(sizes_KE: jax.Array, num_rows: int) -> jax.Array:
-    """The last group of each lane also has the rows that are left over, so that the next lane begins after them. Their
-    gradients are 0."""
+    """The last group of each lane also has the rows that are left over, so that the next lane begins after them."""
     return sizes_KE.at[:, -1].add(num_rows - sizes_KE.sum(1))
 
 

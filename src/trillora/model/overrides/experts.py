@@ -14,6 +14,7 @@ Legend: N tokens, K experts per token, D width, E experts, M rows, R rank, I inp
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,8 +26,8 @@ from torchax import interop
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, expert_axes, per_shard
-from trillora.engine.experts import Tokens, mix, mix_spread
-from trillora.engine.grouped_product import grouped_product
+from trillora.engine.experts import FIRST, Tokens, mix, mix_spread
+from trillora.engine.grouped_product import Form, grouped_product
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.parts.expert_parameters import lora_of
 from trillora.model.remat import WIDE
@@ -56,7 +57,9 @@ def _experts(
     num_experts = module.num_experts
     mesh = trace.mesh if trace is not None else None
     axes = expert_axes(num_experts, mesh) if mesh is not None else ()
-    compute = functools.partial(_weighted, module, bool(axes))
+    on_tpu = trace is not None and trace.attention == "splash"
+    form = Form(not module.is_transposed, FIRST if axes else 1.0, on_tpu, trace is not None and trace.interpret)
+    compute = functools.partial(_weighted, module, form)
     if mesh is None or mesh.size == 1:
         return interop.torch_view(mix(compute, Tokens(hidden, gate), index, weights, num_experts))
 
@@ -73,19 +76,24 @@ def _experts(
 
 
 def _weighted(
-    module: Any, padded: bool, rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: dict[str, Any]
+    module: Any, form: Form, rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: dict[str, Any]
 ) -> jax.Array:
     """The result of each row's expert, multiplied by the row's gate. Also called while gradients are traced, when the
     module has no weights: everything that it needs is in `weights`."""
     gate_M1 = gate_M.astype(rows_MD.dtype)[:, None]
 
+    def weighted(rows: jax.Array) -> jax.Array:
+        """Without what a kernel left in rows that have no expert. The gradients there are 0 too."""
+        if form.padded == 1:
+            return rows * gate_M1
+        return jnp.where(jnp.arange(len(rows))[:, None] < sizes_E.sum(), rows * gate_M1, 0)
+
     def project(rows: jax.Array, name: str) -> jax.Array:
-        weight = weights[name] if module.is_transposed else weights[name].swapaxes(1, 2)
-        out = grouped_product(rows, weight.astype(rows.dtype), sizes_E, padded)
+        out = grouped_product(rows, weights[name].astype(rows.dtype), sizes_E, form)
         if (lora := weights.get(f"{name}_lora")) is not None:
             a_ERI, b_ERO = (matrix.astype(rows.dtype) for matrix in lora)
-            inner = grouped_product(rows, a_ERI.swapaxes(1, 2), sizes_E, padded)
-            out = out + grouped_product(inner, b_ERO, sizes_E, padded)
+            inner = grouped_product(rows, a_ERI, sizes_E, replace(form, outputs_first=True))
+            out = out + grouped_product(inner, b_ERO, sizes_E, replace(form, outputs_first=False))
         return out
 
     def add_bias(out: jax.Array, name: str, scale: jax.Array | int = 1) -> jax.Array:
@@ -102,9 +110,9 @@ def _weighted(
         inner = interop.jax_view(activate(interop.torch_view(inner)))
     if NORM not in weights:
         # Multiplied before the projection: the gradient of the gate then does not need the projection's result.
-        return add_bias(project(inner * gate_M1, "down_proj"), "down_proj", gate_M1)
+        return add_bias(project(weighted(inner), "down_proj"), "down_proj", gate_M1)
     out = add_bias(project(inner, "down_proj"), "down_proj")
     with environment():
         arguments = interop.torch_view((weights[NORM], out))
         out = interop.jax_view(torch.func.functional_call(module.post_expert_norm, *arguments))
-    return out * gate_M1
+    return weighted(out)

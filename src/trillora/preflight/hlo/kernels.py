@@ -21,6 +21,8 @@ CUDNN_BLOCK = 128  # tokens; blocks on the edge of the mask are computed whole
 # results with their gradients, sums in float32, per-head gradients of shared keys. Measured on an H200: 10.0 to 11.1.
 CUDNN_BACKWARD_PASSES = 10.5
 GROUP_TABLES = "ragged-dot-metadata"  # the kernel that lists the tiles of a grouped product
+_XLA_TILES = re.compile(r"ragged_dot_tiling=\"(\d+),(\d+),(\d+)\"")
+_OUR_TILES = re.compile(r"grouped_product_tiles_(\d+)_(\d+)_(\d+)_(\d+)_end")
 _FLOATS = ("bf16", "f16", "f32")
 
 
@@ -132,24 +134,27 @@ class GroupedProduct:
 
 
 def grouped_product(computation: Computation, kernel: Instruction) -> GroupedProduct | None:
-    """None if the kernel is not a grouped product with one matrix for each group."""
-    tiling = re.search(r"ragged_dot_tiling=\"(\d+),(\d+),(\d+)\"", kernel.attributes)
+    """Of XLA's kernel, or of the one that `engine.grouped_product` calls: its name says how many tiles have rows if
+    the router is even, because it skips the others. None if the kernel is not a grouped product with one matrix for
+    each group."""
+    tiling = _XLA_TILES.search(kernel.attributes) or _OUR_TILES.search(kernel.attributes)
     operands = [computation.by_name[name].shapes for name in kernel.operands if name in computation.by_name]
-    shapes = [found[0] for found in operands if found]
-    if tiling is None or len(shapes) < 3 or len(shapes[-1].dims) != 3 or len(kernel.shapes[0].dims) != 2:
+    shapes = [found[0] for found in operands if found and found[0].dtype in _FLOATS]
+    if tiling is None or len(shapes) != 2 or len(shapes[1].dims) != 3 or len(kernel.shapes[0].dims) != 2:
         return None
-    rows_tile, inner_tile, outer_tile = map(int, tiling.groups())
-    (num_rows, inner), (_, outer) = shapes[-2].dims, kernel.shapes[0].dims
-    tables = [shape.dims[0] for shape in shapes[:-2] if shape.dtype == "s32" and len(shape.dims) == 1]
-    row_tiles = max([-(-num_rows // rows_tile), *tables])
+    rows_tile, inner_tile, outer_tile = map(int, tiling.groups()[:3])
+    rows, weights, out = (*shapes, kernel.shapes[0])
+    (num_rows, inner), (_, outer), num_groups = rows.dims, out.dims, weights.dims[0]
+    full_tiles = int(tiling[4]) if tiling.re is _OUR_TILES else -(-num_rows // rows_tile)
+    row_tiles = full_tiles + num_groups - 1
     inner_tiles, outer_tiles = -(-inner // inner_tile), -(-outer // outer_tile)
     num_steps = row_tiles * inner_tiles * outer_tiles
-    of_rows = shapes[-2].num_bytes * row_tiles * rows_tile / num_rows * outer_tiles
-    of_weights = shapes[-1].num_bytes * (1 if inner_tiles == 1 else row_tiles / shapes[-1].dims[0])
+    of_rows = rows.num_bytes * row_tiles * rows_tile / num_rows * outer_tiles
+    of_weights = weights.num_bytes * (1 if inner_tiles == 1 else row_tiles / num_groups)
     return GroupedProduct(
         num_steps=num_steps,
         flops=2.0 * num_steps * rows_tile * inner_tile * outer_tile,
-        hbm_bytes=of_rows + of_weights + kernel.shapes[0].num_bytes,
+        hbm_bytes=of_rows + of_weights + out.num_bytes * full_tiles * rows_tile / num_rows,
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trillora.devices.mesh import AXES, batch_sharding, replicated, weight_spec
+from trillora.devices.mesh import AXES, FSDP_AXIS, batch_sharding, replicated, weight_spec
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.loss import (
     TokenScores,
@@ -198,10 +198,20 @@ def loss_function(model: CausalLM, chunk: int, *, packed: bool) -> Loss:
             logits = model.logits(base, adapter, inputs, dropout_key)
             return (token_losses(logits, batch["targets"]) * batch["weights"]).sum()
         hidden = model.hidden(base, adapter, inputs, dropout_key)
-        head_adapter = model.head_adapter(adapter)
+        head_adapter, base = model.head_adapter(adapter), with_whole_head(model, base)
         return chunked_loss(model.head, base, head_adapter, hidden, batch["targets"], batch["weights"], chunk)
 
     return loss
+
+
+def with_whole_head(model: CausalLM, base: Tree) -> Tree:
+    """The base with the weight of its head gathered over `fsdp`. Otherwise every chunk of the loss would gather it."""
+    weight = getattr(model.module.get_output_embeddings(), "weight", None)
+    key = next((name for name, parameter in model.module.named_parameters() if parameter is weight), "")
+    if model.mesh is None or model.mesh.shape[FSDP_AXIS] == 1 or key not in base:
+        return base
+    spec = [axis if axis != FSDP_AXIS else None for axis in weight_shardings(model, model.mesh)[key].spec]
+    return {**base, key: jax.lax.with_sharding_constraint(base[key], NamedSharding(model.mesh, PartitionSpec(*spec)))}
 
 
 def evaluation_function(model: CausalLM, chunk: int, *, packed: bool) -> Evaluation:

@@ -23,6 +23,7 @@ then decides which results are in memory: here only that of the product.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as JaxprLiteral
 
 from trillora.engine.experts import RARE
+from trillora.engine.grouped_product import TILES_NAME
 from trillora.engine.quantize import item_bytes
 
 Kind = Literal["elementwise", "product", "kernel", "loop", "other"]
@@ -51,6 +53,7 @@ NOT_FUSED = frozenset(
     }
 )
 CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")  # parameters that hold the body of a call
+TILES = re.compile(rf"{TILES_NAME}_(\d+)_\d+_\d+_(\d+)_end")
 FEW = 4  # elements; arrays up to this size are never split
 SPLASH, SPLASH_BACKWARD = "splash", "dkv"  # parts of the names of the TPU's attention kernels
 
@@ -172,6 +175,8 @@ class _Reader:
         if name == "pallas_call":
             return self._kernel(equation, inputs, operations)
         called = next((parameters[key] for key in CALLED if key in parameters), None)
+        if called is not None and (tiles := TILES.search(str(equation.source_info.name_stack))):
+            return _grouped_kernel(equation, inputs, tiles, operations)
         if called is not None:
             return self._call(equation, called, inputs, operations)
         shapes = [variable.aval for variable in equation.outvars]
@@ -403,6 +408,18 @@ def _measure_grouped_product(operation: Operation, dimension_numbers: Any) -> No
         operation.product = (num_groups, rows, inner / num_groups, columns)
     else:
         operation.product = (num_groups, rows / num_groups, inner, columns)
+
+
+def _grouped_kernel(
+    equation: Any, inputs: list[Value], tiles: re.Match[str], operations: list[Operation]
+) -> list[Value]:
+    """The TPU's kernel of a grouped product, whose name says how many of its rows have a group on average."""
+    rows, weights = (next(v for v in inputs if len(v.shape) == dims) for dims in (2, 3))
+    outputs = [_unsplit(variable.aval) for variable in equation.outvars]
+    num_groups, num_rows = weights.shape[0], int(tiles[1]) * int(tiles[2])
+    sizes = (num_groups, num_rows / num_groups, rows.shape[1], outputs[0].shape[1])
+    operations.append(Operation("grouped_product", "product", [rows, weights], outputs, product=sizes))
+    return outputs
 
 
 def _measure_lookup(operation: Operation) -> None:

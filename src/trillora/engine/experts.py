@@ -142,11 +142,37 @@ def _partial_sums(
     ends_E = jnp.clip(jnp.cumsum(rows.sizes_E) - start, 0, num_rows)
     sizes_E = jnp.diff(ends_E, prepend=0)
     num_tokens, num_choices = tokens.gate_NK.shape
-    # Rows that belong to no expert have a token behind the last one. Their results and gradients are dropped.
-    token = jnp.where(jnp.arange(num_rows) < ends_E[-1], pair // num_choices, num_tokens)
-    gate_M = checkpoint_name(tokens.gate_NK.reshape(-1)[pair], SAVED_NAME)
-    out = compute(tokens.hidden_ND.at[token].get(mode="fill", fill_value=0), gate_M, sizes_E, weights)
-    return jnp.zeros((num_tokens, out.shape[-1]), out.dtype).at[token].add(out, mode="drop")
+    # Rows that belong to no expert have a token behind the last one, and weight 0.
+    has_expert = jnp.arange(num_rows) < ends_E[-1]
+    token_M = jnp.where(has_expert, pair // num_choices, num_tokens)
+    gate_M = checkpoint_name(jnp.where(has_expert, tokens.gate_NK.reshape(-1)[pair], 0), SAVED_NAME)
+    out = compute(_rows_of(tokens.hidden_ND, token_M, num_tokens), gate_M, sizes_E, weights)
+    return _added(out, token_M, num_tokens)
+
+
+# jax's own gradients of these two would read and write all rows once more, to replace dropped rows by zeros.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows_of(array_ND: jax.Array, token_M: jax.Array, num_tokens: int) -> jax.Array:
+    """The rows of these tokens; any row for a token behind the last one."""
+    return array_ND.at[token_M].get(mode="clip")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _added(rows_MD: jax.Array, token_M: jax.Array, num_tokens: int) -> jax.Array:
+    """For each token the sum of its rows. Rows of a token behind the last one are dropped."""
+    return jnp.zeros((num_tokens, rows_MD.shape[1]), rows_MD.dtype).at[token_M].add(rows_MD, mode="drop")
+
+
+_rows_of.defvjp(
+    lambda array_ND, token_M, num_tokens: (_rows_of(array_ND, token_M, num_tokens), token_M),
+    lambda num_tokens, token_M, gradient_MD: (_added(gradient_MD, token_M, num_tokens), None),
+)
+_added.defvjp(
+    lambda rows_MD, token_M, num_tokens: (_added(rows_MD, token_M, num_tokens), token_M),
+    lambda num_tokens, token_M, gradient_ND: (_rows_of(gradient_ND, token_M, num_tokens), None),
+)
 
 
 def _gathered(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -11,7 +11,8 @@
     dots       outputs of all products with a matrix, also those of the adapter
     offload    as linear, but outputs of linear layers wait in the host's memory
 
-A saved value that the backward pass does not need, such as the output of the last linear layer, takes no memory.
+The first product of experts counts as a layer wider than its input. A saved value that the backward pass does not need,
+such as the output of the last linear layer, takes no memory.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Random weights of a 1.2B Llama shape, LoRA rank 16 on the seven linear layers of a block, AdamW, bfloat16: the step of
 `trillora train`, built by the same functions. Prints one JSON line. `--memory-gib` limits the memory of jax, so that a
-step with less memory is chosen. `peers_gpu.py` measures other trainers on the same work.
+step with less memory is chosen. `peers.py` compares with other trainers on the same work.
 """
 
 from __future__ import annotations

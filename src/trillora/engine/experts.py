@@ -58,8 +58,10 @@ class Tokens(NamedTuple):
 
 def mix(compute: Compute, tokens: Tokens, index_NK: jax.Array, weights: Any, num_experts: int) -> jax.Array:
     """[N, D]: for each token, the sum of its experts' results, each multiplied by its gate."""
-    rows = _sorted_rows(index_NK, 0, num_experts)
-    return _partial_sums(compute, tokens, weights, rows, 0, index_NK.size).astype(tokens.hidden_ND.dtype)
+    rows, num_choices = _sorted_rows(index_NK, 0, num_experts), index_NK.shape[1]
+    gate_M = checkpoint_name(tokens.gate_NK.reshape(-1)[rows.order], SAVED_NAME)
+    out = compute(_all_rows(tokens.hidden_ND, rows.order, num_choices), gate_M, rows.sizes_E, weights)
+    return _summed(out, rows.order, num_choices).astype(tokens.hidden_ND.dtype)
 
 
 def mix_spread(
@@ -172,6 +174,30 @@ _rows_of.defvjp(
 _added.defvjp(
     lambda rows_MD, token_M, num_tokens: (_added(rows_MD, token_M, num_tokens), token_M),
     lambda num_tokens, token_M, gradient_ND: (_rows_of(gradient_ND, token_M, num_tokens), None),
+)
+
+
+# Where all rows are on one device, they are also gathered on the way back: 0.16 instead of 1.1 ms on an H200.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _all_rows(array_ND: jax.Array, order_M: jax.Array, num_choices: int) -> jax.Array:
+    return array_ND[order_M // num_choices]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _summed(rows_MD: jax.Array, order_M: jax.Array, num_choices: int) -> jax.Array:
+    """For each token the sum of its rows."""
+    return rows_MD[jnp.argsort(order_M)].reshape(-1, num_choices, rows_MD.shape[1]).sum(1)
+
+
+_all_rows.defvjp(
+    lambda array_ND, order_M, num_choices: (_all_rows(array_ND, order_M, num_choices), order_M),
+    lambda num_choices, order_M, gradient_MD: (_summed(gradient_MD, order_M, num_choices), None),
+)
+_summed.defvjp(
+    lambda rows_MD, order_M, num_choices: (_summed(rows_MD, order_M, num_choices), order_M),
+    lambda num_choices, order_M, gradient_ND: (_all_rows(gradient_ND, order_M, num_choices), None),
 )
 
 

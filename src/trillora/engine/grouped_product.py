@@ -2,27 +2,33 @@
 
     rows [5, I], weights [3, I, O], sizes [2, 0, 3]     rows 0 and 1 times matrix 0, rows 2 to 4 times matrix 2: [5, O]
 
-The product is `jax.lax.ragged_dot` or, on TPUs, `megablox`, a kernel of jax that also reads matrices [O, I]. XLA's own
-kernel does not: it would need a copy of the weights of all layers, because the backward pass reads them in the other
-order.
+| kernel | where | why |
+|---|---|---|
+| `xla` | anywhere | `jax.lax.ragged_dot` |
+| `megablox` | TPUs | also reads matrices [O, I]. XLA would need a copy of all weights, for the backward pass |
+| `triton` | large NVIDIA GPUs | `grouped_kernels`. XLA would multiply all rows with the matrices of all groups |
 
 jax cannot map the product over lanes that share the weights. Here the rows of all lanes are then sorted by group, so
 that one product has all rows of a group. Weights that differ by lane become more groups.
 
-Legend: M rows, E groups, I inputs, O outputs, K lanes.
+Legend: M rows, E groups, I inputs, O outputs, R rank, K lanes.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
+from trillora.engine import grouped_kernels
+
+Kernel = Literal["xla", "megablox", "triton"]
+LARGE_SHARED_MEMORY = ("8.0", "9.0", "10.0", "10.3")  # compute capability of A100, H100 and H200, B200, B300
 LANES = 128  # a TPU's arrays are tiles of 8 x 128
 ROW_TILES = (256, 128)
 TILES_PER_GROUP = 4  # of 256 rows, at least, on average: a tile in which a group ends is computed twice
@@ -41,8 +47,20 @@ class Form:
     outputs_first: bool = False  # weights are [E, O, I]
     padded: float = 1.0  # M, in multiples of what the sizes add up to on average. The results of more rows than they
     # add up to are undefined: zeros, or whatever was in memory
-    on_tpu: bool = False
-    interpret: bool = False  # run the TPU's kernel in the Pallas interpreter
+    kernel: Kernel = "xla"
+    interpret: bool = False  # run the kernel in the Pallas interpreter
+
+    def turned(self) -> Form:
+        """With the weights in the other order."""
+        return replace(self, outputs_first=not self.outputs_first)
+
+
+def kernel_for(device: Any) -> Kernel:
+    """The fastest on a device. Blocks of the Triton kernels need the shared memory of a data center's GPU."""
+    if device.platform == "tpu":
+        return "megablox"
+    is_large = getattr(device, "compute_capability", None) in LARGE_SHARED_MEMORY
+    return "triton" if is_large and grouped_kernels.has_triton() else "xla"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -64,12 +82,41 @@ def _backward(form: Form, kept: Any, gradient_MO: jax.Array) -> tuple[jax.Array,
     of_weights = None
     if rows_MI is not None:
         both = (gradient_MO, rows_MI) if form.outputs_first else (rows_MI, gradient_MO)
-        of_weights = _outer_products(*both, sizes_E)
-    of_rows = _product(replace(form, outputs_first=not form.outputs_first))(gradient_MO, weights, sizes_E)
+        of_weights = _outer_products(form)(*both, sizes_E)
+    of_rows = _product(form.turned())(gradient_MO, weights, sizes_E)
     return of_rows, of_weights, None
 
 
 grouped_product.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def adapted_product(
+    rows_MI: jax.Array, weights: jax.Array, a_ERI: jax.Array, b_ERO: jax.Array, sizes_E: jax.Array, form: Form
+) -> jax.Array:
+    """[M, O]: the product with frozen weights, plus that with A and B of the row's group."""
+    return _forward_of_adapted(rows_MI, weights, a_ERI, b_ERO, sizes_E, form)[0]
+
+
+def _forward_of_adapted(
+    rows_MI: jax.Array, weights: jax.Array, a_ERI: jax.Array, b_ERO: jax.Array, sizes_E: jax.Array, form: Form
+) -> tuple[jax.Array, Any]:
+    inner_MR = _product(replace(form, outputs_first=True))(rows_MI, a_ERI, sizes_E)
+    out = _sum_of_products(form)(rows_MI, weights, inner_MR, b_ERO, sizes_E)
+    return out, (rows_MI, weights, inner_MR, a_ERI, b_ERO, sizes_E)
+
+
+def _backward_of_adapted(
+    form: Form, kept: Any, gradient_MO: jax.Array
+) -> tuple[jax.Array, None, jax.Array, jax.Array, None]:
+    rows_MI, weights, inner_MR, a_ERI, b_ERO, sizes_E = kept
+    of_inner_MR = _product(replace(form, outputs_first=True))(gradient_MO, b_ERO, sizes_E)
+    of_rows = _sum_of_products(form.turned())(gradient_MO, weights, of_inner_MR, a_ERI, sizes_E)
+    outer = _outer_products(form)
+    return of_rows, None, outer(of_inner_MR, rows_MI, sizes_E), outer(inner_MR, gradient_MO, sizes_E), None
+
+
+adapted_product.defvjp(_forward_of_adapted, _backward_of_adapted)
 
 
 @functools.cache
@@ -84,9 +131,34 @@ def _product(form: Form) -> Any:
     return mapped
 
 
+@functools.cache
+def _sum_of_products(form: Form) -> Any:
+    """Rows times weights plus inner rows times matrices [E, R, O]. One kernel for both, if there is one."""
+    product, thin = _product(form), _product(replace(form, outputs_first=False))
+
+    @custom_vmap
+    def both(rows_MI: jax.Array, weights: jax.Array, inner_MR: jax.Array, low_ERO: jax.Array, sizes_E: Any) -> Any:
+        low_rank = (inner_MR, low_ERO)
+        if form.kernel == "triton" and grouped_kernels.is_supported(rows_MI, weights, *low_rank):
+            return grouped_kernels.product(rows_MI, weights, sizes_E, low_rank, transposed=form.outputs_first)
+        return product(rows_MI, weights, sizes_E) + thin(*low_rank, sizes_E)
+
+    @both.def_vmap
+    def of_lanes(num_lanes: int, is_mapped: list[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
+        rows, inner = (_of_lanes(num_lanes, given[i], is_mapped[i]) for i in (0, 2))
+        dims = [0 if mapped else None for mapped in is_mapped]
+        base = jax.vmap(product, (0, dims[1], dims[4]))(rows, given[1], given[4])
+        return base + jax.vmap(thin, (0, dims[3], dims[4]))(inner, given[3], given[4]), True
+
+    return both
+
+
 def _of_one_lane(rows_MI: jax.Array, weights: jax.Array, sizes_E: jax.Array, form: Form) -> jax.Array:
+    if form.kernel == "triton" and grouped_kernels.is_supported(rows_MI, weights):
+        return grouped_kernels.product(rows_MI, weights, sizes_E, transposed=form.outputs_first)
     num_outputs = weights.shape[1 if form.outputs_first else 2]
-    tiles = tiles_of(len(rows_MI), len(weights), rows_MI.shape[1], num_outputs) if form.on_tpu else None
+    is_megablox = form.kernel == "megablox"
+    tiles = tiles_of(len(rows_MI), len(weights), rows_MI.shape[1], num_outputs) if is_megablox else None
     if tiles is None:
         return jax.lax.ragged_dot(rows_MI, weights.swapaxes(1, 2) if form.outputs_first else weights, sizes_E)
     row_tiles = round(len(rows_MI) / form.padded / tiles[0])  # the kernel skips tiles without rows
@@ -137,22 +209,26 @@ def _of_lanes_together(
     return out.reshape(*rows_KMI.shape[:2], -1), True
 
 
-@custom_vmap
-def _outer_products(rows_MI: jax.Array, gradient_MO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+@functools.cache
+def _outer_products(form: Form) -> Any:
     """The sum of the outer products of each group's rows [E, I, O]."""
-    return jax.lax.ragged_dot_general(rows_MI, gradient_MO, sizes_E, _OUTER)
 
+    @custom_vmap
+    def outer(left_MI: jax.Array, right_MO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        if form.kernel == "triton" and grouped_kernels.is_supported(left_MI, right_MO):
+            return grouped_kernels.outer_products(left_MI, right_MO, sizes_E)
+        return jax.lax.ragged_dot_general(left_MI, right_MO, sizes_E, _OUTER)
 
-@_outer_products.def_vmap
-def _outer_products_of_lanes(
-    num_lanes: int, is_mapped: list[bool], rows: jax.Array, gradient: jax.Array, sizes: jax.Array
-) -> tuple[jax.Array, bool]:
-    given = zip((rows, gradient, sizes), is_mapped, strict=True)
-    rows_KMI, gradient_KMO, sizes_KE = (_of_lanes(num_lanes, array, mapped) for array, mapped in given)
-    sizes_KE = _with_all_rows(sizes_KE, rows_KMI.shape[1])
-    all_rows, all_gradients = (array.reshape(-1, array.shape[-1]) for array in (rows_KMI, gradient_KMO))
-    out = jax.lax.ragged_dot_general(all_rows, all_gradients, sizes_KE.reshape(-1), _OUTER)
-    return out.reshape(*sizes_KE.shape, *out.shape[1:]), True
+    @outer.def_vmap
+    def of_lanes(num_lanes: int, is_mapped: list[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
+        each = zip(given, is_mapped, strict=True)
+        left_KMI, right_KMO, sizes_KE = (_of_lanes(num_lanes, array, mapped) for array, mapped in each)
+        sizes_KE = _with_all_rows(sizes_KE, left_KMI.shape[1])
+        all_left, all_right = (array.reshape(-1, array.shape[-1]) for array in (left_KMI, right_KMO))
+        out = outer(all_left, all_right, sizes_KE.reshape(-1))
+        return out.reshape(*sizes_KE.shape, *out.shape[1:]), True
+
+    return outer
 
 
 def _of_lanes(num_lanes: int, array: jax.Array, is_mapped: bool) -> jax.Array:

@@ -14,7 +14,6 @@ Legend: N tokens, K experts per token, D width, E experts, M rows, R rank, I inp
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,11 +26,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, expert_axes, per_shard
 from trillora.engine.experts import FIRST, Tokens, mix, mix_spread
-from trillora.engine.grouped_product import Form, grouped_product
+from trillora.engine.grouped_product import Form, Kernel, adapted_product, grouped_product, kernel_for
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.parts.expert_parameters import lora_of
 from trillora.model.remat import WIDE
-from trillora.model.trace import current
+from trillora.model.trace import Trace, current
 
 NAME = "trillora"
 NORM = "post_expert_norm"
@@ -57,8 +56,8 @@ def _experts(
     num_experts = module.num_experts
     mesh = trace.mesh if trace is not None else None
     axes = expert_axes(num_experts, mesh) if mesh is not None else ()
-    on_tpu = trace is not None and trace.attention == "splash"
-    form = Form(not module.is_transposed, FIRST if axes else 1.0, on_tpu, trace is not None and trace.interpret)
+    kernel = _kernel(trace) if trace is not None else "xla"
+    form = Form(not module.is_transposed, FIRST if axes else 1.0, kernel, trace is not None and trace.interpret)
     compute = functools.partial(_weighted, module, form)
     if mesh is None or mesh.size == 1:
         return interop.torch_view(mix(compute, Tokens(hidden, gate), index, weights, num_experts))
@@ -75,6 +74,12 @@ def _experts(
     return interop.torch_view(per_shard(local, mesh, specs, rows)(Tokens(hidden, gate), index, weights))
 
 
+def _kernel(trace: Trace) -> Kernel:
+    if trace.attention == "splash":  # also while a step for TPUs is traced on a mesh of CPU devices
+        return "megablox"
+    return kernel_for(trace.mesh.devices.flat[0]) if trace.mesh is not None else "xla"
+
+
 def _weighted(
     module: Any, form: Form, rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: dict[str, Any]
 ) -> jax.Array:
@@ -89,12 +94,11 @@ def _weighted(
         return jnp.where(jnp.arange(len(rows))[:, None] < sizes_E.sum(), rows * gate_M1, 0)
 
     def project(rows: jax.Array, name: str) -> jax.Array:
-        out = grouped_product(rows, weights[name].astype(rows.dtype), sizes_E, form)
-        if (lora := weights.get(f"{name}_lora")) is not None:
-            a_ERI, b_ERO = (matrix.astype(rows.dtype) for matrix in lora)
-            inner = grouped_product(rows, a_ERI, sizes_E, replace(form, outputs_first=True))
-            out = out + grouped_product(inner, b_ERO, sizes_E, replace(form, outputs_first=False))
-        return out
+        weight = weights[name].astype(rows.dtype)
+        if (lora := weights.get(f"{name}_lora")) is None:
+            return grouped_product(rows, weight, sizes_E, form)
+        a_ERI, b_ERO = (matrix.astype(rows.dtype) for matrix in lora)
+        return adapted_product(rows, weight, a_ERI, b_ERO, sizes_E, form)
 
     def add_bias(out: jax.Array, name: str, scale: jax.Array | int = 1) -> jax.Array:
         if not module.has_bias:

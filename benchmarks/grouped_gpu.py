@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trillora.engine import grouped_kernels
-from trillora.engine.grouped_kernels import Blocks
+from trillora.engine.mixture.grouped_kernels import Blocks
 
 RANK = 16
 OUTER = jax.lax.RaggedDotDimensionNumbers(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trillora.engine.grouped_kernels import Blocks, is_supported, outer_products, product
+from trillora.engine.mixture.grouped_kernels import Blocks, is_supported, outer_products, product
 
 SIZES = [37, 0, 90, 5]  # an empty group, groups larger and smaller than a tile
 ROWS, INPUTS, OUTPUTS = 140, 48, 32  # the last 8 rows have no group

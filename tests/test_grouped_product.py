@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trillora.engine.grouped_product import Form, adapted_product, grouped_product, kernel_for, tiles_of
+from trillora.engine.mixture.grouped_product import Form, adapted_product, grouped_product, kernel_for, tiles_of
 
 LANES, ROWS, GROUPS, INPUTS, OUTPUTS = 3, 8, 4, 5, 6
 ROUNDING = 1e-5  # float32 sums in another order

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from trillora.devices.mesh import BATCH_AXES, MeshShape, expert_axes, make_mesh, per_shard
 from trillora.engine import experts
-from trillora.engine.experts import Tokens, mix, mix_spread
-from trillora.engine.grouped_product import grouped_product
+from trillora.engine.mixture.experts import Tokens, mix, mix_spread
+from trillora.engine.mixture.grouped_product import grouped_product
 from trillora.preflight.hlo import simulate
 
 NUM_TOKENS, NUM_CHOICES, NUM_EXPERTS, WIDTH, INNER = 1024, 2, 16, 8, 12

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import jax
 
 from trillora.engine.attention import SAVED_NAME as ATTENTION
-from trillora.engine.experts import SAVED_NAME as SMALL
+from trillora.engine.mixture.experts import SAVED_NAME as SMALL
 from trillora.model.trace import Trace
 
 Remat = Literal["none", "linear", "wide", "half", "gate", "attention", "full", "dots", "offload"]

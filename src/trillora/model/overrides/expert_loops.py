@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import torch
 from torchax import interop
 
-from trillora.engine.grouped_product import grouped_product
+from trillora.engine.mixture.grouped_product import grouped_product
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import replaced
 

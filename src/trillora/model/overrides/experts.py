@@ -1,4 +1,4 @@
-"""Mixture of experts: transformers' modules, computed by `engine.experts`.
+"""Mixture of experts: transformers' modules, computed by `engine.mixture.experts`.
 
 transformers' own loop over experts depends on which experts were selected, which cannot be compiled. Here each token's
 experts are rows of grouped products. On a mesh, every device computes
@@ -25,8 +25,8 @@ from torchax import interop
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, expert_axes, per_shard
-from trillora.engine.experts import FIRST, Tokens, mix, mix_spread
-from trillora.engine.grouped_product import Form, Kernel, adapted_product, grouped_product, kernel_for
+from trillora.engine.mixture.experts import FIRST, Tokens, mix, mix_spread
+from trillora.engine.mixture.grouped_product import Form, Kernel, adapted_product, grouped_product, kernel_for
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.parts.expert_parameters import lora_of
 from trillora.model.remat import WIDE

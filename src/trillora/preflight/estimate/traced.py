@@ -31,8 +31,8 @@ from typing import Any, Literal
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as JaxprLiteral
 
-from trillora.engine.experts import RARE
-from trillora.engine.grouped_product import TILES_NAME
+from trillora.engine.mixture.experts import RARE
+from trillora.engine.mixture.grouped_product import TILES_NAME
 from trillora.engine.quantize import item_bytes
 
 Kind = Literal["elementwise", "product", "kernel", "loop", "other"]

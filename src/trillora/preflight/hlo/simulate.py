@@ -48,7 +48,7 @@ MAX_HOPS = 16
 GRID_STEP_SECONDS = 0.35e-6  # of a grouped product's kernel: one tile more costs this in addition to its arithmetic
 LARGE_GROUP = 64  # devices; groups of this size or more use all dims of a 3D torus at once
 
-RARE = "rarely_runs"  # in the names of loops that usually end before they begin (`engine.experts`)
+RARE = "rarely_runs"  # in the names of loops that usually end before they begin (`engine.mixture.experts`)
 
 # These cost nothing: other names for existing values, and markers for the compiler.
 _FREE = frozenset(

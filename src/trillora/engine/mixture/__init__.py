@@ -1,0 +1,1 @@
+"""Jitted arithmetic: jax and optax only. No torch, no files, no configuration."""

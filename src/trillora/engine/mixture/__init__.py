@@ -1,1 +1,1 @@
-"""Jitted arithmetic: jax and optax only. No torch, no files, no configuration."""
+"""Experts: tokens sorted by expert, and products of groups of rows with the matrix of their group."""

@@ -80,7 +80,7 @@ def products(args: argparse.Namespace) -> None:
         x, dy = (jax.random.normal(jax.random.key(0), (num_rows, n), jnp.bfloat16) for n in (num_in, num_out))
         weight = jax.random.normal(jax.random.key(1), (num_out, num_in), jnp.bfloat16) * 0.02
         for kind in args.kinds:
-            format = kind.removesuffix("-base")
+            format = "fp8_one_scale" if kind == "fp8" else kind.removesuffix("-base")
             operand = weight if kind == "full" else jax.jit(quantize, static_argnums=1)(weight, format)
             product = plain if kind == "full" else linear if kind.endswith("-base") else rounded_linear
             found = attempt(kind, milliseconds, product, x, operand, dy)
@@ -112,14 +112,22 @@ def timed(function: Any, *arguments: Any, calls: int = 20) -> float:
 
 
 def steps(args: argparse.Namespace) -> None:
-    prepared = {kind: attempt(kind, prepare_step, kind, args) for kind in args.kinds}
-    ready = {kind: step for kind, step in prepared.items() if step is not None}
-    seconds: dict[str, list[float]] = {kind: [] for kind in ready}
-    losses: dict[str, list[float]] = {kind: [] for kind in ready}
-    for order in (list(ready), list(ready)[::-1]):
-        for kind in order:
-            run_steps(ready[kind], args.steps // 2, seconds[kind], losses[kind])
-    fastest = {kind: statistics.median(found[len(found) // 4 :]) for kind, found in seconds.items()}
+    ready: dict[str, dict[str, Any]] = {}
+    seconds: dict[str, list[float]] = {kind: [] for kind in args.kinds}
+    losses: dict[str, list[float]] = {kind: [] for kind in args.kinds}
+
+    def run(kind: str) -> None:
+        run_steps(ready[kind], args.steps // 2, seconds[kind], losses[kind])
+        median = statistics.median(seconds[kind][-args.steps // 4 :])
+        print(f"{kind}: {median * 1e3:.1f} ms, loss {losses[kind][-1]:.4f}", flush=True)
+
+    for kind in args.kinds:
+        if (step := attempt(kind, prepare_step, kind, args)) is not None:
+            ready[kind] = step
+            run(kind)
+    for kind in list(ready)[::-1]:
+        run(kind)
+    fastest = {kind: statistics.median(seconds[kind][len(seconds[kind]) // 4 :]) for kind in ready}
     first = next(iter(fastest.values()))
     print("\n| matmul | step, ms | tokens/s | relative | memory, GiB | remat | loss, first step | last step |")
     print("|---|---|---|---|---|---|---|---|")
@@ -159,7 +167,8 @@ def prepare_step(kind: str, args: argparse.Namespace) -> dict[str, Any]:
         args.steps,
         listener=lambda event: print(event.text, flush=True) if isinstance(event, Note) else None,
     )
-    print(f"{kind}: compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    num_calls = plan.compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"')
+    print(f"{kind}: compiled in {time.perf_counter() - start:.0f} s, {num_calls} fp8 products of cuBLAS", flush=True)
     assembly = plan.assembly
     base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)
     return {

@@ -27,7 +27,8 @@ class Chip:
 # Peaks and bandwidths: Google's page for each version (cloud.google.com/tpu/docs), divided by the devices of a chip.
 # Links: those pages give 50 GB/s per link and direction for v4 and v5e, and 100 for v5p, v6e and 7x. We use 90 % of
 # that, as the JAX team's scaling book does. v2 and v3: Jouppi et al., CACM 2020, 496 and 656 Gbit/s, shared by two
-# devices. The clock follows from the peak and the matrix units. v4 has int8 products at the rate of bf16.
+# devices. The clock follows from the peak and the matrix units. v4 has int8 products at the rate of bf16; 7x has fp8,
+# but whether XLA uses it there is not known.
 CHIPS: dict[str, Chip] = {
     "v2": Chip(7.48, 22.9, 350, 31, 2, 0.70, 128),
     "v3": Chip(15.48, 61.5, 450, 41, 2, 0.94, 128),
@@ -35,7 +36,7 @@ CHIPS: dict[str, Chip] = {
     "v5e": Chip(15.75, 197, 819, 45, 2, 1.50, 128, ("int8",)),
     "v5p": Chip(95.74, 459, 2765, 90, 3, 1.75, 128, ("int8",)),
     "v6e": Chip(31.25, 918, 1638, 90, 2, 1.75, 256, ("int8",)),
-    "7x": Chip(94.75, 1153.5, 3690, 90, 3, 2.20, 256, ("fp8",)),
+    "7x": Chip(94.75, 1153.5, 3690, 90, 3, 2.20, 256),
 }
 
 # NVIDIA's data sheets, without sparsity; memory as shown by the driver. A variant with a longer name comes before the

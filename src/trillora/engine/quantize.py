@@ -4,25 +4,29 @@
     y = linear(x, parts, bias=None)           # about x @ weight_ED.T
     y = rounded_linear(x, parts, bias=None)   # the same with x rounded to int8: both operands have 8 bits
 
-    format  parts                                                       bits a weight   weight[e, d]
-    int8    q int8 [E, D], scale [E]                                    8               q * scale[e]
-    int4    q int4 [E, D], scale [E]                                    4               q * scale[e]
-    fp8     q float8_e4m3 [E, D], scale [E]                             8               q * scale[e]
-    nf4     q uint8 [E, D / 2], absmax uint8 [E, D / 64],               4.127           NF4[code] * absmax of its block
-            absmax_scale [E * D / 64 / 256], absmax_mean []
+    format         parts                                               bits a weight   weight[e, d]
+    int8           q int8 [E, D], scale [E]                            8               q * scale[e]
+    int4           q int4 [E, D], scale [E]                            4               q * scale[e]
+    fp8            q float8_e4m3 [E, D], scale [E]                     8               q * scale[e]
+    fp8_one_scale  q float8_e4m3 [E, D], scale []                      8               q * scale
+    nf4            q uint8 [E, D / 2], absmax uint8 [E, D / 64],       4.127           NF4[code] * absmax of its block
+                   absmax_scale [E * D / 64 / 256], absmax_mean []
 
 Where there is one scale per output (channel), the product is computed with the codes and scaled afterwards:
 `(x @ q.T) * scale`. Then XLA converts the codes while it reads them, and the weight is never in memory in a wider type.
 nf4 has a scale per 64 inputs, so the weight is computed before the product. Its numbers are those of bitsandbytes: the
 nearest of 16 values, and scales that are 8-bit codes themselves, in groups of 256 around their mean.
 
-`rounded_linear` is for chips that multiply 8-bit numbers at twice the rate of bfloat16. Each row of x gets a scale of
-its own when it is needed: nothing is calibrated or kept. Example, int8, two inputs and one output:
+`rounded_linear` is for chips that multiply 8-bit numbers at twice the rate of bfloat16. Scales of x are computed when
+they are needed: nothing is calibrated or kept. Sums are in int32, or in float32 for fp8. int8 has a scale for each row
+of x. Example, two inputs and one output:
 
     x = [3, -1]       rounded: [127, -42] * 3/127       weight [0.5, 0.2]: [127, 51] * 0.5/127
     y = (127 * 127 - 42 * 51) * 3/127 * 0.5/127 = 1.3008                   exact: 1.3
 
-The gradient of x is such a product too, of `dy * scale` and the codes. Sums are in int32, or in float32 for fp8.
+fp8 has one scale for all of x, and one for the weight: XLA passes them to cuBLAS, so that the result needs no further
+pass. Both are powers of two: they only move the exponent, so a number is rounded in the same way whatever the others
+are, unless it is 10,000 times smaller than the largest. The gradient of x is such a product too.
 
 Weights get no gradient. The backward pass keeps only the codes, not the converted weight and not x.
 
@@ -38,13 +42,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Format = Literal["int8", "int4", "nf4", "fp8", "int4_in_int8"]
+Format = Literal["int8", "int4", "nf4", "fp8", "int4_in_int8", "fp8_one_scale"]
 Matmul = Literal["full", "int8", "fp8"]  # products: in the type of x, or with x in the format of the codes
 Parts = dict[str, jax.Array]
 
 # The code of the largest weight of a channel.
 LARGEST = {"int8": 127, "int4": 7, "int4_in_int8": 7, "fp8": 448}
 CODES: dict[str, Any] = {"int8": jnp.int8, "int4": jnp.int4, "int4_in_int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+EXPONENT = np.uint32(0x7F800000)  # bits of a float32
 # Quantiles of a normal distribution, scaled to [-1, 1]: table of bitsandbytes 0.50.
 NF4 = np.array(
     [
@@ -57,11 +62,15 @@ BLOCK = 64  # inputs that share a scale in nf4
 GROUP = 256  # scales that share a scale
 
 
-def stored_format(option: Literal["none", "int8", "int4", "nf4", "fp8"], platform: str) -> Format | None:
+def stored_format(
+    option: Literal["none", "int8", "int4", "nf4", "fp8"], platform: str, matmul: Matmul = "full"
+) -> Format | None:
     """How a platform stores the codes. A program that is compiled ahead of time for the CPU refuses 4-bit arrays: they
     do not have the layout that it was compiled for (jax 0.10). So there each int4 code takes a byte."""
     if option == "none":
         return None
+    if matmul == "fp8":
+        return "fp8_one_scale"
     return "int4_in_int8" if option == "int4" and platform == "cpu" else option
 
 
@@ -93,8 +102,8 @@ def quantize(weight_ED: jax.Array, format: Format) -> Parts:
     weight_ED = weight_ED.astype(jnp.float32)
     if format == "nf4":
         return _quantize_nf4(weight_ED)
-    codes, scale_E = round_rows(weight_ED, format)
-    return {"q": codes, "scale": scale_E}
+    codes, scale = to_fp8(weight_ED) if format == "fp8_one_scale" else round_rows(weight_ED, format)
+    return {"q": codes, "scale": scale}
 
 
 def round_rows(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
@@ -110,10 +119,18 @@ def round_rows(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
     return scaled.astype(CODES[format]), scale
 
 
+def to_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Codes, and one scale for all: the power of two that makes the largest number at least 128 and less than 256, with
+    room below 448. A number that is not finite makes the scale infinite, and products with it NaN."""
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x).max().astype(jnp.float32), jnp.uint32)
+    scale = jax.lax.bitcast_convert_type(bits & EXPONENT, jnp.float32) / 128
+    return (x.astype(jnp.float32) * _inverse(scale)).astype(jnp.float8_e4m3fn), scale
+
+
 def dequantize(parts: Parts, num_inputs: int) -> jax.Array:
     """The weight [E, D] in float32."""
     if "scale" in parts:
-        return parts["q"].astype(jnp.float32) * parts["scale"][:, None]
+        return parts["q"].astype(jnp.float32) * parts["scale"][..., None]
     num_outputs, num_blocks = parts["absmax"].shape
     codes = parts["q"].reshape(num_outputs, num_blocks, BLOCK // 2)
     values = jnp.concatenate([_nf4_value(codes >> 4), _nf4_value(codes & 15)], axis=-1)
@@ -154,8 +171,12 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 @jax.custom_vjp
 def rounded_linear(x: jax.Array, parts: Parts, bias: jax.Array | None = None) -> jax.Array:
-    """`linear` of int8 or fp8 parts, with x rounded to the format of the codes."""
-    y = _rounded_product("...d,ed->...e", x, parts["q"], x.dtype) * parts["scale"]
+    """`linear` of parts in int8 or fp8_one_scale, with x rounded to the format of the codes."""
+    wide = x.dtype if bias is None else jnp.float32
+    if parts["q"].dtype == jnp.int8:
+        y = _int8_product("...d,ed->...e", x, parts["q"]) * parts["scale"]
+    else:
+        y = _fp8_product("...d,ed->...e", x, parts, wide)
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
@@ -164,22 +185,32 @@ def _rounded_forward(x: jax.Array, parts: Parts, bias: jax.Array | None) -> tupl
 
 
 def _rounded_backward(parts: Parts, dy: jax.Array) -> tuple[jax.Array, None, None]:
-    # The scales of the outputs are summed over here, so they have to be part of what is rounded.
-    dx = _rounded_product("...e,ed->...d", dy * parts["scale"], parts["q"], dy.dtype)
+    if parts["q"].dtype == jnp.int8:
+        # The scales of the outputs are summed over here, so they have to be part of what is rounded.
+        dx = _int8_product("...e,ed->...d", dy * parts["scale"], parts["q"])
+    else:
+        dx = _fp8_product("...e,ed->...d", dy, parts, dy.dtype)
     return dx.astype(dy.dtype), None, None
 
 
 rounded_linear.defvjp(_rounded_forward, _rounded_backward)
 
 
-def _rounded_product(equation: str, x: jax.Array, codes_ED: jax.Array, out: Any) -> jax.Array:
-    """The product of the codes of x and of a weight, times the scales of the rows of x, in float32. XLA uses
-    cuBLAS's fp8 product only where the operands are the codes or have one scale, so ours come after it. cuBLAS sums in
-    float32, whatever the type `out` of its result."""
-    format: Format = "fp8" if codes_ED.dtype == jnp.float8_e4m3fn else "int8"
-    codes, scale = round_rows(x, format)
-    y = jnp.einsum(equation, codes, codes_ED, preferred_element_type=jnp.int32 if format == "int8" else out)
+def _int8_product(equation: str, x: jax.Array, codes_ED: jax.Array) -> jax.Array:
+    """The product of the codes, times the scales of the rows of x, in float32."""
+    codes, scale = round_rows(x, "int8")
+    y = jnp.einsum(equation, codes, codes_ED, preferred_element_type=jnp.int32)
     return y.astype(jnp.float32) * scale[..., None]
+
+
+def _fp8_product(equation: str, x: jax.Array, parts: Parts, out: Any) -> jax.Array:
+    """Written so that XLA finds cuBLAS's fp8 product: codes, converted, times one scale. Both steps are exact in
+    bfloat16: a code has 3 bits of fraction, and the scale is a power of two. Elsewhere it is a product in the type of
+    x with the same numbers."""
+    codes, scale = to_fp8(x)
+    codes, parts = _not_before(codes, parts)
+    scaled = codes.astype(x.dtype) * (scale * parts["scale"]).astype(x.dtype)
+    return jnp.einsum(equation, scaled, parts["q"].astype(x.dtype), preferred_element_type=out)
 
 
 def _not_before(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:

@@ -32,7 +32,7 @@ from trillora.devices.mesh import (
     remember_programs,
     replicated,
 )
-from trillora.engine.quantize import stored_format
+from trillora.engine.quantize import Matmul, stored_format
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
@@ -166,9 +166,16 @@ class Generator:
             listener(Note(f"The base {now}. In training it was {was}, so answers may differ."))
         remember_programs(cache_root() / "programs")
         devices = find_devices(backend, None)
+        codes_for = recipe.engine.matmul if recipe is not None and quantize is None else "full"
         with fitting(str(adapter_folder)):
             model, mesh = _place(
-                opened.config, devices, spec, source.dtype, quantize or source.quantize, trust_remote_code=trusted
+                opened.config,
+                devices,
+                spec,
+                source.dtype,
+                quantize or source.quantize,
+                codes_for,
+                trust_remote_code=trusted,
             )
         own, prompts = _prompts(opened, recipe, adapter or (run / "adapter" if recipe is not None else None))
         folder = opened.folder
@@ -546,10 +553,12 @@ def _place(
     spec: LoraSpec | None,
     dtype: Auto | Dtype,
     quantize: Auto | Quantize,
+    codes_for: Matmul,
     *,
     trust_remote_code: bool,
 ) -> tuple[CausalLM, Mesh]:
-    """The model on one device if the weights fit there; otherwise with tensor parallelism over all devices."""
+    """The model on one device if the weights fit there; otherwise with tensor parallelism over all devices.
+    `codes_for`: the products that the codes were made for in training. Here products are full."""
     platform, text = devices[0].platform, config.get_text_config()
 
     def build(mesh: Mesh, quantize: Quantize) -> CausalLM:
@@ -557,7 +566,7 @@ def _place(
         return CausalLM(
             config,
             dtype=number,
-            quantize=stored_format(quantize, platform),
+            quantize=stored_format(quantize, platform, codes_for),
             lora=spec,
             scan=False,
             remat="none",

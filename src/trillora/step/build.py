@@ -130,7 +130,7 @@ def assemble(
     model = CausalLM(
         config,
         dtype=settings.dtype,
-        quantize=stored_format(settings.quantize, settings.backend),
+        quantize=stored_format(settings.quantize, settings.backend, settings.matmul),
         matmul=settings.matmul,
         lora=spec,
         scan=settings.layers == "scan",

@@ -24,7 +24,7 @@ from random_model import SHAPES
 
 DATA = Path(__file__).resolve().parents[1] / "src" / "trillora" / "quickstart" / "data"
 NAMES = {"1b": "llama-1b", "7b": "mistral-7b", "tiny": "tiny"}
-PRODUCTS = ((16384, 2048, 8192), (16384, 8192, 2048), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 4096))
+PRODUCTS = ((8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 4096), (16384, 2048, 8192), (16384, 8192, 2048))
 NUM_HELD_OUT = 64  # documents
 
 

@@ -134,9 +134,9 @@ class GroupedProduct:
 
 
 def grouped_product(computation: Computation, kernel: Instruction) -> GroupedProduct | None:
-    """Of XLA's kernel, or of the one that `engine.mixture.grouped_product` calls: its name says how many tiles have rows
-    if the router is even, because it skips the others. None if the kernel is not a grouped product with one matrix for
-    each group."""
+    """Of XLA's kernel, or of the one that `engine.mixture.grouped_product` calls: its name says how many tiles have
+    rows if the router is even, because it skips the others. None if the kernel is not a grouped product with one matrix
+    for each group."""
     tiling = _XLA_TILES.search(kernel.attributes) or _OUR_TILES.search(kernel.attributes)
     operands = [computation.by_name[name].shapes for name in kernel.operands if name in computation.by_name]
     shapes = [found[0] for found in operands if found and found[0].dtype in _FLOATS]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trillora.engine import grouped_kernels
+from trillora.engine.mixture import grouped_kernels
 from trillora.engine.mixture.grouped_kernels import Blocks
 
 RANK = 16

@@ -29,7 +29,7 @@ from dose import slow_case
 from transformers import AutoModelForCausalLM
 
 from trillora.devices.mesh import MeshShape, make_mesh
-from trillora.engine import experts as engine_experts
+from trillora.engine.mixture import experts as engine_experts
 from trillora.errors import TrilloraError
 from trillora.export.merged import export_merged
 from trillora.export.source import open_source

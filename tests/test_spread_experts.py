@@ -12,7 +12,7 @@ from dose import slow_case
 from jax.sharding import PartitionSpec
 
 from trillora.devices.mesh import BATCH_AXES, MeshShape, expert_axes, make_mesh, per_shard
-from trillora.engine import experts
+from trillora.engine.mixture import experts
 from trillora.engine.mixture.experts import Tokens, mix, mix_spread
 from trillora.engine.mixture.grouped_product import grouped_product
 from trillora.preflight.hlo import simulate

@@ -197,7 +197,6 @@ def train_trillora(args: argparse.Namespace, work: Work, folder: Path) -> Measur
     from trillora.model.loading.weights import load_weights
     from trillora.preflight.predict import predictor_for
     from trillora.recipe.load import load_recipe
-    from trillora.recipe.resolve import DocumentRoom
     from trillora.step.autotune import choose, step_bytes
     from trillora.training.trainer import place_state
 
@@ -222,9 +221,7 @@ def train_trillora(args: argparse.Namespace, work: Work, folder: Path) -> Measur
     devices = find_devices("auto", 1)
     say("choosing and compiling the step")
     started = time.perf_counter()
-    most = max(int(batch["segments"].max()) for batch in batches) if recipe.data.pack else None
-    predictor = predictor_for(devices)
-    room = DocumentRoom(work.row, most + 1) if most and most > 1 else None  # padding counts as a document
+    predictor, room = predictor_for(devices), room_for(work) if recipe.data.pack else None
     plan = choose(recipe, config, devices, args.steps, ignore_events, predictor=predictor, document_room=room)
     compile_seconds = time.perf_counter() - started
     assembly = plan.assembly
@@ -245,6 +242,19 @@ def train_trillora(args: argparse.Namespace, work: Work, folder: Path) -> Measur
         f"remat {plan.settings.remat}, {plan.settings.micro_batch_size} rows at once, compiled {compile_seconds:.0f} s"
     )
     return Measured(step_ends, losses, num_trained, peak, notes)
+
+
+def room_for(work: Work) -> Any:
+    """The room that the documents of a step need, as training finds it."""
+    import numpy as np
+
+    from trillora.data.pack import best_fit
+    from trillora.data.stage import shortest_block
+    from trillora.recipe.resolve import DocumentRoom
+
+    lengths = np.array(work.lengths)
+    block = shortest_block(int(lengths.max()), work.row)
+    return DocumentRoom(block, best_fit(lengths, work.row).most_in(block, lengths, work.row))
 
 
 def packed(documents: list[Any], row_length: int) -> dict[str, Any]:

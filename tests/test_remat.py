@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 
+import jax
 import numpy as np
 import pytest
-from architecture_checks import GRADIENTS, LOGITS, Subject, distance, gradient_distance, logits_and_gradients
+from architecture_checks import GRADIENTS, LOGITS, LORA, Subject, distance, gradient_distance, logits_and_gradients
 from dose import slow_case
 
 from trillora.model.layout import unstack
@@ -66,3 +68,22 @@ def test_layers_that_save_different_values_have_bodies_of_their_own() -> None:
 
 def test_recipes_have_the_same_names() -> None:
     assert set(schema.Remat.__args__) == {"none", *POLICIES} == set(Remat.__args__)  # type: ignore[attr-defined]
+
+
+def test_products_joined_for_a_tpu_give_the_gradients_of_pytorch() -> None:
+    """With the TPU's kernel, in its interpreter: layers that are called with the same input share one product."""
+    subject = subject_of("llama")
+    ours = subject.ours(remat="attention", attention="splash", interpret=True)
+    logits, gradients = logits_and_gradients(ours, *subject.weights(ours), subject.tokens)
+    found = {key: np.asarray(gradient) for key, gradient in unstack(gradients, ours.adapter_layout).items()}
+    assert distance(logits, subject.logits) <= LOGITS
+    assert gradient_distance(found, subject.gradients) <= GRADIENTS
+    base, adapter = subject.weights(ours)
+    program = str(
+        jax.make_jaxpr(lambda adapter: ours.hidden(base, adapter, {"tokens": jax.numpy.asarray(subject.tokens)}))(
+            adapter
+        )
+    )
+    rank = LORA.rank
+    sizes = [int(size) for size in re.findall(r"f32\[\d+,\d+,(\d+)\] = dot_general", program)]
+    assert [sizes.count(num_layers * rank) for num_layers in (1, 2, 3)] == [2, 1, 1], "o, down; gate and up; q, k and v"

@@ -51,7 +51,7 @@ from trillora.model.overrides.expert_loops import static_loops
 from trillora.model.overrides.indexers import block_indexers
 from trillora.model.overrides.ngrams import hashed_ngrams
 from trillora.model.overrides.recurrent import packing_aware
-from trillora.model.overrides.rope import make_rope_static
+from trillora.model.overrides.rope import make_rope_static, rotations_as_products
 from trillora.model.overrides.torchax_fixes import counted_no_grad, environment
 from trillora.model.parts.token_rows import add_token_rows
 from trillora.model.parts.whole_weights import add_whole_weights, select_modules, values_from_base, with_whole_weights
@@ -261,6 +261,8 @@ class CausalLM:
         masks = attention_functions.mask_replacements(self.module, self.attention_style)
         parts = (static_loops, block_indexers, window_keys, hashed_ngrams)
         modules = [replacement for part in parts for replacement in part(self.module)]
+        if self.attention == "splash":
+            modules += rotations_as_products(self.module)
         given, replacements = replacements, [*replacements, *masks, *modules, *counted_no_grad()]
         with (
             _restored(self.module),

@@ -16,7 +16,7 @@ import functools
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad, 
 from trillora.model.parts.expert_parameters import add_to_experts, expert_parameters, linear_routers
 from trillora.model.parts.token_rows import token_logits, weight_replaced
 from trillora.model.remat import SMALL, name_of_output
-from trillora.model.trace import current
+from trillora.model.trace import AdaptedInput, Trace, current
 
 
 class _LinearOutput:
@@ -99,9 +99,35 @@ class _LinearOutput:
             key = trace.dropout_key.fold_in(self.lora_stream)
             kept = keep_mask(key, 1 - self.lora_dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.lora_dropout), 0).astype(x.dtype)
-        # The scale is applied to B, not to the wide output. What A gives is small, so remat policies save it.
-        low = checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL)
-        return low @ (b_ER * self.lora_scale).astype(x.dtype).T
+        if trace is None or trace.attention != "splash":
+            low = checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL)  # small, so remat policies save it
+            return low @ (b_ER * self.lora_scale).astype(x.dtype).T  # the scale is applied to B, not to wide outputs
+        # On a TPU, XLA would add the base's output to the second product, in passes of their own, and compute a
+        # gradient again for each product that uses it. With barriers the additions are a part of the base's products.
+        low = self._joined_low(x, trace)
+        return jax.lax.optimization_barrier(low @ (b_ER * self.lora_scale).astype(x.dtype).T)
+
+    def _joined_low(self, x: jax.Array, trace: Trace) -> jax.Array:
+        """What A gives, from one product for all layers that are called with the same input, such as q, k and v: the
+        matrix unit takes as long for 48 columns as for 16."""
+        call = trace.adapted_inputs.setdefault(id(x), AdaptedInput(x))
+        call.layers.append(self)
+        joined = trace.joined_layers.get(id(self), (self,))
+        if id(self) not in call.low:
+            matrices = [layer._matrices()[0].astype(x.dtype) for layer in joined]
+            low = checkpoint_name(_gradient_apart(x) @ jnp.concatenate(matrices).T, SMALL)
+            parts = jnp.split(low, np.cumsum([len(matrix) for matrix in matrices])[:-1], axis=-1)
+            call.low.update(zip(map(id, joined), parts, strict=True))
+        return call.low[id(self)]
+
+
+@jax.custom_vjp
+def _gradient_apart(x: jax.Array) -> jax.Array:
+    """x, with a gradient that is computed on its own before it is added to others."""
+    return x
+
+
+_gradient_apart.defvjp(lambda x: (x, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),))
 
 
 def row_norms(w_ED: jax.Array, a_RD: jax.Array, b_ER: jax.Array, scale: float) -> jax.Array:
@@ -136,6 +162,20 @@ class _EmbeddingOutput:
         y, b_DR = interop.jax_view(out), interop.jax_view(self.lora_embedding_b)
         delta = columns @ b_DR.astype(columns.dtype).T * self.lora_scale
         return interop.torch_view(y + delta.astype(y.dtype))
+
+
+def joined_layers(layers: Sequence[torch.nn.Module], inputs: Iterable[AdaptedInput]) -> dict[int, tuple[Any, ...]]:
+    """The parts of each decoder layer that are called with the same input, as seen in a trace of the first one: for the
+    id of each part, all of them."""
+    found: dict[int, tuple[Any, ...]] = {}
+    names = {id(module): name for name, module in layers[0].named_modules()}
+    for each in inputs:
+        shared = [names[id(part)] for part in each.layers]
+        for layer in layers:
+            modules = dict(layer.named_modules())
+            joined = tuple(modules[name] for name in shared if hasattr(modules.get(name), "lora_a"))
+            found |= {id(part): joined for part in joined}
+    return found
 
 
 @functools.cache

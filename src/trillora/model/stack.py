@@ -46,6 +46,7 @@ from torchax import interop
 
 from trillora.devices.mesh import split_rows
 from trillora.engine.attention import MaskRule, RuleChoice
+from trillora.model.lora import joined_layers
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, environment
 from trillora.model.remat import Remat, checkpointed, policy_number, recomputed_together
 from trillora.model.trace import Trace, current
@@ -330,6 +331,7 @@ class LayerStack:
                 return interop.jax_view(self._call(trace, 0, weights, interop.torch_view(hidden))[0])
 
         out = jax.eval_shape(call, hidden)
+        trace.joined_layers = joined_layers(self.layers, trace.adapted_inputs.values())
         return (len(out), out[0].dtype) if isinstance(out, tuple | list) else (0, out.dtype)
 
     def _run(self, trace: Trace, hidden: jax.Array) -> jax.Array:
@@ -463,7 +465,7 @@ class LayerStack:
     ) -> tuple[Any, list[tuple[Any, dict[Any, Any]]]]:
         """Calls transformers' own layer with the recorded arguments. Dictionaries are copied, so that tracing has no
         side effects; also returns what the layer added to them."""
-        trace.num_wide = 0
+        trace.num_wide, trace.adapted_inputs = 0, {}
         positional, args, kwargs = trace.layer_calls[i]
         leaves, structure = torch_tree.tree_flatten((args, kwargs))
         for at, value in (arguments or {}).items():

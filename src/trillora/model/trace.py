@@ -34,6 +34,15 @@ class Slots:
 
 
 @dataclass
+class AdaptedInput:
+    """An input of adapted linear layers: the layers that were called with it, and what their A matrices gave."""
+
+    x: jax.Array  # kept, so that its id stays its own
+    layers: list[Any] = field(default_factory=list)
+    low: dict[int, jax.Array] = field(default_factory=dict)  # by id of the layer
+
+
+@dataclass
 class Trace:
     """One trace of the model; B sequences, T tokens."""
 
@@ -54,6 +63,8 @@ class Trace:
     running_layers: bool = False  # True: a layer that is called runs; False: its call is only recorded
     num_attention_calls: int = 0
     num_wide: int = 0  # linear layers so far, in the current decoder layer, that are wider than their input
+    adapted_inputs: dict[int, AdaptedInput] = field(default_factory=dict)  # of the current decoder layer, by id
+    joined_layers: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # see lora.joined_layers
     no_grad_depth: int = 0  # how many `torch.no_grad` the model's code is in
 
 

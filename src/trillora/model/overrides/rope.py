@@ -11,6 +11,7 @@ selection between two arrays.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,3 +74,22 @@ def _forward(
         frequencies: jax.Array = jnp.where(is_long, rope.long, rope.short)
         child.register_buffer(rope.buffer, interop.torch_view(frequencies), persistent=False)
     return forward(x, position_ids, *given)
+
+
+def rotations_as_products(module: torch.nn.Module) -> list[tuple[Any, str, Any]]:
+    """For TPUs: replaces `rotate_half` of the model's code, [x1, x2] -> [-x2, x1], by a product with a matrix of zeros,
+    ones and minus ones. It is exact, and one operation of the matrix unit, where halves of 64 lanes are copied."""
+    files = {sys.modules[type(child).__module__] for child in module.modules()}
+    return [
+        (file, "rotate_half", functools.partial(_rotate, rotate))
+        for file in files
+        if (rotate := vars(file).get("rotate_half"))
+    ]
+
+
+def _rotate(rotate: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    if not isinstance(x, TORCHAX_TENSORS) or x.dtype != torch.bfloat16:
+        return rotate(x)
+    with jax.ensure_compile_time_eval():
+        matrix = interop.jax_view(rotate(interop.torch_view(jnp.eye(x.shape[-1], dtype=jnp.bfloat16))))
+    return interop.torch_view(interop.jax_view(x) @ matrix)

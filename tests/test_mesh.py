@@ -129,6 +129,8 @@ def test_every_large_weight_is_sharded_by_its_shape_alone(folder: Path) -> None:
     )
     assert assembly.base_shardings[up].spec[-2] == "tensor"
     assert all(s.is_fully_replicated for s in assembly.adapter_shardings.values())
+    table = next(key for key in split if "embed_tokens" in key)
+    assert assembly.base_shardings[table].spec[-1] == "fsdp", "each device looks up its columns for all tokens"
 
 
 def test_uneven_and_small_weights_are_replicated() -> None:
@@ -136,6 +138,9 @@ def test_uneven_and_small_weights_are_replicated() -> None:
     assert weight_spec((1001, 1003), mesh, stacked=False) == jax.sharding.PartitionSpec(None, None)
     assert weight_spec((64, 64), mesh, stacked=False) == jax.sharding.PartitionSpec()
     assert weight_spec((8, 512, 512), mesh, stacked=True)[0] is None
+    assert weight_spec((1024, 512), mesh, stacked=False) == jax.sharding.PartitionSpec("fsdp", None)
+    columns = weight_spec((1024, 512), mesh, stacked=False, fsdp_on_last_dim=True)
+    assert columns == jax.sharding.PartitionSpec(None, "fsdp")
     assert mesh.axis_names == AXES
 
 

@@ -108,12 +108,16 @@ def weight_spec(
     *,
     stacked: bool,
     tensor_on_last_dim: bool = False,
+    fsdp_on_last_dim: bool = False,
     block: int = 1,
     of_experts: bool = False,
 ) -> PartitionSpec:
     """The sharding of a frozen weight: `tensor` on the last dim or the one before, `fsdp` on the largest other dim. The
     stacked dim is never sharded. A small weight, or a dim that is not divisible, is replicated. The last dim is split
-    in multiples of `block`. The weight of all experts of a layer is split by expert, over `expert_axes`."""
+    in multiples of `block`. The weight of all experts of a layer is split by expert, over `expert_axes`.
+
+    `fsdp_on_last_dim`: for a table of embeddings. Each device looks up its columns for all tokens; if it had some of
+    the rows, the devices would add up whole rows, most of them zero."""
     spec: list[str | tuple[str, ...] | None] = [None] * len(shape)
     dims = list(range(1 if stacked else 0, len(shape)))
     if len(dims) < 2 or math.prod(shape[dims[0] :]) < SMALL:
@@ -130,7 +134,7 @@ def weight_spec(
     tensor_dim = dims[-1] if tensor_on_last_dim else dims[-2]
     if TENSOR_AXIS not in spec and divides(TENSOR_AXIS, tensor_dim):
         spec[tensor_dim] = TENSOR_AXIS
-    for dim in sorted(dims, key=lambda d: -shape[d]):
+    for dim in dims[::-1] if fsdp_on_last_dim else sorted(dims, key=lambda d: -shape[d]):
         if spec[dim] is None and divides(FSDP_AXIS, dim):
             spec[dim] = FSDP_AXIS
             break

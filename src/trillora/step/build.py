@@ -52,8 +52,14 @@ BATCH_DTYPES = {
     "segments": jnp.int32,
     "positions": jnp.int32,
 }
-# Disables collective matmul: it makes the program larger, slower to compile and, where measured, slower to run.
-TPU_OPTIONS: dict[str, str | bool] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+# Collective matmul is off: it makes the program larger, slower to compile and, where measured, slower to run. Weights
+# of a split base are gathered one layer before they are used, in parallel with its products.
+TPU_OPTIONS: dict[str, str | bool] = {
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    "xla_tpu_enable_ici_ag_pipelining": "true",
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+}
 COPIED_ADAPTER_BYTES = 2**30  # adapter and optimizer state up to this size are copied to every device, not split
 
 
@@ -257,12 +263,20 @@ def divergence_function(model: CausalLM, chunk: int) -> Callable[[tuple[Tree, Tr
 def weight_shardings(model: CausalLM, mesh: Mesh) -> dict[str, NamedSharding]:
     """Codes of a quantized weight are sharded like the weight; its scales, if they are one vector, are replicated."""
     on_last_dim, experts = model.weights_split_on_last_dim(), split_by_expert(model.module)
+    embedding = getattr(model.module.get_input_embeddings(), "weight", None)
+    tables = {name for name, parameter in model.module.named_parameters() if parameter is embedding}
 
     def spec(leaf: Leaf) -> PartitionSpec:
-        part, stacked = leaf.quantized, leaf.stacked
+        part, stacked, name = leaf.quantized, leaf.stacked, leaf.names[0]
         if part is None:
-            last, of_experts = leaf.names[0] in on_last_dim, leaf.names[0] in experts
-            return weight_spec(leaf.shape, mesh, stacked=stacked, tensor_on_last_dim=last, of_experts=of_experts)
+            return weight_spec(
+                leaf.shape,
+                mesh,
+                stacked=stacked,
+                tensor_on_last_dim=name in on_last_dim,
+                fsdp_on_last_dim=name in tables,
+                of_experts=name in experts,
+            )
         if len(leaf.part_shape) < 2:
             return PartitionSpec()
         *stack, rows, columns = part.weight.shape

@@ -45,8 +45,8 @@ def plain(name: str) -> dict[str, np.ndarray]:
     [
         *(("llama", remat, True) for remat in ("wide", "half", "gate", "attention", "offload")),
         *(slow_case("llama", remat, False) for remat in ("wide", "half", "attention", "offload")),
-        ("gemma3_text", "half", True),  # layers with and without a window
-        *(slow_case("gemma3_text", remat, True) for remat in ("wide", "attention", "offload")),
+        ("exaone4", "half", True),  # layers with and without a window
+        *(slow_case("gemma3_text", remat, True) for remat in ("wide", "half", "attention", "offload")),  # period of 3
         *(slow_case("deepseek_v3", remat, True) for remat in ("wide", "half", "attention", "offload")),  # dense first
         *(
             slow_case("gpt2", remat, True) for remat in ("wide", "half", "gate", "attention", "offload")

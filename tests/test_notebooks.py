@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import nbformat
 import psutil
 import pytest
@@ -68,6 +69,7 @@ def execute(notebook: Path, folder: Path) -> Executed:
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The notebooks see one device, not eight: the proof compiles faster."""
+    assert jax.device_count() == 8  # also starts jax in this process, which keeps its eight
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1"))
 
 

@@ -283,16 +283,17 @@ def test_frozen_weight_is_the_dequantized_one() -> None:
         model = CausalLM(tiny_models.configuration(name), quantize="int8", scan=False, remat="none")
         module = model.module.get_submodule(module_name)
         reference, flat = with_dequantized_weights(name, model)
-        seen: list[jax.Array] = []
-        module.register_forward_hook(lambda module, args, out, seen=seen: seen.append(frozen_weight(module)))
+        seen: list[np.ndarray] = []
 
-        def weight(base: Tree, model: CausalLM = model, seen: list[jax.Array] = seen) -> jax.Array:
-            model.logits(base, {}, {"tokens": jnp.ones((1, 4), jnp.int32)})
-            return seen[-1]
+        def look(module: Any, args: Any, out: Any, seen: list[np.ndarray] = seen) -> None:
+            jax.debug.callback(seen.append, frozen_weight(module))
 
+        module.register_forward_hook(look)
+        jax.block_until_ready(jax.jit(model.logits)(tree_of(model, flat), {}, {"tokens": jnp.ones((1, 4), jnp.int32)}))
+        jax.effects_barrier()
         expected = reference.get_submodule(module_name).weight.detach().numpy()
         expected = expected.T if isinstance(module, Conv1D) else expected
-        assert np.array_equal(np.asarray(jax.jit(weight)(tree_of(model, flat))), expected)
+        assert any(np.array_equal(weight, expected) for weight in seen)  # equal layers share the layer that is traced
 
 
 @pytest.mark.parametrize("name", [slow_case("llama"), "gpt2"])

@@ -16,6 +16,7 @@ from transformers import MixtralConfig
 from trillora.devices.mesh import AXES, MeshShape, make_mesh, weight_spec
 from trillora.events import ignore_events
 from trillora.model.adapters import load_adapter
+from trillora.model.bridge import CausalLM
 from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
@@ -27,7 +28,7 @@ from trillora.step.autotune import (
     meshes_to_try,
     micro_batch_sizes,
 )
-from trillora.step.build import assemble, shard_adapter
+from trillora.step.build import assemble, shard_adapter, weight_shardings
 from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core
@@ -105,6 +106,17 @@ def test_experts_on_a_mesh_equal_one_device(tmp_path: Path) -> None:
     hardware = {"devices": 8, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}}
     settings = tiny_run.recipe(tmp_path, train={"steps": 2}, hardware=hardware)
     assert train(load_recipe(settings), tmp_path / "mesh").losses == pytest.approx(alone, rel=LOSS)
+
+
+@pytest.mark.parametrize(("num_experts", "copied"), [(8, False), (64, True)])
+def test_other_weights_are_copied_if_they_are_few_next_to_the_experts(num_experts: int, copied: bool) -> None:
+    config = MixtralConfig(**tiny_run.WIDE, num_hidden_layers=2, vocab_size=256, num_local_experts=num_experts)
+    mesh = make_mesh(jax.devices()[:4], MeshShape(fsdp=4))
+    shardings = weight_shardings(CausalLM(config, mesh=mesh), mesh)
+    experts = {key: sharding for key, sharding in shardings.items() if ".experts." in key}
+    assert len(experts) == 2 and all(sharding.spec[1] == "fsdp" for sharding in experts.values())
+    large = next(sharding for key, sharding in shardings.items() if "q_proj" in key)
+    assert large.is_fully_replicated == copied
 
 
 def test_every_large_weight_is_sharded_by_its_shape_alone(folder: Path) -> None:

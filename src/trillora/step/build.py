@@ -33,7 +33,7 @@ from trillora.engine.loss import (
     totals,
 )
 from trillora.engine.optim import make_optimizer, make_schedule
-from trillora.engine.quantize import block_of, stored_format
+from trillora.engine.quantize import block_of, item_bytes, stored_format
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
 from trillora.model.adapter_parameters import kind_of
 from trillora.model.bridge import CausalLM, Inputs
@@ -60,6 +60,7 @@ TPU_OPTIONS: dict[str, str | bool] = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
 }
+WHOLE_SHARE = 0.25  # of a device's experts: if all other weights take no more, they are copied to every device
 COPIED_ADAPTER_BYTES = 2**30  # adapter and optimizer state up to this size are copied to every device, not split
 
 
@@ -216,8 +217,8 @@ def with_whole_head(model: CausalLM, base: Tree) -> Tree:
     key = next((name for name, parameter in model.module.named_parameters() if parameter is weight), "")
     if model.mesh is None or model.mesh.shape[FSDP_AXIS] == 1 or key not in base:
         return base
-    spec = [axis if axis != FSDP_AXIS else None for axis in weight_shardings(model, model.mesh)[key].spec]
-    return {**base, key: jax.lax.with_sharding_constraint(base[key], NamedSharding(model.mesh, PartitionSpec(*spec)))}
+    whole = NamedSharding(model.mesh, _without_fsdp(weight_shardings(model, model.mesh)[key].spec))
+    return {**base, key: jax.lax.with_sharding_constraint(base[key], whole)}
 
 
 def evaluation_function(model: CausalLM, chunk: int, *, packed: bool) -> Evaluation:
@@ -261,7 +262,9 @@ def divergence_function(model: CausalLM, chunk: int) -> Callable[[tuple[Tree, Tr
 
 
 def weight_shardings(model: CausalLM, mesh: Mesh) -> dict[str, NamedSharding]:
-    """Codes of a quantized weight are sharded like the weight; its scales, if they are one vector, are replicated."""
+    """Codes of a quantized weight are sharded like the weight; its scales, if they are one vector, are replicated. If a
+    device has some of the experts, and the other weights are few in comparison, it has all of those: they would have to
+    be gathered."""
     on_last_dim, experts = model.weights_split_on_last_dim(), split_by_expert(model.module)
     embedding = getattr(model.module.get_input_embeddings(), "weight", None)
     tables = {name for name, parameter in model.module.named_parameters() if parameter is embedding}
@@ -284,7 +287,22 @@ def weight_shardings(model: CausalLM, mesh: Mesh) -> dict[str, NamedSharding]:
         last, block = part.weight.names[0] in on_last_dim, block_of(part.format)
         return weight_spec(shape, mesh, stacked=stacked, tensor_on_last_dim=last, block=block)
 
-    return {key: NamedSharding(mesh, spec(leaf)) for key, leaf in model.layout.items()}
+    specs = {key: spec(leaf) for key, leaf in model.layout.items()}
+    split = {key for key, leaf in model.layout.items() if leaf.names[0] in experts and FSDP_AXIS in _axes(specs[key])}
+    shards = {key: NamedSharding(mesh, specs[key]).shard_shape(model.layout[key].shape) for key in split}
+    of_experts = sum(math.prod(shape) * item_bytes(model.layout[key].dtype) for key, shape in shards.items())
+    others = sum(leaf.num_bytes for key, leaf in model.layout.items() if key not in split)
+    if others <= WHOLE_SHARE * of_experts:
+        specs = {key: spec if key in split else _without_fsdp(spec) for key, spec in specs.items()}
+    return {key: NamedSharding(mesh, spec) for key, spec in specs.items()}
+
+
+def _axes(spec: PartitionSpec) -> list[str]:
+    return [axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,)) if axis is not None]
+
+
+def _without_fsdp(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(None if axis == FSDP_AXIS else axis for axis in spec))
 
 
 def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:

@@ -34,7 +34,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 FIRST, FURTHER = 1.25, 0.25  # rows of the first pass and of each further pass, in multiples of the average
 ROW_BLOCK = 512  # passes have a multiple of this many rows
-PARTS, PART_ROWS = 2, 4096  # the tokens of a device are exchanged in two parts, if each has at least 4096 rows
 SAVED_NAME = "small"  # of values that take almost no memory, in remat policies
 RARE = "rarely_runs"  # in the names of operations that usually do not run; preflight does not count them
 
@@ -80,43 +79,27 @@ def mix_spread(
     num_shards = jax.lax.axis_size((*token_axes, *copied_axes))
     num_own, num_choices = num_experts // num_shards, index_nK.shape[1]
     first_own = num_own * jax.lax.axis_index((*token_axes, *copied_axes))
-    parts = _split((tokens, index_nK), num_choices)
-    indices = [_gathered(index, token_axes) for _, index in parts]
-    num_pairs = indices[0].size
-    most = num_pairs // num_choices * min(num_own, num_choices)  # a token has each expert at most once
-    first, further = (min(most, _blocks(share * num_pairs / num_shards)) for share in (FIRST, FURTHER))
-    rows = [_sorted_rows(index_NK, first_own, num_own, padding=further) for index_NK in indices]
+    index_NK = _gathered(index_nK, token_axes)
+    most = index_NK.shape[0] * min(num_own, num_choices)  # a token has each expert at most once
+    first, further = (min(most, _blocks(share * index_NK.size / num_shards)) for share in (FIRST, FURTHER))
+    rows = _sorted_rows(index_NK, first_own, num_own, padding=further)
 
-    def one_pass(start: jax.Array | int, num_rows: int, arguments: Any, rows: list[Rows]) -> jax.Array:
-        parts, weights = arguments
-        sums = [
-            _partial_sums(
-                compute, Tokens(*(_gathered(array, token_axes) for array in part)), weights, own, start, num_rows
-            )
-            for part, own in zip(parts, rows, strict=True)
-        ]
-        return jnp.concatenate([_returned(each, token_axes, copied_axes) for each in sums])
+    def one_pass(start: jax.Array | int, num_rows: int, arguments: tuple[Tokens, Any], rows: Rows) -> jax.Array:
+        local, weights = arguments
+        everyone = Tokens(*(_gathered(array, token_axes) for array in local))
+        return _returned(_partial_sums(compute, everyone, weights, rows, start, num_rows), token_axes, copied_axes)
 
-    arguments = [part for part, _ in parts], weights
-    out = one_pass(0, first, arguments, rows)
+    out = one_pass(0, first, (tokens, weights), rows)
     if most > first:
         # Equal on all devices that exchange tokens: they all know which experts were chosen.
-        counts = [_count(index_NK.reshape(-1), num_experts).reshape(num_shards, -1).sum(1) for index_NK in indices]
-        num_passes = checkpoint_name(-((first - jnp.stack(counts).max()) // further), SAVED_NAME)
+        counts = _count(index_NK.reshape(-1), num_experts).reshape(num_shards, num_own).sum(1)
+        num_passes = checkpoint_name(-((first - counts.max()) // further), SAVED_NAME)
 
-        def further_pass(number: jax.Array, arguments: Any, rows: list[Rows]) -> jax.Array:
+        def further_pass(number: jax.Array, arguments: tuple[Tokens, Any], rows: Rows) -> jax.Array:
             return one_pass(first + number * further, further, arguments, rows)
 
-        out = out + _sum_of_passes(further_pass, num_passes, arguments, rows)
+        out = out + _sum_of_passes(further_pass, num_passes, (tokens, weights), rows)
     return out.astype(tokens.hidden_ND.dtype)
-
-
-def _split(tokens: tuple[Tokens, jax.Array], num_choices: int) -> list[tuple[Tokens, jax.Array]]:
-    """Parts of the tokens of this device. While one is computed, the next one travels."""
-    num_tokens = len(tokens[1])
-    num_parts = PARTS if num_tokens % PARTS == 0 and num_tokens * num_choices >= PARTS * PART_ROWS else 1
-    size = num_tokens // num_parts
-    return [jax.tree.map(lambda array: array[i * size : (i + 1) * size], tokens) for i in range(num_parts)]  # noqa: B023
 
 
 def _sorted_rows(index_NK: jax.Array, first: jax.Array | int, num_experts: int, padding: int = 0) -> Rows:

@@ -26,7 +26,8 @@ of x. Example, two inputs and one output:
 
 fp8 has one scale for all of x, and one for the weight: XLA passes them to cuBLAS, so that the result needs no further
 pass. Both are powers of two: they only move the exponent, so a number is rounded in the same way whatever the others
-are, unless it is 10,000 times smaller than the largest. The gradient of x is such a product too.
+are, unless it is 10,000 times smaller than the largest. The gradient of x is such a product too. Gradients of outputs
+have a wider range than activations, so they are rounded to e5m2: one bit of fraction less, and one of exponent more.
 
 Weights get no gradient. The backward pass keeps only the codes, not the converted weight and not x.
 
@@ -50,6 +51,9 @@ Parts = dict[str, jax.Array]
 LARGEST = {"int8": 127, "int4": 7, "int4_in_int8": 7, "fp8": 448}
 CODES: dict[str, Any] = {"int8": jnp.int8, "int4": jnp.int4, "int4_in_int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 EXPONENT = np.uint32(0x7F800000)  # bits of a float32
+# Floats with 8 bits, and a power of two: the largest number of an array is scaled to one to two times as much.
+E4M3: tuple[Any, float] = (jnp.float8_e4m3fn, 2.0**7)
+E5M2: tuple[Any, float] = (jnp.float8_e5m2, 2.0**14)
 # Quantiles of a normal distribution, scaled to [-1, 1]: table of bitsandbytes 0.50.
 NF4 = np.array(
     [
@@ -119,12 +123,13 @@ def round_rows(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
     return scaled.astype(CODES[format]), scale
 
 
-def to_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes, and one scale for all: the power of two that makes the largest number at least 128 and less than 256, with
-    room below 448. A number that is not finite makes the scale infinite, and products with it NaN."""
+def to_fp8(x: jax.Array, kind: tuple[Any, float] = E4M3) -> tuple[jax.Array, jax.Array]:
+    """Codes, and one scale for all, a power of two. A number that is not finite makes the scale infinite, and products
+    with it NaN."""
+    dtype, target = kind
     bits = jax.lax.bitcast_convert_type(jnp.abs(x).max().astype(jnp.float32), jnp.uint32)
-    scale = jax.lax.bitcast_convert_type(bits & EXPONENT, jnp.float32) / 128
-    return (x.astype(jnp.float32) * _inverse(scale)).astype(jnp.float8_e4m3fn), scale
+    scale = jax.lax.bitcast_convert_type(bits & EXPONENT, jnp.float32) / target
+    return (x.astype(jnp.float32) * _inverse(scale)).astype(dtype), scale
 
 
 def dequantize(parts: Parts, num_inputs: int) -> jax.Array:
@@ -176,7 +181,7 @@ def rounded_linear(x: jax.Array, parts: Parts, bias: jax.Array | None = None) ->
     if parts["q"].dtype == jnp.int8:
         y = _int8_product("...d,ed->...e", x, parts["q"]) * parts["scale"]
     else:
-        y = _fp8_product("...d,ed->...e", x, parts, wide)
+        y = _fp8_product("...d,ed->...e", x, E4M3, parts, wide)
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
@@ -189,7 +194,7 @@ def _rounded_backward(parts: Parts, dy: jax.Array) -> tuple[jax.Array, None, Non
         # The scales of the outputs are summed over here, so they have to be part of what is rounded.
         dx = _int8_product("...e,ed->...d", dy * parts["scale"], parts["q"])
     else:
-        dx = _fp8_product("...e,ed->...d", dy, parts, dy.dtype)
+        dx = _fp8_product("...e,ed->...d", dy, E5M2, parts, dy.dtype)
     return dx.astype(dy.dtype), None, None
 
 
@@ -203,11 +208,11 @@ def _int8_product(equation: str, x: jax.Array, codes_ED: jax.Array) -> jax.Array
     return y.astype(jnp.float32) * scale[..., None]
 
 
-def _fp8_product(equation: str, x: jax.Array, parts: Parts, out: Any) -> jax.Array:
+def _fp8_product(equation: str, x: jax.Array, kind: tuple[Any, float], parts: Parts, out: Any) -> jax.Array:
     """Written so that XLA finds cuBLAS's fp8 product: codes, converted, times one scale. Both steps are exact in
     bfloat16: a code has 3 bits of fraction, and the scale is a power of two. Elsewhere it is a product in the type of
     x with the same numbers."""
-    codes, scale = to_fp8(x)
+    codes, scale = to_fp8(x, kind)
     codes, parts = _not_before(codes, parts)
     scaled = codes.astype(x.dtype) * (scale * parts["scale"]).astype(x.dtype)
     return jnp.einsum(equation, scaled, parts["q"].astype(x.dtype), preferred_element_type=out)

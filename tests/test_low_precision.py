@@ -38,7 +38,7 @@ from trillora.model.layout import stack, unstack
 from trillora.model.lora_spec import LoraSpec
 from trillora.preflight.compiler_process import by_estimate
 from trillora.preflight.hlo.parse import parse
-from trillora.preflight.hlo.simulate import simulate
+from trillora.preflight.hlo.simulate import TPU_8_BITS, simulate
 from trillora.preflight.hlo.work import Work
 from trillora.recipe.load import load_recipe, load_run_recipe
 from trillora.recipe.schema import stages_of
@@ -329,7 +329,7 @@ def test_products_that_are_not_faster_are_refused(kind: str, platform: str, allo
         (GPUS["H200"], "s8", 0.5),
     ],
 )
-def test_simulated_products_of_eight_bits_take_half_the_time(chip: Any, kind: str, expected: float) -> None:
+def test_simulated_products_of_eight_bits_take_less_time(chip: Any, kind: str, expected: float) -> None:
     def seconds(kind: str) -> tuple[float, float]:
         program = f"""HloModule step, is_scheduled=true
 
@@ -343,7 +343,8 @@ ENTRY %main (x: {kind}[8192,8192], w: {kind}[8192,8192]) -> bf16[8192,8192] {{
         return found.compute_seconds, found.roofline_seconds
 
     low, full = seconds(kind), seconds("bf16")
-    assert low[0] == pytest.approx(expected * full[0]) and low[1] == pytest.approx(expected * full[1])
+    rate = 1 if expected == 1 or chip in GPUS.values() else TPU_8_BITS / 2  # of the public one, that programs reach
+    assert low[0] == pytest.approx(expected / rate * full[0]) and low[1] == pytest.approx(expected * full[1])
 
 
 TILED_AGAIN = """HloModule step, is_scheduled=true
@@ -379,7 +380,7 @@ def test_weights_that_are_tiled_again_before_they_are_sliced_are_not_read_whole(
     assert work.vector_operations(entry, entry.root) == 1024 * 1024
 
 
-def test_the_estimate_counts_rounded_products_at_twice_the_rate() -> None:
+def test_the_estimate_counts_rounded_products_at_their_rate() -> None:
     def estimated(*overrides: str) -> Any:
         source = {"model": {"name": "llama", "dtype": "bfloat16"}, "data": "chats.jsonl"}
         options = ["train.sequence_length=2048", "train.batch_size=8", "train.steps=10", "engine.remat=linear"]
@@ -391,7 +392,7 @@ def test_the_estimate_counts_rounded_products_at_twice_the_rate() -> None:
     assert rounded.settings.matmul == "int8" and rounded.settings.quantize == "int8"
     assert rounded.memory["base"] == base.memory["base"] < full.memory["base"]
     assert rounded.step.roofline_seconds < 0.8 * base.step.roofline_seconds
-    assert rounded.step.seconds < 0.9 * base.step.seconds
+    assert rounded.step.seconds < 0.95 * base.step.seconds
 
 
 # ---- runs

@@ -31,6 +31,7 @@ from trillora.preflight.hlo.simulate import (
     AS_ASSUMED,
     HOP_SECONDS,
     MAX_HOPS,
+    TPU_8_BITS,
     VECTOR_OPERATIONS_PER_CYCLE,
     Efficiency,
     Slowdown,
@@ -366,7 +367,7 @@ class _Time:
                 read = set(step.writes) if operation.name == "gather" else step.reads
                 now += max(self._product(operation), self._traffic(read, set(step.writes), inputs))
                 flops += operation.flops
-                bf16_flops += operation.flops / self._times_faster(operation)
+                bf16_flops += operation.flops / (2 if self._has_8_bits(operation) else 1)
             if operation.sent_bytes:  # nothing else is ready to be computed until tokens have arrived
                 now += self._transfer(operation.sent_bytes, operation.sent_over)
             if operation.partial_bytes:
@@ -405,12 +406,13 @@ class _Time:
             return 0.0
         batch, *sizes = operation.product
         padded = [math.ceil(size / side) * side for size in sizes]
-        return 2 * batch * math.prod(padded) / (peak * self._efficiency.product * self._times_faster(operation))
+        seconds = 2 * batch * math.prod(padded) / (peak * self._efficiency.product)
+        return seconds / TPU_8_BITS if self._has_8_bits(operation) else seconds
 
-    def _times_faster(self, operation: Operation) -> float:
-        """Products of 8-bit numbers are in a format that the chip has: others are refused (`step.autotune`)."""
+    def _has_8_bits(self, operation: Operation) -> bool:
+        """Such products are in a format that the chip has: others are refused (`step.autotune`)."""
         has_8_bits = operation.kind == "product" and all(v.itemsize <= 1 for v in operation.inputs[:2])
-        return 2.0 if has_8_bits and self.chip.doubled else 1.0
+        return has_8_bits and bool(self.chip.doubled)
 
     def _vector(self, operation: Operation) -> float:
         """One operation per element of the result, or of the operand of a reduction."""

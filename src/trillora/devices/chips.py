@@ -21,7 +21,7 @@ class Chip:
     torus_dims: int  # dimensions of the torus of devices; 0 if they are not connected as a torus
     clock_ghz: float
     matrix_unit: int  # side of the systolic array; on a GPU, of a tensor core's tile
-    doubled: tuple[str, ...] = ()  # 8-bit formats whose products run at twice the bf16 rate
+    doubled: tuple[str, ...] = ()  # 8-bit formats with twice the bf16 rate, if XLA's products in them are faster
 
 
 # Peaks and bandwidths: Google's page for each version (cloud.google.com/tpu/docs), divided by the devices of a chip.
@@ -41,15 +41,16 @@ CHIPS: dict[str, Chip] = {
 
 # NVIDIA's data sheets, without sparsity; memory as shown by the driver. A variant with a longer name comes before the
 # shorter name. Links: NVLink to the other GPUs of a board, all links together. Clock: the one that gives the peak.
+# XLA's products of int8 are not faster than those of bf16 (H200: 1.0 to 1.5 times the time).
 GPUS: dict[str, Chip] = {
-    "H200": Chip(139.8, 989, 4800, 450, 0, 1.83, 16, ("int8", "fp8")),
-    "H100 PCIe": Chip(79.1, 756, 2000, 0, 0, 1.62, 16, ("int8", "fp8")),
-    "H100": Chip(79.1, 989, 3350, 450, 0, 1.83, 16, ("int8", "fp8")),
-    "A100 40GB": Chip(39.4, 312, 1555, 300, 0, 1.41, 16, ("int8",)),
-    "A100": Chip(79.1, 312, 2039, 300, 0, 1.41, 16, ("int8",)),
-    "L40S": Chip(44.4, 362, 864, 0, 0, 2.52, 16, ("int8", "fp8")),
-    "L4": Chip(22.0, 121, 300, 0, 0, 2.04, 16, ("int8", "fp8")),
-    "T4": Chip(14.6, 65, 320, 0, 0, 1.59, 16, ("int8",)),
+    "H200": Chip(139.8, 989, 4800, 450, 0, 1.83, 16, ("fp8",)),
+    "H100 PCIe": Chip(79.1, 756, 2000, 0, 0, 1.62, 16, ("fp8",)),
+    "H100": Chip(79.1, 989, 3350, 450, 0, 1.83, 16, ("fp8",)),
+    "A100 40GB": Chip(39.4, 312, 1555, 300, 0, 1.41, 16),
+    "A100": Chip(79.1, 312, 2039, 300, 0, 1.41, 16),
+    "L40S": Chip(44.4, 362, 864, 0, 0, 2.52, 16, ("fp8",)),
+    "L4": Chip(22.0, 121, 300, 0, 0, 2.04, 16, ("fp8",)),
+    "T4": Chip(14.6, 65, 320, 0, 0, 1.59, 16),
     "V100 32GB": Chip(31.7, 125, 900, 150, 0, 1.53, 16),
     "V100": Chip(15.8, 125, 900, 150, 0, 1.53, 16),
     "P100": Chip(15.9, 18.7, 732, 0, 0, 1.30, 1),  # no tensor cores

@@ -187,12 +187,15 @@ def test_only_a_new_bucket_compiles_again(llama: Generator) -> None:
     assert llama.num_compiles == before + 2
 
 
-@pytest.mark.parametrize("is_tight", [False, True])
-def test_prepared_programs_are_those_that_answer(is_tight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared with shapes only, in threads. Equal layers are traced once in each program."""
+@pytest.mark.parametrize(("is_tight", "lengths"), [(False, (9, 3, 17)), (True, (9, 40, 3, 17, 5, 33, 12, 20, 26, 8))])
+def test_prepared_programs_are_those_that_answer(
+    is_tight: bool, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prepared with shapes only, in threads. Equal layers are traced once in each program. Ten prompts are two groups
+    of one batch."""
     generator, _ = tiny_generator.__wrapped__("llama")
-    generator.is_tight, arrays = is_tight, (generator.base, generator.adapter)
-    prompts = random_prompts((9, 40, 3, 17, 5, 33, 12, 20, 26, 8))
+    generator.is_tight, generator.batch_size, arrays = is_tight, 16, (generator.base, generator.adapter)
+    prompts = random_prompts(lengths)
     expected = generator.continue_tokens(prompts, max_tokens=6)
     generator._readers.clear()
     generator._writers.clear()
@@ -213,7 +216,7 @@ def test_prepared_programs_are_those_that_answer(is_tight: bool, monkeypatch: py
         assert calls == prepared  # the layers of this model are equal
         generator.base, generator.adapter = arrays
         assert generator.continue_tokens(prompts, max_tokens=6) == expected
-    assert generator.num_compiles == prepared and len(generator.model.stack.layers) > 1
+    assert generator.num_compiles == prepared == (3 if is_tight else 2) and len(generator.model.stack.layers) > 1
 
 
 def test_buckets_waste_at_most_a_third() -> None:

@@ -53,10 +53,9 @@ BATCH_DTYPES = {
     "positions": jnp.int32,
 }
 # Collective matmul is off: it makes the program larger, slower to compile and, where measured, slower to run. Weights
-# of a split base are gathered one layer before they are used, in parallel with its products.
+# of a split base are gathered in parallel with products.
 TPU_OPTIONS: dict[str, str | bool] = {
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
-    "xla_tpu_enable_ici_ag_pipelining": "true",
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
 }

@@ -48,7 +48,7 @@ class Calibration:
     near_bytes: int = 8 * 2**20  # results up to this size stay in on-chip memory until they are used
     # Gathers overlap with products on these chips, in groups of at least this many devices. Otherwise products wait.
     overlapped_from: int = 8
-    overlapping: tuple[Chip, ...] = (CHIPS["v5e"],)
+    overlapping: tuple[Chip, ...] = (CHIPS["v5e"], CHIPS["v6e"])
     far_apart: int = 80  # outside loops, a weight is gathered again after this many products
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from jax.experimental.pallas.tpu import ChipVersion, get_tpu_info_for_chip
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from trillora.devices.chips import CHIPS, GPUS, chip_of, generation_of, peak_tflops
 from trillora.devices.slices import (
@@ -247,11 +247,16 @@ def test_training_on_an_old_card_decides_the_same_and_refuses_cudnn() -> None:
     assert raised.value.where == "engine.attention"
 
 
-def decided_on(device: Any, **fixed: Any) -> Decisions:
+def decided_on(device: Any, config: Any = None, **fixed: Any) -> Decisions:
     decisions = Decisions(fixed, ignore_events)
     recipe = load_recipe({"model": "any", "data": "any.jsonl"})
-    decide_by_hardware(decisions, recipe, llama(), [device])
+    decide_by_hardware(decisions, recipe, config or llama(), [device])
     return decisions
+
+
+def test_layers_are_unrolled_on_a_gpu_unless_they_have_experts() -> None:
+    assert decided_on(gpu("9.0"))["layers"] == "unroll"
+    assert decided_on(gpu("9.0"), Qwen3MoeConfig())["layers"] == "scan"
 
 
 def test_a_newer_card_can_be_made_to_choose_like_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -359,8 +359,10 @@ def decide_by_hardware(
     decisions.decide("num_devices", num_devices, "all devices")
     check_products(devices[0], decisions.values.get("matmul", "full"))
     decisions.decide("dtype", *choose_dtype(devices, text, decisions.values.get("quantize", "none")))
-    if platform == "gpu":
+    if platform == "gpu" and not _largest(text, "num_experts_per_tok"):
         decisions.decide("layers", "unroll", "fastest on GPUs")
+    elif platform == "gpu":  # unrolled, a mixture of 16 layers was not compiled after 90 s (22 s in a loop)
+        decisions.decide("layers", "scan", "compiles the kernels of one layer's experts instead of all")
     else:
         decisions.decide("layers", "scan", f"compiles one layer instead of all; {platform}")
     dtype = decisions["dtype"]

@@ -47,8 +47,12 @@ class Calibration:
 
     near_bytes: int = 8 * 2**20  # results up to this size stay in on-chip memory until they are used
     # Gathers overlap with products on these chips, in groups of at least this many devices. Otherwise products wait.
-    overlapped_from: int = 8
-    overlapping: tuple[Chip, ...] = (CHIPS["v5e"], CHIPS["v6e"])
+    overlapped_from: tuple[tuple[Chip, int], ...] = (
+        (CHIPS["v4"], 4),
+        (CHIPS["v5e"], 8),
+        (CHIPS["v5p"], 4),
+        (CHIPS["v6e"], 8),
+    )
     far_apart: int = 80  # outside loops, a weight is gathered again after this many products
 
 
@@ -389,7 +393,7 @@ class _Time:
             fusion.written |= set(step.writes)
 
     def _overlaps(self, num_devices: int) -> bool:
-        return num_devices >= self.calibration.overlapped_from and self.chip in self.calibration.overlapping
+        return num_devices >= dict(self.calibration.overlapped_from).get(self.chip, math.inf)
 
     @property
     def _efficiency(self) -> Efficiency:

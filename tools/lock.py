@@ -38,9 +38,9 @@ def main() -> int:
     LOCKS.mkdir(exist_ok=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", UV], check=True)
     # First the larger set: the runtime's versions are then the same.
-    dev = compile_lock(LOCKS / "dev.txt", ["dev", "embedded"], [BUILD, MISTRAL_TOKENIZERS], upgrade=upgrade)
+    dev = compile_lock(LOCKS / "dev.txt", ["dev"], [BUILD, MISTRAL_TOKENIZERS], upgrade=upgrade)
     write(LOCKS / "dev.txt", dev + files_only([EMBEDDED_MODEL]))
-    runtime = compile_lock(LOCKS / "dev.txt", ["embedded"], [BUILD], upgrade=False)
+    runtime = compile_lock(LOCKS / "dev.txt", ["export"], [BUILD], upgrade=False)
     write(LOCKS / "runtime.txt", runtime + files_only([EMBEDDED_MODEL]))
     write(LOCKS / "tokenizers.txt", files_only(list(TOKENIZERS)))
     return 0

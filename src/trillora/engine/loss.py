@@ -131,16 +131,25 @@ def chunked_totals(
 
 
 def chunked_token_scores(
-    head: Head, base: Tree, head_adapter: Tree, hidden_BTD: jax.Array, targets_BT: jax.Array, chunk: int
+    head: Head,
+    base: Tree,
+    head_adapter: Tree,
+    hidden_BTD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    chunk: int,
 ) -> TokenScores:
-    """`token_scores` of the logits, of which only one chunk exists at a time."""
+    """`token_scores` of the tokens that have a weight; what is returned for the others has no meaning. Only one chunk
+    of logits exists at a time."""
 
     def one_chunk(_: None, xs: tuple[jax.Array, ...]) -> tuple[None, TokenScores]:
-        hidden, targets = xs
+        hidden, targets, _weights = xs
         return None, token_scores(head(base, head_adapter, hidden), targets)
 
-    chunks = jax.lax.scan(one_chunk, None, _chunks(hidden_BTD, targets_BT, chunk=chunk))[1]
-    return TokenScores(*(_join(part, hidden_BTD.shape[1]) for part in chunks))
+    order_BT = _supervised_first(weights_BT)
+    chunks = _chunks(*_take((hidden_BTD, targets_BT, weights_BT), order_BT), chunk=chunk)
+    scores = (_join(part, hidden_BTD.shape[1]) for part in _scan_supervised(one_chunk, None, chunks)[1])
+    return TokenScores(*_take(tuple(scores), jnp.argsort(order_BT, axis=1)))
 
 
 def chunked_divergences(

@@ -110,7 +110,8 @@ class TokenScorer:
         for number, one in enumerate(asked, 1):
             self._check(one, f"text {number} of {len(asked)}")
         found: dict[int, Likelihood] = {}
-        for group, batch in _groups([(*one.prompt, *one.tokens) for one in asked], self._batch_size):
+        starts = [len(one.prompt) - 1 for one in asked]
+        for group, batch in _groups([(*one.prompt, *one.tokens) for one in asked], self._batch_size, starts):
             listener(Progress(label, len(found), len(asked)))
             program = self._scores(self._chunk(batch), False)
             scores = program(adapter, self._generator.base, put_batch(batch, self._generator.mesh))
@@ -158,8 +159,11 @@ class TokenScorer:
             raise TrilloraError(what, where=where, do="shorten it")
 
 
-def _groups(texts: Sequence[Sequence[int]], batch_size: int) -> list[tuple[list[int], Arrays]]:
-    """Texts of similar length as batches of one size: their numbers, and the arrays [B, T] of an evaluation step."""
+def _groups(
+    texts: Sequence[Sequence[int]], batch_size: int, starts: Sequence[int] | None = None
+) -> list[tuple[list[int], Arrays]]:
+    """Texts of similar length as batches of one size: their numbers, and the arrays [B, T] of an evaluation step. The
+    predictions of a text have a weight from its start on."""
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
     groups = []
     for first in range(0, len(order), batch_size):
@@ -173,6 +177,7 @@ def _groups(texts: Sequence[Sequence[int]], batch_size: int) -> list[tuple[list[
             end = len(texts[number]) - 1
             arrays["tokens"][row, :end], arrays["targets"][row, :end] = texts[number][:-1], texts[number][1:]
             arrays["segments"][row, :end] = 1
+            arrays["weights"][row, starts[number] if starts else 0 : end] = 1
         groups.append((group, arrays))
     return groups
 

@@ -53,7 +53,7 @@ def run(out: Path, listener: Listener) -> tuple[TrainResult, Evaluation | None]:
     if result.stopped is not None:
         return result, None
     listener(Note(f"Evaluating base model and adapter on {NUM_TESTED} findings that were not trained on"))
-    evaluation = evaluate(out, out / "test.jsonl", listener=listener)
+    evaluation = evaluate(out, out / "test.jsonl", batch_size=NUM_TESTED, listener=listener)
     refresh_card(out)
     write_report(out)
     return result, evaluation

@@ -52,8 +52,8 @@ BETWEEN: tuple[Remat, ...] = ("wide", "half", "gate", "attention")  # what they 
 LITTLE_RECOMPUTED: tuple[Remat, ...] = ("none", "linear", "wide")
 USABLE = 0.97  # of the device's memory limit; the rest is left for fragmentation
 # Logits of one chunk of the loss: 2**27 float32 values are half a GiB. A CPU has few rows at once: smaller chunks, so
-# that more of them are without answers and are skipped.
-CHUNK_LOGITS = {"cpu": 2**23}
+# that more of them are without answers and are skipped. Products of fewer tokens than the second number are slow.
+CHUNK_LOGITS = {"cpu": (2**22, 64)}
 # For `model.quantize: auto`: what to try if the base does not fit unquantized, fastest first (docs/quantization.md). On
 # a TPU, nf4 writes out each weight before its product, and int4 does not.
 FASTEST_QUANTIZED: dict[str, tuple[Quantize, ...]] = {
@@ -386,7 +386,8 @@ def decide_by_hardware(
             where="engine.attention",
             do="use engine.attention=auto",
         )
-    tokens = 2 ** int(math.log2(max(CHUNK_LOGITS.get(platform, 2**27) // text.vocab_size, 128)))
+    most, least = CHUNK_LOGITS.get(platform, (2**27, 128))
+    tokens = 2 ** int(math.log2(max(most // text.vocab_size, least)))
     decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
 
 

@@ -233,14 +233,15 @@ def evaluation_function(model: CausalLM, chunk: int, *, packed: bool) -> Evaluat
 
 
 def token_score_function(model: CausalLM, chunk: int, *, packed: bool) -> Callable[[Tree, Tree, Batch], TokenScores]:
-    """For every token of a batch, its loss and whether it is the most likely one."""
+    """For every token of a batch that has a weight, its loss and whether it is the most likely one."""
 
     def scores(adapter: Tree, base: Tree, batch: Batch) -> TokenScores:
         inputs = model_inputs(batch, packed=packed)
         if not model.has_separate_head:
             return token_scores(model.logits(base, adapter, inputs), batch["targets"])
         hidden = model.hidden(base, adapter, inputs)
-        return chunked_token_scores(model.head, base, model.head_adapter(adapter), hidden, batch["targets"], chunk)
+        head_adapter, weights = model.head_adapter(adapter), batch["weights"]
+        return chunked_token_scores(model.head, base, head_adapter, hidden, batch["targets"], weights, chunk)
 
     return scores
 

@@ -1,12 +1,12 @@
-"""Reads a small GGUF model file in a second: its fields, and its tensors in float32.
+"""Reads a small GGUF model file quickly: its fields, and its tensors in float32.
 
     model = GgufModel(file)
     model.fields["llama.block_count"]       # 30
     model.tensor("blk.0.attn_q.weight")     # float32 [576, 576], dequantized
 
-The reader of the `gguf` package takes 7 s for the 98,000 strings of a tokenizer, and transformers calls it three times
-(two ARM cores). Only the formats of the embedded model are read; any other file is refused. The file comes with an
-installed package, so it is trusted. Files of users are read by `certify/gguf_file.py`.
+transformers reads GGUF too, but parses the 98,000 strings of the tokenizer three times: converting the embedded model
+took 34.6 s of CPU time with it, and takes 4.4 s with this. Only the formats of that model are read; any other file is
+refused. The file comes with an installed package, so it is trusted. `certify/gguf_file.py` reads files of users.
 
 The layout: magic, version, number of tensors and of fields; the fields (name, type, value); for each tensor its name,
 shape (fastest dimension first), format and offset; the data of all tensors, aligned to 32 bytes.

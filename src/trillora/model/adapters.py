@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,8 +23,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import save
 from safetensors.torch import load
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from trillora.errors import TrilloraError
@@ -42,12 +40,13 @@ from trillora.model.adapter_parameters import (
     name_in_memory,
 )
 from trillora.model.layout import Layout
-from trillora.model.loading.tensor_files import stored_shapes
+from trillora.model.loading.tensor_files import opened, stored_shapes
 from trillora.model.loading.wrapper import removed_modules
 from trillora.model.lora import adaptable_layers, chosen_layers
 from trillora.model.lora_spec import AdapterDoesNotFit, LayerLora, LoraSpec, bounded_regex
-from trillora.model.parts.expert_parameters import INNER, expert_parameters
+from trillora.model.parts.expert_parameters import INNER
 from trillora.model.parts.whole_weights import Indices, in_config, is_used, other_parts, sorted_rows
+from trillora.model.peft_names import by_parameter, layers_in, metadata_of, names_in_file, with_layers
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,12 @@ def adapter_files(
         "inference_mode": True,
         **in_config(adapter, spec.tokens),
     }
-    return peft_files(adapter, config)
+    return peft_files(adapter, config, names_in_file(module, _layers(adapter)))
+
+
+def _layers(names: Iterable[str]) -> list[str]:
+    """The names of what LoRA adapts, without those of the matrices."""
+    return sorted({name.rpartition(".")[0] for name in names if is_of_lora(name)})
 
 
 def _task(module: torch.nn.Module) -> dict[str, Any]:
@@ -132,45 +136,26 @@ def _task(module: torch.nn.Module) -> dict[str, Any]:
     return {"task_type": None, "auto_mapping": mapping}
 
 
-def by_parameter(module: Any, targets: list[str]) -> dict[str, str]:
-    """The targets that the file lists in `target_parameters`, with the names of their parameters there: the experts,
-    and some linear layers.
-
-    From version 0.19 on, PEFT reads `gate_proj` in `target_modules` as the experts' projection if checkpoints of the
-    model store experts one by one, as `….experts.0.gate_proj.weight`. It then leaves out the linear layers that have
-    this name, such as those of a shared expert. It takes `….gate_proj.weight` in `target_parameters` as it is.
-    """
-    taken = {name for pattern in _converted_tensors(module) if "experts" in pattern for name in _words(pattern)[-1:]}
-    taken |= {"gate"} if taken else set()  # PEFT renames the router too
-    experts = expert_parameters(module)
-    return {
-        name: name if name in experts else f"{name}.weight"
-        for name in targets
-        if name in experts or name.rpartition(".")[2] in taken
-    }
-
-
-def _converted_tensors(module: Any) -> list[str]:
-    """The tensors that transformers combines when it loads a checkpoint of this model, as patterns such as
-    `mlp.experts.*.gate_proj.weight`."""
-    converters = [rule for rule in get_model_conversion_mapping(module) if isinstance(rule, WeightConverter)]
-    return [pattern for converter in converters for pattern in converter.source_patterns]
-
-
-def _words(pattern: str) -> list[str]:
-    return [word for word in re.findall(r"\w+", pattern) if word != "weight"]
-
-
 def _whole(alpha: float) -> float:
     """As an integer if it is one: Ollama cannot read 32.0."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
-def peft_files(adapter: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, bytes]:
-    """The two files of an adapter given by parameter name, with this content of `CONFIG_FILE`."""
-    tensors = {name_in_file(name): np.ascontiguousarray(array) for name, array in adapter.items()}
-    text = json.dumps(config, indent=2) + "\n"
-    return {WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}), CONFIG_FILE: text.encode()}
+def peft_files(
+    adapter: dict[str, np.ndarray], config: dict[str, Any], names: Mapping[str, str] | None = None
+) -> dict[str, bytes]:
+    """The two files of an adapter given by parameter name, with this content of `CONFIG_FILE`. `names` are those in the
+    file of the layers that PEFT finds by another name (`peft_names.py`)."""
+    names = {layer: name for layer, name in (names or {}).items() if name}
+    stored = {name: _renamed(name, names) for name in adapter}
+    tensors = {name_in_file(stored[name]): np.ascontiguousarray(array) for name, array in adapter.items()}
+    weights = with_layers(save(tensors, metadata={"format": "pt"}), names)
+    return {WEIGHTS_FILE: weights, CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode()}
+
+
+def _renamed(name: str, layers: Mapping[str, str]) -> str:
+    layer, _, kind = name.rpartition(".")
+    return f"{layers[layer]}.{kind}" if layer in layers and is_of_lora(name) else name
 
 
 def read_adapter(weights: bytes, where: str = WEIGHTS_FILE) -> dict[str, np.ndarray]:
@@ -183,7 +168,8 @@ def read_adapter(weights: bytes, where: str = WEIGHTS_FILE) -> dict[str, np.ndar
             where=where,
             do="copy the file again, or use another checkpoint",
         ) from error
-    adapter = {}
+    layers = layers_in(metadata_of(weights), where)
+    adapter: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         matrix = tensor.to(torch.float32) if tensor.is_floating_point() else None
         if matrix is None or not torch.isfinite(matrix).all():
@@ -193,7 +179,7 @@ def read_adapter(weights: bytes, where: str = WEIGHTS_FILE) -> dict[str, np.ndar
                 where=where,
                 do="copy the file again, or use another checkpoint",
             )
-        adapter[_from_peft(name, where)] = matrix.numpy()
+        adapter[_from_peft(name, layers, where)] = matrix.numpy()
     return adapter
 
 
@@ -249,9 +235,16 @@ def read_head(folder: Path) -> AdapterHead:
     _check_present(folder)
     config = _read_config((folder / CONFIG_FILE).read_bytes(), folder / CONFIG_FILE)
     where = str(folder / WEIGHTS_FILE)
-    shapes = {_from_peft(name, where): shape for name, shape in stored_shapes([folder / WEIGHTS_FILE]).items()}
+    stored, layers = stored_shapes([folder / WEIGHTS_FILE]), read_layers(folder)
+    shapes = {_from_peft(name, layers, where): shape for name, shape in stored.items()}
     used = {name: shape for name, shape in shapes.items() if is_used(name, shapes)}
     return AdapterHead(spec_of(config, shapes, where), used, config.base_model_name_or_path)
+
+
+def read_layers(folder: Path) -> dict[str, str]:
+    """Name in the file -> layer, where these differ."""
+    with opened(folder / WEIGHTS_FILE, "np") as tensors:
+        return layers_in(tensors.metadata(), str(folder / WEIGHTS_FILE))
 
 
 def spec_of(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], where: str) -> LoraSpec:
@@ -262,7 +255,7 @@ def spec_of(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], where: st
     described = str(Path(where).with_name(CONFIG_FILE))
     places = _places(config, shapes, described, where)
     parameters = {*(config.target_parameters or [])}
-    compared = {name: f"{name}.weight" if _is_end(f"{name}.weight", parameters) else name for name in places}
+    compared = {name: f"{name}.weight" if is_end(f"{name}.weight", parameters) else name for name in places}
     ranks = _peft_values(compared, config.rank_pattern or {}, config.r, described)
     alphas = _peft_values(compared, config.alpha_pattern or {}, config.lora_alpha, described)
     found = {}
@@ -287,7 +280,7 @@ def spec_of(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], where: st
 def _places(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], described: str, where: str) -> dict[str, str]:
     """The targets, and for each the name that its matrices have in the file. These differ for parameters of experts:
     only a model knows which of them has which matrices, but they are as many."""
-    names = sorted({name.rsplit(".", 1)[0] for name in shapes if is_of_lora(name)})
+    names = _layers(shapes)
     ranks = _peft_values({name: name for name in names}, config.rank_pattern or {}, config.r, described)
     parameters = {*(config.target_parameters or [])}
     lasts = sorted({name.rpartition(".")[2] for name in parameters} - {"weight"})
@@ -297,7 +290,7 @@ def _places(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], described
         module = name
         while module.endswith(f".{INNER}"):
             module = module.removesuffix(f".{INNER}")
-        own = [parameter for last in lasts if _is_end(parameter := f"{module}.{last}", parameters)]
+        own = [parameter for last in lasts if is_end(parameter := f"{module}.{last}", parameters)]
         rows, *_ = shapes.get(name + LORA_A.suffix) or (0,)
         if own and rows not in ranks[name]:
             num_left[module] = num_left.get(module, len(own)) - 1
@@ -311,7 +304,7 @@ def _places(config: AdapterConfig, shapes: dict[str, tuple[int, ...]], described
     return dict(sorted(places.items()))
 
 
-def _is_end(name: str, names: set[str]) -> bool:
+def is_end(name: str, names: set[str]) -> bool:
     """PEFT's rule for `target_parameters`: the name, or its end in whole parts, is one of these."""
     parts = name.split(".")
     return any(".".join(parts[i:]) in names for i in range(len(parts)))
@@ -490,9 +483,11 @@ def _parameter_names(module: torch.nn.Module, parameters: list[str]) -> list[str
     return short if selected == set(parameters) else sorted(parameters)
 
 
-def _from_peft(name: str, where: str) -> str:
+def _from_peft(name: str, layers: Mapping[str, str], where: str) -> str:
     if (ours := name_in_memory(name)) is not None:
-        return ours
+        if ours.rpartition(".")[0] in layers.values():  # it would take the place of a matrix that has another name
+            raise _inconsistent(f"The adapter's file has matrices of {ours.rpartition('.')[0]} twice.", where)
+        return _renamed(ours, layers)
     raise TrilloraError(
         f"The adapter contains {name}, which is not a LoRA matrix of a linear layer.",
         where=where,

@@ -16,13 +16,14 @@ import numpy as np
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener
 from trillora.files.digests import file_digest, text_digest
-from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, by_parameter, check_shapes, load_adapter, read_head
+from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, check_shapes, load_adapter, read_head
 from trillora.model.bridge import CausalLM
 from trillora.model.limits import refused_by_peft
 from trillora.model.loading.source import find_adapter
 from trillora.model.lora import adaptable_layers, chosen_layers, features
 from trillora.model.lora_spec import LayerLora, LoraSpec, TrainedTokens, check_ranks
 from trillora.model.parts.expert_parameters import expert_parameters
+from trillora.model.peft_names import by_parameter, names_in_file
 from trillora.recipe.schema import LoraSection
 
 _SINGLE = ("rank", "alpha", "rslora", "dora")  # compared as they are
@@ -79,7 +80,8 @@ def check_layers(lora: LoraSection, spec: LoraSpec, model: CausalLM) -> None:
     if lora.from_ is None:
         sizes = {name: features(layer) for name, layer in adaptable_layers(module, spec).items()}
         check_ranks(layers, sizes | {name: experts.features for name, experts in expert_parameters(module).items()})
-        _check_readable(spec, by_parameter(module, list(layers)), refused_by_peft(module.config, layers))
+        _check_readable(spec, by_parameter(module, layers), refused_by_peft(module.config, layers))
+        _check_found(names_in_file(module, layers))
         return
     head = read_head(find_adapter(lora.from_))
     check_shapes(head.shapes, model.adapter_layout, str(spec.file))
@@ -115,6 +117,16 @@ def _check_readable(spec: LoraSpec, parameters: Collection[str], refused: Sequen
             f"DoRA is not possible for {', '.join(names)} of this mixture of experts: PEFT could not load the adapter.",
             where="lora.dora",
             do=f"remove lora.dora, or add lora.exclude: [{', '.join(names)}]",
+        )
+
+
+def _check_found(names: dict[str, str]) -> None:
+    """`names` are those of layers whose names PEFT changes, empty if no name would be changed to that of the layer."""
+    if lost := sorted(layer for layer, name in names.items() if not name):
+        raise TrilloraError(
+            f"PEFT could not load an adapter of {lost[0]}: it would rename it as transformers renames checkpoints.",
+            where="lora.targets",
+            do=f"add lora.exclude: [{', '.join(sorted({layer.rpartition('.')[2] for layer in lost}))}]",
         )
 
 

@@ -373,7 +373,7 @@ def test_a_result_that_is_not_the_definition_is_never_written(
             merge_adapters(runs, MergeOptions(), tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr(
-            merge, "peft_files", lambda adapter, config: peft_files({k: v + 1 for k, v in adapter.items()}, config)
+            merge, "peft_files", lambda adapter, *others: peft_files({k: v + 1 for k, v in adapter.items()}, *others)
         )
         with pytest.raises(Bug, match="does not contain its matrices"):
             merge_adapters(runs, MergeOptions(), tmp_path / "out")

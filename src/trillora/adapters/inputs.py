@@ -12,24 +12,27 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trillora.adapters.logits_check import open_local
 from trillora.adapters.methods import Change
 from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
 from trillora.files.digests import json_digest
 from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
-from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, load_adapter
+from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, is_end, load_adapter, read_layers
+from trillora.model.bridge import build_module
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.source import EMBEDDED, weight_files
 from trillora.model.lora import LoraSpec
+from trillora.model.peft_names import by_parameter, names_in_file
 from trillora.recipe.load import is_run
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
@@ -60,6 +63,8 @@ class AdapterInput:
     base: str | None  # the base model's name in PEFT's config
     base_digest: str | None  # of the base's weights, known for an adapter of a run
     config: dict[str, Any]
+    parameters: set[str]  # layers that it lists in `target_parameters`
+    names: dict[str, str]  # layer -> name in the file, where these differ
     template: bytes | None
     tokenizer: dict[str, bytes]
 
@@ -105,6 +110,8 @@ def read_input(name: str | Path) -> AdapterInput:
         base=base if isinstance(base, str) and base else None,
         base_digest=recorded_base_digest(folder),
         config=config,
+        parameters=_parameters(config, changes),
+        names={layer: name for name, layer in read_layers(folder).items()},
         template=_read(folder / TEMPLATE_FILE),
         tokenizer={name: data for name in TOKENIZER_FILES if (data := _read(folder / name)) is not None},
     )
@@ -131,6 +138,11 @@ def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dic
         rank = math.sqrt(a.shape[0]) if spec.rslora else a.shape[0]
         changes[layer] = Change(a, b, alphas.get(layer, spec.alpha) / rank)
     return changes
+
+
+def _parameters(config: dict[str, Any], layers: Iterable[str]) -> set[str]:
+    listed = {*(config.get("target_parameters") or [])}
+    return {layer for layer in layers if is_end(f"{layer}.weight", listed)}
 
 
 def check_compatible(inputs: Sequence[AdapterInput]) -> None:
@@ -263,12 +275,36 @@ def _read(file: Path) -> bytes | None:
         raise TrilloraError(f"This file cannot be used: {error}.", where=str(file), do="remove it") from error
 
 
-def target_modules(inputs: Sequence[AdapterInput], layers: Sequence[str]) -> str | list[str]:
-    """PEFT's selection of these layers: that of an adapter that has the same ones, else their names."""
+def selection(inputs: Sequence[AdapterInput], layers: Sequence[str], parameters: Collection[str]) -> dict[str, Any]:
+    """PEFT's selection of these layers: that of an adapter that has the same ones, else their names. `parameters` are
+    the layers that PEFT reads only if they are listed in `target_parameters`."""
     for each in inputs:
-        targets = each.config.get("target_modules")
-        if each.changes.keys() != set(layers) or any(each.config.get(key) for key in SELECTION):
+        targets, config = each.config.get("target_modules"), each.config
+        if each.changes.keys() != {*layers} or each.parameters != {*parameters} or any(map(config.get, SELECTION)):
             continue
         if isinstance(targets, str) or (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
-            return targets
-    return list(layers)
+            own = {"target_parameters": config["target_parameters"]} if parameters else {}
+            return {"target_modules": targets, **own}
+    listed = {"target_parameters": [f"{layer}.weight" for layer in layers if layer in parameters]} if parameters else {}
+    return {"target_modules": [layer for layer in layers if layer not in parameters], **listed}
+
+
+def names_for_peft(
+    inputs: Sequence[AdapterInput], layers: Sequence[str], base: str | None
+) -> tuple[set[str], dict[str, str]]:
+    """The layers that PEFT reads only if they are listed in `target_parameters`, and the names in the file of those it
+    finds by another name (`model/peft_names.py`). The base model decides; the adapters, if it is not here."""
+    if (module := _module(base)) is not None:
+        return {*by_parameter(module, layers)}, names_in_file(module, layers)
+    taken = {layer.rpartition(".")[2] for each in inputs for layer in each.parameters}
+    names = {layer: name for each in inputs for layer, name in each.names.items() if layer in layers}
+    return {layer for layer in layers if layer.rpartition(".")[2] in taken}, names
+
+
+def _module(base: str | None) -> Any | None:
+    """The base model without weights, if it is on this machine and can be used."""
+    try:
+        opened = open_local(base) if base is not None else None
+        return None if opened is None else build_module(opened.config, "float32")
+    except TrilloraError:
+        return None

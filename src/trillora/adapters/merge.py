@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from trillora.adapters.card import CARD_FILE, adapter_card
-from trillora.adapters.inputs import MAX_BYTES, AdapterInput, check_compatible, read_input, target_modules
+from trillora.adapters.inputs import (
+    MAX_BYTES,
+    AdapterInput,
+    check_compatible,
+    names_for_peft,
+    read_input,
+    selection,
+)
 from trillora.adapters.logits_check import LogitsCheck, compare_logits
 from trillora.adapters.methods import METHODS, ROUNDING, Change, MergedLayer, definition, merge_layer
 from trillora.errors import Bug, TrilloraError
@@ -101,7 +108,8 @@ def merge_adapters(
     rank = max(layer.a_RD.shape[0] for layer in merged.values())
     matrices = _as_adapter(merged, rank)
     base = next((each.base for each in inputs if each.base), None)
-    files = peft_files(matrices, _config(inputs, list(merged), rank, base))
+    parameters, names = names_for_peft(inputs, list(merged), base)
+    files = peft_files(matrices, _config(inputs, selection(inputs, list(merged), parameters), rank, base), names)
     _check_files(files, matrices)
     logits = _compare(base, rank, matrices, layers, options, listener) if with_logits else "not asked for"
     result = _result(folder, inputs, merged, options, rank, base, logits)
@@ -186,7 +194,7 @@ def _task(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"task_type": "CAUSAL_LM"}
 
 
-def _config(inputs: Sequence[AdapterInput], layers: list[str], rank: int, base: str | None) -> dict[str, Any]:
+def _config(inputs: Sequence[AdapterInput], selected: Mapping[str, Any], rank: int, base: str | None) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         **_task(inputs[0].config),
@@ -195,7 +203,7 @@ def _config(inputs: Sequence[AdapterInput], layers: list[str], rank: int, base: 
         "lora_alpha": rank,
         "lora_dropout": 0.0,
         "use_rslora": False,
-        "target_modules": target_modules(inputs, layers),
+        **selected,
         "fan_in_fan_out": any(each.config.get("fan_in_fan_out") is True for each in inputs),
         "bias": "none",
         "inference_mode": True,

@@ -220,6 +220,7 @@ def check_reader(subject: Subject, logits: tuple[PromptLogits, ...]) -> Iterator
         reading, rendered = read_with_llama_cpp(model.file, prompts, size, chats=chats)
         if rendered:
             yield from _same_chat(subject, rendered[0])
+    yield from uses_all_arrays(name, reading)
     yield _close(name, compare(logits, reading.logprobs), stored)
     yield from _warnings(name, reading)
 
@@ -232,6 +233,17 @@ def _read_lora(subject: Subject, prompts: Sequence[Sequence[int]]) -> Reading:
         base = export_gguf(dataclasses.replace(source, matrices=nothing), Path(folder) / "base", type="f32")
         size = subject.opened.config.get_text_config().vocab_size
         return read_with_llama_cpp(base.folder / base.files[0], prompts, size, lora=gguf_of(subject))[0]
+
+
+def uses_all_arrays(name: str, reading: Reading) -> Iterator[Check]:
+    """Whether the reader uses every array of the file. One that it leaves out may change the logits too little."""
+    if reading.lost:
+        num_lost, num_arrays = len(reading.lost), reading.num_arrays
+        what = f"{name} does not use {num_lost:,} of the {num_arrays:,} arrays as stored, first {reading.lost[0]}."
+        do = "write the adapter again with this version: continue the run, or merge again; or use --to merged"
+        yield Check("reader", "arrays", "failed", what, num_lost, 0, do)
+    elif reading.num_arrays:
+        yield Check("reader", "arrays", "ok", f"{name} uses all {reading.num_arrays:,} arrays of the file.", 0, 0)
 
 
 def _close(name: str, found: Comparison, stored: str) -> Check:

@@ -26,6 +26,8 @@ import numpy as np
 from trillora.certify.subject import NotHere
 from trillora.child_process import bare_environment, isolated_python
 from trillora.errors import TrilloraError, in_words
+from trillora.model.adapter_parameters import is_of_lora, name_in_memory
+from trillora.model.adapters import load_adapter
 from trillora.model.loading.source import load_config
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.wrapper import auto_class
@@ -38,6 +40,8 @@ _DEQUANTIZED = ("mxfp4", "fp8", "mxfp8")  # by transformers itself, with an opti
 class Reading:
     logprobs: list[np.ndarray]  # [V] per prompt
     warnings: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()  # arrays of the file that the reader left out or changed
+    num_arrays: int = 0  # of the file, if the reader was asked which of them it has
 
 
 @dataclass
@@ -87,7 +91,22 @@ def read_with_peft(base: Path, adapter: Path, prompts: Sequence[Sequence[int]]) 
             model.resize_token_embeddings(rows, mean_resizing=False)  # as AutoPeftModelForCausalLM does
         model = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).eval()
         found = _logprobs(model, prompts)
-    return Reading(found, tuple(heard))
+    arrays = load_adapter(adapter)[1]
+    return Reading(found, tuple(heard), _lost(model, arrays), len(arrays))
+
+
+def _lost(model: Any, arrays: dict[str, np.ndarray]) -> tuple[str, ...]:
+    """The arrays that PEFT's model does not have. PEFT ignores names that it does not know, and warns at most of layers
+    that got no values. Rows of tokens may be in another order, and whole weights shared, so only their names count."""
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    held = {name_in_memory(name): tensor for name, tensor in state.items()}
+
+    def is_held(name: str) -> bool:
+        return name in held and (not is_of_lora(name) or np.array_equal(held[name].float().numpy(), arrays[name]))
+
+    return tuple(name for name in sorted(arrays) if not is_held(name))
 
 
 def read_with_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> Reading:

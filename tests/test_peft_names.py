@@ -25,7 +25,7 @@ from trillora.errors import TrilloraError
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, load_adapter, peft_files, read_head
 from trillora.model.bridge import CausalLM
 from trillora.model.lora_spec import LoraSpec
-from trillora.model.peft_names import names_in_file, with_layers
+from trillora.model.parts.peft_names import names_in_file, with_layers
 from trillora.recipe.merge_options import MergeOptions
 
 # Checkpoints of all of them store experts one by one, under the names of linear layers. PEFT renames laguna's too.

@@ -32,7 +32,7 @@ from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.source import EMBEDDED, weight_files
 from trillora.model.lora import LoraSpec
-from trillora.model.peft_names import by_parameter, names_in_file
+from trillora.model.parts.peft_names import by_parameter, names_in_file
 from trillora.recipe.load import is_run
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
@@ -293,7 +293,7 @@ def names_for_peft(
     inputs: Sequence[AdapterInput], layers: Sequence[str], base: str | None
 ) -> tuple[set[str], dict[str, str]]:
     """The layers that PEFT reads only if they are listed in `target_parameters`, and the names in the file of those it
-    finds by another name (`model/peft_names.py`). The base model decides; the adapters, if it is not here."""
+    finds by another name (`model/parts/peft_names.py`). The base model decides; the adapters, if it is not here."""
     if (module := _module(base)) is not None:
         return {*by_parameter(module, layers)}, names_in_file(module, layers)
     taken = {layer.rpartition(".")[2] for each in inputs for layer in each.parameters}

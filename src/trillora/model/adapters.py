@@ -45,8 +45,8 @@ from trillora.model.loading.wrapper import removed_modules
 from trillora.model.lora import adaptable_layers, chosen_layers
 from trillora.model.lora_spec import AdapterDoesNotFit, LayerLora, LoraSpec, bounded_regex
 from trillora.model.parts.expert_parameters import INNER
+from trillora.model.parts.peft_names import by_parameter, layers_in, metadata_of, names_in_file, with_layers
 from trillora.model.parts.whole_weights import Indices, in_config, is_used, other_parts, sorted_rows
-from trillora.model.peft_names import by_parameter, layers_in, metadata_of, names_in_file, with_layers
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def peft_files(
     adapter: dict[str, np.ndarray], config: dict[str, Any], names: Mapping[str, str] | None = None
 ) -> dict[str, bytes]:
     """The two files of an adapter given by parameter name, with this content of `CONFIG_FILE`. `names` are those in the
-    file of the layers that PEFT finds by another name (`peft_names.py`)."""
+    file of the layers that PEFT finds by another name (`parts/peft_names.py`)."""
     names = {layer: name for layer, name in (names or {}).items() if name}
     stored = {name: _renamed(name, names) for name in adapter}
     tensors = {name_in_file(stored[name]): np.ascontiguousarray(array) for name, array in adapter.items()}

@@ -23,7 +23,7 @@ from trillora.model.loading.source import find_adapter
 from trillora.model.lora import adaptable_layers, chosen_layers, features
 from trillora.model.lora_spec import LayerLora, LoraSpec, TrainedTokens, check_ranks
 from trillora.model.parts.expert_parameters import expert_parameters
-from trillora.model.peft_names import by_parameter, names_in_file
+from trillora.model.parts.peft_names import by_parameter, names_in_file
 from trillora.recipe.schema import LoraSection
 
 _SINGLE = ("rank", "alpha", "rslora", "dora")  # compared as they are

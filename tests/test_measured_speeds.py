@@ -109,7 +109,9 @@ def test_each_unit_of_a_simulated_step_is_slower_alone() -> None:
 @pytest.mark.usefixtures("compiler_here")
 def test_preflight_uses_a_measurement_and_shows_it(tmp_path: Path) -> None:
     folder = tiny_run.write_both(tmp_path, tiny_run.llama(num_layers=1))
-    recipe = load_recipe(tiny_run.recipe(folder, train={"steps": 20, "batch_size": 16}, hardware={"devices": "auto"}))
+    sections = {"train": {"steps": 20, "batch_size": 16}, "hardware": {"devices": "auto"}}
+    sections["engine"] = {"remat": "none"}  # one candidate for each slice
+    recipe = load_recipe(tiny_run.recipe(folder, **sections))
     before, other = preflight(recipe, ["v5e-1", "v6e-1"], estimate=True)
     slow = {"matrix_tflops": 181.24 / 2, "memory_gb_per_second": 696.15 / 2}
     dataclasses.replace(HEALTHY, num_devices=1, gather_gb_per_second=None, reduce_gb_per_second=None, **slow).save()

@@ -48,6 +48,7 @@ from trillora.model.overrides import attention as attention_functions
 from trillora.model.overrides import experts
 from trillora.model.overrides.compressors import window_keys
 from trillora.model.overrides.expert_loops import static_loops
+from trillora.model.overrides.gated_mlps import find_gated_mlps, fused_forwards
 from trillora.model.overrides.indexers import block_indexers
 from trillora.model.overrides.ngrams import hashed_ngrams
 from trillora.model.overrides.recurrent import packing_aware
@@ -58,7 +59,7 @@ from trillora.model.parts.whole_weights import add_whole_weights, select_modules
 from trillora.model.quantized import part_leaves, quantize_layers, whole_weight
 from trillora.model.remat import Remat
 from trillora.model.stack import LayerStack, LinkedLayers, decoder_layers
-from trillora.model.trace import Trace, replaced, tracing
+from trillora.model.trace import LoraKernel, Trace, replaced, tracing
 
 Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments
 
@@ -79,6 +80,7 @@ class CausalLM:
         remat: Remat = "full",
         attention: Implementation = "xla",
         document_room: tuple[int, int] | None = None,
+        lora_kernel: LoraKernel = "xla",
         interpret: bool = False,
         mapped: bool = False,
         mesh: Mesh | None = None,
@@ -97,6 +99,7 @@ class CausalLM:
             remat=remat,
             attention=attention,
             document_room=document_room,
+            lora_kernel=lora_kernel,
             interpret=interpret,
             mapped=mapped,
             mesh=mesh,
@@ -116,6 +119,8 @@ class CausalLM:
         self.whole = select_modules(self.module, self.lora)
         add_token_rows(self.module, self.lora.tokens, self.whole)
         add_whole_weights(self.module, self.whole, self.lora.num_tokens, self.targets)
+        self.lora_kernel = lora_kernel
+        self.gated_mlps = find_gated_mlps(self.module) if lora_kernel == "fused" else []
         self.has_dropout = lora is not None and lora.dropout > 0
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
         self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
@@ -240,6 +245,7 @@ class CausalLM:
             positions_BT=inputs.get("positions"),
             documents=None if segments is None or room is None else find_documents(segments, *room),
             attention=self.attention,
+            lora_kernel=self.lora_kernel,
             interpret=self.interpret,
             mapped=self.mapped,
             mesh=self.mesh,
@@ -263,6 +269,7 @@ class CausalLM:
         modules = [replacement for part in parts for replacement in part(self.module)]
         if self.attention == "splash":
             modules += rotations_as_products(self.module)
+        modules += fused_forwards(self.gated_mlps)
         given, replacements = replacements, [*replacements, *masks, *modules, *counted_no_grad()]
         with (
             _restored(self.module),

@@ -70,6 +70,10 @@ class _LinearOutput:
             y = token_logits(self, interop.jax_view(x), y)
         return interop.torch_view(checkpoint_name(y, name_of_output(x.shape[-1], y.shape[-1], current())))
 
+    def frozen_output(self, x: torch.Tensor) -> Any:
+        """What the base gives, without the adapter."""
+        return super().forward(x)  # type: ignore[misc]
+
     def frozen_weight(self) -> jax.Array:
         """The weight [E, D] of the base."""
         weight = interop.jax_view(self.weight)  # type: ignore[attr-defined]
@@ -99,23 +103,25 @@ class _LinearOutput:
             key = trace.dropout_key.fold_in(self.lora_stream)
             kept = keep_mask(key, 1 - self.lora_dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.lora_dropout), 0).astype(x.dtype)
-        if trace is None or trace.attention != "splash":
-            low = checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL)  # small, so remat policies save it
-            return low @ (b_ER * self.lora_scale).astype(x.dtype).T  # the scale is applied to B, not to wide outputs
-        # On a TPU, XLA would add the base's output to the second product, in passes of their own, and compute a
-        # gradient again for each product that uses it. With barriers the additions are a part of the base's products.
-        low = self._joined_low(x, trace)
-        return jax.lax.optimization_barrier(low @ (b_ER * self.lora_scale).astype(x.dtype).T)
+        b_ER = (b_ER * self.lora_scale).astype(x.dtype)  # the scale is applied to B, not to wide outputs
+        if trace is not None and trace.attention == "splash":
+            # On a TPU, XLA would add the base's output to the second product, in passes of their own, and compute a
+            # gradient again for each product that uses it. With barriers the additions are a part of the base's
+            # products.
+            return jax.lax.optimization_barrier(self._joined_low(x, _gradient_apart(x), trace) @ b_ER.T)
+        if trace is not None and trace.lora_kernel == "fused":
+            return self._joined_low(x, x, trace) @ b_ER.T
+        return checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL) @ b_ER.T  # small, so remat policies save it
 
-    def _joined_low(self, x: jax.Array, trace: Trace) -> jax.Array:
-        """What A gives, from one product for all layers that are called with the same input, such as q, k and v: the
-        matrix unit takes as long for 48 columns as for 16."""
+    def _joined_low(self, x: jax.Array, left: jax.Array, trace: Trace) -> jax.Array:
+        """What A gives, from one product for all layers that are called with the same input x, such as q, k and v: the
+        matrix unit takes as long for 48 columns as for 16. `left` is x for this product."""
         call = trace.adapted_inputs.setdefault(id(x), AdaptedInput(x))
         call.layers.append(self)
         joined = trace.joined_layers.get(id(self), (self,))
         if id(self) not in call.low:
             matrices = [layer._matrices()[0].astype(x.dtype) for layer in joined]
-            low = checkpoint_name(_gradient_apart(x) @ jnp.concatenate(matrices).T, SMALL)
+            low = checkpoint_name(left @ jnp.concatenate(matrices).T, SMALL)
             parts = jnp.split(low, np.cumsum([len(matrix) for matrix in matrices])[:-1], axis=-1)
             call.low.update(zip(map(id, joined), parts, strict=True))
         return call.low[id(self)]

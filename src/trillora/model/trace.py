@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -22,6 +22,10 @@ from jax.sharding import Mesh
 from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.ragged import Documents
+
+# How adapters are computed: each by itself; or with one kernel for a gated MLP (`overrides.gated_mlps`), and one product
+# for all A matrices that are multiplied by the same input.
+LoraKernel = Literal["xla", "fused"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Trace:
     positions_BT: jax.Array | None = None
     documents: Documents | None = None  # where the segments are; None if a sequence may have any number of them
     attention: Implementation = "xla"
-    interpret: bool = False  # run TPU kernels in the Pallas interpreter, on any backend
+    lora_kernel: LoraKernel = "xla"
+    interpret: bool = False  # run TPU and Triton kernels in the Pallas interpreter, on any backend
     mapped: bool = False  # the call is inside `jax.vmap`, over several adapters
     mesh: Mesh | None = None
     dropout_key: MaskKey | None = None  # None: no dropout. While a layer runs, the key of that layer

@@ -1,0 +1,322 @@
+"""The middle of a gated MLP with three adapters on an NVIDIA GPU: one Pallas kernel for Triton each way.
+
+    y = down(act(gate(x)) * up(x))        gate, up and down are frozen linear layers with LoRA
+
+cuBLAS computes the wide products with the base. Everything between them is elementwise or of low rank, and takes as
+long as reading and writing the wide arrays. XLA passes over them about once per operation; here they are read once:
+
+    g = g0 + lg bgᵀ      u = u0 + lu buᵀ      h = act(g) * u      ld = h adᵀ
+
+    forward    reads g0, u0           writes h and ld
+    backward   reads g0, u0 and dh    writes dg and du, and the gradients of bg, bu and ad
+
+g0 and u0 are what the base gives, lg and lu what the A matrices of gate and up give, bg and bu their B matrices times
+the scale, ad the A matrix of down. Only g0 and u0 are kept for the backward pass, not g, u or h. Sums are in float32,
+and so are g and u, which are never in memory.
+
+A sum over rows or columns is computed in parts, by programs that do not wait for each other, and XLA adds the parts:
+the order is fixed, so the results are the same every time. The gradients of lg and lu are sums over all columns, and
+the parts would take as much memory as dg and du do: cuBLAS computes them from those.
+
+`Form(kernel="xla")` is the same arithmetic in plain jax, the reference for the kernels.
+
+Legend: M rows, F inner width, R rank, Q = 2 R.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+RANKS = (16, 32, 64)  # the kernels' ranks: Triton's products need 16, and more than 64 need too many registers
+NARROWEST = 16  # columns of a block in Triton's products; the inner width is a multiple of it
+LARGEST = 2**31  # numbers of an array: places are computed in 32 bits
+PROGRAMS = 1024  # about this many are started: several for each processor of a large GPU
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows and columns of a block, and how Triton computes it. By default, no registers are spilled on Hopper with any
+    rank (compiled with Triton 3.9, never timed: dev/LOG.md)."""
+
+    rows: int = 32
+    columns: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+class Form(NamedTuple):
+    """How the middle is computed."""
+
+    activation: Activation
+    kernel: Literal["xla", "triton"] = "triton"
+    interpret: bool = False  # run the kernels in the Pallas interpreter
+    blocks: Blocks = Blocks()
+
+
+class Middle(NamedTuple):
+    """What the middle is computed from."""
+
+    g0_MF: jax.Array
+    u0_MF: jax.Array
+    low_MQ: jax.Array  # lg and lu side by side
+    bg_FR: jax.Array  # times the scale
+    bu_FR: jax.Array
+    ad_RF: jax.Array
+
+
+def padded_rank(*ranks: int) -> int | None:
+    """The rank of the kernels for these ranks, which are padded with zeros; None if one is too large."""
+    return next((rank for rank in RANKS if rank >= max(ranks)), None)
+
+
+def is_supported(num_rows: int, width: int, dtype: Any, *, interpret: bool = False) -> bool:
+    """Whether the kernels can compute this shape. Their products in float32 would be slow; the interpreter has any."""
+    fits = width % NARROWEST == 0 and num_rows * width < LARGEST
+    return fits and (interpret or jnp.dtype(dtype) == jnp.bfloat16)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def middle(given: Middle, form: Form) -> tuple[jax.Array, jax.Array]:
+    """h [M, F] and ld [M, R]."""
+    if form.kernel == "xla":
+        return _reference(given, form.activation)
+    return _forward_call(given, form)
+
+
+def _forward(given: Middle, form: Form) -> tuple[tuple[jax.Array, jax.Array], Middle]:
+    return middle(given, form), given
+
+
+def _backward(form: Form, given: Middle, gradients: tuple[jax.Array, jax.Array]) -> tuple[Middle]:
+    if form.kernel == "xla":
+        _, pull = jax.vjp(functools.partial(_reference, activation=form.activation), given)
+        found: tuple[Middle] = pull(gradients)
+        return found
+    return (_backward_call(given, *gradients, form),)
+
+
+middle.defvjp(_forward, _backward)
+
+
+def _reference(given: Middle, activation: Activation) -> tuple[jax.Array, jax.Array]:
+    """In plain jax, with the kernels' types."""
+    wide, dtype = jnp.float32, given.g0_MF.dtype
+    lg, lu = jnp.split(given.low_MQ, 2, axis=1)
+    g = given.g0_MF.astype(wide) + jnp.dot(lg, given.bg_FR.T, preferred_element_type=wide)
+    u = given.u0_MF.astype(wide) + jnp.dot(lu, given.bu_FR.T, preferred_element_type=wide)
+    h = (ACTIVATIONS[activation](g)[0] * u).astype(dtype)
+    return h, jnp.dot(h, given.ad_RF.T, preferred_element_type=wide).astype(dtype)
+
+
+# ---- activations: the value and the derivative, in float32
+
+
+def _silu(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gate = 1 / (1 + jnp.exp(-g))
+    return g * gate, gate * (1 + g * (1 - gate))
+
+
+def _gelu(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Pallas for Triton has no error function: formula 7.1.26 of Abramowitz and Stegun, to 1.5e-7."""
+    density = jnp.exp(-0.5 * g * g)
+    t = 1 / (1 + 0.3275911 * math.sqrt(0.5) * jnp.abs(g))
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    below = 0.5 * tail * density
+    share = jnp.where(g < 0, below, 1 - below)
+    return g * share, share + g * density * (1 / math.sqrt(2 * math.pi))
+
+
+def _gelu_tanh(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """0.5 (1 + tanh(z)) is 1 / (1 + exp(-2 z))."""
+    slope, cubic = 2 * math.sqrt(2 / math.pi), 0.044715
+    share = 1 / (1 + jnp.exp(-slope * (g + cubic * g * g * g)))
+    return g * share, share + g * share * (1 - share) * slope * (1 + 3 * cubic * g * g)
+
+
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+# ---- calls
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _forward_call(given: Middle, form: Form) -> tuple[jax.Array, jax.Array]:
+    (num_rows, width), (rank, _) = given.g0_MF.shape, given.ad_RF.shape
+    blocks = form.blocks
+    block_f = math.gcd(width, blocks.columns)
+    num_tiles, num_columns = -(-num_rows // blocks.rows), width // block_f
+    # The fewest parts of equal size that give enough programs.
+    enough = (n for n in range(1, num_columns) if num_columns % n == 0 and n * num_tiles >= PROGRAMS)
+    parts = next(enough, num_columns)
+    kernel = functools.partial(
+        _forward_kernel, act=ACTIVATIONS[form.activation], shape=(blocks.rows, block_f), steps=num_columns // parts
+    )
+    dtype = given.g0_MF.dtype
+    h, ld = _call(
+        kernel,
+        (_shape((num_rows, width), dtype), _shape((parts, num_rows, rank), jnp.float32)),
+        (num_tiles, parts),
+        blocks,
+        form.interpret,
+    )(*given)
+    return h, ld.sum(axis=0).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _backward_call(given: Middle, dh_MF: jax.Array, dld_MR: jax.Array, form: Form) -> Middle:
+    (num_rows, width), (rank, _) = given.g0_MF.shape, given.ad_RF.shape
+    blocks = form.blocks
+    block_f = math.gcd(width, blocks.columns)
+    num_tiles, num_columns = -(-num_rows // blocks.rows), width // block_f
+    needed = min(num_tiles, -(-PROGRAMS // num_columns))
+    parts = next((n for n in range(needed, 2 * needed) if num_tiles % n == 0), needed)
+    steps = -(-num_tiles // parts)
+    parts = -(-num_tiles // steps)
+    kernel = functools.partial(
+        _backward_kernel, act=ACTIVATIONS[form.activation], shape=(blocks.rows, block_f), steps=steps
+    )
+    dtype, wide = given.g0_MF.dtype, _shape((num_rows, width), given.g0_MF.dtype)
+    of_weights = _shape((parts, width, rank), jnp.float32)
+    dg, du, *sums = _call(
+        kernel,
+        (wide, wide, of_weights, of_weights, of_weights),
+        (num_columns, parts),
+        blocks,
+        form.interpret,
+    )(*given, dh_MF, dld_MR)
+    dbg, dbu, dad = (array.sum(axis=0).astype(dtype) for array in sums)
+    return Middle(dg, du, jnp.concatenate([dg @ given.bg_FR, du @ given.bu_FR], axis=1), dbg, dbu, dad.T)
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _call(kernel: Any, out: Any, grid: tuple[int, ...], blocks: Blocks, interpret: bool) -> Any:
+    from jax.experimental.pallas import triton
+
+    parameters = triton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages)
+    return pl.pallas_call(kernel, out_shape=out, grid=grid, compiler_params=parameters, interpret=interpret)
+
+
+# ---- kernels
+
+
+class _Rows:
+    """A tile of rows; each program has `steps` of them. The last ones may be beyond the last row, in part or whole."""
+
+    def __init__(self, tile: Any, size: int, num_rows: int, steps: int = 1) -> None:
+        self.is_whole = num_rows % (size * steps) == 0
+        self.wanted = tile * size + jnp.arange(size, dtype=jnp.int32)
+        self.slice = pl.ds(tile * size, size)
+        self.index = self.slice if self.is_whole else jnp.minimum(self.wanted, num_rows - 1)
+        self.is_used = self.wanted < num_rows
+
+    def read(self, ref: Any, columns: Any) -> jax.Array:
+        value: jax.Array = ref[self.index, columns]
+        return value
+
+    def read_or_zero(self, ref: Any, columns: Any) -> jax.Array:
+        value = self.read(ref, columns)
+        return value if self.is_whole else jnp.where(self.is_used[:, None], value, jnp.zeros_like(value))
+
+    def write(self, ref: Any, at: tuple[Any, ...], columns: Any, value: jax.Array) -> None:
+        from jax.experimental.pallas import triton
+
+        mask = None if self.is_whole else jnp.broadcast_to(self.is_used[:, None], value.shape)
+        triton.store(ref.at[(*at, self.slice, columns)], value.astype(ref.dtype), mask=mask)
+
+
+def _forward_kernel(
+    g_ref: Any,
+    u_ref: Any,
+    low_ref: Any,
+    bg_ref: Any,
+    bu_ref: Any,
+    ad_ref: Any,
+    h_ref: Any,
+    ld_ref: Any,
+    *,
+    act: Any,
+    shape: tuple[int, int],
+    steps: int,
+) -> None:
+    """A tile of rows, and `steps` blocks of columns one after the other."""
+    (block_m, block_f), rank = shape, ad_ref.shape[0]
+    rows, part = _Rows(pl.program_id(0), block_m, g_ref.shape[0]), pl.program_id(1)
+    lg, lu = rows.read(low_ref, pl.ds(0, rank)), rows.read(low_ref, pl.ds(rank, rank))
+
+    def step(i: Any, ld: jax.Array) -> jax.Array:
+        columns = pl.ds((part * steps + i) * block_f, block_f)
+        g = rows.read(g_ref, columns).astype(jnp.float32) + _dot(lg, bg_ref[columns, :].T)
+        u = rows.read(u_ref, columns).astype(jnp.float32) + _dot(lu, bu_ref[columns, :].T)
+        h = (act(g)[0] * u).astype(h_ref.dtype)
+        rows.write(h_ref, (), columns, h)
+        return ld + _dot(h, ad_ref[:, columns].T)
+
+    ld = jax.lax.fori_loop(0, steps, step, jnp.zeros((block_m, rank), jnp.float32))
+    rows.write(ld_ref, (part,), pl.ds(0, rank), ld)
+
+
+def _backward_kernel(
+    g_ref: Any,
+    u_ref: Any,
+    low_ref: Any,
+    bg_ref: Any,
+    bu_ref: Any,
+    ad_ref: Any,
+    dh_ref: Any,
+    dld_ref: Any,
+    dg_ref: Any,
+    du_ref: Any,
+    dbg_ref: Any,
+    dbu_ref: Any,
+    dad_ref: Any,
+    *,
+    act: Any,
+    shape: tuple[int, int],
+    steps: int,
+) -> None:
+    """A block of columns, and `steps` tiles of rows one after the other. A tile beyond the last row repeats that row
+    with inputs of low rank that are zero, so it adds nothing, and it writes nothing."""
+    (block_m, block_f), rank, num_rows = shape, ad_ref.shape[0], g_ref.shape[0]
+    column, part = pl.program_id(0), pl.program_id(1)
+    columns, first, second = pl.ds(column * block_f, block_f), pl.ds(0, rank), pl.ds(rank, rank)
+    bg, bu, ad, dtype = bg_ref[columns, :], bu_ref[columns, :], ad_ref[:, columns], dg_ref.dtype
+
+    def step(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        rows = _Rows(part * steps + i, block_m, num_rows, steps)
+        lg, lu = rows.read_or_zero(low_ref, first), rows.read_or_zero(low_ref, second)
+        dld = rows.read_or_zero(dld_ref, first)
+        g = rows.read(g_ref, columns).astype(jnp.float32) + _dot(lg, bg.T)
+        u = rows.read(u_ref, columns).astype(jnp.float32) + _dot(lu, bu.T)
+        dh = rows.read(dh_ref, columns).astype(jnp.float32) + _dot(dld, ad)
+        value, slope = act(g)
+        h = (value * u).astype(dtype)
+        dg, du = (dh * u * slope).astype(dtype), (dh * value).astype(dtype)
+        rows.write(dg_ref, (), columns, dg)
+        rows.write(du_ref, (), columns, du)
+        dbg, dbu, dad = sums
+        return dbg + _dot(dg.T, lg), dbu + _dot(du.T, lu), dad + _dot(h.T, dld)
+
+    zeros = jnp.zeros((block_f, rank), jnp.float32)
+    sums = jax.lax.fori_loop(0, steps, step, (zeros, zeros, zeros))
+    for ref, total in zip((dbg_ref, dbu_ref, dad_ref), sums, strict=True):
+        ref[part, columns, :] = total
+
+
+def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.dot(left, right, preferred_element_type=jnp.float32)

@@ -1,0 +1,149 @@
+"""Gated MLPs of any model, computed by `engine.gated_mlp` if `engine.lora_kernel` is `fused`.
+
+A module is replaced only if its own code computes `down(act(gate(x)) * up(x))` and nothing else. That is found out by
+running it, not by its name: its three linear layers return random numbers, and what the code does with them is compared
+with each activation that the kernels have.
+
+    >>> find_gated_mlps(model)          # a Llama with LoRA on all its linear layers
+    [GatedMlp(module=LlamaMLP(…), gate=Linear(…), up=Linear(…), down=Linear(…), activation='silu'), …]
+
+All three layers need plain LoRA: without dropout, DoRA or PiSSA, and with a base that is not quantized.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.ad_checkpoint import checkpoint_name
+from torch.nn import functional
+from torchax import interop
+
+from trillora.engine.gated_mlp import Activation, Form, Middle, is_supported, middle, padded_rank
+from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad
+from trillora.model.remat import SMALL, name_of_output
+from trillora.model.trace import Trace, current, replaced
+
+IN_TORCH: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+}
+ROUNDING = 1e-5  # relative, float32. The two kinds of gelu differ by up to 5e-4
+SAMPLES = (2, 5)  # sequences and tokens of the random input
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """A module, its linear layers and its activation."""
+
+    module: Any
+    gate: Any
+    up: Any
+    down: Any
+    activation: Activation
+
+    @property
+    def rank(self) -> int | None:
+        """Of the kernels; None if they have none that is large enough."""
+        return padded_rank(*(layer.lora_a.shape[0] for layer in (self.gate, self.up, self.down)))
+
+
+def find_gated_mlps(model: torch.nn.Module) -> list[GatedMlp]:
+    """All modules of a model that the kernels can compute."""
+    found = []
+    for module in model.modules():
+        layers = {name: child for name, child in module.named_children() if hasattr(child, "lora_a")}
+        if len(layers) == 3 and all(map(_has_plain_lora, layers.values())):
+            mlp = _recognise(module, layers)
+            found += [mlp] if mlp is not None and mlp.rank is not None else []
+    return found
+
+
+def _has_plain_lora(layer: Any) -> bool:
+    is_plain = layer.lora_init == "default" and not layer.lora_dropout and not hasattr(layer, "lora_magnitude")
+    return is_plain and type(layer).__bases__[-1] is torch.nn.Linear and not hasattr(layer, "token_rows")
+
+
+def _recognise(module: Any, layers: dict[str, Any]) -> GatedMlp | None:
+    """None if the module computes anything else."""
+    generator = torch.Generator().manual_seed(0)
+    calls: list[tuple[str, Any, torch.Tensor]] = []  # layer, input, output
+
+    def record(name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = 3 * torch.randn(*SAMPLES, layers[name].out_features, generator=generator)
+        calls.append((name, args[0] if len(args) == 1 and not kwargs else None, out))
+        return out
+
+    x = torch.randn(*SAMPLES, next(iter(layers.values())).in_features, generator=generator)
+    stand_ins = [(layer, "forward", functools.partial(record, name)) for name, layer in layers.items()]
+    try:
+        with replaced(stand_ins), torch.no_grad():
+            y = type(module).forward(module, x)
+    except Exception:  # code that needs more than x, or weights, is something else
+        return None
+    finally:
+        for layer in layers.values():
+            layer.__dict__.pop("forward", None)
+    if len({name for name, _, _ in calls}) != 3 or len(calls) != 3 or y is not calls[-1][2]:
+        return None
+    *first, (down, h, _) = calls
+    if h is None or any(given is not x for _, given, _ in first):
+        return None
+    for ((gate, _, g), (up, _, u)), (activation, function) in itertools.product(
+        itertools.permutations(first), IN_TORCH.items()
+    ):
+        expected = function(g) * u if g.shape == u.shape else None
+        if expected is not None and h.shape == expected.shape and torch.allclose(h, expected, rtol=ROUNDING, atol=1e-6):
+            return GatedMlp(module, layers[gate], layers[up], layers[down], activation)
+    return None
+
+
+def fused_forwards(mlps: list[GatedMlp]) -> list[tuple[Any, str, Any]]:
+    """Replacements (module, attribute, value) for the time of a trace."""
+    return [(mlp.module, "forward", functools.partial(_forward, mlp, mlp.module.forward)) for mlp in mlps]
+
+
+def _forward(mlp: GatedMlp, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    trace, is_usual = current(), len(args) == 1 and not kwargs and isinstance(args[0], TORCHAX_TENSORS)
+    if trace is None or not is_usual or in_no_grad():
+        return original(*args, **kwargs)
+    x: jax.Array = interop.jax_view(args[0])
+    num_rows = x.size // x.shape[-1]
+    if not is_supported(num_rows, mlp.gate.out_features, x.dtype, interpret=trace.interpret):
+        return original(*args, **kwargs)
+    return interop.torch_view(_computed(mlp, x, trace))
+
+
+def _computed(mlp: GatedMlp, x: jax.Array, trace: Trace) -> jax.Array:
+    """What a remat policy saves has the names that it has without the kernels."""
+    rank, dtype = mlp.rank, x.dtype
+    assert rank is not None
+
+    def matrices(layer: Any) -> tuple[jax.Array, jax.Array]:
+        """A [R, D], and B [E, R] times the scale, with zeros up to the rank of the kernels."""
+        a, b = interop.jax_view(layer.lora_a), interop.jax_view(layer.lora_b) * layer.lora_scale
+        missing = rank - a.shape[0]
+        return jnp.pad(a, ((0, missing), (0, 0))).astype(dtype), jnp.pad(b, ((0, 0), (0, missing))).astype(dtype)
+
+    def base(layer: Any, given: jax.Array) -> jax.Array:
+        out: jax.Array = interop.jax_view(layer.frozen_output(interop.torch_view(given)))
+        return out
+
+    def named(y: jax.Array, num_inputs: int) -> jax.Array:
+        saved: jax.Array = checkpoint_name(y, name_of_output(num_inputs, y.shape[-1], trace))
+        return saved
+
+    (ag, bg), (au, bu), (ad, bd) = map(matrices, (mlp.gate, mlp.up, mlp.down))
+    rows = x.reshape(-1, x.shape[-1])
+    g0, u0 = (named(base(layer, rows), rows.shape[1]) for layer in (mlp.gate, mlp.up))
+    low = checkpoint_name(rows @ jnp.concatenate([ag, au]).T, SMALL)
+    h, ld = middle(Middle(g0, u0, low, bg, bu, ad), Form(mlp.activation, interpret=trace.interpret))
+    y = base(mlp.down, h) + checkpoint_name(ld, SMALL) @ bd.T
+    return named(y.reshape(*x.shape[:-1], -1), h.shape[1])

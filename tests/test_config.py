@@ -57,7 +57,7 @@ train: {sequence_length: 512, batch_size: 8, optimizer: adamw, learning_rate: 2.
 
 def test_every_option_has_a_line_of_effect_and_a_way_to_be_named() -> None:
     known = options()
-    assert len(known) == 191
+    assert len(known) == 192
     for option in known.values():
         assert option.effect.endswith("."), option.path
         assert option.expected, option.path
@@ -321,7 +321,7 @@ def test_resolved_recipe_reads_back_the_same_with_its_reasons(tmp_path: Path) ->
 
 def test_what_the_user_fixed_is_found_and_nothing_else() -> None:
     (stage,) = stages_of(load_recipe(SMALLEST, ["train.micro_batch_size=2", "engine.remat=none"]))
-    options = {"micro_batch_size": 2, "remat": "none", "quantize": "none", "matmul": "full"}
+    options = {"micro_batch_size": 2, "remat": "none", "quantize": "none", "matmul": "full", "lora_kernel": "xla"}
     assert given_settings(stage.recipe) == options
     fields = {field.name for field in dataclasses.fields(StepSettings)}
     assert fields - set(StepSettings.OPTIONS) == {"document_room"}  # the data gives it

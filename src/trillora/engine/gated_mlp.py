@@ -39,18 +39,18 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 RANKS = (16, 32, 64)  # the kernels' ranks: Triton's products need 16, and more than 64 need too many registers
 NARROWEST = 16  # columns of a block in Triton's products; the inner width is a multiple of it
 LARGEST = 2**31  # numbers of an array: places are computed in 32 bits
-PROGRAMS = 1024  # about this many are started: several for each processor of a large GPU
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows and columns of a block, and how Triton computes it. By default, no registers are spilled on Hopper with any
-    rank (compiled with Triton 3.9, never timed: dev/LOG.md)."""
+    """Rows and columns of a block, and how Triton computes them. With the defaults no registers are spilled on Hopper,
+    whatever the rank (compiled with Triton 3.9, never timed: dev/LOG.md)."""
 
     rows: int = 32
     columns: int = 64
     num_warps: int = 4
     num_stages: int = 2
+    programs: int = 1024  # at least, if there are enough blocks: several for each processor of a large GPU
 
 
 class Form(NamedTuple):
@@ -159,7 +159,7 @@ def _forward_call(given: Middle, form: Form) -> tuple[jax.Array, jax.Array]:
     block_f = math.gcd(width, blocks.columns)
     num_tiles, num_columns = -(-num_rows // blocks.rows), width // block_f
     # The fewest parts of equal size that give enough programs.
-    enough = (n for n in range(1, num_columns) if num_columns % n == 0 and n * num_tiles >= PROGRAMS)
+    enough = (n for n in range(1, num_columns) if num_columns % n == 0 and n * num_tiles >= blocks.programs)
     parts = next(enough, num_columns)
     kernel = functools.partial(
         _forward_kernel, act=ACTIVATIONS[form.activation], shape=(blocks.rows, block_f), steps=num_columns // parts
@@ -181,7 +181,7 @@ def _backward_call(given: Middle, dh_MF: jax.Array, dld_MR: jax.Array, form: For
     blocks = form.blocks
     block_f = math.gcd(width, blocks.columns)
     num_tiles, num_columns = -(-num_rows // blocks.rows), width // block_f
-    needed = min(num_tiles, -(-PROGRAMS // num_columns))
+    needed = min(num_tiles, -(-blocks.programs // num_columns))
     parts = next((n for n in range(needed, 2 * needed) if num_tiles % n == 0), needed)
     steps = -(-num_tiles // parts)
     parts = -(-num_tiles // steps)

@@ -23,8 +23,8 @@ from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.ragged import Documents
 
-# How adapters are computed: each by itself; or with one kernel for a gated MLP (`overrides.gated_mlps`), and one product
-# for all A matrices that are multiplied by the same input.
+# How adapters are computed: each by itself; or those of a gated MLP in a kernel (`overrides.gated_mlps`), and all A
+# matrices that have the same input in one product.
 LoraKernel = Literal["xla", "fused"]
 
 

@@ -23,6 +23,7 @@ from trillora.recipe.schema import (
     EngineSection,
     HardwareSection,
     Layers,
+    LoraKernel,
     Matmul,
     MeshSection,
     Quantize,
@@ -55,6 +56,7 @@ class StepSettings:
     adapters_at_once: int = 1
     quantize: Quantize = "none"  # a default for checkpoints of versions that did not have it
     matmul: Matmul = "full"  # the same
+    lora_kernel: LoraKernel = "xla"  # the same
     document_room: DocumentRoom | None = None  # where attention uses it; given by the data, not by an option
 
     OPTIONS: ClassVar[dict[str, str]] = {
@@ -64,6 +66,7 @@ class StepSettings:
         "dtype": "model.dtype",
         "quantize": "model.quantize",
         "matmul": "engine.matmul",
+        "lora_kernel": "engine.lora_kernel",
         "layers": "engine.layers",
         "attention": "engine.attention",
         "loss_chunk": "engine.loss_chunk",
@@ -78,7 +81,8 @@ class StepSettings:
         base = "" if self.quantize == "none" else f", {self.quantize} base{products}"
         whole = ", whole base on every device" if self.mesh.data > 1 and self.mesh.fsdp == 1 else ""
         split = ", split base" if self.mesh.fsdp > 1 else ""
-        return f"{adapters}micro-batch {self.micro_batch_size}, remat {self.remat}{base}{whole}{split}"
+        fused = ", fused LoRA" if self.lora_kernel == "fused" else ""
+        return f"{adapters}micro-batch {self.micro_batch_size}, remat {self.remat}{base}{whole}{split}{fused}"
 
     def shared(self) -> dict[str, Any]:
         """The settings that all stages of a run have in common, because they share the base weights."""
@@ -106,6 +110,7 @@ def given_settings(recipe: Recipe) -> dict[str, Any]:
         "dtype": recipe.model.dtype,
         "quantize": recipe.model.quantize,
         "matmul": engine.matmul,
+        "lora_kernel": engine.lora_kernel,
         "layers": engine.layers,
         "attention": engine.attention,
         "loss_chunk": engine.loss_chunk,
@@ -163,6 +168,7 @@ class ResolvedRecipe:
                 attention=first.attention,
                 loss_chunk=first.loss_chunk,
                 matmul=first.matmul,
+                lora_kernel=first.lora_kernel,
             ),
         }
         if recipe.stages is None:

@@ -53,6 +53,7 @@ Matmul = Literal["full", "int8", "fp8"]  # see engine/quantize.py
 Layers = Literal["scan", "unroll"]
 Remat = Literal["none", "linear", "wide", "half", "gate", "attention", "full", "dots", "offload"]  # see model/remat.py
 Attention = Literal["xla", "splash", "cudnn"]
+LoraKernel = Literal["xla", "fused"]  # see model/trace.py
 LISTS = ("stages", "phases")  # sections that are lists, whose items have data
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}$"  # of a stage or phase
 
@@ -353,6 +354,12 @@ class EngineSection(Section):
         description="Products with the frozen linear layers. full: in model.dtype. int8 (TPU v5e, v5p, v6e) and fp8 "
         "(NVIDIA since Ada and Hopper): activations and their gradients are rounded to 8 bits too, which is faster "
         "and less exact. Both set model.quantize to the same format.",
+    )
+    lora_kernel: LoraKernel = Field(
+        default="xla",
+        description="How adapters are computed. xla: each by itself. fused (one NVIDIA GPU, bfloat16, plain LoRA on a "
+        "base that is not quantized): adapters, activation and gate of an MLP in one Triton kernel each way; not "
+        "measured on a GPU yet.",
     )
 
 

@@ -19,6 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trillora.devices.mesh import AXES, FSDP_AXIS, batch_sharding, replicated, weight_spec
+from trillora.engine.gated_mlp import RANKS
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.loss import (
     TokenScores,
@@ -32,9 +33,11 @@ from trillora.engine.loss import (
     token_scores,
     totals,
 )
+from trillora.engine.mixture.grouped_kernels import has_triton
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.quantize import block_of, item_bytes, stored_format
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
+from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import kind_of
 from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Layout, Leaf, Tree
@@ -143,11 +146,14 @@ def assemble(
         remat=settings.remat,
         attention=settings.attention,
         document_room=settings.document_room,
+        lora_kernel=settings.lora_kernel,
+        interpret=settings.lora_kernel == "fused" and settings.backend == "cpu",  # for tests and comparisons
         mapped=mapped,
         mesh=mesh,
         trust_remote_code=recipe.model.trust_remote_code,
     )
     check_layers(recipe.lora, spec, model)
+    check_lora_kernel(model, mesh)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     chunk = loss_chunk_positions(settings.loss_chunk, settings.micro_batch_size // shards, train.sequence_length)
     factors = update_factors(model.adapter_layout, recipe.lora.loraplus_ratio, pissa=spec.pissa)
@@ -180,6 +186,27 @@ def assemble(
         },
         micro_batch_size=settings.micro_batch_size,
     )
+
+
+def check_lora_kernel(model: CausalLM, mesh: Mesh) -> None:
+    """Refuses fused LoRA where it cannot be used at all: silently slower would be worse."""
+    if model.lora_kernel != "fused":
+        return
+    device, why = mesh.devices.flat[0], ""
+    if device.platform not in ("gpu", "cpu") or mesh.size > 1:
+        why = f"it needs one NVIDIA GPU, and this step is for {mesh.size} x {device.device_kind}"
+    elif model.mapped:
+        why = "several adapters are trained together"
+    elif not has_triton():
+        why = "this version of jax has no Pallas for Triton"
+    elif not model.gated_mlps:
+        why = f"{model.name} has no gated MLP whose three layers have plain LoRA of rank {RANKS[-1]} or less"
+    if why:
+        raise TrilloraError(
+            f"engine.lora_kernel: fused cannot be used: {why}.",
+            where="engine.lora_kernel",
+            do="use engine.lora_kernel=xla",
+        )
 
 
 def loss_chunk_positions(tokens: int, rows_per_device: int, sequence_length: int) -> int:

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import tiny_run
 import torch
 from architecture_checks import GRADIENTS, LOGITS, Subject, distance, gradient_distance, logits_and_gradients
 from dose import slow_case
+from peft import PeftModel
+from safetensors.numpy import load_file
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
+from trillora.errors import TrilloraError
+from trillora.events import ignore_events
 from trillora.model.bridge import CausalLM
-from trillora.model.layout import unstack
+from trillora.model.layout import split_layers, unstack
 from trillora.model.lora import add_lora
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides.gated_mlps import find_gated_mlps
 from trillora.model.remat import Remat
 from trillora.model.trace import LoraKernel
 from trillora.recipe import schema
+from trillora.recipe.load import load_recipe
+from trillora.recipe.schema import stages_of
+from trillora.step.autotune import choose
+from trillora.training.trainer import train
 
 SAME = 1e-5  # relative, float32: sums in another order
 
@@ -157,3 +168,79 @@ def test_only_plain_lora_on_all_three_layers_uses_the_kernels() -> None:
 
 def test_recipes_have_the_same_names() -> None:
     assert schema.LoraKernel.__args__ == LoraKernel.__args__  # type: ignore[attr-defined]
+
+
+# ---- the adapters of equal layers are one array
+
+
+def test_adapters_of_layers_that_are_not_scanned_are_stored_as_for_a_scan() -> None:
+    subject = subject_of("gemma2")  # repeats two kinds of layers
+    scanned, fused = subject.ours(), subject.ours(lora_kernel="fused", scan=False)
+    assert fused.adapter_layout == scanned.adapter_layout
+    assert fused.layout == subject.ours(scan=False).layout
+    assert any(leaf.stacked for leaf in fused.adapter_layout.values())
+
+
+def test_the_gradient_of_split_layers_is_one_concatenation() -> None:
+    layout = subject_of("llama").ours(lora_kernel="fused", scan=False).adapter_layout
+    key, leaf = next(item for item in layout.items() if item[1].stacked)
+    array = np.random.default_rng(0).normal(size=leaf.shape).astype(np.float32)
+
+    def weighted(parts: dict[str, jax.Array]) -> jax.Array:
+        return sum((number + 1) * (part**2).sum() for number, part in enumerate(parts.values()))  # type: ignore[return-value]
+
+    split = jax.grad(lambda array: weighted(split_layers({key: array}, layout)))
+    indexed = jax.grad(lambda array: weighted(unstack({key: array}, layout)))
+    np.testing.assert_array_equal(split(array), indexed(array))
+    assert "pad" not in str(jax.make_jaxpr(split)(array))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_both(tmp_path_factory.mktemp("fused"))
+
+
+def trained(folder: Path, run: Path, kernel: LoraKernel) -> Path:
+    engine = {"lora_kernel": kernel, "layers": "unroll", "remat": "none"}
+    train(load_recipe(tiny_run.recipe(folder, engine=engine, train={"steps": 4, "checkpoint_every": 2})), run)
+    return run
+
+
+def test_a_run_with_kernels_learns_the_same_resumes_and_is_read_by_peft(folder: Path, tmp_path: Path) -> None:
+    fused, plain = (trained(folder, tmp_path / kernel, kernel) for kernel in ("fused", "xla"))
+    np.testing.assert_allclose(tiny_run.losses(fused), tiny_run.losses(plain), rtol=SAME)
+    ours, theirs = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (fused, plain))
+    assert gradient_distance(ours, theirs) <= 1e-3  # Adam also enlarges gradients that are only rounding
+
+    again = tmp_path / "again"
+    tiny_run.copy_interrupted(fused, again, step=2)
+    tiny_run.assert_same(trained(folder, again, "fused"), fused)
+    other = tmp_path / "other"
+    tiny_run.copy_interrupted(fused, other, step=2)
+    with pytest.raises(TrilloraError, match=r'engine\.lora_kernel was "fused" and is "xla"'):
+        trained(folder, other, "xla")
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    loaded = PeftModel.from_pretrained(base, str(fused / "adapter")).state_dict()
+    for name, array in ours.items():
+        key = name.replace(".weight", ".default.weight")
+        np.testing.assert_array_equal(loaded[key].numpy(), array)
+
+
+# ---- where it cannot be used
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"hardware": {"devices": 2}}, "it needs one NVIDIA GPU, and this step is for 2 x cpu"),
+        ({"lora": {"dropout": 0.1}}, "LlamaForCausalLM has no gated MLP whose three layers have plain LoRA"),
+    ],
+)
+def test_a_recipe_that_cannot_use_it_is_refused(folder: Path, sections: dict[str, Any], why: str) -> None:
+    recipe = load_recipe(tiny_run.recipe(folder, engine={"lora_kernel": "fused"}, **sections))
+    (stage,) = stages_of(recipe)
+    devices = jax.devices()[: recipe.hardware.devices]  # type: ignore[misc]
+    with pytest.raises(TrilloraError, match=why) as error:
+        choose(stage.recipe, tiny_run.llama(), devices, 4, ignore_events)
+    assert error.value.where == "engine.lora_kernel"

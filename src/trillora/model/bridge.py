@@ -39,8 +39,8 @@ from trillora.engine.hash_random import MaskKey
 from trillora.engine.quantize import Format, Matmul, linear, rounded_linear
 from trillora.engine.ragged import find_documents
 from trillora.errors import TrilloraError
-from trillora.model.adapter_parameters import SUFFIXES
-from trillora.model.layout import Layout, Leaf, Tree, stored_weights
+from trillora.model.adapter_parameters import LORA_A, LORA_B, SUFFIXES
+from trillora.model.layout import Layout, Leaf, Tree, split_layers, stored_weights
 from trillora.model.loading.wrapper import auto_class, is_wrapper, keep_text_model, removed_modules
 from trillora.model.lora import FrozenLayer, add_lora, initial_adapter, linear_layers
 from trillora.model.lora_spec import LoraSpec
@@ -62,6 +62,7 @@ from trillora.model.stack import LayerStack, LinkedLayers, decoder_layers
 from trillora.model.trace import LoraKernel, Trace, replaced, tracing
 
 Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments
+OF_LINEAR = (LORA_A.suffix, LORA_B.suffix)
 
 
 class CausalLM:
@@ -122,7 +123,8 @@ class CausalLM:
         self.lora_kernel = lora_kernel
         self.gated_mlps = find_gated_mlps(self.module) if lora_kernel == "fused" else []
         self.has_dropout = lora is not None and lora.dropout > 0
-        self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat)
+        self._splits_lora = lora_kernel == "fused" and not scan  # stored as one array of all equal layers
+        self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat, stack_lora=self._splits_lora)
         self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
         self.document_room = document_room
         self.decoder = find_decoder(self.module, self.stack)
@@ -239,6 +241,7 @@ class CausalLM:
         if dropout_key is not None:  # split like the batch, so that each device computes only its own masks
             dropout_key = dropout_key._replace(index_B=split_rows(dropout_key.index_B, self.mesh))
         segments, room = inputs.get("segments"), self.document_room
+        adapter = split_layers(adapter, self.adapter_layout) if self._splits_lora else adapter
         trace = Trace(
             weights=with_whole_weights(base, adapter),
             segments_BT=segments,
@@ -298,11 +301,12 @@ class CausalLM:
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         layout: Layout = {}
         in_layers: set[str] = set()
-        for segment, j, prefix in self.stack.slots():
+        slots = [(of_lora, slot) for of_lora in (False, True) for slot in self.stack.slots(of_lora=of_lora)]
+        for of_lora, (segment, j, prefix) in slots:
             layer = self.stack.layers[segment.start + j]
             indices = [segment.start + j + r * segment.period for r in range(segment.repetitions)]
             for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-                if name in self.stack.shared[segment.start + j]:
+                if name in self.stack.shared[segment.start + j] or name.endswith(OF_LINEAR) != of_lora:
                     continue
                 names = tuple(f"{self.stack.prefix}.{i}.{name}" for i in indices)
                 in_layers.update(names)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trillora.engine.quantize import Format, item_bytes
@@ -71,6 +72,24 @@ def unstack(tree: Tree, layout: Layout) -> Tree:
         for i, name in enumerate(leaf.names):
             flat[name] = array[i] if leaf.stacked else array
     return flat
+
+
+def split_layers(tree: Tree, layout: Layout) -> Tree:
+    """`unstack` inside a program that is differentiated: the gradient of a stacked array is one concatenation. That of
+    indexing would be a sum of arrays of the whole size, one for each layer."""
+    flat: Tree = {}
+    for key, array in tree.items():
+        leaf = layout[key]
+        flat |= dict(zip(leaf.names, _parts(array) if leaf.stacked else (array,), strict=True))
+    return flat
+
+
+@jax.custom_vjp
+def _parts(array: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(array[i] for i in range(len(array)))
+
+
+_parts.defvjp(lambda array: (_parts(array), None), lambda _, gradients: (jnp.stack(gradients),))
 
 
 def stack(flat: Tree, layout: Layout) -> Tree:

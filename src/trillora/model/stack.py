@@ -226,7 +226,8 @@ class LayerStack:
 
     linked = False
 
-    def __init__(self, model: Any, *, scan: bool, unroll: int, remat: Remat) -> None:
+    def __init__(self, model: Any, *, scan: bool, unroll: int, remat: Remat, stack_lora: bool = False) -> None:
+        """`stack_lora`: LoRA is stored as for a scan, also if the layers are not scanned."""
         located = decoder_layers(model)
         self.prefix, self.layers = located if located is not None else ("", [])
         self.unroll, self.remat = unroll, remat
@@ -249,14 +250,15 @@ class LayerStack:
         ]
         self.kinds = [kinds.index(kind) for kind in kinds]  # equal layers have equal numbers
         self.segments = find_segments(signatures) if scan else [Segment(i, 1, 1) for i in range(len(self.layers))]
+        self.lora_segments = find_segments(signatures) if stack_lora else self.segments
         for i, layer in enumerate(self.layers):
             layer.__dict__["forward"] = functools.partial(self._record, i, layer.forward)
 
-    def slots(self) -> list[tuple[Segment, int, str]]:
+    def slots(self, *, of_lora: bool = False) -> list[tuple[Segment, int, str]]:
         """For each traced layer: its segment, its index in the period, and the prefix of its keys in the layout, such
         as `model.layers.0.` or `model.layers.1:4:1.`."""
         result = []
-        for segment in self.segments:
+        for segment in self.lora_segments if of_lora else self.segments:
             stop = segment.start + segment.period * segment.repetitions
             for j in range(segment.period):
                 i = segment.start + j

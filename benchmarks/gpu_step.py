@@ -1,10 +1,12 @@
 """Speed and memory of our LoRA step on one GPU, with automatically chosen options.
 
-    python benchmarks/gpu_step.py --rows 8 --tokens 2048 [--memory-gib 18] [--packed]
+    python benchmarks/gpu_step.py --rows 8 --tokens 2048 [--memory-gib 18] [--packed] [--kernels 40]
+    python benchmarks/gpu_step.py engine.lora_kernel=fused
 
-Random weights of a 1.2B Llama shape, LoRA rank 16 on the seven linear layers of a block, AdamW, bfloat16: the step of
-`trillora train`, built by the same functions. Prints one JSON line. `--memory-gib` limits the memory of jax, so that a
-step with less memory is chosen. `peers.py` compares with other trainers on the same work.
+Random weights of a 1.2B Llama shape (or `--shape 7b`), LoRA rank 16 on the seven linear layers of a block, AdamW,
+bfloat16: the step of `trillora train`, built by the same functions. Prints one JSON line. `--memory-gib` limits the
+memory of jax, so that a step with less memory is chosen. `--kernels N` profiles one more step and prints its N longest
+kernels. `peers.py` compares with other trainers on the same work.
 """
 
 from __future__ import annotations
@@ -28,6 +30,14 @@ SHAPES = {
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
+    "7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32768,
+    },
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 CARD_GIB = 139.8  # reported by the driver for an H200 with 141 GB
@@ -41,6 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--memory-gib", type=float, help="memory limit for jax, in GiB")
     parser.add_argument("--packed", action="store_true", help="two separate documents in every sequence")
+    parser.add_argument("--kernels", type=int, default=0, help="print this many of the longest kernels")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, as in engine.remat=linear")
     args = parser.parse_args()
     share = 0.92 if args.memory_gib is None else args.memory_gib / CARD_GIB
@@ -51,6 +62,7 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     import jax
     import numpy as np
+    from kernel_times import longest_kernels
     from transformers import LlamaConfig
 
     from trillora.devices.mesh import find_devices, put_batch
@@ -88,6 +100,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         state, metrics = plan.compiled(state, base, batches[step % 4])
         metrics.loss.block_until_ready()
         seconds.append(time.perf_counter() - before)
+    if args.kernels:
+        print(longest_kernels(lambda: plan.compiled(state, base, batches[0])[1], args.kernels), flush=True)
     step_seconds = statistics.median(seconds[args.steps // 2 :])
     stats = jax.devices()[0].memory_stats() or {}
     return {
@@ -98,6 +112,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "planned_gib": round(step_bytes(plan.compiled) / 2**30, 1),
         "limit_gib": round(stats.get("bytes_limit", 0) / 2**30, 1),
         "remat": plan.settings.remat,
+        "lora_kernel": plan.settings.lora_kernel,
         "packed": args.packed,
         "num_compiles": plan.num_compiles,
         "compile_seconds": round(compile_seconds, 1),

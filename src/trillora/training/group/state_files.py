@@ -187,5 +187,5 @@ def _does_not_fit(name: str, where: str) -> TrilloraError:
     return TrilloraError(
         f"The checkpoint's {name} does not fit this run.",
         where=where,
-        do="use the train.optimizer and engine.layers of the original run (see its resolved.yaml)",
+        do="use the train.optimizer and the engine options of the original run (see its resolved.yaml)",
     )

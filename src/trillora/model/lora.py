@@ -108,19 +108,20 @@ class _LinearOutput:
             # On a TPU, XLA would add the base's output to the second product, in passes of their own, and compute a
             # gradient again for each product that uses it. With barriers the additions are a part of the base's
             # products.
-            return jax.lax.optimization_barrier(self._joined_low(x, _gradient_apart(x), trace) @ b_ER.T)
+            return jax.lax.optimization_barrier(self._joined_low(x, trace) @ b_ER.T)
         if trace is not None and trace.lora_kernel == "fused":
-            return self._joined_low(x, x, trace) @ b_ER.T
+            return self._joined_low(x, trace) @ b_ER.T
         return checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL) @ b_ER.T  # small, so remat policies save it
 
-    def _joined_low(self, x: jax.Array, left: jax.Array, trace: Trace) -> jax.Array:
-        """What A gives, from one product for all layers that are called with the same input x, such as q, k and v: the
-        matrix unit takes as long for 48 columns as for 16. `left` is x for this product."""
+    def _joined_low(self, x: jax.Array, trace: Trace) -> jax.Array:
+        """What A gives, from one product for all layers that are called with the same input, such as q, k and v: the
+        matrix unit takes as long for 48 columns as for 16."""
         call = trace.adapted_inputs.setdefault(id(x), AdaptedInput(x))
         call.layers.append(self)
         joined = trace.joined_layers.get(id(self), (self,))
         if id(self) not in call.low:
             matrices = [layer._matrices()[0].astype(x.dtype) for layer in joined]
+            left = _gradient_apart(x) if trace.attention == "splash" else x
             low = checkpoint_name(left @ jnp.concatenate(matrices).T, SMALL)
             parts = jnp.split(low, np.cumsum([len(matrix) for matrix in matrices])[:-1], axis=-1)
             call.low.update(zip(map(id, joined), parts, strict=True))

@@ -127,10 +127,17 @@ def test_products_have_operands_of_eight_bits_forward_and_backward(product: Simp
     assert len(products) == 2
     if product.format == "int8":
         assert all(line.count("xi8>") == 2 and line.endswith("xi32>") for line in products)
-    else:  # what XLA looks for: converted codes
-        converted = re.findall(r"stablehlo.convert %\S+ : \(tensor<\S*x(f8\w+)>\) -> tensor<\S*xbf16>", lowered)
-        assert sorted(converted) == ["f8E4M3FN", "f8E4M3FN", "f8E4M3FN", "f8E5M2"]
-        assert all(line.endswith("xbf16>") for line in products)
+    else:  # what XLA rewrites to cuBLAS's fp8 product: matrices of codes, and a scalar times the result
+        forward, backward = products
+        assert forward.endswith("(tensor<64x512xf8E4M3FN>, tensor<33x512xf8E4M3FN>) -> tensor<64x33xbf16>")
+        assert backward.endswith("(tensor<64x33xf8E5M2>, tensor<33x512xf8E4M3FN>) -> tensor<64x512xbf16>")
+        assert [re.findall(r"contracting_dims = \[1\] x \[(\d)\]", line) for line in products] == [["1"], ["0"]]
+        for line in products:
+            result = line.split()[0]
+            uses = [other for other in lowered.splitlines() if re.search(rf" {result}\b", other.partition("=")[2])]
+            assert len(uses) == 1 and "stablehlo.multiply" in uses[0]
+            scale = re.findall(r"%\w+", uses[0].partition("=")[2])[1]
+            assert re.search(rf"{scale} = stablehlo.broadcast_in_dim %\w+, dims = \[\] : \(tensor<bf16>\)", lowered)
 
 
 def test_only_the_codes_are_kept_for_the_backward_pass(product: SimpleNamespace) -> None:

@@ -181,7 +181,7 @@ def rounded_linear(x: jax.Array, parts: Parts, bias: jax.Array | None = None) ->
     if parts["q"].dtype == jnp.int8:
         y = _int8_product("...d,ed->...e", x, parts["q"]) * parts["scale"]
     else:
-        y = _fp8_product("...d,ed->...e", x, E4M3, parts, wide)
+        y = _fp8_product(x, E4M3, parts, 1, wide)
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
@@ -194,7 +194,7 @@ def _rounded_backward(parts: Parts, dy: jax.Array) -> tuple[jax.Array, None, Non
         # The scales of the outputs are summed over here, so they have to be part of what is rounded.
         dx = _int8_product("...e,ed->...d", dy * parts["scale"], parts["q"])
     else:
-        dx = _fp8_product("...e,ed->...d", dy, E5M2, parts, dy.dtype)
+        dx = _fp8_product(dy, E5M2, parts, 0, dy.dtype)
     return dx.astype(dy.dtype), None, None
 
 
@@ -208,14 +208,18 @@ def _int8_product(equation: str, x: jax.Array, codes_ED: jax.Array) -> jax.Array
     return y.astype(jnp.float32) * scale[..., None]
 
 
-def _fp8_product(equation: str, x: jax.Array, kind: tuple[Any, float], parts: Parts, out: Any) -> jax.Array:
-    """Written so that XLA finds cuBLAS's fp8 product: codes, converted, times one scale. Both steps are exact in
-    bfloat16: a code has 3 bits of fraction, and the scale is a power of two. Elsewhere it is a product in the type of
-    x with the same numbers."""
-    codes, scale = to_fp8(x, kind)
+def _fp8_product(x: jax.Array, kind: tuple[Any, float], parts: Parts, dim: int, out: Any) -> jax.Array:
+    """x times the codes, summed over this dim of the codes, in the type `out`. Written so that XLA finds cuBLAS's fp8
+    product: its operands are two matrices of codes, and one number scales the result, which XLA then passes to cuBLAS.
+    If the codes are converted first, it may multiply in bfloat16. The scale is a power of two, so the result is only
+    rounded once.
+
+    cuBLAS sums over the inner dims of both matrices. For the gradient, XLA transposes the codes in every step: for each
+    weight that reads and writes as many bytes as it has numbers. A second copy of the base would save that."""
+    codes, scale = to_fp8(x.reshape(-1, x.shape[-1]), kind)
     codes, parts = _not_before(codes, parts)
-    scaled = codes.astype(x.dtype) * (scale * parts["scale"]).astype(x.dtype)
-    return jnp.einsum(equation, scaled, parts["q"].astype(x.dtype), preferred_element_type=out)
+    y = jax.lax.dot_general(codes, parts["q"], (((1,), (dim,)), ((), ())), preferred_element_type=out)
+    return (y * (scale * parts["scale"]).astype(out)).reshape(*x.shape[:-1], -1)
 
 
 def _not_before(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:

@@ -112,7 +112,7 @@ def fused_forwards(mlps: list[GatedMlp]) -> list[tuple[Any, str, Any]]:
 
 def _forward(mlp: GatedMlp, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     trace, is_usual = current(), len(args) == 1 and not kwargs and isinstance(args[0], TORCHAX_TENSORS)
-    if trace is None or not is_usual or in_no_grad():
+    if trace is None or trace.lora_kernel != "fused" or not is_usual or in_no_grad():  # generation has few rows
         return original(*args, **kwargs)
     x: jax.Array = interop.jax_view(args[0])
     num_rows = x.size // x.shape[-1]

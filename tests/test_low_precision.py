@@ -6,6 +6,7 @@ same way, and runs in full precision.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -41,7 +42,8 @@ from trillora.preflight.hlo.parse import parse
 from trillora.preflight.hlo.simulate import TPU_8_BITS, simulate
 from trillora.preflight.hlo.work import Work
 from trillora.recipe.load import load_recipe, load_run_recipe
-from trillora.recipe.schema import stages_of
+from trillora.recipe.resolve import StepSettings, given_settings
+from trillora.recipe.schema import MeshSection, stages_of
 from trillora.step.autotune import check_products
 from trillora.step.build import assemble
 from trillora.training.run_identity import differences, fixed_options, with_defaults
@@ -401,6 +403,20 @@ def test_the_estimate_counts_rounded_products_at_their_rate() -> None:
     assert rounded.memory["base"] == base.memory["base"] < full.memory["base"]
     assert rounded.step.roofline_seconds < 0.8 * base.step.roofline_seconds
     assert rounded.step.seconds < 0.95 * base.step.seconds
+
+
+def test_steps_with_fp8_products_are_compiled_for_cublas() -> None:
+    """XLA's own kernels would take their place: with them, no product of a step compiled for an H200 was cuBLAS's."""
+    [stage] = stages_of(load_recipe({"model": "llama", "data": "chats.jsonl"}))
+    gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]), size=1)
+    for matmul, expected in (("fp8", {"xla_gpu_enable_triton_gemm": False}), ("full", None)):
+        fixed = {"layers": "scan", "attention": "xla", "loss_chunk": 64, "remat": "none", "micro_batch_size": 8}
+        options = given_settings(stage.recipe) | fixed | {"dtype": "float32", "matmul": matmul}
+        options |= {"quantize": "none" if matmul == "full" else matmul}
+        settings = StepSettings(**{"backend": "gpu", "num_devices": 1, "mesh": MeshSection(), **options})
+        mesh = make_mesh(jax.devices()[:1], MeshShape())
+        step = assemble(stage.recipe, settings, tiny_run.llama(num_layers=1), mesh, 1)
+        assert dataclasses.replace(step, mesh=gpu)._options == expected
 
 
 # ---- runs

@@ -109,7 +109,7 @@ class CausalLM:
         self.module = build_module(config, dtype, trust_remote_code=trust_remote_code)
         self.name = type(self.module).__name__
         self.attention_style = attention_functions.choose_style(self.module)
-        self.arithmetic = _arithmetic(dtype, quantize, matmul)
+        self.matmul, self.arithmetic = matmul, _arithmetic(dtype, quantize, matmul)
         self.quantize, self._quantized = quantize, _quantize(self.module, quantize, matmul)
         self.targets = add_lora(self.module, lora)
         self.lora = lora or LoraSpec()

@@ -62,6 +62,9 @@ TPU_OPTIONS: dict[str, str | bool] = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
 }
+# XLA's own kernels for products may take the place of cuBLAS's fp8 products. Without them, a bfloat16 step on an H200
+# was almost as fast (82.6k instead of 84.0k tokens/s).
+FP8_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 WHOLE_SHARE = 0.25  # of a device's experts: if all other weights take no more, they are copied to every device
 COPIED_ADAPTER_BYTES = 2**30  # adapter and optimizer state up to this size are copied to every device, not split
 
@@ -125,8 +128,10 @@ class Assembly:
 
     @property
     def _options(self) -> dict[str, str | bool] | None:
-        is_tpu = self.mesh.devices.flat[0].platform == "tpu"
-        return TPU_OPTIONS if is_tpu and self.mesh.size > 1 else None
+        platform = self.mesh.devices.flat[0].platform
+        if platform == "gpu" and self.model.matmul == "fp8":
+            return FP8_OPTIONS
+        return TPU_OPTIONS if platform == "tpu" and self.mesh.size > 1 else None
 
 
 def assemble(

@@ -211,8 +211,7 @@ def _int8_product(equation: str, x: jax.Array, codes_ED: jax.Array) -> jax.Array
 def _fp8_product(x: jax.Array, kind: tuple[Any, float], parts: Parts, dim: int, out: Any) -> jax.Array:
     """x times the codes, summed over this dim of the codes, in the type `out`. Written so that XLA finds cuBLAS's fp8
     product: its operands are two matrices of codes, and one number scales the result, which XLA then passes to cuBLAS.
-    If the codes are converted first, it may multiply in bfloat16. The scale is a power of two, so the result is only
-    rounded once.
+    It is a power of two, so the result is only rounded once.
 
     cuBLAS sums over the inner dims of both matrices. For the gradient, XLA transposes the codes in every step: for each
     weight that reads and writes as many bytes as it has numbers. A second copy of the base would save that."""

@@ -15,7 +15,7 @@ Example: four tokens, one head of width 1. Queries and keys are zero, so each ou
 | implementation | where | what it does not support (`xla` is used instead) |
 |---|---|---|
 | `xla` | everywhere | nothing |
-| `splash` | TPU: the Pallas kernel of jax | an additive bias; attention sinks in older versions of jax |
+| `splash` | TPU: the kernel of jax (`engine.splash`) | an additive bias; attention sinks in older versions of jax |
 | `cudnn` | NVIDIA GPUs from Ampere on | soft caps, sinks, float32, E other than D, odd T, D > 256 (Ampere: D > 128) |
 
 Segment ids keep the documents of a packed sequence apart. Chunked attention uses them too: each chunk of a document
@@ -36,9 +36,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from trillora.engine.ragged import Documents, find_documents, ragged_function, why_masked
+from trillora.engine.splash import splash_kernel
 
 Implementation = Literal["xla", "splash", "cudnn"]
 MASKED = -1e30  # finite, so that a query without visible keys gives a mean instead of NaN
@@ -295,7 +295,7 @@ def _splash(
     query = heads_first((query_BTHD * scores.scale).astype(query_BTHD.dtype))
     width = max(query_BTHD.shape[-1], value_BSKE.shape[-1])
     largest_block = 1024 if width <= 256 else 512  # wider heads overflow the chip's vector memory
-    kernel = _splash_kernel(H, T + padding, rule.window, scores.softcap, largest_block, interpret)
+    kernel = splash_kernel(H, T + padding, rule.window, scores.softcap, largest_block, SAVED_NAME, interpret)
     extra: dict[str, Any] = {} if sinks_H is None else {"sinks": sinks_H}
 
     def one_sequence(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -305,37 +305,6 @@ def _splash(
     in_axes = (0, 0, 0, None if segments_BT is None else 0)
     out = jax.vmap(one_sequence, in_axes=in_axes)(query, heads_first(key_BSKD), heads_first(value_BSKE), segments_BT)
     return out.swapaxes(1, 2)[:, :T].astype(value_BSKE.dtype)
-
-
-@functools.cache
-def _splash_kernel(
-    num_heads: int, num_tokens: int, window: int | None, softcap: float | None, largest_block: int, interpret: bool
-) -> Any:
-    block = max(b for b in (128, 256, 512, 1024) if num_tokens % b == 0 and b <= largest_block)
-    sizes = splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        use_fused_bwd_kernel=True,
-    )
-    shape = (num_tokens, num_tokens)
-    if window is None or window >= num_tokens:
-        mask: Any = splash_mask.CausalMask(shape)
-    else:
-        mask = splash_mask.LocalMask(shape, (window - 1, 0), 0)
-    with jax.ensure_compile_time_eval():  # the mask's block tables must be constants, not tracers
-        return splash.make_splash_mha(
-            splash_mask.MultiHeadMask([mask] * num_heads),
-            block_sizes=sizes,
-            head_shards=1,
-            q_seq_shards=1,
-            attn_logits_soft_cap=softcap,
-            residual_checkpoint_name=SAVED_NAME,  # saved: the backward pass does not run the forward kernel again
-            interpret=interpret,
-        )
 
 
 @functools.cache

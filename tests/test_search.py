@@ -25,6 +25,7 @@ from trillora.step.search import (
     COMPILE_SECONDS,
     ERROR,
     ERROR_IN_FAMILY,
+    FASTER,
     GIB,
     HOPELESS,
     MAX_COMPILES,
@@ -85,8 +86,8 @@ RECORDED = tuple(recorded())
 def test_no_chosen_step_is_slower_than_another_that_fits(
     name: str, truth: Truth, guesses: dict[StepSettings, Guess], limit: float
 ) -> None:
-    """With the memory of the chip, and with less."""
-    for share in (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
+    """With the memory of the chip, and with less: each of these limits excludes other candidates."""
+    for share in (number / 64 for number in range(3, 65)):
         search = Search(guesses, share * limit, MANY_STEPS)
         assert run(search, truth, share * limit) == fastest(truth, share * limit), (name, share)
         assert len(search.attempts) <= max(MAX_COMPILES, len(truth) if search.best is None else 0)
@@ -151,7 +152,61 @@ def test_the_choice_is_never_slower_than_anything_compiled_and_few_are_compiled(
             assert len(search.attempts) <= MAX_COMPILES or not any(a.fits for a in search.attempts[:-1])
             num_best += truth[chosen][0] <= 1.05 * truth[fastest(truth, limit) or chosen][0]
     assert num_fitting > 100
-    assert num_best > 0.9 * num_fitting  # three compilations are often enough, but not always
+    assert num_best > 0.98 * num_fitting  # six compilations are nearly always enough
+
+
+# What a policy saves for each sequence of a device, relative to saving everything, and how much slower it is.
+POLICIES: dict[Remat, tuple[float, float]] = {
+    "none": (1.0, 0.0),
+    "linear": (0.4, 0.03),
+    "wide": (0.33, 0.06),
+    "half": (0.25, 0.1),
+    "gate": (0.2, 0.12),
+    "attention": (0.12, 0.18),
+    "full": (0.08, 0.25),
+}
+
+
+def random_shape(rng: random.Random) -> tuple[Truth, dict[StepSettings, Guess]]:
+    """Up to 56 candidates of a random model: all policies, whole and split base, up to four sizes. Guessed times are
+    wrong by family as documented, and by a third of what is documented inside a family; guessed memory by up to 8 %."""
+    batch = 8 * 2 ** rng.randrange(4)
+    per_row, base, gathers, per_call = (
+        rng.uniform(0.2, 6),
+        rng.uniform(1, 24),
+        rng.uniform(-0.05, 0.6),
+        rng.random() / 20,
+    )
+    slow_none = rng.choice([0.0, 0.0, 0.15])
+    truth: Truth = {}
+    guesses: dict[StepSettings, Guess] = {}
+    for axis in ("data", "fsdp"):
+        for remat, (saved, slower) in POLICIES.items():
+            family, memory = rng.uniform(1, 1 / (1 - ERROR)), rng.uniform(0.97, 1.08)
+            seconds = 1 + slower * rng.uniform(0.6, 1.4) + slow_none * (remat == "none") + gathers * (axis == "fsdp")
+            for size in (8, 16, 32, 64)[: batch.bit_length() - 3]:
+                own = 1 + rng.uniform(-ERROR_IN_FAMILY, ERROR_IN_FAMILY) / 3
+                needed = (base if axis == "data" else base / 8 + 0.5) + per_row * saved * size / 8
+                expected = seconds + per_call * batch / size
+                candidate = settings(remat, size, axis)
+                truth[candidate] = expected * own, needed * GIB
+                guesses[candidate] = Guess(expected * family, needed * memory * GIB)
+    return truth, guesses
+
+
+def test_no_choice_among_many_candidates_is_much_slower_than_another_that_fits() -> None:
+    """The margins that `MAX_COMPILES` documents."""
+    rng = random.Random(3)
+    lost = []
+    for _ in range(dose(200, 5_000)):
+        truth, guesses = random_shape(rng)
+        limit = rng.uniform(4, 40) * GIB
+        chosen, best = run(Search(guesses, limit, MANY_STEPS), truth, limit), fastest(truth, limit)
+        assert (chosen is None) == (best is None)
+        if chosen is not None and best is not None:
+            lost.append(truth[chosen][0] / truth[best][0] - 1)
+    assert max(lost) <= 0.10
+    assert sum(loss > FASTER - 1 for loss in lost) <= 0.10 * len(lost)
 
 
 def test_exact_guesses_find_the_fastest_and_compile_nothing_slower() -> None:

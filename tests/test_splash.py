@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import Mesh, PartitionSpec
 
 from trillora.engine import splash
 from trillora.engine.attention import MaskRule, ScoreScaling, attend
@@ -60,6 +61,21 @@ def test_the_tables_do_not_compare_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     kernel = splash_kernel(8, LONG, 4096, None, 1024, "name", True)
     assert kernel.fwd_mask_info.block_mask.shape == (1, 128, 5)
     assert asked and sum(asked) <= 16 * 1024**2  # all pairs are 17 billion
+
+
+def test_a_kernel_made_for_one_mesh_is_used_on_another() -> None:
+    """Kernels are kept by shape: nothing in them may belong to the mesh of the first call."""
+    splash_kernel.cache_clear()
+    query = jax.ShapeDtypeStruct((8, 256, 2, 64), jnp.bfloat16)
+    for num_devices in (8, 4, 1):
+        mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
+        rows = PartitionSpec("data")
+
+        @jax.shard_map(mesh=mesh, in_specs=(rows,), out_specs=rows, check_vma=False)
+        def run(query: jax.Array) -> jax.Array:
+            return attend(query, query, query, MaskRule(), ScoreScaling(0.1), implementation="splash")
+
+        assert "pallas_call" in str(jax.make_jaxpr(run)(query))
 
 
 def arrays(jaxpr: Jaxpr) -> Iterator[Any]:

@@ -123,10 +123,11 @@ def splash_kernel(
             residual_checkpoint_name=saved_name,  # saved: the backward pass does not run the forward kernel again
             interpret=interpret,
         )
-        positions: Any = jnp.arange(num_tokens, dtype=jnp.int32)
+        # An array that jax computes would belong to the mesh of this call, and the kernel is kept for other meshes.
+        positions: Any = jnp.array(np.arange(num_tokens, dtype=np.int32))
 
         def info(*, by_key: bool, shrink: bool) -> mask_info.MaskInfo:
-            fetched, shown = map(jnp.asarray, tables(kinds, by_key=by_key, shrink=shrink))
+            fetched, shown = map(jnp.array, tables(kinds, by_key=by_key, shrink=shrink))
             return mask_info.MaskInfo(fetched, None, shown, None, q_sequence=positions)
 
         rows = info(by_key=False, shrink=True)

@@ -16,6 +16,7 @@ from dose import slow_case
 
 from trillora.devices.chips import CHIPS, Chip
 from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT
+from trillora.preflight.hlo.attention import AttentionWork
 from trillora.preflight.hlo.parse import Shape, parse, trip_count
 from trillora.preflight.hlo.simulate import GRID_STEP_SECONDS, HOP_SECONDS, TPU, VECTOR_CYCLES, SimulatedStep, simulate
 
@@ -445,7 +446,8 @@ def test_attention_kernels_count_the_blocks_they_compute(table: str, num_blocks:
     products = 2 * num_blocks * 1024 * 1024 * 128 * 32
     forward = run(*splash("fwd", table))
     assert forward.flops == 2 * products
-    assert forward.seconds == forward.kernel_seconds == pytest.approx(2 * products / (100e12 * TPU.kernel))
+    work = AttentionWork("fwd", 128, 1024, 32 * num_blocks, 32 * 4, 32 * 4 * int(table[-1]))
+    assert forward.seconds == forward.kernel_seconds == pytest.approx(work.seconds(128, 100e12 * TPU.attention))
     # A window does not narrow the table of the backward kernel. It computes five products: scores and four gradients.
     both = run(*splash("fwd", table), *splash("dkv", "1,4,4"))
     assert both.flops == (2 + 5) * products

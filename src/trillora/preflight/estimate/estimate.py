@@ -400,12 +400,13 @@ class _Time:
         return efficiency_of(self.chip, self.slowdown)
 
     def _product(self, operation: Operation) -> float:
-        """Products are padded to whole tiles of the matrix unit; a kernel's products are as narrow as its heads."""
+        """Products are padded to whole tiles of the matrix unit."""
         peak = self.chip.bf16_tflops * 1e12
         side = self.chip.matrix_unit
         if operation.kind == "kernel":
-            filled = min(1.0, operation.width / side) if operation.width else 1.0
-            return operation.flops / (peak * self._efficiency.kernel * filled)
+            if operation.attention is not None and self.chip.torus_dims:
+                return operation.attention.seconds(side, peak * self._efficiency.attention)
+            return operation.flops / (peak * self._efficiency.kernel)
         if operation.product is None:
             return 0.0
         batch, *sizes = operation.product

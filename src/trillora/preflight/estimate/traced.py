@@ -34,6 +34,7 @@ from jax.extend.core import Literal as JaxprLiteral
 from trillora.engine.mixture.experts import RARE
 from trillora.engine.mixture.grouped_product import TILES_NAME
 from trillora.engine.quantize import item_bytes
+from trillora.preflight.hlo.attention import AttentionWork, Phase
 
 Kind = Literal["elementwise", "product", "kernel", "loop", "other"]
 
@@ -103,7 +104,7 @@ class Operation:
     sent_over: int = 1  # devices that exchange tokens, and the bytes of all of them together
     sent_bytes: float = 0.0
     kernel_flops: float = 0.0
-    width: int = 0  # head width of a kernel, which limits how much of the matrix unit it fills
+    attention: AttentionWork | None = None  # of a TPU's attention kernel
     body: TracedProgram | None = None
     length: int = 1
 
@@ -217,6 +218,8 @@ class _Reader:
             mean = sum(share * flops for share, (flops, _, _) in zip(self.branch_shares, read, strict=True))
             for operation in inner:
                 operation.kernel_flops *= mean / most
+                if operation.attention is not None:
+                    operation.attention = operation.attention.scaled(mean / most)
         operations += inner
         return outputs
 
@@ -271,13 +274,15 @@ class _Reader:
         grid = [g for g in parameters["grid_mapping"].grid if isinstance(g, int)]
         flops = product_flops(parameters["jaxpr"]) * math.prod(grid)
         name = str(parameters.get("name") or parameters.get("name_and_src_info") or "")
+        outputs = [_unsplit(variable.aval) for variable in equation.outvars]
+        attention = None
         if SPLASH in name and len(grid) >= 3:
             # The grid is query blocks x key blocks; the backward kernel has the heads in between.
-            flops *= causal_share(grid[-3 if SPLASH_BACKWARD in name else -2], grid[-1])
-        outputs = [_unsplit(variable.aval) for variable in equation.outvars]
-        largest = max(inputs, key=lambda v: v.num_elements)
-        width = largest.shape[-1] if SPLASH in name else 0
-        operations.append(Operation(name, "kernel", inputs, outputs, kernel_flops=flops, width=width))
+            num_rows = grid[-3 if SPLASH_BACKWARD in name else -2]
+            share = causal_share(num_rows, grid[-1])
+            flops *= share
+            attention = _attention_work(name, inputs, outputs, num_rows, math.prod(grid), share)
+        operations.append(Operation(name, "kernel", inputs, outputs, kernel_flops=flops, attention=attention))
         return outputs
 
     def _bounded(self, splits: tuple[int, ...]) -> tuple[int, ...]:
@@ -287,6 +292,19 @@ class _Reader:
             bounded.append(split if total * split <= self.num_devices else 1)
             total *= bounded[-1]
         return tuple(bounded)
+
+
+def _attention_work(
+    name: str, inputs: list[Value], outputs: list[Value], num_rows: int, places: int, share: float
+) -> AttentionWork:
+    """The operands begin with two tables; then queries, keys and values."""
+    query, key, value = [v for v in inputs[2:] if len(v.shape) >= 3][:3]
+    phase: Phase = "fwd" if "_fwd" in name else "dq" if "_dq" in name else "dkv"
+    if phase == "dkv" and any(len(v.shape) == len(query.shape) + 1 for v in outputs):
+        phase = "fused"
+    width = (key.shape[-1] + value.shape[-1]) / 2
+    rows = num_rows * math.prod(query.shape[:-2])
+    return AttentionWork(phase, width, query.shape[-2] // num_rows, places * share, rows, places)
 
 
 def _scan_counts(parameters: dict[str, Any]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from statistics import mean
 
+from trillora.preflight.hlo.attention import LARGEST_BLOCK, AttentionWork, Phase
 from trillora.preflight.hlo.parse import Computation, HloProgram, Instruction, Shape, integers
 from trillora.preflight.hlo.work import CUDNN_ATTENTION, target
 
@@ -58,35 +59,65 @@ def _attention_operands(computation: Computation, kernel: Instruction) -> list[S
     return [shape for shape in shapes if shape.dtype in _FLOATS and len(shape.dims) >= 3]
 
 
-def _splash_flops(program: HloProgram, computation: Computation, kernel: Instruction) -> float | None:
+def attention_work(program: HloProgram, computation: Computation, kernel: Instruction) -> AttentionWork | None:
+    """What a TPU's attention kernel does; None for other kernels."""
     arrays = _attention_operands(computation, kernel)
-    if len(arrays) < 3:
+    if "splash" not in kernel.name or len(arrays) < 3:
         return None
     query, key, value = arrays[:3]
-    key_width, value_width = key.dims[-1], value.dims[-1]
-    if "_fwd" in kernel.name:  # scores, and their product with the values
-        widths = key_width + value_width
-        share = _computed_share(computation, kernel)
-    else:
-        share = _forward_share(program, query)
-        if "_dq" in kernel.name:  # scores again, their gradient, and the gradient of the queries
-            widths = 2 * key_width + value_width
-        else:  # gradients of keys and values; in the fused kernel also of the queries
-            is_fused = any(len(shape.dims) == len(query.dims) + 1 for shape in kernel.shapes)
-            widths = (3 if is_fused else 2) * key_width + 2 * value_width
-    num_scores = math.prod(query.dims[:-1]) * key.dims[-2]
-    return 2.0 * num_scores * widths * share
+    phase = _phase(kernel, query)
+    table = _block_table(computation, kernel)
+    num_tokens, num_heads = query.dims[-2], math.prod(query.dims[:-2])
+    # A window makes the last dim of the table narrower, or, if a gradient of the keys is not fused, the one before.
+    num_blocks = table.dims[2 if phase == "dkv" else 1] if table else max(1, num_tokens // LARGEST_BLOCK)
+    share = _computed_share(computation, kernel) if phase == "fwd" else _forward_share(program, query)
+    return AttentionWork(
+        phase=phase,
+        width=(key.dims[-1] + value.dims[-1]) / 2,
+        block=num_tokens // num_blocks,
+        computed=num_heads * num_blocks**2 * share,
+        rows=num_heads * num_blocks,
+        places=num_heads * (math.prod(table.dims[1:]) if table else num_blocks**2),
+    )
+
+
+def _phase(kernel: Instruction, query: Shape) -> Phase:
+    if "_fwd" in kernel.name:
+        return "fwd"
+    if "_dq" in kernel.name:
+        return "dq"
+    # The fused kernel also returns the partial gradients of the queries.
+    return "fused" if any(len(shape.dims) == len(query.dims) + 1 for shape in kernel.shapes) else "dkv"
+
+
+def _splash_flops(program: HloProgram, computation: Computation, kernel: Instruction) -> float | None:
+    work = attention_work(program, computation, kernel)
+    if work is None:
+        return None
+    key_width, value_width = (array.dims[-1] for array in _attention_operands(computation, kernel)[1:3])
+    widths = {
+        "fwd": key_width + value_width,  # scores, and their product with the values
+        "dq": 2 * key_width + value_width,  # scores again, their gradient, and the gradient of the queries
+        "dkv": 2 * key_width + 2 * value_width,
+        "fused": 3 * key_width + 2 * value_width,
+    }
+    return 2.0 * work.computed * work.block**2 * widths[work.phase]
 
 
 def _computed_share(computation: Computation, kernel: Instruction) -> float:
     """Fraction of the blocks of scores that a forward kernel computes. It loops over a table [heads, query blocks,
     max key blocks]: as wide as the sequence for a causal mask, narrower for a sliding window."""
-    tables = [computation.by_name[name] for name in kernel.operands if name in computation.by_name]
-    table = next((t.shapes[0] for t in tables if t.shapes and t.shapes[0].dtype in ("s8", "s16", "s32")), None)
-    if table is None or len(table.dims) != 3:
+    table = _block_table(computation, kernel)
+    if table is None:
         return 1.0
     num_rows, width = table.dims[1:]
     return sum(min(row + 1, width) for row in range(num_rows)) / num_rows**2
+
+
+def _block_table(computation: Computation, kernel: Instruction) -> Shape | None:
+    tables = [computation.by_name[name] for name in kernel.operands if name in computation.by_name]
+    table = next((t.shapes[0] for t in tables if t.shapes and t.shapes[0].dtype in ("s8", "s16", "s32")), None)
+    return table if table is not None and len(table.dims) == 3 else None
 
 
 def _forward_share(program: HloProgram, query: Shape) -> float:

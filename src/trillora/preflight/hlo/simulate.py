@@ -34,9 +34,9 @@ from dataclasses import dataclass, field, fields, replace
 from trillora.devices.chips import Chip
 from trillora.preflight.hlo.kernels import (
     GroupedProduct,
+    attention_work,
     extra_bytes,
     grouped_product,
-    head_width,
     is_kernel,
     kernel_flops,
 )
@@ -68,7 +68,8 @@ class Efficiency:
     hbm: float
     links: float
     product: float  # of peak flops, for products without the compiler's cycle count
-    kernel: float  # of peak flops, for attention kernels whose heads fill the matrix unit
+    kernel: float  # of peak flops, for kernels that are not counted in bundles
+    attention: float = 0.9  # of the clock, for the bundles of a TPU's attention kernel; the rest are waits
     launch_seconds: float = 0.0  # per instruction
 
 
@@ -83,9 +84,9 @@ class Slowdown:
 
 AS_ASSUMED = Slowdown()
 
-# `product` and `kernel` were fitted to the published rates of docs/preflight.md, with one value for chips with a matrix
-# unit of 128 and one for 256 (tools/tpu_anchors.py prints the errors). `hbm` and `links` are what large copies and
-# collectives are known to reach.
+# `product` was fitted to the published rates of docs/preflight.md, with one value for chips with a matrix unit of 128
+# and one for 256, and `attention` with one for all (tools/tpu_anchors.py prints the errors). `hbm` and `links` are what
+# large copies and collectives are known to reach.
 TPU = Efficiency(hbm=0.85, links=0.80, product=0.92, kernel=0.50)
 TPU_LARGE_UNIT = Efficiency(hbm=0.85, links=0.80, product=0.83, kernel=0.56)
 # Fitted to the kernels of eight steps on an H200 (benchmarks/preflight_gpu.py --keep); `links` is assumed. Half of the
@@ -102,6 +103,7 @@ def efficiency_of(chip: Chip, slowdown: Slowdown = AS_ASSUMED) -> Efficiency:
         links=base.links / slowdown.links,
         product=base.product / slowdown.compute,
         kernel=base.kernel / slowdown.compute,
+        attention=base.attention / slowdown.compute,
     )
 
 
@@ -353,9 +355,12 @@ class _Walk:
         flops = kernel_flops(self.program, computation, kernel)
         if flops is None:
             self.warnings.append(f"unknown flops of kernel {kernel.name}: timed by its memory traffic")
-        width = None if self.work.on_gpu else head_width(computation, kernel)
-        fill = min(1.0, width / self.chip.matrix_unit) if width else 1.0
-        seconds = (flops or 0.0) / (self.chip.bf16_tflops * 1e12 * self.efficiency.kernel * fill)
+        peak = self.chip.bf16_tflops * 1e12
+        attention = None if self.work.on_gpu else attention_work(self.program, computation, kernel)
+        if attention is None:
+            seconds = (flops or 0.0) / (peak * self.efficiency.kernel)
+        else:
+            seconds = attention.seconds(self.chip.matrix_unit, peak * self.efficiency.attention)
         start = time.total.seconds
         memory_end = time.use_hbm(self._hbm_seconds(self.work.hbm_bytes(computation, kernel), time))
         time.total.flops += flops or 0.0

@@ -14,6 +14,7 @@ from trillora.devices.chips import CHIPS
 from trillora.engine.attention import MaskRule, ScoreScaling, attend
 from trillora.preflight.estimate.traced import Value, read_program
 from trillora.preflight.hlo.attention import AttentionWork, Phase
+from trillora.preflight.hlo.simulate import TPU, SimulatedStep, simulate
 
 # matrix unit, phase, width, block: bundles to begin and end a row, and of one block
 BUNDLES: dict[tuple[int, Phase, int, int], tuple[int, int]] = {
@@ -80,3 +81,48 @@ def test_a_traced_step_has_the_work_of_its_kernels(num_tokens: int, phases: list
     for work in found:
         assert (work.width, work.block, work.rows) == (64, 1024, 8 * rows)
         assert work.computed == 8 * rows * (rows + 1) / 2 and work.places == 8 * rows**2
+
+
+def splash(phase: Phase, table: str) -> tuple[str, ...]:
+    """jax's kernel as it appears in a program: 32 heads of 128 over 4096 tokens, in blocks of 1024."""
+    heads, keys = "bf16[32,4096,128]{2,1,0}", "bf16[8,4096,128]{2,1,0}"
+    outputs = {
+        "fwd": f"({heads}, f32[32,4096,128]{{2,1,0}})",
+        "fused": f"(bf16[4,32,4096,128]{{3,2,1,0}}, {keys})",
+        "dkv": f"({keys}, {keys})",
+        "dq": heads,
+    }
+    name = "dkv" if phase == "fused" else phase
+    return (
+        f"%table.{phase} = s8[{table}]{{2,1,0}} constant({{...}})",
+        f"%q.{phase} = {heads} parameter(0)",
+        f"%k.{phase} = {keys} parameter(1)",
+        f"%splash_mha_{name}.{phase} = {outputs[phase]} custom-call(%table.{phase}, %q.{phase}, %k.{phase}, "
+        f'%k.{phase}), custom_call_target="tpu_custom_call"',
+    )
+
+
+def run(*lines: str) -> SimulatedStep:
+    body = "".join(f"  {line}\n" for line in lines)
+    text = f"HloModule step, is_scheduled=true\n\nENTRY %main (x: bf16[]) -> bf16[] {{\n{body}}}\n"
+    return simulate(text, CHIPS["v5e"], 1)
+
+
+@pytest.mark.parametrize(("width", "num_blocks"), [(4, 10), (2, 7)])
+def test_attention_kernels_count_the_blocks_they_compute(width: int, num_blocks: int) -> None:
+    """Causal: 1 + 2 + 3 + 4 of 16 blocks. With a window of one block: at most two per row. Products: scores and output;
+    scores and four gradients; in two kernels scores and their gradient twice."""
+    products, computed = 2 * num_blocks * 1024 * 1024 * 128 * 32, 32 * num_blocks
+    forward = splash("fwd", f"1,4,{width}")
+    alone = run(*forward)
+    assert alone.flops == 2 * products
+    peak = 197e12 * TPU.attention
+    work = AttentionWork("fwd", 128, 1024, computed, 32 * 4, 32 * 4 * width)
+    assert alone.seconds == alone.kernel_seconds == pytest.approx(work.seconds(128, peak))
+    # A window does not narrow the table of the fused kernel; that of the other gradient of keys it makes lower.
+    for phase, table, number in (("fused", "1,4,4", 5), ("dkv", f"1,{width},4", 4), ("dq", f"1,4,{width}", 3)):
+        both = run(*forward, *splash(phase, table))
+        assert both.flops == (2 + number) * products and both.warnings == ()
+        places = 32 * 4 * (4 if phase == "fused" else width)
+        added = AttentionWork(phase, 128, 1024, computed, 32 * 4, places).seconds(128, peak)
+        assert both.seconds - alone.seconds == pytest.approx(added)

@@ -16,7 +16,6 @@ from dose import slow_case
 
 from trillora.devices.chips import CHIPS, Chip
 from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT
-from trillora.preflight.hlo.attention import AttentionWork
 from trillora.preflight.hlo.parse import Shape, parse, trip_count
 from trillora.preflight.hlo.simulate import GRID_STEP_SECONDS, HOP_SECONDS, TPU, VECTOR_CYCLES, SimulatedStep, simulate
 
@@ -425,33 +424,6 @@ def test_a_batch_of_products_as_a_convolution_counts_no_padding() -> None:
     assert run(
         "%a = bf16[8,512,64]{2,1,0} parameter(0)", "%b = bf16[8,64,256]{2,1,0} parameter(1)", exact
     ).flops == pytest.approx(2 * 8 * 512 * 64 * 256)
-
-
-def splash(phase: str, table: str) -> tuple[str, ...]:
-    """jax's kernel as it appears in a program: 32 heads of 128 over 4096 tokens, in blocks of 1024."""
-    heads, keys = "bf16[32,4096,128]{2,1,0}", "bf16[8,4096,128]{2,1,0}"
-    outputs = f"({heads}, f32[32,4096,128]{{2,1,0}})" if phase == "fwd" else f"(bf16[4,32,4096,128]{{3,2,1,0}}, {keys})"
-    return (
-        f"%table.{phase} = s8[{table}]{{2,1,0}} constant({{...}})",
-        f"%q.{phase} = {heads} parameter(0)",
-        f"%k.{phase} = {keys} parameter(1)",
-        f"%splash_mha_{phase}.1 = {outputs} custom-call(%table.{phase}, %q.{phase}, %k.{phase}, %k.{phase}), "
-        'custom_call_target="tpu_custom_call"',
-    )
-
-
-@pytest.mark.parametrize(("table", "num_blocks"), [("1,4,4", 10), ("1,4,2", 7)])
-def test_attention_kernels_count_the_blocks_they_compute(table: str, num_blocks: int) -> None:
-    """Causal: 1 + 2 + 3 + 4 of 16 blocks. With a window of one block: at most two per row."""
-    products = 2 * num_blocks * 1024 * 1024 * 128 * 32
-    forward = run(*splash("fwd", table))
-    assert forward.flops == 2 * products
-    work = AttentionWork("fwd", 128, 1024, 32 * num_blocks, 32 * 4, 32 * 4 * int(table[-1]))
-    assert forward.seconds == forward.kernel_seconds == pytest.approx(work.seconds(128, 100e12 * TPU.attention))
-    # A window does not narrow the table of the backward kernel. It computes five products: scores and four gradients.
-    both = run(*splash("fwd", table), *splash("dkv", "1,4,4"))
-    assert both.flops == (2 + 5) * products
-    assert both.warnings == ()
 
 
 def test_a_grouped_product_computes_whole_tiles() -> None:

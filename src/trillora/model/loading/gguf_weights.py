@@ -44,7 +44,7 @@ class GgufModel:
 
     def __init__(self, file: Path) -> None:
         self._bytes = np.memmap(file, np.uint8, mode="r")
-        cursor = _Cursor(memoryview(self._bytes))
+        cursor = _Cursor(self._bytes.data)
         magic, version = bytes(cursor.take(4)), cursor.number("I")
         if magic != MAGIC or version != VERSION:
             raise _refused(f"a GGUF file of version {VERSION} was expected", file)

@@ -69,11 +69,15 @@ def full_loss(model: CausalLM, chunk: int) -> Loss:
 
 
 def keeping_dtypes(train_step: Any) -> Any:
-    """The step returns float32, the dtype of adapters; cast weights and moments back to their own dtype."""
+    """The step computes in float32, the dtype of adapters; cast weights and moments to it, and back to their own."""
+
+    def wide(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     def step(state: TrainState, buffers: Tree, batch: Batch) -> tuple[TrainState, Any]:
-        new, metrics = train_step(state, buffers, batch)
         before = (state.adapter, state.optimizer)
+        weights, optimizer = jax.tree.map(wide, before)
+        new, metrics = train_step(state._replace(adapter=weights, optimizer=optimizer), buffers, batch)
         weights, optimizer = jax.tree.map(lambda a, b: a.astype(b.dtype), (new.adapter, new.optimizer), before)
         return new._replace(adapter=weights, optimizer=optimizer), metrics
 

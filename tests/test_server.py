@@ -162,7 +162,7 @@ def test_answers_equal_those_of_the_generator_with_base_and_adapters(running: Ru
 
 def test_a_stream_is_the_whole_answer_in_parts(running: Running) -> None:
     client = running.client()
-    options: dict[str, Any] = {"model": "one", "messages": QUESTION, "max_tokens": 20, "seed": 5, "temperature": 0.8}
+    options: dict[str, Any] = {"model": "one", "messages": QUESTION, "max_tokens": 40, "seed": 5, "temperature": 0.8}
     whole = client.chat.completions.create(**options)
     chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -170,7 +170,8 @@ def test_a_stream_is_the_whole_answer_in_parts(running: Running) -> None:
     assert text == whole.choices[0].message.content
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
-    assert len(chunks) > 5  # it came in parts
+    # It came in parts. Tokens that are ready together are sent together, so a busy machine sends fewer parts.
+    assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 1
 
 
 def test_32_clients_at_once_get_the_answers_they_get_alone(running: Running) -> None:

@@ -283,7 +283,7 @@ def test_a_kill_at_any_instant_shows_nothing_damaged(tmp_path: Path, kind: str, 
         steps = checkpoints.steps()
         for step in steps:
             checkpoints.read(step)  # raises if a visible checkpoint is damaged
-        assert steps or not newest
+        assert steps or newest <= 1  # the only checkpoint is hidden while it is replaced; `clean` restores it
         num_unfinished += bool(checkpoints.clean())
         steps = checkpoints.steps()
         assert not newest or max(steps) >= newest

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from gpu_lowering import lowered_for_a_gpu
 from torch.nn import functional
 
 from trillora.engine.gated_mlp import Activation, Blocks, Form, Middle, is_supported, middle, padded_rank
@@ -109,15 +110,6 @@ def test_shapes_that_the_kernels_can_compute() -> None:
     assert not is_supported(100, 8192, jnp.float32) and is_supported(100, 8192, jnp.float32, interpret=True)
     assert not is_supported(100, 8200, jnp.bfloat16)
     assert not is_supported(2**18, 2**13, jnp.bfloat16)
-
-
-def lowered_for_a_gpu(function: Any, *given: Any) -> str:
-    """Only the last step, from Triton to machine code, needs a GPU."""
-    try:
-        return jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    except RuntimeError as error:  # jax 0.11 asks the GPU for its kind
-        assert "No supported GPU devices" in str(error)
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(

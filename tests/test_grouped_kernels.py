@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_lowering import lowered_for_a_gpu
 
 from trillora.engine.mixture.grouped_kernels import Blocks, is_supported, outer_products, product
 
@@ -49,15 +50,6 @@ def test_outer_products_equal_sums_over_each_groups_rows(rank: int) -> None:
     parts = [np.split(np.asarray(array), np.cumsum(SIZES))[:-1] for array in (left, right)]
     expected = np.stack([of_left.T @ of_right for of_left, of_right in zip(*parts, strict=True)])
     assert_equal(outer_products(left, right, jnp.asarray(SIZES), blocks=BLOCKS, interpret=True), expected)
-
-
-def lowered_for_a_gpu(function: Any, *given: jax.Array) -> str:
-    """Only the last step, from Triton to machine code, needs a GPU."""
-    try:
-        return jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    except RuntimeError as error:  # jax 0.11 asks the GPU for its kind
-        assert "No supported GPU devices" in str(error)
-        pytest.skip(str(error))
 
 
 def test_kernels_can_be_lowered_for_a_gpu() -> None:

@@ -1,4 +1,4 @@
-"""A gated MLP with LoRA on a GPU: XLA's program, and the kernels of `engine.lora_kernel: fused`. Time, memory, error.
+"""A gated MLP with LoRA on a GPU: XLA's program, and the kernels of `engine.kernels: fused`. Time, memory, error.
 
     python benchmarks/gated_mlp_gpu.py                                            # the sizes of a 1.2B model
     python benchmarks/gated_mlp_gpu.py --tokens 8192 --width 4096 --inner 14336   # of a 7.2B model
@@ -34,7 +34,7 @@ Adapters = list[tuple[jax.Array, jax.Array]]  # A [R, D] and B [E, R] of gate, u
 
 
 def separate(x: jax.Array, weights: list[jax.Array], adapters: Adapters) -> jax.Array:
-    """Each layer by itself, as with `engine.lora_kernel: xla`."""
+    """Each layer by itself, as with `engine.kernels: xla`."""
 
     def layer(x: jax.Array, n: int) -> jax.Array:
         a, b = adapters[n]

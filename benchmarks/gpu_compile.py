@@ -1,7 +1,7 @@
 """Memory and kernels of our step on a GPU that is not here: XLA compiles it, nothing runs.
 
     pip install --no-deps --target build/cuda jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2     # jax's own version
-    PYTHONPATH=build/cuda python benchmarks/gpu_compile.py h200.txtpb engine.lora_kernel=fused engine.remat=none
+    PYTHONPATH=build/cuda python benchmarks/gpu_compile.py h200.txtpb engine.kernels=fused engine.remat=none
 
 `h200.txtpb` describes the GPU; XLA's repository has such files in `xla/backends/gpu/target_config/specs`. To compile
 cuDNN's attention, cuDNN would be needed: attention is XLA's here, and sequences are short. So only the differences

@@ -1,7 +1,7 @@
 """Speed and memory of our LoRA step on one GPU, with automatically chosen options.
 
     python benchmarks/gpu_step.py --rows 8 --tokens 2048 [--memory-gib 18] [--packed] [--kernels 40]
-    python benchmarks/gpu_step.py engine.lora_kernel=fused
+    python benchmarks/gpu_step.py engine.kernels=fused
 
 Random weights of a 1.2B Llama shape (or `--shape 7b`), LoRA rank 16 on the seven linear layers of a block, AdamW,
 bfloat16: the step of `trillora train`, built by the same functions. Prints one JSON line. `--memory-gib` limits the
@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "planned_gib": round(step_bytes(plan.compiled) / 2**30, 1),
         "limit_gib": round(stats.get("bytes_limit", 0) / 2**30, 1),
         "remat": plan.settings.remat,
-        "lora_kernel": plan.settings.lora_kernel,
+        "kernels": plan.settings.kernels,
         "packed": args.packed,
         "num_compiles": plan.num_compiles,
         "compile_seconds": round(compile_seconds, 1),

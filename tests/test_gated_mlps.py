@@ -1,4 +1,4 @@
-"""`engine.lora_kernel: fused`: which modules of a model are computed by the kernels, and that nothing else changes."""
+"""`engine.kernels: fused`: which modules of a model are computed by the kernels, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trillora.model.lora import add_lora
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides.gated_mlps import find_gated_mlps
 from trillora.model.remat import Remat
-from trillora.model.trace import LoraKernel
+from trillora.model.trace import Kernels
 from trillora.recipe import schema
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
@@ -53,7 +53,7 @@ def subject_of(name: str) -> Subject:
 )
 def test_model_with_kernels_equals_pytorch(name: str, activation: str, remat: Remat, scan: bool) -> None:
     subject = subject_of(name)
-    ours = subject.ours(lora_kernel="fused", interpret=True, remat=remat, scan=scan)
+    ours = subject.ours(kernels="fused", interpret=True, remat=remat, scan=scan)
     assert [mlp.activation for mlp in ours.gated_mlps] == [activation] * len(ours.stack.layers)
     logits, gradients = logits_and_gradients(ours, *subject.weights(ours), subject.tokens)
     found = {key: np.asarray(gradient) for key, gradient in unstack(gradients, ours.adapter_layout).items()}
@@ -65,7 +65,7 @@ def test_the_kernels_are_used() -> None:
     """One for the forward and one for the backward pass of the layers' body; recomputation runs neither again."""
     subject = subject_of("llama")
     for kernel, remat, expected in (("fused", "none", 2), ("fused", "linear", 2), ("xla", "none", 0)):
-        ours = subject.ours(lora_kernel=kernel, interpret=True, remat=remat)
+        ours = subject.ours(kernels=kernel, interpret=True, remat=remat)
         compute = functools.partial(logits_and_gradients, ours, tokens=subject.tokens)
         traced = str(jax.make_jaxpr(compute)(*subject.weights(ours)))
         assert traced.count("pallas_call") == expected
@@ -155,12 +155,12 @@ def test_only_plain_lora_on_all_three_layers_uses_the_kernels() -> None:
     for lora in (*others, {"targets": ("w1", "w2")}):
         assert not find_gated_mlps(gated(**lora)), lora
     config = subject_of("llama").config
-    quantized = CausalLM(config, lora=LoraSpec(rank=4), quantize="int8", lora_kernel="fused")
+    quantized = CausalLM(config, lora=LoraSpec(rank=4), quantize="int8", kernels="fused")
     assert not quantized.gated_mlps and not CausalLM(config, lora=LoraSpec(rank=4)).gated_mlps
 
 
 def test_recipes_have_the_same_names() -> None:
-    assert schema.LoraKernel.__args__ == LoraKernel.__args__  # type: ignore[attr-defined]
+    assert schema.Kernels.__args__ == Kernels.__args__  # type: ignore[attr-defined]
 
 
 # ---- the adapters of equal layers are one array
@@ -168,14 +168,14 @@ def test_recipes_have_the_same_names() -> None:
 
 def test_adapters_of_layers_that_are_not_scanned_are_stored_as_for_a_scan() -> None:
     subject = subject_of("gemma2")  # repeats two kinds of layers
-    scanned, fused = subject.ours(), subject.ours(lora_kernel="fused", scan=False)
+    scanned, fused = subject.ours(), subject.ours(kernels="fused", scan=False)
     assert fused.adapter_layout == scanned.adapter_layout
     assert fused.layout == subject.ours(scan=False).layout
     assert any(leaf.stacked for leaf in fused.adapter_layout.values())
 
 
 def test_the_gradient_of_split_layers_is_one_concatenation() -> None:
-    layout = subject_of("llama").ours(lora_kernel="fused", scan=False).adapter_layout
+    layout = subject_of("llama").ours(kernels="fused", scan=False).adapter_layout
     key, leaf = next(item for item in layout.items() if item[1].stacked)
     array = np.random.default_rng(0).normal(size=leaf.shape).astype(np.float32)
 
@@ -193,8 +193,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.write_both(tmp_path_factory.mktemp("fused"))
 
 
-def trained(folder: Path, run: Path, kernel: LoraKernel) -> Path:
-    engine = {"lora_kernel": kernel, "layers": "unroll", "remat": "none"}
+def trained(folder: Path, run: Path, kernel: Kernels) -> Path:
+    engine = {"kernels": kernel, "layers": "unroll", "remat": "none"}
     train(load_recipe(tiny_run.recipe(folder, engine=engine, train={"steps": 4, "checkpoint_every": 2})), run)
     return run
 
@@ -210,7 +210,7 @@ def test_a_run_with_kernels_learns_the_same_resumes_and_is_read_by_peft(folder: 
     tiny_run.assert_same(trained(folder, again, "fused"), fused)
     other = tmp_path / "other"
     tiny_run.copy_interrupted(fused, other, step=2)
-    with pytest.raises(TrilloraError, match=r'engine\.lora_kernel was "fused" and is "xla"'):
+    with pytest.raises(TrilloraError, match=r'engine\.kernels was "fused" and is "xla"'):
         trained(folder, other, "xla")
 
     base = AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -231,9 +231,9 @@ def test_a_run_with_kernels_learns_the_same_resumes_and_is_read_by_peft(folder: 
     ],
 )
 def test_a_recipe_that_cannot_use_it_is_refused(folder: Path, sections: dict[str, Any], why: str) -> None:
-    recipe = load_recipe(tiny_run.recipe(folder, engine={"lora_kernel": "fused"}, **sections))
+    recipe = load_recipe(tiny_run.recipe(folder, engine={"kernels": "fused"}, **sections))
     (stage,) = stages_of(recipe)
     devices = jax.devices()[: recipe.hardware.devices]  # type: ignore[misc]
     with pytest.raises(TrilloraError, match=why) as error:
         choose(stage.recipe, tiny_run.llama(), devices, 4, ignore_events)
-    assert error.value.where == "engine.lora_kernel"
+    assert error.value.where == "engine.kernels"

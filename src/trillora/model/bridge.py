@@ -59,7 +59,7 @@ from trillora.model.parts.whole_weights import add_whole_weights, select_modules
 from trillora.model.quantized import part_leaves, quantize_layers, whole_weight
 from trillora.model.remat import Remat
 from trillora.model.stack import LayerStack, LinkedLayers, decoder_layers
-from trillora.model.trace import LoraKernel, Trace, replaced, tracing
+from trillora.model.trace import Kernels, Trace, replaced, tracing
 
 Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments
 OF_LINEAR = (LORA_A.suffix, LORA_B.suffix)
@@ -81,7 +81,7 @@ class CausalLM:
         remat: Remat = "full",
         attention: Implementation = "xla",
         document_room: tuple[int, int] | None = None,
-        lora_kernel: LoraKernel = "xla",
+        kernels: Kernels = "xla",
         interpret: bool = False,
         mapped: bool = False,
         mesh: Mesh | None = None,
@@ -100,7 +100,7 @@ class CausalLM:
             remat=remat,
             attention=attention,
             document_room=document_room,
-            lora_kernel=lora_kernel,
+            kernels=kernels,
             interpret=interpret,
             mapped=mapped,
             mesh=mesh,
@@ -116,10 +116,10 @@ class CausalLM:
         self.whole = select_modules(self.module, self.lora)
         add_token_rows(self.module, self.lora.tokens, self.whole)
         add_whole_weights(self.module, self.whole, self.lora.num_tokens, self.targets)
-        self.lora_kernel = lora_kernel
-        self.gated_mlps = find_gated_mlps(self.module) if lora_kernel == "fused" else []
+        self.kernels = kernels
+        self.gated_mlps = find_gated_mlps(self.module) if kernels == "fused" else []
         self.has_dropout = lora is not None and lora.dropout > 0
-        self._splits_lora = lora_kernel == "fused" and not scan  # stored as one array of all equal layers
+        self._splits_lora = kernels == "fused" and not scan  # stored as one array of all equal layers
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat, stack_lora=self._splits_lora)
         self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
         self.document_room = document_room
@@ -242,7 +242,7 @@ class CausalLM:
             positions_BT=inputs.get("positions"),
             documents=None if segments is None or room is None else find_documents(segments, *room),
             attention=self.attention,
-            lora_kernel=self.lora_kernel,
+            kernels=self.kernels,
             interpret=self.interpret,
             mapped=self.mapped,
             mesh=self.mesh,

@@ -109,7 +109,7 @@ class _LinearOutput:
             # gradient again for each product that uses it. With barriers the additions are a part of the base's
             # products.
             return jax.lax.optimization_barrier(self._joined_low(x, trace) @ b_ER.T)
-        if trace is not None and trace.lora_kernel == "fused":
+        if trace is not None and trace.kernels == "fused":
             return self._joined_low(x, trace) @ b_ER.T
         return checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL) @ b_ER.T  # small, so remat policies save it
 

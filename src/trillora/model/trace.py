@@ -25,7 +25,7 @@ from trillora.engine.ragged import Documents
 
 # How adapters are computed: each by itself; or those of a gated MLP in a kernel (`overrides.gated_mlps`), and all A
 # matrices that have the same input in one product.
-LoraKernel = Literal["xla", "fused"]
+Kernels = Literal["xla", "fused"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Trace:
     positions_BT: jax.Array | None = None
     documents: Documents | None = None  # where the segments are; None if a sequence may have any number of them
     attention: Implementation = "xla"
-    lora_kernel: LoraKernel = "xla"
+    kernels: Kernels = "xla"
     interpret: bool = False  # run TPU and Triton kernels in the Pallas interpreter, on any backend
     mapped: bool = False  # the call is inside `jax.vmap`, over several adapters
     mesh: Mesh | None = None

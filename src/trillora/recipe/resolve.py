@@ -22,8 +22,8 @@ from trillora.recipe.schema import (
     Dtype,
     EngineSection,
     HardwareSection,
+    Kernels,
     Layers,
-    LoraKernel,
     Matmul,
     MeshSection,
     Quantize,
@@ -56,7 +56,7 @@ class StepSettings:
     adapters_at_once: int = 1
     quantize: Quantize = "none"  # a default for checkpoints of versions that did not have it
     matmul: Matmul = "full"  # the same
-    lora_kernel: LoraKernel = "xla"  # the same
+    kernels: Kernels = "xla"  # the same
     document_room: DocumentRoom | None = None  # where attention uses it; given by the data, not by an option
 
     OPTIONS: ClassVar[dict[str, str]] = {
@@ -66,7 +66,7 @@ class StepSettings:
         "dtype": "model.dtype",
         "quantize": "model.quantize",
         "matmul": "engine.matmul",
-        "lora_kernel": "engine.lora_kernel",
+        "kernels": "engine.kernels",
         "layers": "engine.layers",
         "attention": "engine.attention",
         "loss_chunk": "engine.loss_chunk",
@@ -81,7 +81,7 @@ class StepSettings:
         base = "" if self.quantize == "none" else f", {self.quantize} base{products}"
         whole = ", whole base on every device" if self.mesh.data > 1 and self.mesh.fsdp == 1 else ""
         split = ", split base" if self.mesh.fsdp > 1 else ""
-        fused = ", fused LoRA" if self.lora_kernel == "fused" else ""
+        fused = ", fused kernels" if self.kernels == "fused" else ""
         return f"{adapters}micro-batch {self.micro_batch_size}, remat {self.remat}{base}{whole}{split}{fused}"
 
     def shared(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def given_settings(recipe: Recipe) -> dict[str, Any]:
         "dtype": recipe.model.dtype,
         "quantize": recipe.model.quantize,
         "matmul": engine.matmul,
-        "lora_kernel": engine.lora_kernel,
+        "kernels": engine.kernels,
         "layers": engine.layers,
         "attention": engine.attention,
         "loss_chunk": engine.loss_chunk,
@@ -168,7 +168,7 @@ class ResolvedRecipe:
                 attention=first.attention,
                 loss_chunk=first.loss_chunk,
                 matmul=first.matmul,
-                lora_kernel=first.lora_kernel,
+                kernels=first.kernels,
             ),
         }
         if recipe.stages is None:

@@ -53,7 +53,7 @@ Matmul = Literal["full", "int8", "fp8"]  # see engine/quantize.py
 Layers = Literal["scan", "unroll"]
 Remat = Literal["none", "linear", "wide", "half", "gate", "attention", "full", "dots", "offload"]  # see model/remat.py
 Attention = Literal["xla", "splash", "cudnn"]
-LoraKernel = Literal["xla", "fused"]  # see model/trace.py
+Kernels = Literal["xla", "fused"]  # see model/trace.py
 LISTS = ("stages", "phases")  # sections that are lists, whose items have data
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}$"  # of a stage or phase
 
@@ -355,7 +355,7 @@ class EngineSection(Section):
         "(NVIDIA since Ada and Hopper): activations and their gradients are rounded to 8 bits too, which is faster "
         "and less exact. Both set model.quantize to the same format.",
     )
-    lora_kernel: LoraKernel = Field(
+    kernels: Kernels = Field(
         default="xla",
         description="How adapters are computed. xla: each by itself. fused (one NVIDIA GPU, bfloat16, plain LoRA on a "
         "base that is not quantized): adapters, activation and gate of an MLP in one Triton kernel each way; not "

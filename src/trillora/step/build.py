@@ -150,14 +150,14 @@ def assemble(
         remat=settings.remat,
         attention=settings.attention,
         document_room=settings.document_room,
-        lora_kernel=settings.lora_kernel,
-        interpret=settings.lora_kernel == "fused" and settings.backend == "cpu",  # for tests and comparisons
+        kernels=settings.kernels,
+        interpret=settings.kernels == "fused" and settings.backend == "cpu",  # for tests and comparisons
         mapped=mapped,
         mesh=mesh,
         trust_remote_code=recipe.model.trust_remote_code,
     )
     check_layers(recipe.lora, spec, model)
-    check_lora_kernel(model, mesh)
+    check_kernels(model, mesh)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     chunk = loss_chunk_positions(settings.loss_chunk, settings.micro_batch_size // shards, train.sequence_length)
     factors = update_factors(model.adapter_layout, recipe.lora.loraplus_ratio, pissa=spec.pissa)
@@ -192,9 +192,9 @@ def assemble(
     )
 
 
-def check_lora_kernel(model: CausalLM, mesh: Mesh) -> None:
+def check_kernels(model: CausalLM, mesh: Mesh) -> None:
     """Refuses fused LoRA where it cannot be used at all: silently slower would be worse."""
-    if model.lora_kernel != "fused":
+    if model.kernels != "fused":
         return
     device, why = mesh.devices.flat[0], ""
     if device.platform not in ("gpu", "cpu") or mesh.size > 1:
@@ -207,9 +207,9 @@ def check_lora_kernel(model: CausalLM, mesh: Mesh) -> None:
         why = f"{model.name} has no gated MLP whose three layers have plain LoRA of rank {RANKS[-1]} or less"
     if why:
         raise TrilloraError(
-            f"engine.lora_kernel: fused cannot be used: {why}.",
-            where="engine.lora_kernel",
-            do="use engine.lora_kernel=xla",
+            f"engine.kernels: fused cannot be used: {why}.",
+            where="engine.kernels",
+            do="use engine.kernels=xla",
         )
 
 

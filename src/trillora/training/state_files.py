@@ -44,7 +44,7 @@ from trillora.model.adapters import (
 from trillora.model.layout import unstack
 from trillora.model.lora_spec import LayerLora, LoraSpec
 from trillora.recipe.resolve import StepSettings
-from trillora.recipe.schema import Attention, Backend, Dtype, Layers, LoraKernel, Matmul, Quantize, Remat
+from trillora.recipe.schema import Attention, Backend, Dtype, Kernels, Layers, Matmul, Quantize, Remat
 from trillora.step.background import compile_program
 from trillora.step.build import Assembly
 from trillora.training.divergence import DivergenceMonitor
@@ -84,7 +84,7 @@ class SettingsFacts(StrictFacts):
     quantize: Quantize = "none"
     document_room: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
     matmul: Matmul = "full"
-    lora_kernel: LoraKernel = "xla"
+    kernels: Kernels = "xla"
 
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:

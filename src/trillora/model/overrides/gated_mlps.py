@@ -1,4 +1,4 @@
-"""Gated MLPs of any model, computed by `engine.gated_mlp` if `engine.lora_kernel` is `fused`.
+"""Gated MLPs of any model, computed by `engine.gated_mlp` if `engine.kernels` is `fused`.
 
 A module is replaced only if its own code computes `down(act(gate(x)) * up(x))` and nothing else. That is found out by
 running it, not by its name: its three linear layers return random numbers, and what the code does with them is compared
@@ -112,7 +112,7 @@ def fused_forwards(mlps: list[GatedMlp]) -> list[tuple[Any, str, Any]]:
 
 def _forward(mlp: GatedMlp, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     trace, is_usual = current(), len(args) == 1 and not kwargs and isinstance(args[0], TORCHAX_TENSORS)
-    if trace is None or trace.lora_kernel != "fused" or not is_usual or in_no_grad():  # generation has few rows
+    if trace is None or trace.kernels != "fused" or not is_usual or in_no_grad():  # generation has few rows
         return original(*args, **kwargs)
     x: jax.Array = interop.jax_view(args[0])
     num_rows = x.size // x.shape[-1]

@@ -35,22 +35,25 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from trillora.engine.triton_call import LARGEST, call, masked_store
+
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RANKS = (16, 32, 64)  # the kernels' ranks: Triton's products need 16, and more than 64 need too many registers
 NARROWEST = 16  # columns of a block in Triton's products; the inner width is a multiple of it
-LARGEST = 2**31  # numbers of an array: places are computed in 32 bits
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows and columns of a block, and how Triton computes them. With the defaults no registers are spilled on Hopper,
-    whatever the rank (compiled with Triton 3.9, never timed: dev/LOG.md)."""
+    """Rows and columns of a block, and how Triton computes them."""
 
-    rows: int = 32
-    columns: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
     programs: int = 1024  # at least, if there are enough blocks: several for each processor of a large GPU
+
+
+FORWARD, BACKWARD = Blocks(32, 64, 2, 3), Blocks(32, 64, 2, 3)  # the fastest of many on an H200
 
 
 class Form(NamedTuple):
@@ -59,7 +62,8 @@ class Form(NamedTuple):
     activation: Activation
     kernel: Literal["xla", "triton"] = "triton"
     interpret: bool = False  # run the kernels in the Pallas interpreter
-    blocks: Blocks = Blocks()
+    forward: Blocks = FORWARD
+    backward: Blocks = BACKWARD
 
 
 class Middle(NamedTuple):
@@ -155,7 +159,7 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 @functools.partial(jax.jit, static_argnames="form")
 def _forward_call(given: Middle, form: Form) -> tuple[jax.Array, jax.Array]:
     (num_rows, width), (rank, _) = given.g0_MF.shape, given.ad_RF.shape
-    blocks = form.blocks
+    blocks = form.forward
     block_f = math.gcd(width, blocks.columns)
     num_tiles, num_columns = -(-num_rows // blocks.rows), width // block_f
     # The fewest parts of equal size that give enough programs.
@@ -178,7 +182,7 @@ def _forward_call(given: Middle, form: Form) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnames="form")
 def _backward_call(given: Middle, dh_MF: jax.Array, dld_MR: jax.Array, form: Form) -> Middle:
     (num_rows, width), (rank, _) = given.g0_MF.shape, given.ad_RF.shape
-    blocks = form.blocks
+    blocks = form.backward
     block_f = math.gcd(width, blocks.columns)
     num_tiles, num_columns = -(-num_rows // blocks.rows), width // block_f
     needed = min(num_tiles, -(-blocks.programs // num_columns))
@@ -206,10 +210,7 @@ def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _call(kernel: Any, out: Any, grid: tuple[int, ...], blocks: Blocks, interpret: bool) -> Any:
-    from jax.experimental.pallas import triton
-
-    parameters = triton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages)
-    return pl.pallas_call(kernel, out_shape=out, grid=grid, compiler_params=parameters, interpret=interpret)
+    return call(kernel, out, grid, num_warps=blocks.num_warps, num_stages=blocks.num_stages, interpret=interpret)
 
 
 # ---- kernels
@@ -234,10 +235,8 @@ class _Rows:
         return value if self.is_whole else jnp.where(self.is_used[:, None], value, jnp.zeros_like(value))
 
     def write(self, ref: Any, at: tuple[Any, ...], columns: Any, value: jax.Array) -> None:
-        from jax.experimental.pallas import triton
-
         mask = None if self.is_whole else jnp.broadcast_to(self.is_used[:, None], value.shape)
-        triton.store(ref.at[(*at, self.slice, columns)], value.astype(ref.dtype), mask=mask)
+        masked_store(ref.at[(*at, self.slice, columns)], value, mask)
 
 
 def _forward_kernel(

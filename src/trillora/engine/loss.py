@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trillora.engine.cross_entropy import PLAIN, Kernel, loss_and_gradient
+
 Tree = Any
 Head = Callable[[Tree, Tree, jax.Array], jax.Array]  # (base, head adapter, hidden [B, C, D]) -> logits [B, C, V]
 
@@ -73,6 +75,7 @@ def chunked_loss(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
     chunk: int,
+    kernel: Kernel = PLAIN,
 ) -> jax.Array:
     """Summed loss, differentiable in `head_adapter` and `hidden_BTD`; `chunk` tokens of every sequence at a time."""
 
@@ -80,17 +83,13 @@ def chunked_loss(
     def loss_only(head_adapter: Tree, hidden_BTD: jax.Array) -> jax.Array:
         return chunked_totals(head, base, head_adapter, hidden_BTD, targets_BT, weights_BT, chunk).loss
 
-    def loss_and_gradient(head_adapter: Tree, hidden_BTD: jax.Array) -> tuple[jax.Array, tuple[Tree, jax.Array]]:
+    def loss_with_gradient(head_adapter: Tree, hidden_BTD: jax.Array) -> tuple[jax.Array, tuple[Tree, jax.Array]]:
         def one_chunk(carry: tuple[jax.Array, Tree], xs: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
             loss, adapter_gradient = carry
             hidden, targets, weights = xs
             logits, pull_back = jax.vjp(lambda a, h: head(base, a, h), head_adapter, hidden)
-            logits_32 = logits.astype(jnp.float32)
-            log_sum = jax.nn.logsumexp(logits_32, axis=-1, keepdims=True)
-            is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
-            losses = log_sum[..., 0] - jnp.where(is_target, logits_32, 0.0).sum(-1)
-            error = (jnp.exp(logits_32 - log_sum) - is_target) * weights[..., None]
-            d_adapter, d_hidden = pull_back(error.astype(logits.dtype))
+            losses, error = loss_and_gradient(logits, targets, weights, kernel)
+            d_adapter, d_hidden = pull_back(error)
             adapter_gradient = jax.tree.map(jnp.add, adapter_gradient, d_adapter)
             return (loss + (losses * weights).sum(), adapter_gradient), d_hidden
 
@@ -104,7 +103,7 @@ def chunked_loss(
     def scale(gradients: tuple[Tree, jax.Array], cotangent: jax.Array) -> tuple[Tree, jax.Array]:
         return jax.tree.map(lambda g: g * cotangent.astype(g.dtype), gradients)
 
-    loss_only.defvjp(loss_and_gradient, scale)
+    loss_only.defvjp(loss_with_gradient, scale)
     return loss_only(head_adapter, hidden_BTD)
 
 

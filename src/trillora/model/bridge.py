@@ -52,7 +52,8 @@ from trillora.model.overrides.gated_mlps import find_gated_mlps, fused_forwards
 from trillora.model.overrides.indexers import block_indexers
 from trillora.model.overrides.ngrams import hashed_ngrams
 from trillora.model.overrides.recurrent import packing_aware
-from trillora.model.overrides.rope import make_rope_static, rotations_as_products
+from trillora.model.overrides.rms_norms import find_rms_norms, fused_norms
+from trillora.model.overrides.rope import make_rope_static, rotations_as_products, rotations_with_gradient
 from trillora.model.overrides.torchax_fixes import counted_no_grad, environment
 from trillora.model.parts.token_rows import add_token_rows
 from trillora.model.parts.whole_weights import add_whole_weights, select_modules, values_from_base, with_whole_weights
@@ -118,6 +119,7 @@ class CausalLM:
         add_whole_weights(self.module, self.whole, self.lora.num_tokens, self.targets)
         self.kernels = kernels
         self.gated_mlps = find_gated_mlps(self.module) if kernels == "fused" else []
+        self.rms_norms = find_rms_norms(self.module) if kernels == "fused" else []
         self.has_dropout = lora is not None and lora.dropout > 0
         self._splits_lora = kernels == "fused" and not scan  # stored as one array of all equal layers
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat, stack_lora=self._splits_lora)
@@ -266,7 +268,9 @@ class CausalLM:
         modules = [replacement for part in parts for replacement in part(self.module)]
         if self.attention == "splash":
             modules += rotations_as_products(self.module)
-        modules += fused_forwards(self.gated_mlps)
+        if self.kernels == "fused":
+            modules += rotations_with_gradient(self.module)
+        modules += fused_forwards(self.gated_mlps) + fused_norms(self.rms_norms)
         given, replacements = replacements, [*replacements, *masks, *modules, *counted_no_grad()]
         with (
             _restored(self.module),

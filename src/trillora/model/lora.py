@@ -29,6 +29,7 @@ from torchax import interop
 from transformers.pytorch_utils import Conv1D
 
 from trillora.engine.hash_random import keep_mask
+from trillora.engine.joined_linear import joined_linear
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNITUDE, is_of_lora, kind_of
 from trillora.model.layout import Layout, Tree
@@ -57,7 +58,9 @@ class _LinearOutput:
     lora_stream: int  # a number for the dropout key, different for each adapted projection of a layer
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        out = self._joined_output(x) if not args and not kwargs else None
+        if out is None:
+            out = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if not isinstance(out, TORCHAX_TENSORS):  # called as ordinary PyTorch
             return out
         y = interop.jax_view(out)
@@ -70,9 +73,25 @@ class _LinearOutput:
             y = token_logits(self, interop.jax_view(x), y)
         return interop.torch_view(checkpoint_name(y, name_of_output(x.shape[-1], y.shape[-1], current())))
 
-    def frozen_output(self, x: torch.Tensor) -> Any:
-        """What the base gives, without the adapter."""
-        return super().forward(x)  # type: ignore[misc]
+    def _joined_output(self, x: torch.Tensor) -> Any:
+        """What the base gives, from `joined_linear`; None if that is not used here."""
+        trace = current()
+        if trace is None or trace.kernels != "fused" or not hasattr(self, "lora_a"):
+            return None
+        if not isinstance(x, TORCHAX_TENSORS) or in_no_grad():
+            return None
+        call = self._call_with(interop.jax_view(x), trace)
+        if id(self) not in call.frozen:
+            return None
+        y = call.frozen[id(self)]
+        return interop.torch_view(y if self.bias is None else y + interop.jax_view(self.bias))
+
+    @property
+    def is_plain(self) -> bool:
+        """An ordinary linear layer with plain LoRA: without dropout, DoRA or PiSSA, on a base that is not quantized."""
+        has_plain_lora = hasattr(self, "lora_a") and self.lora_init == "default" and not self.lora_dropout
+        is_linear = type(self).__bases__[-1] is torch.nn.Linear and not hasattr(self, "token_rows")
+        return has_plain_lora and is_linear and not hasattr(self, "lora_magnitude")
 
     def frozen_weight(self) -> jax.Array:
         """The weight [E, D] of the base."""
@@ -116,16 +135,26 @@ class _LinearOutput:
     def _joined_low(self, x: jax.Array, trace: Trace) -> jax.Array:
         """What A gives, from one product for all layers that are called with the same input, such as q, k and v: the
         matrix unit takes as long for 48 columns as for 16."""
-        call = trace.adapted_inputs.setdefault(id(x), AdaptedInput(x))
+        call = self._call_with(x, trace)
         call.layers.append(self)
-        joined = trace.joined_layers.get(id(self), (self,))
-        if id(self) not in call.low:
-            matrices = [layer._matrices()[0].astype(x.dtype) for layer in joined]
-            left = _gradient_apart(x) if trace.attention == "splash" else x
-            low = checkpoint_name(left @ jnp.concatenate(matrices).T, SMALL)
-            parts = jnp.split(low, np.cumsum([len(matrix) for matrix in matrices])[:-1], axis=-1)
-            call.low.update(zip(map(id, joined), parts, strict=True))
         return call.low[id(self)]
+
+    def _call_with(self, x: jax.Array, trace: Trace) -> AdaptedInput:
+        """With what A gives. If all layers that are called with this input are plain, also with what the base gives."""
+        call = trace.adapted_inputs.setdefault(id(x), AdaptedInput(x))
+        if id(self) not in call.low:
+            joined = trace.joined_layers.get(id(self), (self,))
+            matrices = [layer._matrices()[0].astype(x.dtype) for layer in joined]
+            if trace.kernels == "fused" and all(layer.is_plain for layer in joined):
+                frozen, low = joined_linear(x, [layer.frozen_weight() for layer in joined], jnp.concatenate(matrices))
+                call.frozen.update(zip(map(id, joined), frozen, strict=True))
+            else:
+                left = _gradient_apart(x) if trace.attention == "splash" else x
+                low = left @ jnp.concatenate(matrices).T
+            ends = np.cumsum([len(matrix) for matrix in matrices])[:-1]
+            parts = jnp.split(checkpoint_name(low, SMALL), ends, axis=-1)
+            call.low.update(zip(map(id, joined), parts, strict=True))
+        return call
 
 
 @jax.custom_vjp

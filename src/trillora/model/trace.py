@@ -44,6 +44,7 @@ class AdaptedInput:
     x: jax.Array  # kept, so that its id stays its own
     layers: list[Any] = field(default_factory=list)
     low: dict[int, jax.Array] = field(default_factory=dict)  # by id of the layer
+    frozen: dict[int, jax.Array] = field(default_factory=dict)  # what the base gives, if they were computed together
 
 
 @dataclass

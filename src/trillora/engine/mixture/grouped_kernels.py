@@ -15,13 +15,14 @@ Legend: M rows, E groups, I inputs, O outputs, R rank, T tiles.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+
+from trillora.engine.triton_call import call
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,6 @@ THIN = Blocks(rows=32, inputs=256, num_warps=4, num_stages=3)
 OUTER = Blocks(rows=32, outputs=256, inputs=64, num_warps=4)
 SMALLEST = 16  # of a block in Triton's product; blocks are powers of two
 MAX_THIN = 64  # columns up to this number are padded to the next block
-
-
-def has_triton() -> bool:
-    """Whether this jax has Pallas for Triton, whose removal jax 0.11 announces."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def is_supported(*arrays: jax.Array) -> bool:
@@ -109,11 +105,8 @@ def outer_products(
 def _call(
     kernel: Any, shape: tuple[int, ...], dtype: Any, grid: tuple[int, ...], blocks: Blocks, interpret: bool
 ) -> Any:
-    from jax.experimental.pallas import triton
-
-    parameters = triton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages)
     out = jax.ShapeDtypeStruct(shape, dtype)
-    return pl.pallas_call(kernel, out_shape=out, grid=grid, compiler_params=parameters, interpret=interpret)
+    return call(kernel, out, grid, num_warps=blocks.num_warps, num_stages=blocks.num_stages, interpret=interpret)
 
 
 def _padded(array: jax.Array, *dims: int) -> jax.Array:

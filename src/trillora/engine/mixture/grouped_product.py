@@ -26,6 +26,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
 from trillora.engine.mixture import grouped_kernels
+from trillora.engine.triton_call import has_triton
 
 Kernel = Literal["xla", "megablox", "triton"]
 LARGE_SHARED_MEMORY = ("8.0", "9.0", "10.0", "10.3")  # compute capability of A100, H100 and H200, B200, B300
@@ -60,7 +61,7 @@ def kernel_for(device: Any) -> Kernel:
     if device.platform == "tpu":
         return "megablox"
     is_large = getattr(device, "compute_capability", None) in LARGE_SHARED_MEMORY
-    return "triton" if is_large and grouped_kernels.has_triton() else "xla"
+    return "triton" if is_large and has_triton() else "xla"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

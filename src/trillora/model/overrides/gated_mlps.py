@@ -26,6 +26,7 @@ from torch.nn import functional
 from torchax import interop
 
 from trillora.engine.gated_mlp import Activation, Form, Middle, is_supported, middle, padded_rank
+from trillora.engine.joined_linear import joined_linear
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad
 from trillora.model.remat import SMALL, name_of_output
 from trillora.model.trace import Trace, current, replaced
@@ -60,15 +61,10 @@ def find_gated_mlps(model: torch.nn.Module) -> list[GatedMlp]:
     found = []
     for module in model.modules():
         layers = {name: child for name, child in module.named_children() if hasattr(child, "lora_a")}
-        if len(layers) == 3 and all(map(_has_plain_lora, layers.values())):
+        if len(layers) == 3 and all(layer.is_plain for layer in layers.values()):
             mlp = _recognise(module, layers)
             found += [mlp] if mlp is not None and mlp.rank is not None else []
     return found
-
-
-def _has_plain_lora(layer: Any) -> bool:
-    is_plain = layer.lora_init == "default" and not layer.lora_dropout and not hasattr(layer, "lora_magnitude")
-    return is_plain and type(layer).__bases__[-1] is torch.nn.Linear and not hasattr(layer, "token_rows")
 
 
 def _recognise(module: Any, layers: dict[str, Any]) -> GatedMlp | None:
@@ -132,18 +128,18 @@ def _computed(mlp: GatedMlp, x: jax.Array, trace: Trace) -> jax.Array:
         missing = rank - a.shape[0]
         return jnp.pad(a, ((0, missing), (0, 0))).astype(dtype), jnp.pad(b, ((0, 0), (0, missing))).astype(dtype)
 
-    def base(layer: Any, given: jax.Array) -> jax.Array:
-        out: jax.Array = interop.jax_view(layer.frozen_output(interop.torch_view(given)))
-        return out
-
-    def named(y: jax.Array, num_inputs: int) -> jax.Array:
+    def named(y: jax.Array, layer: Any) -> jax.Array:
+        """With the bias, if there is one."""
+        y = y if layer.bias is None else y + interop.jax_view(layer.bias)
+        num_inputs = layer.in_features
         saved: jax.Array = checkpoint_name(y, name_of_output(num_inputs, y.shape[-1], trace))
         return saved
 
     (ag, bg), (au, bu), (ad, bd) = map(matrices, (mlp.gate, mlp.up, mlp.down))
     rows = x.reshape(-1, x.shape[-1])
-    g0, u0 = (named(base(layer, rows), rows.shape[1]) for layer in (mlp.gate, mlp.up))
-    low = checkpoint_name(rows @ jnp.concatenate([ag, au]).T, SMALL)
-    h, ld = middle(Middle(g0, u0, low, bg, bu, ad), Form(mlp.activation, interpret=trace.interpret))
-    y = base(mlp.down, h) + checkpoint_name(ld, SMALL) @ bd.T
-    return named(y.reshape(*x.shape[:-1], -1), h.shape[1])
+    weights = [layer.frozen_weight() for layer in (mlp.gate, mlp.up)]
+    (g0, u0), low = joined_linear(rows, weights, jnp.concatenate([ag, au]))
+    given = Middle(named(g0, mlp.gate), named(u0, mlp.up), checkpoint_name(low, SMALL), bg, bu, ad)
+    h, ld = middle(given, Form(mlp.activation, interpret=trace.interpret))
+    y = h @ mlp.down.frozen_weight().T + checkpoint_name(ld, SMALL) @ bd.T
+    return named(y.reshape(*x.shape[:-1], -1), mlp.down)

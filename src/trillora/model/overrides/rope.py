@@ -79,15 +79,42 @@ def _forward(
 def rotations_as_products(module: torch.nn.Module) -> list[tuple[Any, str, Any]]:
     """For TPUs: replaces `rotate_half` of the model's code, [x1, x2] -> [-x2, x1], by a product with a matrix of zeros,
     ones and minus ones. It is exact, and one operation of the matrix unit, where halves of 64 lanes are copied."""
-    files = {sys.modules[type(child).__module__] for child in module.modules()}
+    return [(file, "rotate_half", functools.partial(_product, rotate)) for file, rotate in _rotations(module)]
+
+
+def rotations_with_gradient(module: torch.nn.Module) -> list[tuple[Any, str, Any]]:
+    """For GPUs: the gradient of `rotate_half` is written as a rotation too, which XLA computes in half the time of what
+    it would derive: each half padded with zeros, and their sum."""
+    sample, rotated = torch.arange(6.0), torch.tensor([-3.0, -4.0, -5.0, 0.0, 1.0, 2.0])
     return [
-        (file, "rotate_half", functools.partial(_rotate, rotate))
-        for file in files
-        if (rotate := vars(file).get("rotate_half"))
+        (file, "rotate_half", functools.partial(_rotated, rotate))
+        for file, rotate in _rotations(module)
+        if torch.equal(rotate(sample), rotated)  # some models rotate neighbours
     ]
 
 
-def _rotate(rotate: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def _rotations(module: torch.nn.Module) -> list[tuple[Any, Callable[[torch.Tensor], torch.Tensor]]]:
+    """The files of the model's code that have a function `rotate_half`, and the function."""
+    files = {sys.modules[type(child).__module__] for child in module.modules()}
+    return [(file, rotate) for file in files if (rotate := vars(file).get("rotate_half"))]
+
+
+@jax.custom_vjp
+def _rotate_half(x: jax.Array) -> jax.Array:
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([-second, first], axis=-1)
+
+
+_rotate_half.defvjp(lambda x: (_rotate_half(x), None), lambda _, gradient: (-_rotate_half(gradient),))
+
+
+def _rotated(rotate: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    if not isinstance(x, TORCHAX_TENSORS):
+        return rotate(x)
+    return interop.torch_view(_rotate_half(interop.jax_view(x)))
+
+
+def _product(rotate: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, TORCHAX_TENSORS) or x.dtype != torch.bfloat16:
         return rotate(x)
     with jax.ensure_compile_time_eval():

@@ -2,7 +2,7 @@
 
     python benchmarks/gated_mlp_gpu.py                                            # the sizes of a 1.2B model
     python benchmarks/gated_mlp_gpu.py --tokens 8192 --width 4096 --inner 14336   # of a 7.2B model
-    python benchmarks/gated_mlp_gpu.py --blocks 32x64x4x2 64x64x4x2 32x128x8x2    # rows x columns x warps x stages
+    python benchmarks/gated_mlp_gpu.py --blocks 32x64x2x3 64x64x4x2x2048   # rows, columns, warps, stages, programs
     python benchmarks/gated_mlp_gpu.py --small                                    # tests the script, anywhere
 
 `block` is the whole MLP, forward and backward, with gradients of the input and of three adapters. `forward` and
@@ -48,7 +48,7 @@ def fused(blocks: Blocks, interpret: bool) -> Callable[..., jax.Array]:
         (ag, bg), (au, bu), (ad, bd) = ((a.astype(x.dtype), (b * SCALE).astype(x.dtype)) for a, b in adapters)
         low = x @ jnp.concatenate([ag, au]).T
         given = Middle(x @ weights[0].T, x @ weights[1].T, low, bg, bu, ad)
-        h, ld = middle(given, Form("silu", interpret=interpret, blocks=blocks))
+        h, ld = middle(given, Form("silu", interpret=interpret, forward=blocks, backward=blocks))
         return h @ weights[2].T + ld @ bd.T
 
     return block
@@ -60,7 +60,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--inner", type=int, default=8192)
     parser.add_argument("--rank", type=int, default=16, choices=(16, 32, 64))
-    parser.add_argument("--blocks", nargs="*", default=["32x64x4x2"])
+    parser.add_argument("--blocks", nargs="*", default=["32x64x2x3"])
+    parser.add_argument("--what", nargs="*", default=["block", "forward", "backward"])
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
@@ -70,6 +71,8 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.tokens} x {args.width} x {args.inner}")
     print("| what | way | ms | of memory's speed | temporary MiB | error |\n|---|---|---|---|---|---|", flush=True)
     for what, way, function, given, reference in cases(args, interpret):
+        if what not in args.what:
+            continue
         try:
             compiled = jax.jit(function).lower(*given).compile()
             found = compiled(*given)
@@ -114,7 +117,10 @@ def cases(args: argparse.Namespace, interpret: bool) -> Iterator[tuple[str, str,
     wide, thin = (draw(40 + n, M, F, scale=1) for n in (0, 1)), (draw(43, F, R), draw(44, F, R), draw(45, R, F))
     inner, gradients = Middle(*wide, draw(42, M, 2 * R), *thin), (draw(46, M, F, scale=1), draw(47, M, R, scale=1))
     plain = Form("silu", "xla")
-    forms = {f"kernel {text}": Form("silu", interpret=interpret, blocks=blocks) for text, blocks in all_blocks.items()}
+    forms = {
+        f"kernel {text}": Form("silu", interpret=interpret, forward=blocks, backward=blocks)
+        for text, blocks in all_blocks.items()
+    }
     for what, function, arguments in (("forward", forward, (inner,)), ("backward", backward, (inner, gradients))):
         results = in_float32(function(plain), arguments)
         for name, form in {"xla": plain, **forms}.items():

@@ -5,8 +5,8 @@
 
 Random weights of a 1.2B Llama shape (or `--shape 7b`), LoRA rank 16 on the seven linear layers of a block, AdamW,
 bfloat16: the step of `trillora train`, built by the same functions. Prints one JSON line. `--memory-gib` limits the
-memory of jax, so that a step with less memory is chosen. `--kernels N` profiles one more step and prints its N longest
-kernels. `peers.py` compares with other trainers on the same work.
+memory of jax, so that a step with less memory is chosen. `--kernels N` profiles four more steps and prints their N
+longest kernels. `peers.py` compares with other trainers on the same work.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import statistics
 import time
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any
 
 SHAPES = {
@@ -93,15 +94,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     generator = np.random.default_rng(0)
     batches = [put_batch(random_batch(generator, args, config.vocab_size), assembly.mesh) for _ in range(4)]
 
-    seconds = []
+    ends: list[float] = []
+    before = None
     for step in range(args.steps):
-        before = time.perf_counter()
         state, metrics = plan.compiled(state, base, batches[step % 4])
-        metrics.loss.block_until_ready()
-        seconds.append(time.perf_counter() - before)
+        if before is not None:  # as in training, the next step has been started
+            before.loss.block_until_ready()
+            ends.append(time.perf_counter())
+        before = metrics
+    metrics.loss.block_until_ready()
+    ends.append(time.perf_counter())
     if args.kernels:
-        print(longest_kernels(lambda: plan.compiled(state, base, batches[0])[1], args.kernels), flush=True)
-    step_seconds = statistics.median(seconds[args.steps // 2 :])
+
+        def run() -> Any:
+            nonlocal state
+            for batch in batches:
+                state, metrics = plan.compiled(state, base, batch)
+            return metrics
+
+        print(longest_kernels(run, args.kernels, len(batches)), flush=True)
+    step_seconds = statistics.median(later - earlier for earlier, later in pairwise(ends[args.steps // 2 :]))
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "engine": "trillora",

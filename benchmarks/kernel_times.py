@@ -17,9 +17,11 @@ import jax
 NUMBER = re.compile(r"[._]?\d+$|(?<=_)\d+(?=_)")  # in names such as loop_fusion_12 or wrapped_add.3
 
 
-def longest_kernels(run: Callable[[], Any], most: int) -> str:
-    """Markdown. On a CPU, the operations of XLA's threads take the place of kernels."""
+def longest_kernels(run: Callable[[], Any], most: int, num_steps: int = 1) -> str:
+    """Markdown; times are those of one of `num_steps` steps. On a CPU, operations of XLA's threads take the place of
+    kernels."""
     times, counts = collections.Counter[str](), collections.Counter[str]()
+    spans: list[tuple[float, float, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
@@ -30,10 +32,29 @@ def longest_kernels(run: Callable[[], Any], most: int) -> str:
     for line in (line for plane in on_gpu or planes for line in plane.lines if wanted in line.name):
         for event in line.events:
             name = NUMBER.sub("", event.name)
-            times[name] += event.duration_ns / 1e6
+            times[name] += event.duration_ns / 1e6 / num_steps
             counts[name] += 1
+            spans.append((event.start_ns, event.start_ns + event.duration_ns, event.name))
     total = sum(times.values())
-    rows = [f"{counts.total()} kernels of {len(counts)} kinds, {total:.2f} ms", ""]
+    rows = [
+        f"{counts.total() // num_steps} kernels of {len(counts)} kinds, {total:.2f} ms",
+        waits(spans, num_steps),
+        "",
+    ]
     rows += ["| ms | share | calls | kernel |", "|---|---|---|---|"]
-    rows += [f"| {ms:.3f} | {ms / total:.1%} | {counts[name]} | {name[:100]} |" for name, ms in times.most_common(most)]
+    rows += [
+        f"| {ms:.3f} | {ms / total:.1%} | {counts[name] // num_steps} | {name[:100]} |"
+        for name, ms in times.most_common(most)
+    ]
     return "\n".join(rows)
+
+
+def waits(spans: list[tuple[float, float, str]], num_steps: int) -> str:
+    """When nothing runs: the sum, and before which kernels."""
+    gaps, end = collections.Counter[str](), None
+    for start, stop, name in sorted(spans):
+        if end is not None and start > end:
+            gaps[NUMBER.sub("", name)] += (start - end) / 1e6 / num_steps
+        end = stop if end is None else max(end, stop)
+    longest = ", ".join(f"{name[:40]} {ms:.2f}" for name, ms in gaps.most_common(8))
+    return f"nothing runs for {gaps.total():.2f} ms, of them before: {longest}"

@@ -227,7 +227,6 @@ def test_a_run_with_kernels_learns_the_same_resumes_and_is_read_by_peft(folder: 
     ("sections", "why"),
     [
         ({"hardware": {"devices": 2}}, "it needs one NVIDIA GPU, and this step is for 2 x cpu"),
-        ({"lora": {"dropout": 0.1}}, "LlamaForCausalLM has no gated MLP whose three layers have plain LoRA"),
     ],
 )
 def test_a_recipe_that_cannot_use_it_is_refused(folder: Path, sections: dict[str, Any], why: str) -> None:

@@ -355,11 +355,11 @@ class EngineSection(Section):
         "(NVIDIA since Ada and Hopper): activations and their gradients are rounded to 8 bits too, which is faster "
         "and less exact. Both set model.quantize to the same format.",
     )
-    kernels: Kernels = Field(
-        default="xla",
-        description="How adapters are computed. xla: each by itself. fused (one NVIDIA GPU, bfloat16, plain LoRA on a "
-        "base that is not quantized): adapters, activation and gate of an MLP in one Triton kernel each way; not "
-        "measured on a GPU yet.",
+    kernels: Auto | Kernels = Field(
+        default="auto",
+        description="Who computes what is between the products. xla: the compiler. fused (one NVIDIA GPU): Triton "
+        "kernels for norms, the loss, and the middle of a gated MLP with its adapters. auto: fused for dense models "
+        "in bfloat16 on one GPU since Ampere, else xla.",
     )
 
 

@@ -23,6 +23,7 @@ from trillora.devices.chips import chip_of, generation_of
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.quantize import item_bytes
 from trillora.engine.ragged import MOST_OF_TOKENS, documents_bucket, why_masked
+from trillora.engine.triton_call import has_triton
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, Progress
 from trillora.model.layout import Tree
@@ -170,6 +171,7 @@ def choose(
     fixed = {**(kept or {}), **given_settings(recipe)}
     decisions = Decisions(fixed, listener)
     decide_by_hardware(decisions, recipe, config, devices, document_room)
+    decide_kernels(decisions, config, devices, in_group=build is not None)
     limit = memory_limit(devices)
     by_time = predictor is not None and predictor.knows_time and limit is not None
     if not by_time:
@@ -389,6 +391,25 @@ def decide_by_hardware(
     most, least = CHUNK_LOGITS.get(platform, (2**27, 128))
     tokens = 2 ** int(math.log2(max(most // text.vocab_size, least)))
     decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
+
+
+def decide_kernels(decisions: Decisions, config: Any, devices: list[Any], *, in_group: bool) -> None:
+    """Fused kernels where they were measured to be faster."""
+    if not decisions.is_open("kernels"):
+        return
+    if devices[0].platform != "gpu":
+        decisions.values["kernels"] = "xla"  # there is no choice
+        return
+    why_not = ""
+    if len(devices) > 1 or in_group:
+        why_not = "fused kernels are for one GPU and one adapter"
+    elif decisions["dtype"] != "bfloat16" or not generation_of(devices[0]).widest_head or not has_triton():
+        why_not = "fused kernels need bfloat16, a GPU since Ampere, and a jax with Pallas for Triton"
+    elif _num_experts(config.get_text_config()) > 1:
+        why_not = "fused kernels were not measured with mixtures"
+    elif decisions.values.get("quantize", "none") != "none":
+        why_not = "fused kernels were not measured with a quantized base"
+    decisions.decide("kernels", "xla" if why_not else "fused", why_not or "fastest on one GPU, with the least memory")
 
 
 def check_products(device: Any, matmul: Matmul) -> None:

@@ -316,9 +316,8 @@ class _Training(RunProcess):
             stage = stages[number]
             earlier = before.stage(stage.name) if before else None
             kept = dict(shared)
-            if earlier is not None:  # a resumed run is the same program; the state depends on how layers are stacked
-                fixed = {"layers": earlier.settings.layers, "quantize": earlier.settings.quantize}
-                kept |= vars(earlier.settings) if is_same_hardware else fixed
+            if earlier is not None:  # a resumed run is the same program
+                kept |= vars(earlier.settings) if is_same_hardware else earlier.settings.fixed_by_state()
             predictor = None if earlier is not None and is_same_hardware else predictor_for(devices)
             meanwhile = functools.partial(ahead.meanwhile, number, memory_limit(devices))
             plans[number] = choose(

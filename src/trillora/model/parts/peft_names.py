@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from trillora.errors import TrilloraError
 from trillora.files.read_json import parse_json
@@ -64,7 +64,7 @@ def names_in_file(module: Any, layers: Iterable[str]) -> dict[str, str]:
     names = {}
     for layer in layers:
         if not _is_found(layer, layer, rules):
-            name = apply_renamings(layer + _MATRIX, backwards).removesuffix(_MATRIX)
+            name = _renamed(layer + _MATRIX, backwards).removesuffix(_MATRIX)
             names[layer] = name if _is_found(name, layer, rules) else ""
     return names
 
@@ -76,9 +76,15 @@ def _renamings(module: Any) -> list[Any]:
     return [rule for rule in get_model_conversion_mapping(module) if isinstance(rule, WeightRenaming)]
 
 
+def _renamed(name: str, rules: list[Any]) -> str:
+    for rule in rules:
+        name, _ = rule.rename_source_key(name)
+    return name
+
+
 def _is_found(name: str, layer: str, rules: list[Any]) -> bool:
     """Whether PEFT finds the layer by this name. It takes back what only removed the start of a name."""
-    converted = apply_renamings(name + _MATRIX, rules)
+    converted = _renamed(name + _MATRIX, rules)
     found = name + _MATRIX if (name + _MATRIX).endswith(converted) else converted
     return found == layer + _MATRIX
 

@@ -56,6 +56,7 @@ def build(name: str, config: Any, mesh: MeshShape, **options: Any) -> Assembly:
             "model": {"name": name, "dtype": "bfloat16"},
             "data": {"path": "chats.jsonl", "pack": True},
             "lora": {"rank": options.get("rank", 16), "targets": options.get("targets", "all-linear")},
+            "hardware": {"backend": "tpu"},
             "train": {
                 "batch_size": options["rows"],
                 "micro_batch_size": options.get("micro", options["rows"]),

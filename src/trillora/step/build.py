@@ -66,6 +66,10 @@ TPU_OPTIONS: dict[str, str | bool] = {
 # compiling takes half as long, and cuBLAS's fp8 products would not be used everywhere.
 CUBLAS_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 WHOLE_SHARE = 0.25  # of a device's experts: if all other weights take no more, they are copied to every device
+# The first jax that compiles remat=offload for several CPU devices; every release from 0.7.2 was tried. Before, the
+# partitioner stops at annotations of memory ("Side-effect HLO must have sharding"). XLA for GPUs converts them first
+# (gpu_compiler.cc, pre-spmd-partitioner). The TPU compilers of that time were not tried.
+OFFLOAD_ON_CPUS_SINCE = (0, 10, 2)
 COPIED_ADAPTER_BYTES = 2**30  # adapter and optimizer state up to this size are copied to every device, not split
 
 
@@ -159,6 +163,7 @@ def assemble(
     )
     check_layers(recipe.lora, spec, model)
     check_kernels(model, mesh)
+    check_offload(settings, mesh)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     chunk = loss_chunk_positions(settings.loss_chunk, settings.micro_batch_size // shards, train.sequence_length)
     factors = update_factors(model.adapter_layout, recipe.lora.loraplus_ratio, pissa=spec.pissa)
@@ -209,6 +214,18 @@ def check_kernels(model: CausalLM, mesh: Mesh) -> None:
             f"engine.kernels: fused cannot be used: {why}.",
             where="engine.kernels",
             do="use engine.kernels=xla",
+        )
+
+
+def check_offload(settings: StepSettings, mesh: Mesh) -> None:
+    """Refuses to move values to the host's memory where XLA would fail with an internal error. Not for estimates: they
+    have a mesh of CPU devices and the backend tpu."""
+    on_cpus = mesh.size > 1 and settings.backend == "cpu"
+    if settings.remat == "offload" and on_cpus and jax.__version_info__ < OFFLOAD_ON_CPUS_SINCE:
+        raise TrilloraError(
+            f"engine.remat: offload does not work on several CPU devices with jax {jax.__version__}.",
+            where="engine.remat",
+            do="use engine.remat=linear, one device (hardware.devices=1), or jax 0.10.2 or newer",
         )
 
 

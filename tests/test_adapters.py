@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import warnings
@@ -37,7 +38,9 @@ from trillora.model.lora_spec import LoraSpec
 pytestmark = pytest.mark.core
 
 TOKENS = np.random.default_rng(0).integers(3, tiny_models.VOCABULARY, (2, 12))
-SAME = 1e-5  # relative to the largest logit: float32 sums in another order
+# Our rounding error may be this many times PyTorch's own. 0.4 to 1.9 were seen; 17 or more with one matrix 0.1 % too
+# large. One limit for the error itself does not fit all models: 4e-7 is normal in ernie4_5, 1.7e-5 in ernie4_5_moe.
+ROUNDING = 4
 DIFFERENT = 1e-2  # an adapter changes the logits by at least this, so that equality is meaningful
 
 SPECS = {
@@ -80,6 +83,13 @@ def torch_logits(model: Any) -> np.ndarray:
         return model.eval()(input_ids=torch.tensor(TOKENS), use_cache=False).logits.numpy()
 
 
+def error_ratio(our_logits: np.ndarray, model: Any) -> float:
+    """The rounding error of our logits, relative to that of PyTorch's float32 logits. Its float64 logits are exact in
+    comparison, although transformers computes some parts of a model in float32 always."""
+    exact = torch_logits(copy.deepcopy(model).double())
+    return distance(our_logits, exact) / distance(torch_logits(model), exact)
+
+
 def save(folder: Path, name: str = "llama", spec: LoraSpec | None = None) -> tuple[CausalLM, dict[str, np.ndarray]]:
     spec = spec or SPECS[name]
     model = ours(name, spec)
@@ -109,10 +119,9 @@ def test_peft_loads_our_adapter_and_computes_the_same(name: str, tmp_path: Path)
     from peft import PeftModel
 
     model, adapter = save(tmp_path, name)
-    theirs = torch_logits(PeftModel.from_pretrained(tiny_models.build(name), tmp_path))
-    plain = torch_logits(tiny_models.build(name))
-    assert distance(plain, theirs) > DIFFERENT
-    assert distance(our_logits(name, model, fit_adapter(adapter, model.adapter_layout, "here")), theirs) < SAME
+    theirs = PeftModel.from_pretrained(tiny_models.build(name), tmp_path)
+    assert distance(torch_logits(tiny_models.build(name)), torch_logits(theirs)) > DIFFERENT
+    assert error_ratio(our_logits(name, model, fit_adapter(adapter, model.adapter_layout, "here")), theirs) < ROUNDING
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -130,8 +139,7 @@ def test_we_load_an_adapter_of_peft_and_compute_the_same(name: str, tmp_path: Pa
         for parameter_name, parameter in model.named_parameters():
             if "lora_" in parameter_name:
                 parameter.normal_(0, 0.3)
-    theirs = torch_logits(model)
-    assert distance(torch_logits(tiny_models.build(name)), theirs) > DIFFERENT
+    assert distance(torch_logits(tiny_models.build(name)), torch_logits(model)) > DIFFERENT
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT cannot check the vocabulary of a model without a folder
         model.save_pretrained(tmp_path)
@@ -140,7 +148,7 @@ def test_we_load_an_adapter_of_peft_and_compute_the_same(name: str, tmp_path: Pa
     assert (spec.rank, spec.alpha, spec.rslora, spec.dropout) == (4, 12, name == "llama", 0.0)
     loaded = ours(name, spec)
     stacked = fit_adapter(adapter, loaded.adapter_layout, str(tmp_path))
-    assert distance(our_logits(name, loaded, stacked), theirs) < SAME
+    assert error_ratio(our_logits(name, loaded, stacked), model) < ROUNDING
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -30,7 +30,7 @@ from trillora.errors import TrilloraError
 from trillora.events import ignore_events
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Dtype
-from trillora.step.autotune import Decisions, choose_dtype, decide_by_hardware, fastest_attention
+from trillora.step.autotune import Decisions, choose_dtype, decide_by_hardware, decide_kernels, fastest_attention
 
 # jax 0.7.2 has no table of chips, 0.10.2 has one.
 jax_has_a_table = pytest.mark.skipif(
@@ -236,6 +236,34 @@ def test_compute_capability_decides_dtype_and_attention(
     assert choose_dtype([device], llama(), "none")[0] == dtype, card
     assert fastest_attention(device, dtype, llama()) == attention
     assert fastest_attention(device, dtype, llama(head_dim=256)) == wide
+
+
+@pytest.mark.parametrize(
+    ("capability", "fixed", "config", "expected"),
+    [
+        ("9.0", {}, {}, "fused"),
+        ("8.6", {}, {}, "fused"),
+        ("7.5", {}, {}, "xla"),  # no bfloat16
+        ("gfx942", {}, {}, "xla"),  # AMD
+        ("9.0", {"quantize": "nf4"}, {}, "xla"),
+        ("9.0", {"quantize": "fp8", "matmul": "fp8"}, {}, "fused"),
+        ("9.0", {"kernels": "xla"}, {}, "xla"),  # the user's word
+        ("9.0", {}, {"num_local_experts": 8}, "xla"),
+    ],
+)
+def test_one_recent_gpu_gets_fused_kernels(
+    capability: str, fixed: dict[str, Any], config: dict[str, Any], expected: str
+) -> None:
+    decisions = decided_on(gpu(capability), llama(**config), **fixed)
+    decide_kernels(decisions, llama(**config), [gpu(capability)], in_group=False)
+    assert decisions["kernels"] == expected
+
+
+def test_several_gpus_or_adapters_do_not() -> None:
+    for devices, in_group in (([gpu("9.0")] * 2, False), ([gpu("9.0")], True), (jax.devices("cpu")[:1], False)):
+        decisions = decided_on(gpu("9.0"))
+        decide_kernels(decisions, llama(), devices, in_group=in_group)
+        assert decisions["kernels"] == "xla"
 
 
 def test_a_base_too_large_in_float32_is_stored_in_bfloat16_on_old_cards() -> None:

@@ -64,7 +64,15 @@ def _call(logits_MV: jax.Array, targets_M: jax.Array, weights_M: jax.Array, kern
     columns = min(kernel.columns, pl.next_power_of_2(num_columns))
     shapes = (jax.ShapeDtypeStruct((num_rows,), jnp.float32), jax.ShapeDtypeStruct(logits_MV.shape, logits_MV.dtype))
     body = functools.partial(_kernel, columns=columns, width=num_columns)
-    run = call(body, shapes, (num_rows,), num_warps=kernel.num_warps, interpret=kernel.interpret, aliases={0: 1})
+    run = call(
+        body,
+        shapes,
+        (num_rows,),
+        name="loss_and_gradient",
+        num_warps=kernel.num_warps,
+        interpret=kernel.interpret,
+        aliases={0: 1},
+    )
     return Result(*run(logits_MV, targets_M, weights_M))
 
 

@@ -175,6 +175,7 @@ def _forward_call(given: Middle, form: Form) -> tuple[jax.Array, jax.Array]:
         (num_tiles, parts),
         blocks,
         form.interpret,
+        "gated_mlp",
     )(*given)
     return h, ld.sum(axis=0).astype(dtype)
 
@@ -200,6 +201,7 @@ def _backward_call(given: Middle, dh_MF: jax.Array, dld_MR: jax.Array, form: For
         (num_columns, parts),
         blocks,
         form.interpret,
+        "gated_mlp_gradient",
     )(*given, dh_MF, dld_MR)
     dbg, dbu, dad = (array.sum(axis=0).astype(dtype) for array in sums)
     return Middle(dg, du, jnp.concatenate([dg @ given.bg_FR, du @ given.bu_FR], axis=1), dbg, dbu, dad.T)
@@ -209,8 +211,16 @@ def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _call(kernel: Any, out: Any, grid: tuple[int, ...], blocks: Blocks, interpret: bool) -> Any:
-    return call(kernel, out, grid, num_warps=blocks.num_warps, num_stages=blocks.num_stages, interpret=interpret)
+def _call(kernel: Any, out: Any, grid: tuple[int, ...], blocks: Blocks, interpret: bool, name: str) -> Any:
+    return call(
+        kernel,
+        out,
+        grid,
+        name=name,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        interpret=interpret,
+    )
 
 
 # ---- kernels

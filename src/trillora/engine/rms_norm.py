@@ -45,7 +45,7 @@ def rms_norm(x: jax.Array, weight_D: jax.Array, norm: Norm) -> jax.Array:
     """Of the last dimension of x."""
     if norm.kernel == "xla":
         return _reference(x, weight_D, norm)
-    return _call(_forward_kernel, norm, weight_D, x)
+    return _call(_forward_kernel, "rms_norm", norm, weight_D, x)
 
 
 def _forward(x: jax.Array, weight_D: jax.Array, norm: Norm) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -56,7 +56,9 @@ def _backward(norm: Norm, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> 
     x, weight_D = saved
     _, pull = jax.vjp(functools.partial(_reference, norm=norm), x, weight_D)
     dx, dweight = pull(dy)  # XLA leaves out what is not used: with the kernels dx, and the weight's if it is frozen
-    return (dx if norm.kernel == "xla" else _call(_backward_kernel, norm, weight_D, x, dy)), dweight
+    if norm.kernel == "triton":
+        dx = _call(_backward_kernel, "rms_norm_gradient", norm, weight_D, x, dy)
+    return dx, dweight
 
 
 rms_norm.defvjp(_forward, _backward)
@@ -68,8 +70,8 @@ def _reference(x: jax.Array, weight_D: jax.Array, norm: Norm) -> jax.Array:
     return (wide * inverse * (weight_D.astype(jnp.float32) + norm.offset)).astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _call(kernel: Any, norm: Norm, weight_D: jax.Array, *arrays: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _call(kernel: Any, name: str, norm: Norm, weight_D: jax.Array, *arrays: jax.Array) -> jax.Array:
     """One result with the shape of the arrays, which is also that of x."""
     x, width = arrays[0], arrays[0].shape[-1]
     padded = pl.next_power_of_2(width)
@@ -80,7 +82,7 @@ def _call(kernel: Any, norm: Norm, weight_D: jax.Array, *arrays: jax.Array) -> j
     shape = jax.ShapeDtypeStruct(rows[0].shape, x.dtype)
     grid = (pl.cdiv(num_rows, tile),)
     num_warps = max(norm.num_warps, padded // 1024)  # no more than 32 numbers of a row for each thread
-    y = call(body, shape, grid, num_warps=num_warps, interpret=norm.interpret)(weight_D, *rows)
+    y = call(body, shape, grid, name=name, num_warps=num_warps, interpret=norm.interpret)(weight_D, *rows)
     found: jax.Array = y.reshape(x.shape)
     return found
 

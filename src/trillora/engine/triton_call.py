@@ -1,7 +1,9 @@
 """Calls of Pallas kernels for Triton, shared by the kernels for NVIDIA GPUs.
 
-shape = jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16)
-y = call(kernel, shape, grid=(16,), num_warps=4)(x)          # `kernel(x_ref, y_ref)` runs 16 times
+    shape = jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16)
+    y = call(kernel, shape, (16,), name="twice", num_warps=4)(x)
+
+runs `kernel(x_ref, y_ref)` 16 times. Triton is imported when it is needed: a later jax may not have it.
 """
 
 from __future__ import annotations
@@ -25,18 +27,20 @@ def call(
     out_shape: Any,
     grid: tuple[int, ...],
     *,
+    name: str,
     num_warps: int,
     num_stages: int = 2,
     interpret: bool = False,
     aliases: Mapping[int, int] | None = None,
 ) -> Any:
-    """`aliases`: numbers of inputs, and of the outputs that take their memory."""
+    """`name` is seen in profiles. `aliases`: numbers of inputs, and of the outputs that take their memory."""
     from jax.experimental.pallas import triton
 
     return pl.pallas_call(
         kernel,
         out_shape=out_shape,
         grid=grid,
+        name=name,
         compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         input_output_aliases=dict(aliases or {}),

@@ -407,7 +407,7 @@ def decide_kernels(decisions: Decisions, config: Any, devices: list[Any], *, in_
         why_not = "fused kernels need bfloat16, a GPU since Ampere, and a jax with Pallas for Triton"
     elif _num_experts(config.get_text_config()) > 1:
         why_not = "fused kernels were not measured with mixtures"
-    elif decisions.values.get("quantize", "none") != "none":
+    elif decisions.values.get("quantize", "none") != "none" and decisions.values.get("matmul") != "fp8":
         why_not = "fused kernels were not measured with a quantized base"
     decisions.decide("kernels", "xla" if why_not else "fused", why_not or "fastest on one GPU, with the least memory")
 

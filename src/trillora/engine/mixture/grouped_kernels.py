@@ -106,7 +106,15 @@ def _call(
     kernel: Any, shape: tuple[int, ...], dtype: Any, grid: tuple[int, ...], blocks: Blocks, interpret: bool
 ) -> Any:
     out = jax.ShapeDtypeStruct(shape, dtype)
-    return call(kernel, out, grid, num_warps=blocks.num_warps, num_stages=blocks.num_stages, interpret=interpret)
+    return call(
+        kernel,
+        out,
+        grid,
+        name=kernel.func.__name__.strip("_"),
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        interpret=interpret,
+    )
 
 
 def _padded(array: jax.Array, *dims: int) -> jax.Array:

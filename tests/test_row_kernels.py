@@ -1,0 +1,160 @@
+"""Kernels that work on rows, in the Pallas interpreter, equal PyTorch's float64 autograd: RMSNorm, and the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gpu_lowering import lowered_for_a_gpu
+from torch.nn import functional
+
+from trillora.engine import rms_norm as norms
+from trillora.engine.cross_entropy import PLAIN, Kernel, loss_and_gradient
+from trillora.engine.joined_linear import joined_linear
+from trillora.engine.rms_norm import Norm, rms_norm
+
+# Relative to the largest value. float32: sums in another order; bfloat16: inputs are exact, results are rounded once.
+ROUNDING = {"float32": 2e-6, "bfloat16": 2**-8}
+
+
+def values(*shape: int, seed: int, dtype: Any = "float32", scale: float = 1.0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, dtype)
+
+
+def in_torch(array: jax.Array, *, requires_grad: bool = False) -> torch.Tensor:
+    return torch.tensor(np.asarray(array, np.float64), requires_grad=requires_grad)
+
+
+def assert_close(found: Any, expected: torch.Tensor, dtype: str, more: float = 0.0) -> None:
+    theirs = expected.detach().numpy()
+    error = np.abs(np.asarray(found, np.float64) - theirs).max()
+    assert error <= (ROUNDING[dtype] + more) * np.abs(theirs).max()
+
+
+# ---- RMSNorm
+
+
+@pytest.mark.parametrize("kernel", ["xla", "triton"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "offset"),
+    [
+        ((4, 16, 64), "float32", 0.0),
+        ((3, 7, 64), "bfloat16", 1.0),  # the last tile of rows is not full
+        ((5, 96), "float32", 1.0),  # the width is no power of two
+        ((2, 3, 2, 200), "bfloat16", 0.0),
+        ((1, 5000), "float32", 0.0),  # a row is more than a tile
+    ],
+)
+def test_norm_and_gradients_are_pytorchs(shape: tuple[int, ...], dtype: str, offset: float, kernel: Any) -> None:
+    x, dy = values(*shape, seed=0, dtype=dtype), values(*shape, seed=1, dtype=dtype)
+    weight = values(shape[-1], seed=2, dtype=dtype)
+    norm = Norm(1e-3, offset, kernel, interpret=True)
+    y, pull = jax.vjp(lambda x, weight: rms_norm(x, weight, norm), x, weight)
+    dx, dweight = pull(dy)
+    assert {str(each.dtype) for each in (y, dx, dweight)} == {dtype}
+
+    leaves = [in_torch(x, requires_grad=True), in_torch(weight, requires_grad=True)]
+    expected = functional.rms_norm(leaves[0], shape[-1:], leaves[1] + offset, eps=1e-3)
+    gradients = torch.autograd.grad(expected, leaves, in_torch(dy))
+    for found, theirs in zip((y, dx, dweight), (expected, *gradients), strict=True):
+        assert_close(found, theirs, dtype)
+
+
+def test_the_weights_gradient_costs_nothing_if_it_is_not_used() -> None:
+    """Base weights are frozen: only two kernels are left, and no sum over rows."""
+
+    def frozen(x: jax.Array, weight: jax.Array) -> jax.Array:
+        y, pull = jax.vjp(lambda x: rms_norm(x, weight, Norm(1e-6)), x)
+        result: jax.Array = pull(y)[0]
+        return result
+
+    text = lowered_for_a_gpu(frozen, values(64, 128, seed=0, dtype="bfloat16"), values(128, seed=1, dtype="bfloat16"))
+    assert text.count("custom_call") == 2
+    assert "stablehlo.reduce" not in text
+
+
+def test_rows_that_the_kernels_can_compute() -> None:
+    def is_supported(shape: tuple[int, ...], dtype: Any) -> bool:
+        return norms.is_supported(jax.ShapeDtypeStruct(shape, dtype))  # type: ignore[arg-type]
+
+    assert is_supported((16384, 2048), jnp.bfloat16)
+    assert is_supported((1, norms.WIDEST), jnp.float32)
+    assert not is_supported((1, norms.WIDEST + 1), jnp.bfloat16)
+    assert not is_supported((2**20, 2048), jnp.bfloat16)  # places need more than 32 bits
+    assert not is_supported((8, 64), jnp.float16)
+
+
+# ---- the loss
+
+
+@pytest.mark.parametrize("kernel", [PLAIN, Kernel("triton", interpret=True, columns=256)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "scale"),
+    [
+        ((8, 512), "float32", 3.0),
+        ((2, 3, 700), "bfloat16", 3.0),  # the last block of columns is not full
+        ((4, 1000), "float32", 200.0),  # exp() of the logits would overflow
+        ((3, 100), "bfloat16", 0.0),  # all alike
+    ],
+)
+def test_loss_and_gradient_are_pytorchs(shape: tuple[int, ...], dtype: str, scale: float, kernel: Kernel) -> None:
+    logits = values(*shape, seed=0, dtype=dtype, scale=scale)
+    generator = np.random.default_rng(1)
+    targets = jnp.asarray(generator.integers(0, shape[-1], shape[:-1]))
+    weights = jnp.asarray(generator.random(shape[:-1]), jnp.float32).at[0].set(0.0)
+    losses, gradient = loss_and_gradient(logits, targets, weights, kernel)
+    assert losses.dtype == jnp.float32
+    assert gradient.dtype == logits.dtype
+
+    theirs = in_torch(logits, requires_grad=True)
+    flat = functional.cross_entropy(
+        theirs.reshape(-1, shape[-1]), torch.tensor(np.asarray(targets)).long().reshape(-1), reduction="none"
+    )
+    (expected,) = torch.autograd.grad((flat.reshape(shape[:-1]) * in_torch(weights)).sum(), theirs)
+    # The exponent of a probability is the difference of two logits, each rounded to float32.
+    of_exponent = 2**-23 * float(jnp.abs(logits.astype(jnp.float32)).max())
+    assert_close(losses, flat.reshape(shape[:-1]), "float32", of_exponent)
+    assert_close(gradient, expected, dtype, of_exponent)
+    np.testing.assert_array_equal(np.asarray(gradient[0], np.float32), 0)
+
+
+def test_a_later_block_with_much_larger_logits_does_not_overflow() -> None:
+    logits = jnp.concatenate([jnp.full((1, 256), -3e4), jnp.full((1, 256), 3e4)], axis=1)
+    kernel = Kernel("triton", interpret=True, columns=128)
+    losses, gradient = loss_and_gradient(logits, jnp.asarray([300]), jnp.ones(1), kernel)
+    np.testing.assert_allclose(losses, np.log(256), rtol=1e-3)  # float32 has few digits left at 3e4
+    assert jnp.isfinite(gradient).all()
+    np.testing.assert_allclose(gradient[0, :256], 0, atol=1e-9)
+
+
+def test_the_gradient_takes_the_place_of_the_logits() -> None:
+    """Otherwise a chunk of logits would be in memory twice."""
+
+    def compute(logits: jax.Array, targets: jax.Array) -> Any:
+        return loss_and_gradient(logits * 2, targets, jnp.ones(4), Kernel("triton"))
+
+    text = lowered_for_a_gpu(compute, values(4, 300, seed=0, dtype="bfloat16"), jnp.zeros(4, jnp.int32))
+    assert text.count("custom_call") == 1
+    assert "output_operand_alias" in text
+
+
+# ---- linear layers with the same input
+
+
+def test_joined_linear_layers_equal_separate_ones() -> None:
+    x, a = values(2, 5, 16, seed=0), values(6, 16, seed=1)
+    weights = [values(outputs, 16, seed=outputs) for outputs in (16, 8, 8)]
+
+    def separate(x: jax.Array, a: jax.Array) -> Any:
+        return tuple(x @ weight.T for weight in weights), x @ a.T
+
+    ours, pull = jax.vjp(lambda x, a: joined_linear(x, weights, a), x, a)
+    theirs, pull_theirs = jax.vjp(separate, x, a)
+    gradients = jax.tree.map(lambda y: values(*y.shape, seed=9), theirs)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    for found, expected in zip(pull(gradients), pull_theirs(gradients), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -321,7 +321,7 @@ def test_resolved_recipe_reads_back_the_same_with_its_reasons(tmp_path: Path) ->
 
 def test_what_the_user_fixed_is_found_and_nothing_else() -> None:
     (stage,) = stages_of(load_recipe(SMALLEST, ["train.micro_batch_size=2", "engine.remat=none"]))
-    options = {"micro_batch_size": 2, "remat": "none", "quantize": "none", "matmul": "full", "kernels": "xla"}
+    options = {"micro_batch_size": 2, "remat": "none", "quantize": "none", "matmul": "full"}
     assert given_settings(stage.recipe) == options
     fields = {field.name for field in dataclasses.fields(StepSettings)}
     assert fields - set(StepSettings.OPTIONS) == {"document_room"}  # the data gives it

@@ -397,7 +397,7 @@ def test_fixed_options_are_released_one_by_one(folder: Path) -> None:
         ("micro_batch_size", "remat", "loss_chunk"),
     ]
     assert relax(recipe, fixed[0]) == recipe
-    others = {"num_devices": 1, "quantize": "none", "matmul": "full", "kernels": "xla"}
+    others = {"num_devices": 1, "quantize": "none", "matmul": "full"}
     assert given_settings(relax(recipe, fixed[2])) == {**others, "loss_chunk": 4096}
     assert given_settings(relax(recipe, fixed[3])) == {**others, "loss_chunk": 256}
     assert steps(train={"steps": 2, "batch_size": 8})[0] == [(), ("loss_chunk",)]

@@ -83,8 +83,8 @@ class _LinearOutput:
         call = self._call_with(interop.jax_view(x), trace)
         if id(self) not in call.frozen:
             return None
-        y = call.frozen[id(self)]
-        return interop.torch_view(y if self.bias is None else y + interop.jax_view(self.bias))
+        y, bias = call.frozen[id(self)], getattr(self, "bias", None)
+        return interop.torch_view(y if bias is None else y + interop.jax_view(bias))
 
     @property
     def is_plain(self) -> bool:

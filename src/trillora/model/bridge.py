@@ -120,6 +120,7 @@ class CausalLM:
         self.kernels = kernels
         self.gated_mlps = find_gated_mlps(self.module) if kernels == "fused" else []
         self.rms_norms = find_rms_norms(self.module) if kernels == "fused" else []
+        self._rotations = rotations_with_gradient(self.module) if kernels == "fused" else []
         self.has_dropout = lora is not None and lora.dropout > 0
         self._splits_lora = kernels == "fused" and not scan  # stored as one array of all equal layers
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat, stack_lora=self._splits_lora)
@@ -268,8 +269,7 @@ class CausalLM:
         modules = [replacement for part in parts for replacement in part(self.module)]
         if self.attention == "splash":
             modules += rotations_as_products(self.module)
-        if self.kernels == "fused":
-            modules += rotations_with_gradient(self.module)
+        modules += self._rotations
         modules += fused_forwards(self.gated_mlps) + fused_norms(self.rms_norms)
         given, replacements = replacements, [*replacements, *masks, *modules, *counted_no_grad()]
         with (

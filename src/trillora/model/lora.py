@@ -76,22 +76,20 @@ class _LinearOutput:
     def _joined_output(self, x: torch.Tensor) -> Any:
         """What the base gives, from `joined_linear`; None if that is not used here."""
         trace = current()
-        if trace is None or trace.kernels != "fused" or not hasattr(self, "lora_a"):
+        if trace is None or trace.kernels != "fused" or not self.is_plain:
             return None
         if not isinstance(x, TORCHAX_TENSORS) or in_no_grad():
             return None
-        call = self._call_with(interop.jax_view(x), trace)
-        if id(self) not in call.frozen:
-            return None
-        y, bias = call.frozen[id(self)], getattr(self, "bias", None)
-        return interop.torch_view(y if bias is None else y + interop.jax_view(bias))
+        y = self._call_with(interop.jax_view(x), trace).frozen.get(id(self))
+        return None if y is None else interop.torch_view(y)
 
     @property
     def is_plain(self) -> bool:
-        """An ordinary linear layer with plain LoRA: without dropout, DoRA or PiSSA, on a base that is not quantized."""
+        """An ordinary linear layer with plain LoRA: without dropout, DoRA or PiSSA, on a base that is not quantized. A
+        bias belongs to the product, which is rounded once."""
         has_plain_lora = hasattr(self, "lora_a") and self.lora_init == "default" and not self.lora_dropout
-        is_linear = type(self).__bases__[-1] is torch.nn.Linear and not hasattr(self, "token_rows")
-        return has_plain_lora and is_linear and not hasattr(self, "lora_magnitude")
+        is_linear = type(self).__bases__[-1] is torch.nn.Linear and getattr(self, "bias", None) is None
+        return has_plain_lora and is_linear and not hasattr(self, "lora_magnitude") and not hasattr(self, "token_rows")
 
     def frozen_weight(self) -> jax.Array:
         """The weight [E, D] of the base."""
@@ -145,8 +143,10 @@ class _LinearOutput:
         if id(self) not in call.low:
             joined = trace.joined_layers.get(id(self), (self,))
             matrices = [layer._matrices()[0].astype(x.dtype) for layer in joined]
-            if trace.kernels == "fused" and all(layer.is_plain for layer in joined):
-                frozen, low = joined_linear(x, [layer.frozen_weight() for layer in joined], jnp.concatenate(matrices))
+            plain = [layer.frozen_weight() for layer in joined if layer.is_plain]
+            is_usual = len(plain) == len(joined) and all(weight.dtype == x.dtype for weight in plain)
+            if trace.kernels == "fused" and is_usual:
+                frozen, low = joined_linear(x, plain, jnp.concatenate(matrices))
                 call.frozen.update(zip(map(id, joined), frozen, strict=True))
             else:
                 left = _gradient_apart(x) if trace.attention == "splash" else x

@@ -23,8 +23,8 @@ from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.ragged import Documents
 
-# How adapters are computed: each by itself; or those of a gated MLP in a kernel (`overrides.gated_mlps`), and all A
-# matrices that have the same input in one product.
+# What computes the operations between products: XLA, or kernels for a GPU (`overrides.gated_mlps`, `.rms_norms`, and
+# the loss). With kernels, layers that have the same input are computed together (`engine.joined_linear`).
 Kernels = Literal["xla", "fused"]
 
 

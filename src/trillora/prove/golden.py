@@ -126,7 +126,8 @@ def train_golden(devices: list[Any], dtype: Dtype, listener: Listener, num_steps
         losses=tuple(losses),
         gradients={name: np.asarray(mean / MEAN_SHARE, np.float32) for name, mean in sorted(gradients.items())},
         inputs=_digest({**adapter, **batch}),
-        how=f"{settings.attention} attention, layers {settings.layers}, mesh {_mesh_text(assembly)}",
+        how=f"{settings.attention} attention, {settings.kernels} kernels, layers {settings.layers}, "
+        f"mesh {_mesh_text(assembly)}",
     )
 
 

@@ -89,13 +89,6 @@ class StepSettings:
         own = ("micro_batch_size", "document_room")
         return {name: value for name, value in vars(self).items() if name not in own}
 
-    def fixed_by_state(self) -> dict[str, Any]:
-        """What a run keeps on other hardware: its state depends on how the adapters of equal layers are stored. They
-        are one array if layers are scanned, and with fused kernels."""
-        stacked = self.layers == "scan" or self.kernels == "fused"
-        layout = {"layers": "scan"} if stacked else {"layers": "unroll", "kernels": "xla"}
-        return {**layout, "quantize": self.quantize}
-
     def to_dict(self) -> dict[str, Any]:
         room = None if self.document_room is None else list(self.document_room)
         return {**vars(self), "mesh": self.mesh.model_dump(), "document_room": room}

@@ -333,7 +333,7 @@ class HardwareSection(Section):
 
 
 class EngineSection(Section):
-    """How the step is computed. These options change speed and memory; only matmul also changes the results."""
+    """How the step is computed: speed and memory. Only matmul changes the results by more than rounding."""
 
     layers: Auto | Layers = Field(
         default="auto", description="scan: compile one layer and loop over it. unroll: compile all, slower to compile."
@@ -357,9 +357,9 @@ class EngineSection(Section):
     )
     kernels: Auto | Kernels = Field(
         default="auto",
-        description="Who computes what is between the products. xla: the compiler. fused (one NVIDIA GPU): Triton "
-        "kernels for norms, the loss, and the middle of a gated MLP with its adapters. auto: fused for dense models "
-        "in bfloat16 on one GPU since Ampere, else xla.",
+        description="What computes the operations between matrix products. xla: the compiler. fused (one NVIDIA GPU): "
+        "Triton kernels for norms, the loss, and the middle of a gated MLP with its adapters. auto: fused for dense "
+        "models in bfloat16 on one GPU, Ampere or newer, else xla.",
     )
 
 

@@ -171,7 +171,6 @@ def choose(
     fixed = {**(kept or {}), **given_settings(recipe)}
     decisions = Decisions(fixed, listener)
     decide_by_hardware(decisions, recipe, config, devices, document_room)
-    decide_kernels(decisions, config, devices, in_group=build is not None)
     limit = memory_limit(devices)
     by_time = predictor is not None and predictor.knows_time and limit is not None
     if not by_time:
@@ -191,6 +190,7 @@ def choose(
     sizes = micro_batch_sizes(batch_size, fixed.get("micro_batch_size"), meshes[-1].data * meshes[-1].fsdp)
     smallest = (meshes[-1], remats[-1], sizes[-1])
     attempts = decide_quantization(decisions, lambda: candidates.settings(*smallest), candidates, compiler, limit)
+    decide_kernels(decisions, config, devices, in_group=build is not None)
     if predictor is not None and limit is not None and by_time:
         guesses = guess_all(candidates, meshes, remats, sizes, predictor, limit * USABLE, listener)
         if "loss_chunk" not in fixed:

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trillora.devices.chips import generation_of
 from trillora.devices.mesh import AXES, FSDP_AXIS, batch_sharding, replicated, weight_spec
 from trillora.engine.cross_entropy import PLAIN, Kernel
 from trillora.engine.hash_random import MaskKey
@@ -44,7 +45,7 @@ from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.parts.expert_parameters import split_by_expert
 from trillora.recipe.resolve import StepSettings
-from trillora.recipe.schema import StageRecipe
+from trillora.recipe.schema import Backend, StageRecipe
 from trillora.step.adapter_spec import check_layers, lora_spec
 from trillora.step.background import compile_program
 
@@ -162,7 +163,7 @@ def assemble(
         trust_remote_code=recipe.model.trust_remote_code,
     )
     check_layers(recipe.lora, spec, model)
-    check_kernels(model, mesh)
+    check_kernels(model, mesh, settings.backend)
     check_offload(settings, mesh)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     chunk = loss_chunk_positions(settings.loss_chunk, settings.micro_batch_size // shards, train.sequence_length)
@@ -198,13 +199,14 @@ def assemble(
     )
 
 
-def check_kernels(model: CausalLM, mesh: Mesh) -> None:
+def check_kernels(model: CausalLM, mesh: Mesh, backend: Backend) -> None:
     """Refuses fused kernels where they cannot be used at all: silently slower would be worse."""
     if model.kernels != "fused":
         return
     device, why = mesh.devices.flat[0], ""
-    if device.platform not in ("gpu", "cpu") or mesh.size > 1:
-        why = f"it needs one NVIDIA GPU, and this step is for {mesh.size} x {device.device_kind}"
+    is_old = backend == "gpu" and device.platform == "gpu" and not generation_of(device).widest_head
+    if backend not in ("gpu", "cpu") or is_old or mesh.size > 1:
+        why = f"it needs one NVIDIA GPU since Ampere, and this step is for {mesh.size} x {device.device_kind}"
     elif model.mapped:
         why = "several adapters are trained together"
     elif not has_triton():

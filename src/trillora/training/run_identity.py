@@ -20,7 +20,7 @@ from trillora.secrets import mask_values
 # Options that may change when a run is resumed; a dotted name includes everything below it.
 FREE = (
     *("hardware", "evaluate", "track"),
-    *("engine.remat", "engine.attention", "engine.loss_chunk"),
+    *("engine.remat", "engine.attention", "engine.loss_chunk", "engine.kernels"),
     *("train.micro_batch_size", "train.max_bad_steps", "train.checkpoint_every", "train.keep_checkpoints"),
     *("train.checkpoint_dir", "train.time_limit", "train.adapters_at_once", "stages.micro_batch_size"),
     # Compared by content.

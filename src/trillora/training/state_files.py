@@ -7,6 +7,7 @@ unsharded, so a run can resume on another number of devices.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
@@ -49,6 +50,7 @@ from trillora.step.background import compile_program
 from trillora.step.build import Assembly
 from trillora.training.divergence import DivergenceMonitor
 
+_SLICE = re.compile(r"\.(\d{1,6}):(\d{1,6}):([1-9]\d{0,5})\.")  # of stacked layers (`model.layout`)
 STATE_FILE, FACTS_FILE, METRICS_FILE = "state.safetensors", "state.json", "metrics.jsonl"
 ADAPTER_FILES = (WEIGHTS_FILE, CONFIG_FILE)
 FILES = (*ADAPTER_FILES, STATE_FILE, FACTS_FILE, METRICS_FILE)
@@ -207,12 +209,14 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
     """The state of a checkpoint, placed on the assembly's devices."""
     shapes = assembly.state_shapes
     adapter = fit_adapter(read_adapter(files[WEIGHTS_FILE]), assembly.model.adapter_layout, where)
-    stored = read_tensors(files, STATE_FILE)
+    stored = by_layer(read_tensors(files, STATE_FILE))
     as_stored = shapes._replace(adapter=(), key=jax.eval_shape(jax.random.key_data, shapes.key))
-    names = [name for name, _ in named_arrays(as_stored)]
+    names = {part for name, _ in named_arrays(as_stored) for part in layer_names(name)}
 
     def read(name: str, leaf: jax.ShapeDtypeStruct | None) -> np.ndarray:
-        array = stored.get(name)
+        parts = [stored[part] for part in layer_names(name) if part in stored]
+        is_whole = len(parts) == len(layer_names(name)) and len({part.shape for part in parts}) == 1
+        array = (np.stack(parts) if _SLICE.search(name) else parts[0]) if is_whole else None
         if array is None or leaf is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
             raise TrilloraError(
                 f"The checkpoint's {name} does not fit this run.",
@@ -221,12 +225,37 @@ def from_files(files: dict[str, bytes], assembly: Assembly, where: str) -> Train
             )
         return array
 
-    for extra in sorted(stored.keys() - set(names)):
+    for extra in sorted(stored.keys() - names):
         read(extra, None)
     leaves = [read(name, leaf) for name, leaf in named_arrays(as_stored)]
     state = jax.tree.unflatten(jax.tree.structure(as_stored), leaves)._replace(adapter=adapter)
     placed: TrainState = jax.tree.map(lambda array, leaf: put_array(array, leaf.sharding), state, shapes)
     return placed._replace(key=jax.random.wrap_key_data(placed.key))
+
+
+def layer_names(name: str) -> list[str]:
+    """The names of an array's layers, if equal layers are stacked in it. Which are stacked depends on the options of
+    the engine, and these on the hardware, so that arrays are read by layer.
+
+    >>> layer_names("optimizer/0/mu/model.layers.1:6:2.mlp.up_proj.lora_a")[1]
+    'optimizer/0/mu/model.layers.3.mlp.up_proj.lora_a'
+    """
+    return [_SLICE.sub(f".{number}.", name, count=1) for number in _layers(name)] or [name]
+
+
+def by_layer(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Without stacked arrays. A name may say anything: it is believed if the array has as many layers."""
+    flat: dict[str, np.ndarray] = {}
+    for name, array in stored.items():
+        is_stacked = array.ndim > 0 and 0 < len(array) == len(_layers(name))
+        flat |= dict(zip(layer_names(name), array, strict=True)) if is_stacked else {name: array}
+    return flat
+
+
+def _layers(name: str) -> range:
+    """The layers that are stacked in an array; none if it is not stacked."""
+    found = _SLICE.search(name)
+    return range(*map(int, found.groups())) if found else range(0)
 
 
 def read_facts(files: dict[str, bytes]) -> dict[str, Any]:

@@ -317,7 +317,8 @@ class _Training(RunProcess):
             earlier = before.stage(stage.name) if before else None
             kept = dict(shared)
             if earlier is not None:  # a resumed run is the same program
-                kept |= vars(earlier.settings) if is_same_hardware else earlier.settings.fixed_by_state()
+                fixed = {"layers": earlier.settings.layers, "quantize": earlier.settings.quantize}
+                kept |= vars(earlier.settings) if is_same_hardware else fixed
             predictor = None if earlier is not None and is_same_hardware else predictor_for(devices)
             meanwhile = functools.partial(ahead.meanwhile, number, memory_limit(devices))
             plans[number] = choose(

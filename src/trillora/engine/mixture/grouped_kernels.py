@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from trillora.engine.triton_call import call
+from trillora.engine.triton_call import call, masked_store
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,6 @@ def _product_kernel(
     transposed: bool,
 ) -> None:
     """One tile of rows times one block of columns. Columns change fastest, so that neighbours share rows."""
-    from jax.experimental.pallas import triton
 
     *low_rank, out_ref = refs
     tile, column = pl.program_id(0) // num_blocks[1], pl.program_id(0) % num_blocks[1]
@@ -190,7 +189,7 @@ def _product_kernel(
                 total += _dot(inner_ref[index, ranks], low_ref[group, ranks, columns])
         total = jnp.where(has_group, total, jnp.zeros_like(total))
         mask = jnp.broadcast_to((wanted < end)[:, None], total.shape)
-        triton.store(out_ref.at[pl.ds(start, block_m), columns], total.astype(out_ref.dtype), mask=mask)
+        masked_store(out_ref.at[pl.ds(start, block_m), columns], total, mask)
 
 
 def _outer_kernel(

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import torch
 from torchax import interop
 
@@ -73,10 +72,9 @@ def fused_norms(norms: list[RmsNorm]) -> list[tuple[Any, str, Any]]:
 
 def _forward(norm: RmsNorm, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     trace, is_usual = current(), len(args) == 1 and not kwargs and isinstance(args[0], TORCHAX_TENSORS)
-    if trace is None or trace.kernels != "fused" or not is_usual or in_no_grad():  # generation has few rows
+    if trace is None or trace.kernels != "fused" or not is_usual or in_no_grad():
         return original(*args, **kwargs)
-    x: jax.Array = interop.jax_view(args[0])
-    if not is_supported(x):
+    x, weight = interop.jax_view((args[0], norm.module.weight))
+    if not is_supported(x) or weight.dtype != x.dtype:  # some code returns the wider type then
         return original(*args, **kwargs)
-    weight = interop.jax_view(norm.module.weight)
     return interop.torch_view(rms_norm(x, weight, Norm(norm.eps, norm.offset, interpret=trace.interpret)))

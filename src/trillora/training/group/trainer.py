@@ -163,7 +163,7 @@ class GroupTraining(RunProcess):
         adapters fit in memory at once. `kept`: decisions of an earlier start on the same hardware."""
         recipe, num_steps = widest(group.members), data[0].num_steps
         first = before.stages[0].settings if before else None
-        fixed_by_start = first.fixed_by_state() if first else {}
+        fixed_by_start = {"layers": first.layers, "quantize": first.quantize} if first else {}
 
         def plan(width: int, shared: dict[str, Any]) -> Plan:
             def build(recipe: StageRecipe, settings: StepSettings, config: Any, mesh: Any, num_steps: int) -> Assembly:

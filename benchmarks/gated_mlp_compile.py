@@ -1,4 +1,4 @@
-"""Registers, shared memory and spills of the kernels of `engine.gated_mlp`, compiled for Hopper without a GPU.
+"""Registers, shared memory and spills of the kernels of `engine.kernels.gated_mlp`, compiled for Hopper without a GPU.
 
     pip install --target build/triton triton
     PYTHONPATH=build/triton python benchmarks/gated_mlp_compile.py [--blocks 32x64x4x2] [--rows 16384 --inner 8192]
@@ -23,7 +23,7 @@ from gated_mlp_gpu import backward, forward
 from jax._src.pallas.triton import lowering
 from triton.backends.compiler import GPUTarget
 
-from trillora.engine.gated_mlp import ACTIVATIONS, RANKS, Blocks, Form, Middle
+from trillora.engine.kernels.gated_mlp import ACTIVATIONS, RANKS, Blocks, Form, Middle
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REGISTERS, SHARED_BYTES, WARPS = 65536, 227 * 2**10, 64  # of a processor

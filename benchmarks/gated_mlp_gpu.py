@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trillora.engine.gated_mlp import Blocks, Form, Middle, middle
+from trillora.engine.kernels.gated_mlp import Blocks, Form, Middle, middle
 
 SCALE = 2.0
 BYTES_PER_SECOND = 4.8e12  # of an H200's memory

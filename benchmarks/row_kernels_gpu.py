@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from gated_mlp_gpu import BYTES_PER_SECOND, error, seconds
 
-from trillora.engine.cross_entropy import Kernel, loss_and_gradient
-from trillora.engine.rms_norm import Norm, rms_norm
+from trillora.engine.kernels.cross_entropy import Kernel, loss_and_gradient
+from trillora.engine.kernels.rms_norm import Norm, rms_norm
 
 LOSS_FORMS = ((16384, 32), (8192, 32), (8192, 16), (4096, 16), (4096, 8), (4096, 4), (2048, 4))  # columns, warps
 IN_PLACE = 20  # calls in one program

@@ -12,7 +12,7 @@ import torch
 from gpu_lowering import lowered_for_a_gpu
 from torch.nn import functional
 
-from trillora.engine.gated_mlp import Activation, Blocks, Form, Middle, is_supported, middle, padded_rank
+from trillora.engine.kernels.gated_mlp import Activation, Blocks, Form, Middle, is_supported, middle, padded_rank
 
 USUAL = Blocks(32, 64, num_warps=4, num_stages=2)
 FEW = Blocks(16, 32, num_warps=4, num_stages=2, programs=4)  # so that a program has several blocks

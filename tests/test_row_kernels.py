@@ -12,10 +12,10 @@ import torch
 from gpu_lowering import lowered_for_a_gpu
 from torch.nn import functional
 
-from trillora.engine import rms_norm as norms
-from trillora.engine.cross_entropy import PLAIN, Kernel, loss_and_gradient
-from trillora.engine.joined_linear import joined_linear
-from trillora.engine.rms_norm import Norm, rms_norm
+from trillora.engine.kernels import rms_norm as norms
+from trillora.engine.kernels.cross_entropy import PLAIN, Kernel, loss_and_gradient
+from trillora.engine.kernels.joined_linear import joined_linear
+from trillora.engine.kernels.rms_norm import Norm, rms_norm
 
 # Relative to the largest value. float32: sums in another order; bfloat16: inputs are exact, results are rounded once.
 ROUNDING = {"float32": 2e-6, "bfloat16": 2**-8}

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trillora.engine.cross_entropy import PLAIN, Kernel, loss_and_gradient
+from trillora.engine.kernels.cross_entropy import PLAIN, Kernel, loss_and_gradient
 
 Tree = Any
 Head = Callable[[Tree, Tree, jax.Array], jax.Array]  # (base, head adapter, hidden [B, C, D]) -> logits [B, C, V]

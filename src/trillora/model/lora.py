@@ -29,7 +29,7 @@ from torchax import interop
 from transformers.pytorch_utils import Conv1D
 
 from trillora.engine.hash_random import keep_mask
-from trillora.engine.joined_linear import joined_linear
+from trillora.engine.kernels.joined_linear import joined_linear
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNITUDE, is_of_lora, kind_of
 from trillora.model.layout import Layout, Tree

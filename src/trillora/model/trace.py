@@ -24,7 +24,7 @@ from trillora.engine.hash_random import MaskKey
 from trillora.engine.ragged import Documents
 
 # What computes the operations between products: XLA, or kernels for a GPU (`overrides.gated_mlps`, `.rms_norms`, and
-# the loss). With kernels, layers that have the same input are computed together (`engine.joined_linear`).
+# the loss). With kernels, layers that have the same input are computed together (`engine.kernels.joined_linear`).
 Kernels = Literal["xla", "fused"]
 
 

@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 
 from trillora.devices.chips import chip_of, generation_of
 from trillora.devices.mesh import MeshShape, make_mesh
+from trillora.engine.kernels.triton_call import has_triton
 from trillora.engine.quantize import item_bytes
 from trillora.engine.ragged import MOST_OF_TOKENS, documents_bucket, why_masked
-from trillora.engine.triton_call import has_triton
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, Progress
 from trillora.model.layout import Tree

@@ -20,8 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trillora.devices.chips import generation_of
 from trillora.devices.mesh import AXES, FSDP_AXIS, batch_sharding, replicated, weight_spec
-from trillora.engine.cross_entropy import PLAIN, Kernel
 from trillora.engine.hash_random import MaskKey
+from trillora.engine.kernels.cross_entropy import PLAIN, Kernel
+from trillora.engine.kernels.triton_call import has_triton
 from trillora.engine.loss import (
     TokenScores,
     Totals,
@@ -37,7 +38,6 @@ from trillora.engine.loss import (
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.quantize import block_of, item_bytes, stored_format
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
-from trillora.engine.triton_call import has_triton
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import kind_of
 from trillora.model.bridge import CausalLM, Inputs

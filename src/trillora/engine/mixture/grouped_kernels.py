@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from trillora.engine.triton_call import call, masked_store
+from trillora.engine.kernels.triton_call import call, masked_store
 
 
 @dataclass(frozen=True)

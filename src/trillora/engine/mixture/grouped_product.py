@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
+from trillora.engine.kernels.triton_call import has_triton
 from trillora.engine.mixture import grouped_kernels
-from trillora.engine.triton_call import has_triton
 
 Kernel = Literal["xla", "megablox", "triton"]
 LARGE_SHARED_MEMORY = ("8.0", "9.0", "10.0", "10.3")  # compute capability of A100, H100 and H200, B200, B300

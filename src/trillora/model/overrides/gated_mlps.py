@@ -1,4 +1,4 @@
-"""Gated MLPs of any model, computed by `engine.gated_mlp` if `engine.kernels` is `fused`.
+"""Gated MLPs of any model, computed by `engine.kernels.gated_mlp` if `engine.kernels` is `fused`.
 
 A module is replaced only if its own code computes `down(act(gate(x)) * up(x))` and nothing else. That is found out by
 running it, not by its name: its three linear layers return random numbers, and what the code does with them is compared
@@ -25,8 +25,8 @@ from jax.ad_checkpoint import checkpoint_name
 from torch.nn import functional
 from torchax import interop
 
-from trillora.engine.gated_mlp import Activation, Form, Middle, is_supported, middle, padded_rank
-from trillora.engine.joined_linear import joined_linear
+from trillora.engine.kernels.gated_mlp import Activation, Form, Middle, is_supported, middle, padded_rank
+from trillora.engine.kernels.joined_linear import joined_linear
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad
 from trillora.model.remat import SMALL, name_of_output
 from trillora.model.trace import Trace, current, replaced

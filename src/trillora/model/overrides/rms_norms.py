@@ -1,4 +1,4 @@
-"""RMSNorms of any model, computed by `engine.rms_norm` if `engine.kernels` is `fused`.
+"""RMSNorms of any model, computed by `engine.kernels.rms_norm` if `engine.kernels` is `fused`.
 
 As with gated MLPs, a module is recognised by what it computes, not by its name: its code is run with a random weight
 and input, and compared with both forms of the norm.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torchax import interop
 
-from trillora.engine.rms_norm import Norm, is_supported, rms_norm
+from trillora.engine.kernels.rms_norm import Norm, is_supported, rms_norm
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad
 from trillora.model.trace import current
 

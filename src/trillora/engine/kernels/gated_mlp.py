@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from trillora.engine.triton_call import LARGEST, call, masked_store
+from trillora.engine.kernels.triton_call import LARGEST, call, masked_store
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RANKS = (16, 32, 64)  # the kernels' ranks: Triton's products need 16, and more than 64 need too many registers

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from trillora.engine.triton_call import LARGEST, call, masked_load, masked_store
+from trillora.engine.kernels.triton_call import LARGEST, call, masked_load, masked_store
 
 LOG2_E = 1 / math.log(2)  # GPUs compute powers of 2
 

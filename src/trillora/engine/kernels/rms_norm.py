@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from trillora.engine.triton_call import LARGEST, call, masked_load, masked_store
+from trillora.engine.kernels.triton_call import LARGEST, call, masked_load, masked_store
 
 WIDEST = 16384  # a row is in the registers of one block of threads
 NUMBERS = 4096  # of a tile, at least one row

@@ -240,12 +240,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.2},
     "DoRA": {"dora": True},
     "PiSSA": {"init": "pissa"},
-    "ranks": {"rank_pattern": {"up_proj": 2, "q_proj": 8}},
+    "ranks and whole norms": {
+        "rank_pattern": {"up_proj": 2, "q_proj": 8},
+        "modules_to_save": ["norm", "input_layernorm"],
+    },
     "attention only": {"targets": ["q_proj", "v_proj"]},
-    "whole norms": {"modules_to_save": ["norm", "input_layernorm"]},
     "embedding": {"targets": ["embed_tokens", "gate_proj", "up_proj", "down_proj"]},
 }
-RARE = ("DoRA", "PiSSA", "attention only", "embedding")
+RARE = ("dropout", "DoRA", "PiSSA", "attention only", "embedding")
 
 
 @pytest.mark.parametrize("variant", [slow_case(name) if name in RARE else name for name in VARIANTS])

@@ -2,7 +2,9 @@
 PYTHON ?= $(shell command -v python3 || command -v python)
 BIN := .venv/bin
 HARNESS := .venv-harness/bin
-# Tests run in several processes, so each uses one thread.
+# Tests run in several processes, so each uses one thread. If the environment turns compiled modules off, each process
+# would compile torch and the others again, which takes 12 s.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 

@@ -1,6 +1,7 @@
 """Compares 100 training steps of SmolLM2: Trillora against PyTorch with PEFT.
 
     python benchmarks/parity.py --steps 100
+    python benchmarks/parity.py --steps 20 engine.kernels=fused engine.layers=unroll  # GPU kernels, interpreted: slow
 
 The same base, initial adapter and batches, float32, AdamW with a constant learning rate, on the CPU. Prints the losses
 every ten steps and the largest difference. Fails if the first ten steps differ by more than 1e-4. The test suite runs
@@ -25,6 +26,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("overrides", nargs="*", help="recipe overrides")
     args = parser.parse_args()
     from peft_reference import peft_losses
 
@@ -42,7 +44,8 @@ def main() -> int:
                 "data": {"path": str(DATA), "pack": False},
                 "train": {"sequence_length": 184, "batch_size": 2, "steps": args.steps, "schedule": "constant"},
                 "hardware": {"devices": 1},
-            }
+            },
+            args.overrides,
         )
         started = time.perf_counter()
         ours = train(recipe, Path(work) / "run").losses

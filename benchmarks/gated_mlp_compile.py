@@ -42,7 +42,7 @@ def main() -> None:
         M, F, R = args.rows, args.inner, rank
         shapes = [(M, F), (M, F), (M, 2 * R), (F, R), (F, R), (R, F), (M, F), (M, R)]
         *given, dh, dld = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-        form = Form(activation, forward=blocks, backward=blocks)
+        form = Form(activation, blocks=blocks)
         for name, function, arguments in (
             ("forward", forward(form), (Middle(*given),)),
             ("backward", backward(form), (Middle(*given), (dh, dld))),

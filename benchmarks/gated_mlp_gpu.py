@@ -48,7 +48,7 @@ def fused(blocks: Blocks, interpret: bool) -> Callable[..., jax.Array]:
         (ag, bg), (au, bu), (ad, bd) = ((a.astype(x.dtype), (b * SCALE).astype(x.dtype)) for a, b in adapters)
         low = x @ jnp.concatenate([ag, au]).T
         given = Middle(x @ weights[0].T, x @ weights[1].T, low, bg, bu, ad)
-        h, ld = middle(given, Form("silu", interpret=interpret, forward=blocks, backward=blocks))
+        h, ld = middle(given, Form("silu", interpret=interpret, blocks=blocks))
         return h @ weights[2].T + ld @ bd.T
 
     return block
@@ -117,10 +117,7 @@ def cases(args: argparse.Namespace, interpret: bool) -> Iterator[tuple[str, str,
     wide, thin = (draw(40 + n, M, F, scale=1) for n in (0, 1)), (draw(43, F, R), draw(44, F, R), draw(45, R, F))
     inner, gradients = Middle(*wide, draw(42, M, 2 * R), *thin), (draw(46, M, F, scale=1), draw(47, M, R, scale=1))
     plain = Form("silu", "xla")
-    forms = {
-        f"kernel {text}": Form("silu", interpret=interpret, forward=blocks, backward=blocks)
-        for text, blocks in all_blocks.items()
-    }
+    forms = {f"kernel {text}": Form("silu", interpret=interpret, blocks=blocks) for text, blocks in all_blocks.items()}
     for what, function, arguments in (("forward", forward, (inner,)), ("backward", backward, (inner, gradients))):
         results = in_float32(function(plain), arguments)
         for name, form in {"xla": plain, **forms}.items():

@@ -41,6 +41,7 @@ SHAPES = {
     },
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
+PROFILED = 4  # steps
 CARD_GIB = 139.8  # reported by the driver for an H200 with 141 GB
 
 
@@ -74,15 +75,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from trillora.step.autotune import choose, step_bytes
     from trillora.training.trainer import place_state
 
-    recipe = load_recipe(
-        {
-            "model": "random",
-            "data": {"path": "random.jsonl", "pack": args.packed},
-            "lora": {"rank": 16, "alpha": 32},
-            "train": {"sequence_length": args.tokens, "batch_size": args.rows, "steps": args.steps},
-        },
-        args.overrides,
-    )
+    data, lora = {"path": "random.jsonl", "pack": args.packed}, {"rank": 16, "alpha": 32}
+    train = {"sequence_length": args.tokens, "batch_size": args.rows, "steps": args.steps}
+    recipe = load_recipe({"model": "random", "data": data, "lora": lora, "train": train}, args.overrides)
     config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=args.tokens)
     devices, started = find_devices("auto", 1), time.perf_counter()
     room = DocumentRoom(args.tokens // 2, 1) if args.packed else None
@@ -94,26 +89,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     generator = np.random.default_rng(0)
     batches = [put_batch(random_batch(generator, args, config.vocab_size), assembly.mesh) for _ in range(4)]
 
-    ends: list[float] = []
-    before = None
-    for step in range(args.steps):
-        state, metrics = plan.compiled(state, base, batches[step % 4])
-        if before is not None:  # as in training, the next step has been started
-            before.loss.block_until_ready()
-            ends.append(time.perf_counter())
-        before = metrics
-    metrics.loss.block_until_ready()
-    ends.append(time.perf_counter())
-    if args.kernels:
+    def run(num_steps: int) -> tuple[Any, list[float]]:
+        """The last metrics, and when each step ended. As in training, a step is awaited after the next has started."""
+        nonlocal state
+        ends, before = [], None
+        for step in range(num_steps):
+            state, metrics = plan.compiled(state, base, batches[step % len(batches)])
+            if before is not None:
+                before.loss.block_until_ready()
+                ends.append(time.perf_counter())
+            before = metrics
+        metrics.loss.block_until_ready()
+        return metrics, [*ends, time.perf_counter()]
 
-        def run() -> Any:
-            nonlocal state
-            for batch in batches:
-                state, metrics = plan.compiled(state, base, batch)
-            return metrics
-
-        print(longest_kernels(run, args.kernels, len(batches)), flush=True)
+    metrics, ends = run(args.steps)
     step_seconds = statistics.median(later - earlier for earlier, later in pairwise(ends[args.steps // 2 :]))
+    if args.kernels:
+        print(longest_kernels(lambda: run(PROFILED)[0], args.kernels, PROFILED), flush=True)
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "engine": "trillora",

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from trillora.engine.kernels.gated_mlp import Activation, Blocks, Form, Middle, is_supported, middle, padded_rank
 
-USUAL = Blocks(32, 64, num_warps=4, num_stages=2)
-FEW = Blocks(16, 32, num_warps=4, num_stages=2, programs=4)  # so that a program has several blocks
+FEW = Blocks(rows=16, columns=32, programs=4)  # so that a program has several blocks
 # Relative to the largest value. float32: sums in another order, and the kernels' error function. bfloat16: inputs are
 # exact, h and the gradients dg and du are rounded once (2**-9) and then summed.
 ROUNDING = {"float32": 1e-5, "bfloat16": 2**-7}
@@ -55,11 +54,11 @@ def expected(given: Middle, activation: Activation, dh: jax.Array, dld: jax.Arra
     [
         (64, 128, 16, "silu", "float32", None),  # without kernels
         (16, 16, 32, "gelu", "bfloat16", None),
-        (64, 128, 16, "silu", "float32", USUAL),
-        (64, 128, 16, "silu", "bfloat16", USUAL),
-        (70, 192, 32, "gelu", "float32", USUAL),  # the last tile of rows is not full
-        (33, 48, 64, "gelu_tanh", "bfloat16", USUAL),  # blocks of 16 columns
-        (5, 16, 16, "gelu_tanh", "float32", USUAL),  # less than a block
+        (64, 128, 16, "silu", "float32", Blocks()),
+        (64, 128, 16, "silu", "bfloat16", Blocks()),
+        (70, 192, 32, "gelu", "float32", Blocks()),  # the last tile of rows is not full
+        (33, 48, 64, "gelu_tanh", "bfloat16", Blocks()),  # blocks of 16 columns
+        (5, 16, 16, "gelu_tanh", "float32", Blocks()),  # less than a block
         (256, 128, 16, "silu", "float32", FEW),  # 16 tiles of rows in 1 part, 4 blocks of columns in 1 part
         (16 * 7 - 3, 96, 16, "gelu", "bfloat16", FEW),  # 7 tiles in 2 parts: the last tile is beyond the last row
     ],
@@ -68,9 +67,7 @@ def test_results_and_gradients_are_pytorchs(
     num_rows: int, width: int, rank: int, activation: Activation, dtype: str, blocks: Blocks | None
 ) -> None:
     given, *gradients = inputs(num_rows, width, rank, dtype)
-    form = (
-        Form(activation, "xla") if blocks is None else Form(activation, interpret=True, forward=blocks, backward=blocks)
-    )
+    form = Form(activation, "xla") if blocks is None else Form(activation, interpret=True, blocks=blocks)
     results, pull = jax.vjp(lambda given: middle(given, form), given)
     found = [*results, *pull(tuple(gradients))[0]]
     assert {str(each.dtype) for each in found} == {dtype}

@@ -117,7 +117,7 @@ class CausalLM:
         self.whole = select_modules(self.module, self.lora)
         add_token_rows(self.module, self.lora.tokens, self.whole)
         add_whole_weights(self.module, self.whole, self.lora.num_tokens, self.targets)
-        self.kernels = kernels
+        self.kernels, self.document_room = kernels, document_room
         self.gated_mlps = find_gated_mlps(self.module) if kernels == "fused" else []
         self.rms_norms = find_rms_norms(self.module) if kernels == "fused" else []
         self._rotations = rotations_with_gradient(self.module) if kernels == "fused" else []
@@ -125,7 +125,6 @@ class CausalLM:
         self._splits_lora = kernels == "fused" and not scan  # stored as one array of all equal layers
         self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat, stack_lora=self._splits_lora)
         self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
-        self.document_room = document_room
         self.decoder = find_decoder(self.module, self.stack)
         self.arguments = inspect.signature(self.module.forward).parameters
         self._decoder_output: type | None = None

@@ -35,7 +35,7 @@ from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNI
 from trillora.model.layout import Layout, Tree
 from trillora.model.limits import refused_by_peft
 from trillora.model.lora_spec import Initial, LayerLora, LoraSpec, adapted_layers
-from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad, without_gradient
+from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, fused_input, in_no_grad, without_gradient
 from trillora.model.parts.expert_parameters import add_to_experts, expert_parameters, linear_routers
 from trillora.model.parts.token_rows import token_logits, weight_replaced
 from trillora.model.remat import SMALL, name_of_output
@@ -75,12 +75,10 @@ class _LinearOutput:
 
     def _joined_output(self, x: torch.Tensor) -> Any:
         """What the base gives, from `joined_linear`; None if that is not used here."""
-        trace = current()
-        if trace is None or trace.kernels != "fused" or not self.is_plain:
+        given, trace = fused_input(x), current()
+        if given is None or trace is None or not self.is_plain:
             return None
-        if not isinstance(x, TORCHAX_TENSORS) or in_no_grad():
-            return None
-        y = self._call_with(interop.jax_view(x), trace).frozen.get(id(self))
+        y = self._call_with(given, trace).frozen.get(id(self))
         return None if y is None else interop.torch_view(y)
 
     @property

@@ -404,7 +404,7 @@ def decide_kernels(decisions: Decisions, config: Any, devices: list[Any], *, in_
     if len(devices) > 1 or in_group:
         why_not = "fused kernels are for one GPU and one adapter"
     elif decisions["dtype"] != "bfloat16" or not generation_of(devices[0]).widest_head or not has_triton():
-        why_not = "fused kernels need bfloat16, a GPU since Ampere, and a jax with Pallas for Triton"
+        why_not = "fused kernels need bfloat16, a GPU of Ampere or newer, and a jax with Pallas for Triton"
     elif _num_experts(config.get_text_config()) > 1:
         why_not = "fused kernels were not measured with mixtures"
     elif decisions.values.get("quantize", "none") != "none" and decisions.values.get("matmul") != "fp8":

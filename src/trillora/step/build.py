@@ -206,7 +206,7 @@ def check_kernels(model: CausalLM, mesh: Mesh, backend: Backend) -> None:
     device, why = mesh.devices.flat[0], ""
     is_old = backend == "gpu" and device.platform == "gpu" and not generation_of(device).widest_head
     if backend not in ("gpu", "cpu") or is_old or mesh.size > 1:
-        why = f"it needs one NVIDIA GPU since Ampere, and this step is for {mesh.size} x {device.device_kind}"
+        why = f"it needs one NVIDIA GPU (Ampere or newer), and this step is for {mesh.size} x {device.device_kind}"
     elif model.mapped:
         why = "several adapters are trained together"
     elif not has_triton():

@@ -3,10 +3,9 @@
     loss of a token     log(sum(exp(logits))) - logits[target]
     its gradient        weight * (softmax(logits) - (1 at the target, else 0))
 
-XLA reads the logits four times: for the largest, for the sum, for the target's, and for the gradient. Here each row is
-read twice by one program, the second time mostly from the cache, and the gradient takes the place of the logits in
-memory. The sum is computed with the largest logit so far, and corrected when a larger one comes. `kernel="xla"` is the
-same in plain jax.
+XLA reads the logits four times: for the largest, for the sum, for the target's, and for the gradient. Here one program
+reads its row twice, and the gradient takes the place of the logits in memory. The sum is computed with the largest
+logit so far, and corrected when a larger one comes. `Kernel("xla")` is the same in plain jax.
 
 Legend: M tokens, V vocabulary.
 """

@@ -27,7 +27,7 @@ from torchax import interop
 
 from trillora.engine.kernels.gated_mlp import Activation, Form, Middle, is_supported, middle, padded_rank
 from trillora.engine.kernels.joined_linear import joined_linear
-from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad
+from trillora.model.overrides.torchax_fixes import fused_input
 from trillora.model.remat import SMALL, name_of_output
 from trillora.model.trace import Trace, current, replaced
 
@@ -108,10 +108,9 @@ def fused_forwards(mlps: list[GatedMlp]) -> list[tuple[Any, str, Any]]:
 
 
 def _forward(mlp: GatedMlp, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    trace, is_usual = current(), len(args) == 1 and not kwargs and isinstance(args[0], TORCHAX_TENSORS)
-    if trace is None or trace.kernels != "fused" or not is_usual or in_no_grad():
+    x, trace = fused_input(*args, **kwargs), current()
+    if x is None or trace is None:
         return original(*args, **kwargs)
-    x: jax.Array = interop.jax_view(args[0])
     num_rows = x.size // x.shape[-1]
     if not is_supported(num_rows, mlp.gate.out_features, x.dtype, interpret=trace.interpret):
         return original(*args, **kwargs)

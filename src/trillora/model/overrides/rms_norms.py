@@ -18,7 +18,7 @@ import torch
 from torchax import interop
 
 from trillora.engine.kernels.rms_norm import Norm, is_supported, rms_norm
-from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, in_no_grad
+from trillora.model.overrides.torchax_fixes import fused_input
 from trillora.model.trace import current
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # attributes of the models' own norms
@@ -71,10 +71,10 @@ def fused_norms(norms: list[RmsNorm]) -> list[tuple[Any, str, Any]]:
 
 
 def _forward(norm: RmsNorm, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    trace, is_usual = current(), len(args) == 1 and not kwargs and isinstance(args[0], TORCHAX_TENSORS)
-    if trace is None or trace.kernels != "fused" or not is_usual or in_no_grad():
+    x, trace, weight = fused_input(*args, **kwargs), current(), norm.module.weight
+    if x is None or trace is None or not is_supported(x):
         return original(*args, **kwargs)
-    x, weight = interop.jax_view((args[0], norm.module.weight))
-    if not is_supported(x) or weight.dtype != x.dtype:  # some code returns the wider type then
+    if weight.dtype != args[0].dtype:  # the model's own code may return the wider type
         return original(*args, **kwargs)
-    return interop.torch_view(rms_norm(x, weight, Norm(norm.eps, norm.offset, interpret=trace.interpret)))
+    how = Norm(norm.eps, norm.offset, interpret=trace.interpret)
+    return interop.torch_view(rms_norm(x, interop.jax_view(weight), how))

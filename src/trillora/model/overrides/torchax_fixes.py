@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import torch
 import torchax
+from torchax import interop
 from torchax.tensor import Environment, Tensor
 from torchax.view import View
 
@@ -82,6 +83,15 @@ def in_no_grad() -> bool:
     a `torch.autograd.Function`, through which gradients do flow."""
     trace = current()
     return trace is not None and trace.no_grad_depth > 0
+
+
+def fused_input(*args: Any, **kwargs: Any) -> jax.Array | None:
+    """The only argument of a call that fused kernels may compute; None if they are off, or if it is another call."""
+    trace, is_usual = current(), len(args) == 1 and not kwargs and isinstance(args[0], TORCHAX_TENSORS)
+    if trace is None or trace.kernels != "fused" or not is_usual or in_no_grad():
+        return None
+    x: jax.Array = interop.jax_view(args[0])
+    return x
 
 
 def counted_no_grad() -> list[tuple[Any, str, Any]]:

@@ -9,12 +9,16 @@ runs `kernel(x_ref, y_ref)` 16 times. Triton is imported when it is needed: a la
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 LARGEST = 2**31  # numbers of an array: places are computed in 32 bits
+LOG2_E = 1 / math.log(2)  # GPUs compute powers of 2
 
 
 def has_triton() -> bool:
@@ -45,6 +49,36 @@ def call(
         interpret=interpret,
         input_output_aliases=dict(aliases or {}),
     )
+
+
+class Functions(NamedTuple):
+    """Functions of float32 in kernels."""
+
+    exp2: Callable[[jax.Array], jax.Array]
+    reciprocal: Callable[[jax.Array], jax.Array]
+
+    def sigmoid(self, x: jax.Array) -> jax.Array:
+        return self.reciprocal(1 + self.exp2(x * -LOG2_E))
+
+
+IN_JAX = Functions(jnp.exp2, lambda x: 1 / x)
+
+
+def functions(*, interpret: bool = False) -> Functions:
+    """Each is one instruction of the GPU, exact to 2e-7. What Triton makes of jax's own takes several more, for results
+    below 1e-38, which are zero here."""
+    if interpret:
+        return IN_JAX
+    return Functions(*(lambda x, name=name: _instruction(name, x) for name in ("ex2", "rcp")))
+
+
+def _instruction(name: str, x: jax.Array) -> jax.Array:
+    from jax.experimental.pallas import triton
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    code, registers = f"{name}.approx.ftz.f32 $0, $1;", "=f,f"
+    [y] = triton.elementwise_inline_asm(code, args=[x], constraints=registers, pack=1, result_shape_dtypes=[shape])
+    return y
 
 
 def masked_load(ref: Any, mask: Any, other: float = 0.0) -> Any:

@@ -22,7 +22,7 @@ from gated_mlp_gpu import BYTES_PER_SECOND, error, seconds
 from trillora.engine.kernels.cross_entropy import Kernel, loss_and_gradient
 from trillora.engine.kernels.rms_norm import Norm, rms_norm
 
-LOSS_FORMS = ((16384, 32), (8192, 32), (8192, 16), (4096, 16), (4096, 8), (4096, 4), (2048, 4))  # columns, warps
+LOSS_FORMS = (None, 32768, 16384, 8192, 4096)  # columns of a block; None is the default
 IN_PLACE = 20  # calls in one program
 NORM_FORMS = ((2048, 1), (2048, 2), (2048, 4), (4096, 2), (4096, 4), (8192, 8))  # numbers of a tile, warps
 
@@ -77,20 +77,29 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, str, Any, Any, int]]:
         yield "norm", name, norm_forward(norm), rows, 2 * rows[0].nbytes
     for name, norm in norms.items():
         yield "norm's gradient", name, norm_backward(norm), rows, 3 * rows[0].nbytes
+    for name, norm in norms.items():
+        yield "both gradients", name, norm_backward(norm, is_added=True), rows, 4 * rows[0].nbytes
     targets = jax.random.randint(jax.random.key(3), (args.chunk,), 0, args.vocabulary)
     logits = draw(4, args.chunk, args.vocabulary, scale=3.0)
     kernels = {"xla": Kernel()}
-    kernels |= {f"{c} x {w} warps": Kernel("triton", interpret, columns=c, num_warps=w) for c, w in LOSS_FORMS}
+    kernels |= {f"{columns or 'default'}": Kernel("triton", interpret, columns=columns) for columns in LOSS_FORMS}
     for name, kernel in kernels.items():
         yield "loss", name, loss(kernel), (logits, targets), 2 * logits.nbytes
 
 
 def norm_forward(norm: Norm) -> Any:
-    return lambda x, dy, weight: rms_norm(x, weight, norm)
+    return lambda x, dy, weight: rms_norm(x, weight, norm)[0]
 
 
-def norm_backward(norm: Norm) -> Any:
-    return lambda x, dy, weight: jax.vjp(lambda x: rms_norm(x, weight, norm), x)[1](dy)
+def norm_backward(norm: Norm, *, is_added: bool = False) -> Any:
+    """With `is_added`, x is also added to a later result, whose gradient is x here."""
+
+    def run(x: jax.Array, dy: jax.Array, weight: jax.Array) -> Any:
+        if is_added:
+            return jax.vjp(lambda x: rms_norm(x, weight, norm), x)[1]((dy, x))
+        return jax.vjp(lambda x: rms_norm(x, weight, norm)[0], x)[1](dy)
+
+    return run
 
 
 def loss(kernel: Kernel) -> Any:

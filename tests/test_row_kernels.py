@@ -50,31 +50,41 @@ def assert_close(found: Any, expected: torch.Tensor, dtype: str, more: float = 0
     ],
 )
 def test_norm_and_gradients_are_pytorchs(shape: tuple[int, ...], dtype: str, offset: float, kernel: Any) -> None:
-    x, dy = values(*shape, seed=0, dtype=dtype), values(*shape, seed=1, dtype=dtype)
-    weight = values(shape[-1], seed=2, dtype=dtype)
-    norm = Norm(1e-3, offset, kernel, interpret=True)
-    y, pull = jax.vjp(lambda x, weight: rms_norm(x, weight, norm), x, weight)
-    dx, dweight = pull(dy)
-    assert {str(each.dtype) for each in (y, dx, dweight)} == {dtype}
-
+    x, *given = (values(*shape, seed=seed, dtype=dtype) for seed in (0, 1, 2))
+    weight = values(shape[-1], seed=3, dtype=dtype)
     leaves = [in_torch(x, requires_grad=True), in_torch(weight, requires_grad=True)]
-    expected = functional.rms_norm(leaves[0], shape[-1:], leaves[1] + offset, eps=1e-3)
-    gradients = torch.autograd.grad(expected, leaves, in_torch(dy))
-    for found, theirs in zip((y, dx, dweight), (expected, *gradients), strict=True):
-        assert_close(found, theirs, dtype)
+    expected = (functional.rms_norm(leaves[0], shape[-1:], leaves[1] + offset, eps=1e-3), leaves[0] * 1)
+    for used in ([0], [1], [0, 1]):  # the norm, x as it comes out, and both
+
+        def results(x: jax.Array, weight: jax.Array, used: list[int] = used) -> list[jax.Array]:
+            found = rms_norm(x, weight, Norm(1e-3, offset, kernel, interpret=True))
+            return [found[n] for n in used]
+
+        found, pull = jax.vjp(results, x, weight)
+        of_ours = pull([given[n] for n in used])
+        theirs = [expected[n] for n in used]
+        of_theirs = torch.autograd.grad(
+            theirs, leaves, [in_torch(given[n]) for n in used], retain_graph=True, materialize_grads=True
+        )
+        assert {str(each.dtype) for each in (*found, *of_ours)} == {dtype}
+        for one, other in zip((*found, *of_ours), (*theirs, *of_theirs), strict=True):
+            assert_close(one, other, dtype)
 
 
-def test_the_weights_gradient_costs_nothing_if_it_is_not_used() -> None:
-    """Base weights are frozen: only two kernels are left, and no sum over rows."""
+@pytest.mark.parametrize("is_added", [False, True])
+def test_the_weights_gradient_costs_nothing_if_it_is_not_used(is_added: bool) -> None:
+    """Base weights are frozen: only two kernels are left, and no sum over rows. The gradient of an x that is added to a
+    later result is part of the second kernel."""
 
     def frozen(x: jax.Array, weight: jax.Array) -> jax.Array:
-        y, pull = jax.vjp(lambda x: rms_norm(x, weight, Norm(1e-6)), x)
-        result: jax.Array = pull(y)[0]
+        found, pull = jax.vjp(lambda x: rms_norm(x, weight, Norm(1e-6))[: 1 + is_added], x)
+        result: jax.Array = pull(found)[0]
         return result
 
     text = lowered_for_a_gpu(frozen, values(64, 128, seed=0, dtype="bfloat16"), values(128, seed=1, dtype="bfloat16"))
     assert text.count("custom_call") == 2
     assert "stablehlo.reduce" not in text
+    assert "stablehlo.add" not in text
 
 
 def test_rows_that_the_kernels_can_compute() -> None:
@@ -99,6 +109,8 @@ def test_rows_that_the_kernels_can_compute() -> None:
         ((2, 3, 700), "bfloat16", 3.0),  # the last block of columns is not full
         ((4, 1000), "float32", 200.0),  # exp() of the logits would overflow
         ((3, 100), "bfloat16", 0.0),  # all alike
+        ((2, 1024 + 8), "bfloat16", 3.0),  # groups of 8, one of them in the last block
+        ((2, 257), "float32", 3.0),  # no groups
     ],
 )
 def test_loss_and_gradient_are_pytorchs(shape: tuple[int, ...], dtype: str, scale: float, kernel: Kernel) -> None:

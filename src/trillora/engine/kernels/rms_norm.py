@@ -6,8 +6,12 @@ XLA needs three passes over x for the result and two or three for the gradient; 
 is in registers, so the backward pass computes its mean again instead of reading it. All arithmetic is in float32, and
 the result is rounded once.
 
-    >>> rms_norm(jnp.array([[3.0, 4.0]]), jnp.ones(2), Norm(eps=0.0, kernel="xla"))
+    >>> y, x = rms_norm(jnp.array([[3.0, 4.0]]), jnp.ones(2), Norm(eps=0.0, kernel="xla"))
+    >>> y
     Array([[0.8485281, 1.1313709]], dtype=float32)
+
+x comes out as it went in. A transformer adds it to the result of the block that follows the norm. If that addition uses
+the x that came out, the kernel for the gradient gets both gradients of x, and adds them without a pass of its own.
 
 Legend: M rows, D width.
 """
@@ -19,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 
 from trillora.engine.kernels.triton_call import LARGEST, call, masked_load, masked_store
@@ -41,27 +46,31 @@ def is_supported(x: jax.Array) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm(x: jax.Array, weight_D: jax.Array, norm: Norm) -> jax.Array:
-    """Of the last dimension of x."""
+def rms_norm(x: jax.Array, weight_D: jax.Array, norm: Norm) -> tuple[jax.Array, jax.Array]:
+    """The norm of the last dimension of x, and x."""
     if norm.kernel == "xla":
-        return _reference(x, weight_D, norm)
-    return _call(_forward_kernel, "rms_norm", norm, weight_D, x)
+        return _reference(x, weight_D, norm), x
+    return _call(_forward_kernel, "rms_norm", norm, weight_D, x), x
 
 
-def _forward(x: jax.Array, weight_D: jax.Array, norm: Norm) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return rms_norm(x, weight_D, norm), (x, weight_D)
+def _forward(x: Any, weight_D: Any, norm: Norm) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """jax says of each argument whether it has a gradient, which is not used here."""
+    return rms_norm(x.value, weight_D.value, norm), (x.value, weight_D.value)
 
 
-def _backward(norm: Norm, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight_D = saved
+def _backward(norm: Norm, saved: tuple[jax.Array, jax.Array], gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+    (x, weight_D), (dy, of_x) = saved, gradients
+    if isinstance(dy, SymbolicZero):
+        dy = jnp.zeros_like(x)
+    others = () if isinstance(of_x, SymbolicZero) else (of_x,)
     _, pull = jax.vjp(functools.partial(_reference, norm=norm), x, weight_D)
     dx, dweight = pull(dy)  # XLA leaves out what is not used: with the kernels dx, and the weight's if it is frozen
     if norm.kernel == "triton":
-        dx = _call(_backward_kernel, "rms_norm_gradient", norm, weight_D, x, dy)
-    return dx, dweight
+        return _call(_backward_kernel, "rms_norm_gradient", norm, weight_D, x, dy, *others), dweight
+    return sum(others, start=dx), dweight
 
 
-rms_norm.defvjp(_forward, _backward)
+rms_norm.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _reference(x: jax.Array, weight_D: jax.Array, norm: Norm) -> jax.Array:
@@ -120,8 +129,10 @@ def _forward_kernel(w_ref: Any, x_ref: Any, y_ref: Any, *, norm: Norm, tile: Any
     rows.write(y_ref, x * jax.lax.rsqrt(rows.mean(x * x) + norm.eps) * rows.weight(w_ref, norm))
 
 
-def _backward_kernel(w_ref: Any, x_ref: Any, dy_ref: Any, dx_ref: Any, *, norm: Norm, tile: Any, size: Any) -> None:
+def _backward_kernel(w_ref: Any, x_ref: Any, dy_ref: Any, *refs: Any, norm: Norm, tile: Any, size: Any) -> None:
+    *other_refs, dx_ref = refs
     rows = _Tile(tile, size)
     x, g = rows.read(x_ref), rows.read(dy_ref) * rows.weight(w_ref, norm)
     inverse = jax.lax.rsqrt(rows.mean(x * x) + norm.eps)
-    rows.write(dx_ref, inverse * (g - x * (inverse * inverse * rows.mean(g * x))))
+    dx = inverse * (g - x * (inverse * inverse * rows.mean(g * x)))
+    rows.write(dx_ref, sum((rows.read(ref) for ref in other_refs), start=dx))

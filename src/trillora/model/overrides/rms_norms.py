@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torchax import interop
+from torchax.tensor import Tensor
 
 from trillora.engine.kernels.rms_norm import Norm, is_supported, rms_norm
 from trillora.model.overrides.torchax_fixes import fused_input
@@ -77,4 +78,7 @@ def _forward(norm: RmsNorm, original: Callable[..., Any], *args: Any, **kwargs: 
     if weight.dtype != args[0].dtype:  # the model's own code may return the wider type
         return original(*args, **kwargs)
     how = Norm(norm.eps, norm.offset, interpret=trace.interpret)
-    return interop.torch_view(rms_norm(x, interop.jax_view(weight), how))
+    y, after = rms_norm(x, interop.jax_view(weight), how)
+    if type(args[0]) is Tensor:
+        args[0]._elem = after  # the same numbers: if they are added to a later result, the kernel adds the gradients
+    return interop.torch_view(y)

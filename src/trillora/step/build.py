@@ -64,8 +64,12 @@ TPU_OPTIONS: dict[str, str | bool] = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
 }
 # Without XLA's own kernels for products: with fused kernels cuBLAS is faster (180.6 instead of 182.0 ms on an H200) and
-# compiling takes half as long, and cuBLAS's fp8 products would not be used everywhere.
-CUBLAS_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+# compiling takes half as long, and cuBLAS's fp8 products would not be used everywhere. XLA does not join small products
+# with the same input, such as those of k and v: the parts of the result would be copied (0.5 ms on an H200).
+CUBLAS_OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_dot_merger_threshold_mb": "0",
+}
 WHOLE_SHARE = 0.25  # of a device's experts: if all other weights take no more, they are copied to every device
 # The first jax that compiles remat=offload for several CPU devices; every release from 0.7.2 was tried. Before, the
 # partitioner stops at annotations of memory ("Side-effect HLO must have sharding"). XLA for GPUs converts them first

@@ -198,12 +198,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.write_both(tmp_path_factory.mktemp("fused"))
 
 
+BATCH = 2  # interpreted kernels take seconds for a step with eight rows
+
+
 def trained(folder: Path, run: Path, kernel: Kernels) -> Path:
     engine = {"kernels": kernel, "layers": "unroll", "remat": "none"}
-    train(load_recipe(tiny_run.recipe(folder, engine=engine, train={"steps": 4, "checkpoint_every": 2})), run)
+    train(
+        load_recipe(
+            tiny_run.recipe(folder, engine=engine, train={"batch_size": BATCH, "steps": 4, "checkpoint_every": 2})
+        ),
+        run,
+    )
     return run
 
 
+@pytest.mark.usefixtures("shared_steps")
 def test_a_run_with_kernels_learns_the_same_resumes_and_is_read_by_peft(folder: Path, tmp_path: Path) -> None:
     fused, plain = (trained(folder, tmp_path / kernel, kernel) for kernel in ("fused", "xla"))
     np.testing.assert_allclose(tiny_run.losses(fused), tiny_run.losses(plain), rtol=SAME)
@@ -258,7 +267,7 @@ def test_other_adapters_learn_the_same_with_kernels(folder: Path, tmp_path: Path
     runs = []
     for kernels in ("fused", "xla"):
         engine = {"kernels": kernels, "layers": "unroll", "remat": "none"}
-        recipe = tiny_run.recipe(folder, engine=engine, train={"steps": 3}, lora=VARIANTS[variant])
+        recipe = tiny_run.recipe(folder, engine=engine, train={"batch_size": BATCH, "steps": 3}, lora=VARIANTS[variant])
         train(load_recipe(recipe), tmp_path / kernels)
         runs.append(tiny_run.losses(tmp_path / kernels))
     np.testing.assert_allclose(*runs, rtol=SAME)

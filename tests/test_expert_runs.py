@@ -26,6 +26,8 @@ from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 # Stored one by one (with a dense layer and a shared expert, for the second); stored fused, with biases.
 QUICK = ("qwen3_moe",)
 SLOW = ("deepseek_v3", "gpt_oss", "mixtral", "glm4_moe", "granitemoe", "olmoe")

@@ -39,6 +39,8 @@ from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 # One with renamed tensors and a tower that has layers of the same names; one with three positions per token.
 QUICK = ("mistral3", "qwen3_vl")
 TOKENS = np.random.default_rng(0).integers(3, 256, (2, 20)).astype(np.int32)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from dose import slow_case
 
 from trillora.data.rendering.pool import Batch, Pool, Worker
 from trillora.data.rendering.render import RenderedRow, RenderSettings
@@ -62,7 +63,15 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("hostile", "message"), HOSTILE.values(), ids=HOSTILE, indirect=["hostile"])
+RARE = ("a loop that writes",)  # ends like the endless loop
+
+
+@pytest.mark.parametrize(
+    ("hostile", "message"),
+    [slow_case(*case) if name in RARE else case for name, case in HOSTILE.items()],
+    ids=HOSTILE,
+    indirect=["hostile"],
+)
 def test_hostile_template_becomes_a_bad_row_in_bounded_time_and_memory(hostile: Worker, message: str) -> None:
     hostile.start()
     assert hostile._process is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
+from trillora.model.bridge import CausalLM
+from trillora.model.layout import Layout, Tree, stack, unstack
+from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides.rms_norms import find_rms_norms
 from trillora.model.overrides.rope import rotations_with_gradient
 from trillora.model.overrides.torchax_fixes import environment
@@ -67,6 +71,39 @@ def test_an_epsilon_that_the_code_does_not_use_is_noticed() -> None:
     del norm.variance_epsilon
     norm.forward = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-4) * norm.weight  # type: ignore
     assert find_rms_norms(norm) == []
+
+
+def random_tree(layout: Layout) -> Tree:
+    """The same numbers for a name, however layers are stacked."""
+
+    def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        generator = np.random.default_rng(zlib.crc32(name.encode()))
+        return generator.normal(size=shape).astype(np.float32)
+
+    return stack({name: numbers(name, leaf.part_shape) for leaf in layout.values() for name in leaf.names}, layout)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_layer_may_normalise_what_all_layers_are_given(scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm replaces its input by the same numbers. Those of an argument must not be seen by the next layer."""
+    forward = modeling_llama.LlamaDecoderLayer.forward
+
+    def with_norm(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        cosine = kwargs["position_embeddings"][0]
+        return forward(self, hidden_states + self.input_layernorm(cosine), **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", with_norm)
+    sizes = {**SIZES, "num_attention_heads": 1, "num_hidden_layers": 3}  # the cosine is as wide as the layers
+    config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=1, pad_token_id=0)
+    batch, found = {"tokens": jnp.ones((1, 4), jnp.int32)}, []
+    for kernels in ("xla", "fused"):
+        model = CausalLM(config, lora=LoraSpec(rank=2), scan=scan, kernels=kernels, interpret=True)
+        base, adapter = (random_tree(layout) for layout in (model.layout, model.adapter_layout))
+        loss = jax.value_and_grad(lambda adapter, base, model=model: model.hidden(base, adapter, batch).sum())
+        value, gradients = jax.jit(loss)(adapter, base)
+        found.append({"loss": value, **unstack(gradients, model.adapter_layout)})
+    for name, plain in found[0].items():
+        assert np.abs(found[1][name] - plain).max() <= 1e-4 * np.abs(plain).max(), name
 
 
 def test_the_gradient_of_a_rotation_is_that_of_the_models_code() -> None:

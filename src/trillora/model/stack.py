@@ -465,8 +465,8 @@ class LayerStack:
         hidden: torch.Tensor,
         arguments: dict[int, Any] | None = None,
     ) -> tuple[Any, list[tuple[Any, dict[Any, Any]]]]:
-        """Calls transformers' own layer with the recorded arguments. Dictionaries are copied, so that tracing has no
-        side effects; also returns what the layer added to them."""
+        """Calls transformers' own layer with the recorded arguments, of which dictionaries and tensors are new objects:
+        tracing has no side effects. Also returns what the layer added to dictionaries."""
         trace.num_wide, trace.adapted_inputs = 0, {}
         positional, args, kwargs = trace.layer_calls[i]
         leaves, structure = torch_tree.tree_flatten((args, kwargs))
@@ -477,6 +477,8 @@ class LayerStack:
             if isinstance(leaf, collections.UserDict):
                 leaves[at] = type(leaf)(leaf.data)
                 copies.append((leaf, leaves[at]))
+            elif isinstance(leaf, TORCHAX_TENSORS):  # a new object: our norms replace the value of their input
+                leaves[at] = interop.torch_view(leaf.jax())
         args, kwargs = torch_tree.tree_unflatten(leaves, structure)
         shared = {name: trace.weights[canonical] for name, canonical in self.shared[i].items()}
         if positional:

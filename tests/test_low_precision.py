@@ -409,7 +409,8 @@ def test_steps_with_fp8_products_are_compiled_for_cublas() -> None:
     """XLA's own kernels would take their place: with them, no product of a step compiled for an H200 was cuBLAS's."""
     [stage] = stages_of(load_recipe({"model": "llama", "data": "chats.jsonl"}))
     gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]), size=1)
-    for matmul, expected in (("fp8", {"xla_gpu_enable_triton_gemm": False}), ("full", None)):
+    cublas = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": "0"}
+    for matmul, expected in (("fp8", cublas), ("full", None)):
         fixed = {"layers": "scan", "attention": "xla", "loss_chunk": 64, "remat": "none", "micro_batch_size": 8}
         options = given_settings(stage.recipe) | fixed | {"dtype": "float32", "matmul": matmul}
         options |= {"quantize": "none" if matmul == "full" else matmul}

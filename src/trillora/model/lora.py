@@ -35,6 +35,7 @@ from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNI
 from trillora.model.layout import Layout, Tree
 from trillora.model.limits import refused_by_peft
 from trillora.model.lora_spec import Initial, LayerLora, LoraSpec, adapted_layers
+from trillora.model.overrides.sums import output_with_note
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, fused_input, in_no_grad, without_gradient
 from trillora.model.parts.expert_parameters import add_to_experts, expert_parameters, linear_routers
 from trillora.model.parts.token_rows import token_logits, weight_replaced
@@ -59,11 +60,12 @@ class _LinearOutput:
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         out = self._joined_output(x) if not args and not kwargs else None
+        is_joined = out is not None
         if out is None:
             out = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if not isinstance(out, TORCHAX_TENSORS):  # called as ordinary PyTorch
             return out
-        y = interop.jax_view(out)
+        frozen = y = interop.jax_view(out)
         if hasattr(self, "lora_a"):
             a, b = self._matrices()
             delta = self._lora_delta(interop.jax_view(x), a, b)
@@ -71,7 +73,11 @@ class _LinearOutput:
             y = without_gradient(y) if in_no_grad() else y
         if hasattr(self, "token_rows"):
             y = token_logits(self, interop.jax_view(x), y)
-        return interop.torch_view(checkpoint_name(y, name_of_output(x.shape[-1], y.shape[-1], current())))
+        trace = current()
+        name = name_of_output(x.shape[-1], y.shape[-1], trace)
+        if trace is not None and is_joined:
+            return interop.torch_view(output_with_note(frozen, delta, name, trace))
+        return interop.torch_view(checkpoint_name(y, name))
 
     def _joined_output(self, x: torch.Tensor) -> Any:
         """What the base gives, from `joined_linear`; None if that is not used here."""

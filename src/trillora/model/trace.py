@@ -11,10 +11,10 @@ while a model is traced:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -47,6 +47,13 @@ class AdaptedInput:
     frozen: dict[int, jax.Array] = field(default_factory=dict)  # what the base gives, if they were computed together
 
 
+class LinearSum(NamedTuple):
+    """The output of a linear layer, and how it is added to something else as a part of the layer's products."""
+
+    output: jax.Array  # kept, so that its id stays its own
+    add_to: Callable[[jax.Array], jax.Array]
+
+
 @dataclass
 class Trace:
     """One trace of the model; B sequences, T tokens."""
@@ -70,6 +77,7 @@ class Trace:
     num_attention_calls: int = 0
     num_wide: int = 0  # linear layers so far, in the current decoder layer, that are wider than their input
     adapted_inputs: dict[int, AdaptedInput] = field(default_factory=dict)  # of the current decoder layer, by id
+    sums: dict[int, LinearSum] = field(default_factory=dict)  # of the current decoder layer, by id of the output
     joined_layers: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # see lora.joined_layers
     no_grad_depth: int = 0  # how many `torch.no_grad` the model's code is in
 

@@ -27,6 +27,7 @@ from torchax import interop
 
 from trillora.engine.kernels.gated_mlp import Activation, Form, Middle, is_supported, middle, padded_rank
 from trillora.engine.kernels.joined_linear import joined_linear
+from trillora.model.overrides.sums import output_with_note
 from trillora.model.overrides.torchax_fixes import fused_input
 from trillora.model.remat import SMALL, name_of_output
 from trillora.model.trace import Trace, current, replaced
@@ -138,5 +139,6 @@ def _computed(mlp: GatedMlp, x: jax.Array, trace: Trace) -> jax.Array:
     (g0, u0), low = joined_linear(rows, weights, jnp.concatenate([ag, au]))
     given = Middle(named(g0, mlp.gate), named(u0, mlp.up), checkpoint_name(low, SMALL), bg, bu, ad)
     h, ld = middle(given, Form(mlp.activation, interpret=trace.interpret))
-    y = h @ mlp.down.frozen_weight().T + checkpoint_name(ld, SMALL) @ bd.T
-    return named(y.reshape(*x.shape[:-1], -1), mlp.down)
+    h, ld = (array.reshape(*x.shape[:-1], -1) for array in (h, checkpoint_name(ld, SMALL)))
+    name = name_of_output(mlp.down.in_features, mlp.down.out_features, trace)
+    return output_with_note(h @ mlp.down.frozen_weight().T, ld @ bd.T, name, trace)

@@ -18,6 +18,7 @@ from torchax import interop
 from torchax.tensor import Environment, Tensor
 from torchax.view import View
 
+from trillora.model.overrides.sums import added_in_products
 from trillora.model.trace import current
 
 TORCHAX_TENSORS = (Tensor, View)
@@ -59,7 +60,8 @@ def _fixed(function: Any, implementation: Callable[..., Any]) -> Callable[..., A
     """torchax's implementation of an operator, or ours."""
     name = str(function)
     if name in _PROMOTING:
-        return _scalars_do_not_promote(implementation)
+        promoted = _scalars_do_not_promote(implementation)
+        return added_in_products(promoted) if name in ("aten.add", "aten.add.Tensor") else promoted
     if name in _ROUNDED_ONCE:
         return _rounded_once(implementation)
     if function is torch.nn.functional.linear or name == "aten.linear":

@@ -6,8 +6,9 @@
 
 Writes the random weights once for each shape. Each engine runs in a process of its own (`peer_engines.py`, which says
 what is the same for all), first in the order of `--only`, then in the opposite one; a step's time is the median of the
-second half. `trillora, capped` may use as much memory as Unsloth used. With `--peer-path`, the packages of the
-others are only on their path. A run that fails, or does not start before the time limit, has its reason in the table.
+second half. `trillora, capped` may use as much memory as Unsloth used. `trillora, fp8` computes products with the base
+in 8 bits (`engine.matmul: fp8`), which the others do not. With `--peer-path`, the packages of the others are only on
+their path. A run that fails, or does not start before the time limit, has its reason in the table.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 from peer_engines import FIRST_TOKEN, WORKS
 from random_model import write_model
 
-CAPPED = "trillora, capped"
-ENGINES = ("trillora", "unsloth", CAPPED, "unsloth-packed", "trl-liger", "trl")
+CAPPED, FP8 = "trillora, capped", "trillora, fp8"
+ENGINES = ("trillora", "unsloth", CAPPED, FP8, "unsloth-packed", "trl-liger", "trl")
 HERE = Path(__file__).parent
 
 
@@ -112,7 +113,8 @@ def run(
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (args.peer_path, environment.get("PYTHONPATH"))))
         environment["UNSLOTH_COMPILE_LOCATION"] = str(args.models / "unsloth")
     command = [sys.executable, str(HERE / "peer_engines.py"), name, *works, "--model", str(folder)]
-    command += ["--steps", str(args.steps), *(["--set", *args.set] if name == "trillora" and args.set else [])]
+    overrides = [*args.set, *(["engine.matmul=fp8"] if engine == FP8 else [])] if name == "trillora" else []
+    command += ["--steps", str(args.steps), *(["--set", *overrides] if overrides else [])]
     started = time.perf_counter()
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.each)

@@ -14,9 +14,13 @@ import numpy as np
 import pytest
 import torch
 from architecture_checks import LOGITS, Subject, distance
+from tiny_models import configuration
 from torchax import interop
+from transformers import CONFIG_MAPPING
 
+from trillora.model.bridge import CausalLM
 from trillora.model.layout import stack, unstack
+from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.remat import Remat
 from trillora.model.stack import LayerStack, Segment, find_segments
@@ -254,3 +258,20 @@ def test_layers_that_use_the_window_in_their_own_code_do_not_share_a_body() -> N
     cohere = Subject("cohere2").ours(scan=True)
     assert [segment.period for segment in cohere.stack.segments] == [2]
     assert [segment.period for segment in Subject("gemma2").ours(scan=True).stack.segments] == [1]
+
+
+@pytest.mark.skipif("zaya" not in CONFIG_MAPPING, reason="transformers does not have the model yet")
+def test_linked_layers_share_products_in_every_trace() -> None:
+    """The A matrices of layers with the same input are one product; the first trace of the model finds out which."""
+    model = CausalLM(configuration("zaya"), lora=LoraSpec(rank=2), kernels="fused", interpret=True)
+    shapes = [
+        {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in layout.items()}
+        for layout in (model.layout, model.adapter_layout)
+    ]
+    tokens = {"tokens": jnp.ones((1, 8), jnp.int32)}
+    first, second = (
+        str(jax.make_jaxpr(lambda base, adapter: model.hidden(base, adapter, tokens))(*shapes)).count("dot_general")
+        for _ in range(2)
+    )
+    assert model.stack.linked
+    assert first == second

@@ -251,6 +251,7 @@ class LayerStack:
         self.kinds = [kinds.index(kind) for kind in kinds]  # equal layers have equal numbers
         self.segments = find_segments(signatures) if scan else [Segment(i, 1, 1) for i in range(len(self.layers))]
         self.lora_segments = find_segments(signatures) if stack_lora else self.segments
+        self.joined: dict[int, tuple[Any, ...]] = {}  # as in `Trace`; found when the first layer is probed
         for i, layer in enumerate(self.layers):
             layer.__dict__["forward"] = functools.partial(self._record, i, layer.forward)
 
@@ -301,7 +302,7 @@ class LayerStack:
             for r in range(segment.repetitions)
             if segment.start + j + r * segment.period == i
         )
-        trace.layer_calls[i], run_key = call, trace.dropout_key
+        trace.layer_calls[i], trace.joined_layers, run_key = call, self.joined, trace.dropout_key
 
         def body(hidden: jax.Array, weights: dict[str, jax.Array]) -> Any:
             with environment():
@@ -333,7 +334,7 @@ class LayerStack:
                 return interop.jax_view(self._call(trace, 0, weights, interop.torch_view(hidden))[0])
 
         out = jax.eval_shape(call, hidden)
-        trace.joined_layers = joined_layers(self.layers, trace.adapted_inputs.values())
+        self.joined = trace.joined_layers = joined_layers(self.layers, trace.adapted_inputs.values())
         return (len(out), out[0].dtype) if isinstance(out, tuple | list) else (0, out.dtype)
 
     def _run(self, trace: Trace, hidden: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ from trillora.devices.slices import NOT_RENTED, Slice, find_slice
 from trillora.errors import TrilloraError
 
 CLOUD_TPU, COMPUTE_ENGINE = "cloud-tpu", "compute-engine"
-BACKENDS = (CLOUD_TPU, COMPUTE_ENGINE)
 PRICES_OF = "2026-08-21, US"
 
 

@@ -225,6 +225,7 @@ def test_offloaded_values_take_no_memory_of_the_device() -> None:
     assert offloaded.flops == pytest.approx(estimate_mistral(remat="linear").flops)
 
 
+@pytest.mark.core
 def test_flops_of_mistral_counted_by_hand() -> None:
     result = estimate_mistral()
     attention, mlp = 2 * 4096 * 4096 + 2 * 4096 * 1024, 3 * 4096 * 14336
@@ -386,6 +387,7 @@ def test_a_causal_kernel_skips_the_blocks_above_the_diagonal() -> None:
     assert causal_share(4, 2) == 7 / 8  # a window of two blocks: only the first row has fewer
 
 
+@pytest.mark.core
 def test_attention_flops_follow_the_computed_blocks() -> None:
     """Half as many sequences of twice the length: only the attention flops change."""
     short, long = estimate_mistral(rows=16), estimate_mistral(rows=8, tokens=4096)

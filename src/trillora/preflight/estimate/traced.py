@@ -273,7 +273,7 @@ class _Reader:
         parameters = equation.params
         grid = [g for g in parameters["grid_mapping"].grid if isinstance(g, int)]
         flops = product_flops(parameters["jaxpr"]) * math.prod(grid)
-        name = str(parameters.get("name") or parameters.get("name_and_src_info") or "")
+        name = _kernel_name(parameters)
         outputs = [_unsplit(variable.aval) for variable in equation.outvars]
         attention = None
         if SPLASH in name and len(grid) >= 3:
@@ -292,6 +292,13 @@ class _Reader:
             bounded.append(split if total * split <= self.num_devices else 1)
             total *= bounded[-1]
         return tuple(bounded)
+
+
+def _kernel_name(parameters: dict[str, Any]) -> str:
+    """Without the block sizes that may follow: they contain the names of other kernels."""
+    name = parameters.get("name") or parameters.get("name_and_src_info")
+    name = name or parameters["jaxpr"].debug_info.func_src_info  # jax 0.7
+    return str(name or "").partition("_block_")[0]
 
 
 def _attention_work(

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Hashable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,14 @@ def shared_steps(steps_so_far: dict[Hashable, Any]) -> Iterator[None]:
 
     with sharing(steps_so_far):
         yield
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `python` whose runs of `-m trillora` start quickly."""
+    from warm_python import write_warm_python
+
+    return write_warm_python(tmp_path_factory.mktemp("warm"))
 
 
 @pytest.fixture

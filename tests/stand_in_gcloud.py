@@ -63,7 +63,8 @@ class Google:
     def set(self, **settings: Any) -> None:
         """account, project, buckets; refuse: {verb: [text, …]}, used up one by one; states: queued resource's, one by
         one, until ACTIVE; node: state of new nodes; workers: their number; preempt_when: files, whose existence ends
-        the machine once each; is_slow: `create` does not end, and the machine appears when it is first deleted."""
+        the machine once each; python: runs `trillora` on its workers; is_slow: `create` does not end, and the machine
+        appears when it is first deleted."""
         self.settings.update(settings)
         (self.folder / "settings.json").write_text(json.dumps(self.settings))
 
@@ -240,8 +241,9 @@ def uv(folder: Path, words: list[str]) -> int:
     if words[0] == "venv":
         place = Path(words[-1]) / "bin"
         place.mkdir(parents=True)
+        python = json.loads((folder / "settings.json").read_text()).get("python", sys.executable)
         seen = f'[ -z "$HF_TOKEN_PATH" ] || cp "$HF_TOKEN_PATH" {folder}/token-seen'
-        (place / "trillora").write_text(f'#!/bin/sh\n{seen}\nexec {sys.executable} -m trillora "$@"\n')
+        (place / "trillora").write_text(f'#!/bin/sh\n{seen}\nexec {python} -m trillora "$@"\n')
         (place / "trillora").chmod(0o755)
         (place / "python").symlink_to(sys.executable)
     return 0

@@ -53,9 +53,19 @@ class Executed:
         return found
 
 
-def execute(notebook: Path, folder: Path) -> Executed:
-    """Runs all cells with `folder` as the current one."""
+def execute(notebook: Path, folder: Path, python: Path | None = None) -> Executed:
+    """Runs all cells with `folder` as the current one. `python` runs the processes that the notebook starts."""
     folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if python is not None:
+            startup = folder / "ipython" / "profile_default" / "startup"
+            startup.mkdir(parents=True)
+            (startup / "python.py").write_text(f"import sys\nsys.executable = {str(python)!r}\n")
+            patch.setenv("IPYTHONDIR", str(folder / "ipython"))
+        return _execute(notebook, folder)
+
+
+def _execute(notebook: Path, folder: Path) -> Executed:
     content = nbformat.read(notebook, as_version=4)
     client = NotebookClient(content, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
     client.execute()
@@ -84,11 +94,13 @@ def recipe(home: Path, name: str, **sections: Any) -> Path:
     return file
 
 
-def test_colab_notebook_proves_trains_evaluates_exports_and_shows_the_report(home: Path, tmp_path: Path) -> None:
+def test_colab_notebook_proves_trains_evaluates_exports_and_shows_the_report(
+    home: Path, tmp_path: Path, warm_python: Path
+) -> None:
     data = {"split": {"validation": 0.2, "test": 0.2}}
     file = recipe(home, "lesson", data=data, train={"steps": 6}, evaluate={"max_tokens": 4, "num_samples": 1})
     files = write_colab(make_bundle(file), tmp_path / "launch", "colab", export="merged")
-    found = execute(files.notebook, tmp_path / "there")
+    found = execute(files.notebook, tmp_path / "there", None if FULL else warm_python)
     assert found.record["state"] == "finished" and found.record["device"]["platform"] == "cpu"
     assert "neither Colab nor Kaggle" in found.of("session.check(")
     assert "loss" in found.of("session.train(")
@@ -139,8 +151,10 @@ def attach(files: KaggleFiles, folder: Path, previous: Executed | None) -> Path:
     return folder
 
 
-def test_interrupted_chain_of_kernels_ends_with_the_adapter_of_an_uninterrupted_run(home: Path, tmp_path: Path) -> None:
-    """Two kernels, at full dose three. The last one is not stopped."""
+def test_interrupted_chain_of_kernels_ends_with_the_adapter_of_an_uninterrupted_run(
+    home: Path, tmp_path: Path, warm_python: Path
+) -> None:
+    """Two kernels, at full dose three. The last one is not stopped, and its processes may start quickly."""
     ends = (3, 12, None) if FULL else (3, None)
     options = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 2}
     sections = {"train": options, "data": {"split": {"test": 0.2}}, "evaluate": {"max_tokens": 4, "num_samples": 0}}
@@ -153,7 +167,7 @@ def test_interrupted_chain_of_kernels_ends_with_the_adapter_of_an_uninterrupted_
         notebook = files.session(number) / f"trillora-chain-{number}.ipynb"
         results = folder / "trillora" / "results" / "chain"
         if last is None:
-            previous = execute(notebook, folder)
+            previous = execute(notebook, folder, None if FULL else warm_python)
         else:
             with stopped_at_step(results, last):
                 previous = execute(notebook, folder)

@@ -18,7 +18,7 @@ import pytest
 import stand_in_gcloud as texts
 import tiny_run
 import yaml
-from dose import slow_case
+from dose import FULL, slow_case
 from loopback import Heard
 from stand_in_gcloud import Google
 from test_preflight_show import GO, NO_GO
@@ -86,7 +86,12 @@ def plan(bundle_of: Callable[..., Bundle], tmp_path: Path) -> Callable[..., Plan
 
 @pytest.mark.core
 def test_preempted_run_of_two_workers_resumes_on_a_new_machine_and_equals_one_process(
-    google: Google, plan: Callable[..., Plan], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    google: Google,
+    plan: Callable[..., Plan],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warm_python: Path,
 ) -> None:
     """Two processes of four devices, in the environment that the launcher writes; one process of eight."""
     steps = {"steps": 6, "checkpoint_every": 1}  # differences by rounding grow with every step
@@ -95,6 +100,7 @@ def test_preempted_run_of_two_workers_resumes_on_a_new_machine_and_equals_one_pr
     google.set(
         workers=2,
         states=["WAITING_FOR_RESOURCES"],
+        python=sys.executable if FULL else str(warm_python),
         preempt_when=[str(bucket / "step-00000002" / "checksums.json")],
     )
     with socket.socket() as probe:

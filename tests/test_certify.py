@@ -78,7 +78,7 @@ def test_correct_export_passes(kind: str, world: World) -> None:
     assert again.passed, shown(again)
 
 
-@pytest.mark.parametrize("type", ["q4_0", "bf16"])
+@pytest.mark.parametrize("type", ["q4_0", slow_case("bf16")])
 def test_rounded_gguf_has_the_trained_change(type: str, world: World, tmp_path: Path) -> None:
     """Rounding to 4 bits moves log-probabilities by more than some adapters do; the share does not depend on it."""
     export_gguf(open_source(str(world.run)), tmp_path / "export", type=type)

@@ -254,7 +254,7 @@ def test_matrices_of_each_expert_in_the_order_of_the_file() -> None:
     ("name", "shape", "first"),
     [
         ("mixtral", MeshShape(fsdp=2, tensor=2), 0.5),
-        ("gpt_oss", MeshShape(fsdp=2), 0.5),
+        slow_case("gpt_oss", MeshShape(fsdp=2), 0.5),
         slow_case("mixtral", MeshShape(fsdp=2, tensor=2), 1.25),
         slow_case("mixtral", MeshShape(data=2), 1.25),
         slow_case("nemotron_h_mixture", MeshShape(data=2, tensor=2), 0.5),

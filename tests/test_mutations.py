@@ -26,7 +26,7 @@ from warm_process import WarmCommand
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
-NUM_MUTATIONS = dose(4, 500)
+NUM_MUTATIONS = dose(3, 500)
 PER_TEST = 6  # mutations
 EXTRA_SECONDS = 10.0
 SHORT = ("--max-tokens", "2")

@@ -386,7 +386,8 @@ for name, how in json.loads(sys.argv[1]):
         answer = {"folder": str(find(name, **how))}
     except TrilloraError as error:
         answer = {"what": error.what, "where": error.where, "do": error.do}
-    print("ANSWER " + json.dumps(answer))
+    print("ANSWER " + json.dumps(answer), flush=True)
+    sys.stdin.readline()  # until the test has looked at the server
 """
 
 
@@ -394,8 +395,11 @@ def find_in_process(address: str, cache: Path, name: str, **how: Any) -> dict[st
     return find_all_in_process(address, cache, (name, how))[0]
 
 
-def find_all_in_process(address: str, cache: Path, *calls: tuple[str, dict[str, Any]]) -> list[dict[str, str]]:
-    """Calls find_model in a new process: the hub's client reads its address and token once, when it is imported."""
+def find_all_in_process(
+    address: str, cache: Path, *calls: tuple[str, dict[str, Any]], look: Callable[[], None] = lambda: None
+) -> list[dict[str, str]]:
+    """Calls find_model in a new process: the hub's client reads its address and token once, when it is imported.
+    `look` is called after each answer, before the next call."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
         "HF_ENDPOINT": address,
@@ -407,11 +411,26 @@ def find_all_in_process(address: str, cache: Path, *calls: tuple[str, dict[str, 
         ),
     }
     command = [sys.executable, "-c", FIND, json.dumps(calls)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert SECRET not in result.stdout + result.stderr
-    answers = [line.removeprefix("ANSWER ") for line in result.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert len(answers) == len(calls), result.stderr
-    return list(map(json.loads, answers))
+    answers, lines = [], []
+    with (cache.parent / f"{cache.name}-errors.txt").open("w+") as errors:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+            stop = threading.Timer(120, process.kill)
+            stop.start()
+            assert process.stdout is not None and process.stdin is not None
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("ANSWER "):
+                    answers.append(json.loads(line.removeprefix("ANSWER ")))
+                    look()
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+            process.wait()
+            stop.cancel()
+        errors.seek(0)
+        assert SECRET not in "".join([*lines, found := errors.read()])
+    assert len(answers) == len(calls), found
+    return answers
 
 
 def test_hub_model_is_downloaded_without_executable_files(hub: Hub, tmp_path: Path) -> None:
@@ -480,26 +499,30 @@ def test_hub_adapters_are_found_and_others_refused(hub: Hub, tmp_path: Path) -> 
     assert "gated" in gated["what"] and "hf auth login" in gated["do"]
 
 
-def test_hub_code_needs_trust_and_a_commit(hub: Hub, tmp_path: Path) -> None:
-    revisions = (None, "main")
+def test_hub_code_needs_trust_and_a_commit_and_is_not_downloaded_if_not_needed(hub: Hub, tmp_path: Path) -> None:
+    revisions = (None, "main", COMMIT)
     calls = [("org/coded", {}), *(("org/coded", {"trust_remote_code": True, "revision": r}) for r in revisions)]
-    untrusted, *unpinned = find_all_in_process(hub.address, tmp_path, *calls)
+    calls += [("org/native", {"trust_remote_code": trust}) for trust in (True, False)]
+    fetched: list[set[str]] = []  # for each of the calls
+
+    def look() -> None:
+        fetched.append(set(hub.fetched))
+        hub.fetched.clear()
+
+    untrusted, *unpinned, pinned, native, same = find_all_in_process(hub.address, tmp_path, *calls, look=look)
     assert "auto_map" in untrusted["what"]
     assert "trust_remote_code" in untrusted["do"]
+    assert len(unpinned) == 2
     for answer in unpinned:
         assert "not a full commit" in answer["what"]
         assert answer["where"].endswith("config.json")
         assert "40-digit commit" in answer["do"]
-    assert not {"code.py", "model.safetensors"} & set(hub.fetched)  # refused because of the description alone
-    pinned = find_in_process(hub.address, tmp_path, "org/coded", trust_remote_code=True, revision=COMMIT)
+    before = set.union(*fetched[:3])
+    assert not {"code.py", "model.safetensors"} & before  # refused because of the description alone
     assert (Path(pinned["folder"]) / "code.py").is_file()
     assert not (tmp_path / "code-was-run").exists()
 
-
-def test_hub_code_that_is_not_needed_is_not_downloaded(hub: Hub, tmp_path: Path) -> None:
-    answers = find_all_in_process(
-        hub.address, tmp_path, *(("org/native", {"trust_remote_code": trust}) for trust in (True, False))
-    )
-    assert all((Path(answer["folder"]) / "model.safetensors").is_file() for answer in answers)
-    assert "config.json" in hub.fetched
-    assert "code.py" not in hub.fetched
+    # A model whose code is not needed.
+    assert all((Path(answer["folder"]) / "model.safetensors").is_file() for answer in (native, same))
+    assert "config.json" in fetched[4]
+    assert "code.py" not in fetched[4] | fetched[5]

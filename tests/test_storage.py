@@ -373,9 +373,10 @@ def test_an_interrupted_remote_write_or_removal_shows_no_damaged_checkpoint(
 
     num_calls = attempt(10**9)
     assert num_cut == 0 and num_calls >= 30
-    for at in range(num_calls):
+    places = range(0, num_calls, 1 if FULL_DOSE or kind == "killed" else 3)
+    for at in places:
         attempt(at)
-    assert num_calls * 0.7 < num_cut <= num_calls  # all except the calls that clean up after a write
+    assert len(places) * 0.7 < num_cut <= len(places)  # all except the calls that clean up after a write
 
 
 def test_a_removed_checkpoint_does_not_come_back_from_an_interrupted_replacement(memory: MemoryFileSystem) -> None:

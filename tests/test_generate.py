@@ -187,7 +187,9 @@ def test_only_a_new_bucket_compiles_again(llama: Generator) -> None:
     assert llama.num_compiles == before + 2
 
 
-@pytest.mark.parametrize(("is_tight", "lengths"), [(False, (9, 3, 17)), (True, (9, 40, 3, 17, 5, 33, 12, 20, 26, 8))])
+@pytest.mark.parametrize(
+    ("is_tight", "lengths"), [(False, (9, 3, 17)), slow_case(True, (9, 40, 3, 17, 5, 33, 12, 20, 26, 8))]
+)
 def test_prepared_programs_are_those_that_answer(
     is_tight: bool, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

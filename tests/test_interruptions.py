@@ -27,7 +27,7 @@ from warm_process import WarmRun
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
-NUM_STEPS = 80
+NUM_STEPS = 80 if FULL else 40
 NUM_RUNS = dose(1, 8)  # the kills are divided among them, so that tests can run in parallel
 NUM_KILLS = -(-dose(2, 200) // NUM_RUNS)
 EVALUATE_EVERY = 20

@@ -44,7 +44,8 @@ def test_attention_with_decay_sums_over_the_tokens_of_a_document() -> None:
                 if SEGMENTS[b, s] == SEGMENTS[b, t]:
                     weight = np.exp(-rate * (t - s)) * (query[b, t] * key[b, s]).sum(-1)
                     expected[b, t] += weight[:, None] * value[b, s]
-    ours = decaying_attention(query, key, value, jnp.asarray(rate), jnp.asarray(SEGMENTS), 4)
+    attention = jax.jit(decaying_attention, static_argnums=5)
+    ours = attention(query, key, value, rate, SEGMENTS, 4)
     np.testing.assert_allclose(ours, expected, atol=1e-5)  # float32 sums in another order
 
 
@@ -64,8 +65,9 @@ def test_a_convolution_gives_the_same_as_for_each_document_alone(groups: int, ex
     expected = [[run(tokens[b][:, SEGMENTS[b] == s]) for s in np.unique(SEGMENTS[b])] for b in range(2)]
     places = first.numpy() if extended else np.zeros((6, 1), np.float32)
     given = np.concatenate([np.broadcast_to(places, (2, 6, reach)), tokens.numpy()], axis=2)
-    weight, bias = (jnp.asarray(p.detach().numpy()) for p in (convolution.weight, convolution.bias))
-    ours = document_convolution(jnp.asarray(given), weight, bias, jnp.asarray(SEGMENTS), groups, dilation)
+    weight, bias = (p.detach().numpy() for p in (convolution.weight, convolution.bias))
+    compiled = jax.jit(document_convolution, static_argnums=(4, 5))
+    ours = compiled(given, weight, bias, SEGMENTS, groups, dilation)
     separate = np.stack([torch.cat(documents, dim=1).detach().numpy() for documents in expected])
     np.testing.assert_allclose(ours, separate, atol=1e-5)  # float32 sums in another order
 
@@ -74,7 +76,7 @@ def test_a_convolution_gives_the_same_as_for_each_document_alone(groups: int, ex
 def test_blocks_of_keys_are_chosen_within_a_document(num_local: int) -> None:
     B, H, T, size, num_chosen = 2, 2, 11, 2, 2
     scores = random(B, H, T, T)
-    seen = np.asarray(visible(MaskRule(), T, T, jnp.asarray(SEGMENTS)))
+    seen = np.asarray(jax.jit(visible, static_argnums=(0, 1, 2))(MaskRule(), T, T, SEGMENTS))
     expected = np.zeros((B, H, T, T), bool)
     for b, h, t in np.ndindex(B, H, T):
         blocks: dict[int, list[int]] = {}
@@ -85,7 +87,8 @@ def test_blocks_of_keys_are_chosen_within_a_document(num_local: int) -> None:
         ranked = sorted(blocks, key=lambda n: (n not in local, -max(scores[b, h, t, s] for s in blocks[n])))
         for n in ranked[:num_chosen]:
             expected[b, h, t, blocks[n]] = True
-    ours = choose_blocks(jnp.asarray(scores), jnp.asarray(POSITIONS), jnp.asarray(seen), size, num_chosen, num_local)
+    choose = jax.jit(choose_blocks, static_argnums=(3, 4, 5))
+    ours = choose(scores, POSITIONS, seen, size, num_chosen, num_local)
     np.testing.assert_array_equal(np.asarray(ours) & seen[:, None], expected)
 
 
@@ -124,7 +127,8 @@ def test_ngrams_end_at_documents_and_end_tokens() -> None:
             one_document = all(SEGMENTS[b, s] == SEGMENTS[b, t] for s in source)
             if t >= back and one_document and all(tokens[b, s] != end for s in source[:-1]):
                 expected[b, t] = tokens[b, t - back]
-        np.testing.assert_array_equal(before(jnp.asarray(tokens), jnp.asarray(SEGMENTS), back, end), expected)
+        found = jax.jit(before, static_argnums=(2, 3))(tokens, SEGMENTS, back, end)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_keys_that_no_mask_explains_are_refused() -> None:

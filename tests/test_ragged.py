@@ -305,6 +305,9 @@ def test_the_model_gives_every_layer_the_lengths(scan: bool) -> None:
     assert {call[0] for call in calls(None)} == {"ScaleBiasSoftmax"}
 
 
+documents_of = jax.jit(find_documents, static_argnums=(1, 2))
+
+
 def test_no_block_has_more_documents_than_batches_say() -> None:
     rng, num_tokens, seen = random.Random(2), 32, set()
     for trial in range(dose(10, 100)):
@@ -312,7 +315,7 @@ def test_no_block_has_more_documents_than_batches_say() -> None:
         documents = in_memory(some_documents(rng, rng.randint(1, 60), longest=rng.choice([3, block])))
         pack = trial % 5 > 0
         batches = Batches(documents, batch_size=rng.randint(1, 5), sequence_length=num_tokens, seed=trial, pack=pack)
-        found = [find_documents(jnp.asarray(batches.batch(n)["segments"]), block, 20) for n in range(2)]
+        found = [documents_of(batches.batch(n)["segments"], block, 20) for n in range(2)]
         rows = [documents.lengths_N[batches._buckets[0].rows[n]].tolist() for n in range(batches.num_rows)]
         most = max(len(begin) for row in rows for begin in begins_in(row, num_tokens, block))
         assert batches.documents_in(block) == most

@@ -148,9 +148,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt_neox": lambda: GPTNeoXConfig(**{k: v for k, v in TINY.items() if k != "num_key_value_heads"}),
     "bloom": lambda: BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=128),
 }
+RARE = ("qwen3_moe", "gpt_neox", "bloom")  # stored like mixtral, llama and gpt2
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [slow_case(name) if name in RARE else name for name in CONFIGS])
 def test_loaded_weights_equal_transformers(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]()
     save_random(config, tmp_path)
@@ -290,7 +291,8 @@ def test_each_process_reads_only_its_own_slices(tmp_path: Path, monkeypatch: pyt
 
 
 def test_stacks_compile_once_per_shape(tmp_path: Path) -> None:
-    config = llama(num_hidden_layers=5)
+    # No other test has these sizes, so nothing is compiled yet. Clearing jax's caches would take seconds.
+    config = llama(num_hidden_layers=5, hidden_size=88, intermediate_size=104)
     save_random(config, tmp_path)
     module = meta_model(config)
     layout = {key: leaf for key, leaf in layout_of(module, stacked=True).items() if leaf.stacked}
@@ -300,12 +302,12 @@ def test_stacks_compile_once_per_shape(tmp_path: Path) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
-    jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         load_weights(tmp_path, module, layout, sharded(layout))
     finally:
-        jax.monitoring.clear_event_listeners()
+        if hasattr(jax.monitoring, "unregister_event_duration_listener"):
+            jax.monitoring.unregister_event_duration_listener(listen)
     num_shapes = len({(leaf.shape, sharded(layout)[key]) for key, leaf in layout.items()})
     assert 0 < len(compiled) <= 2 * num_shapes  # one creates the zeros, one writes a layer
     assert len(layout) > num_shapes

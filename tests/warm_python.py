@@ -44,7 +44,7 @@ def write_warm_python(folder: Path) -> Path:
 
 
 def _serve(listener: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for those that answer
     while True:
         connection, _ = listener.accept()
         if os.fork() == 0:

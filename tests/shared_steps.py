@@ -12,25 +12,35 @@ from typing import Any
 
 import pytest
 
+from trillora.generation.generator import Generator
+from trillora.generation.prompts import Prompts
+from trillora.model.bridge import CausalLM
 from trillora.recipe.schema import Recipe, Stage
 from trillora.step import autotune, build
 from trillora.step.build import Assembly
 from trillora.step.group import GroupAssembly
-from trillora.training import trainer
+from trillora.training import trainer, validation
 from trillora.training.group import trainer as group_trainer
 
-# Where files are, when to save and evaluate, and the seed, which the step gets with its state.
-NOT_COMPILED = {
+# Where files are, how chats are written, when to save and evaluate, and the seed, which the step gets with its state.
+NOT_COMPILED: dict[str, Any] = {
     "model": {"name", "revision"},
-    "data": {"path", "validation", "split"},
+    "data": {"path", "validation", "split", "chat_template"},
     "train": {"seed", "checkpoint_every", "keep_checkpoints", "checkpoint_dir", "time_limit", "max_bad_steps"},
     "evaluate": True,
     "track": True,
 }
+LENGTH = {"steps", "epochs"}
 
 
-def options_key(recipe: Recipe) -> str:
-    return recipe.model_dump_json(exclude=NOT_COMPILED)
+def has_length(recipe: Recipe) -> bool:
+    """Whether the program has the number of steps in it: a constant rate does not depend on it."""
+    return recipe.train.schedule != "constant"
+
+
+def options_key(recipe: Recipe, *, length: bool) -> str:
+    length_options = set() if length else LENGTH
+    return recipe.model_dump_json(exclude={**NOT_COMPILED, "train": NOT_COMPILED["train"] | length_options})
 
 
 def config_key(config: Any) -> str:
@@ -40,11 +50,13 @@ def config_key(config: Any) -> str:
 def step_key(
     recipe: Recipe, settings: Any, config: Any, mesh: Any, num_steps: int, *, mapped: bool = False
 ) -> Hashable:
-    return options_key(recipe), repr(settings), config_key(config), mesh, num_steps, mapped
+    length = has_length(recipe)
+    options = options_key(recipe, length=length)
+    return options, repr(settings), config_key(config), mesh, num_steps if length else None, mapped
 
 
 def group_key(members: Sequence[Stage], settings: Any, config: Any, mesh: Any, width: int | None = None) -> Hashable:
-    recipes = tuple(options_key(member.recipe) for member in members)
+    recipes = tuple(options_key(member.recipe, length=True) for member in members)
     return recipes, repr(settings), config_key(config), mesh, width
 
 
@@ -67,7 +79,15 @@ def sharing(shared: dict[Hashable, Any] | None = None) -> Iterator[dict[Hashable
 
         return remembered
 
+    def generator(model: CausalLM, base: Any, adapter: Any, prompts: Prompts, mesh: Any, **options: Any) -> Generator:
+        """The programs that answer prompts are shared too. `shared` keeps the model, so that its id stays its own."""
+        made = Generator(model, base, adapter, prompts, mesh, **options)
+        kept = shared.setdefault(("generator", id(model), prompts.stops, mesh), (model, made._readers, made._writers))
+        _, made._readers, made._writers = kept
+        return made
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "Generator", generator)
         patch.setattr(autotune, "assemble", once(build.assemble, step_key))
         patch.setattr(group_trainer, "assemble_group", once(group_trainer.assemble_group, group_key))
         patch.setattr(Assembly, "compile", once(Assembly.compile, of_assembly))

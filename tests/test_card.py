@@ -30,6 +30,8 @@ from trillora.model.adapters import load_adapter
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 SECRET = "hf_abcdefghijklmnop123456"
 PEFT_FILES = {"adapter_config.json", "adapter_model.safetensors", "checksums.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -43,7 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     lora = {"rank": 4, "alpha": 8.0, "alpha_pattern": {"q_proj": 4.0, "v_proj": 2.5}}
-    train(load_recipe(tiny_run.recipe(folder, lora=lora, data={"split": {"validation": 0.2}})), folder / "run")
+    sections = {"data": {"split": {"validation": 0.2}}, "evaluate": {"num_samples": 0}}
+    train(load_recipe(tiny_run.recipe(folder, lora=lora, **sections)), folder / "run")
     return folder / "run"
 
 

@@ -27,6 +27,8 @@ from trillora.generation.generator import Generator
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 SHOWN = 12
 QUESTIONS = [
     {"question": f"What is {a} plus {a + 1}?", "choices": [f"It is {2 * a + k}." for k in (0, 1, 2)], "answer": "B"}

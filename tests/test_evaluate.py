@@ -50,7 +50,7 @@ from trillora.recipe.load import load_recipe, load_run_recipe
 from trillora.report.eval_table import show
 from trillora.training.trainer import train
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 ROUNDING = 2e-5  # float32 sums in another order
 
 

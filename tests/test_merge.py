@@ -34,6 +34,8 @@ from trillora.recipe.load import load_recipe
 from trillora.recipe.merge_options import MergeOptions
 from trillora.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 ROUNDING = 2e-6  # of the norm: float32 products and sums in another order
 CUT = 1e-4  # of the norm, after a cut: rounding turns the leading directions by 1e-7 divided by their gaps
 WEIGHTS = (1.0, -0.7, 0.4)

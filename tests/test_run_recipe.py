@@ -30,6 +30,8 @@ from trillora.secrets import MASK
 from trillora.training.run_identity import fixed_options
 from trillora.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 SECRET = "canary-5150-horse"
 TEMPLATE = {"prompt": "{{ user }} has password: {{ password }}, it is ", "completion": "{{ strength }}"}
 OWN_CODE = """

@@ -28,7 +28,6 @@ def key(num_layers: int = 2, devices: int = 1, num_steps: int = 4, settings: str
     [
         {"num_layers": 3},
         {"devices": 2},
-        {"num_steps": 5},
         {"settings": "remat"},
         {"train": {"learning_rate": 1e-3}},
         {"train": {"optimizer": "lion"}},
@@ -45,10 +44,23 @@ def test_another_step_has_another_key(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"train": {"seed": 5}}, {"train": {"checkpoint_every": 2}}, {"data": {"path": "y"}}], ids=str
+    "change",
+    [
+        {"train": {"seed": 5}},
+        {"train": {"checkpoint_every": 2}},
+        {"data": {"path": "y"}},
+        {"data": {"chat_template": "zephyr"}},
+        {"train": {"steps": 5}, "num_steps": 5},
+    ],
+    ids=str,
 )
 def test_where_files_are_and_when_to_save_changes_no_step(change: dict[str, Any]) -> None:
     assert key(**change) == key()
+
+
+def test_a_rate_that_falls_has_the_number_of_steps_in_its_step() -> None:
+    for schedule in ("cosine", "linear", "wsd"):
+        assert key(train={"schedule": schedule}) != key(train={"schedule": schedule}, num_steps=5)
 
 
 @full_dose_only

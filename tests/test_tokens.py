@@ -32,6 +32,8 @@ from trillora.model.parts.token_rows import rows_from_base
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 NEW = ("<tool>", "</tool>")
 OLD_NEW_BOTH = ((5, 9), (VOCABULARY, VOCABULARY + 1), (7, VOCABULARY))
 CASES = [

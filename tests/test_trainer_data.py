@@ -26,7 +26,7 @@ from trillora.recipe.load import load_recipe
 from trillora.training.loop import NUM_AHEAD, placed_batches
 from trillora.training.trainer import train
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ LONGEST = (
     "test_smollm2.py",
     "test_recipes.py",
     "test_interruptions.py",
-    "test_fresh_process.py",
 )
 
 gc.disable()  # during the imports, which leave little garbage

@@ -1,4 +1,7 @@
-"""A run in a fresh process prints our own lines and nothing else: no warnings and no logs of the libraries."""
+"""A run in a fresh process prints our own lines and nothing else: no warnings and no logs of the libraries.
+
+At full dose: test_quickstart.py always has such a process.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,15 @@ from pathlib import Path
 import tiny_run
 import yaml
 from conftest import FASTER_COMPILATION
+from dose import full_dose_only
 from run_process import WAIT
 
-# These shorten compilation or are needed to find files; everything else that conftest.py sets could hide a warning.
-KEPT = (
-    "PATH",
-    "HOME",
-    "JAX_COMPILATION_CACHE_DIR",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS",
-)
+# These are needed to find files, and shorten compilation; everything else that conftest.py sets could hide a warning.
+FILES = ("PATH", "HOME", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+KEPT = (*FILES, "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 
+@full_dose_only
 def test_training_prints_only_our_lines(tmp_path: Path) -> None:
     settings = tiny_run.recipe(
         tiny_run.write_both(tmp_path, tiny_run.llama(num_layers=1, width=32)),

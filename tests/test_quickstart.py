@@ -18,6 +18,7 @@ import pytest
 import tiny_run
 from dose import FULL
 from run_process import WAIT
+from test_fresh_process import FILES
 
 from trillora.quickstart import run
 from trillora.recipe.load import load_recipe
@@ -55,11 +56,11 @@ def tiny_model(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """In a process of its own, with XLA's optimizations, as a user runs it."""
+    """In a process of its own, with XLA's optimizations, as a user runs it. Everything else that conftest.py sets could
+    hide a warning too."""
     place = tmp_path_factory.mktemp("quickstart")
     folder, changes = place / "first", {} if FULL else tiny_model(place / "model")
-    fast = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
-    environment = {name: value for name, value in os.environ.items() if name not in fast}
+    environment = {name: os.environ[name] for name in (*FILES, "PYTHONPATH") if name in os.environ}
     command = [sys.executable, "-c", QUICKSTART, json.dumps(changes), "--out", str(folder), "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr

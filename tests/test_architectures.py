@@ -19,12 +19,12 @@ SLOW = ("granitemoehybrid", "inkling_text", "deepseek_v4")
 
 # `make test` asks this one every question.
 ASKED_EVERYTHING = ("qwen3",)
-PACKED = ("falcon_h1", "qwen3_next", "lfm2", "gemma2")
+PACKED = ("falcon_h1", "qwen3_next", "gemma2")
 # `make test` asks these only about packing, which compares logits of scanned layers too. The others are asked about
 # gradients, as are experts in test_experts.py.
 ONLY_PACKED = (
     *("gemma4_text_shared_kv", "diffllama", "cohere2", "bloom", "gpt_oss", "llama4_text", "deepseek_v3"),
-    *("jamba", "zamba2", "hy_v4", "minimax_m3_vl_text", "minimax", "recurrent_gemma"),
+    *("jamba", "zamba2", "lfm2", "hy_v4", "minimax_m3_vl_text", "minimax", "recurrent_gemma"),
 )
 # All layers of these are of one kind, so `make test` builds two.
 TWO_LAYERS = ("qwen3", "falcon_h1")

@@ -68,7 +68,7 @@ def test_planted_defect_is_caught(defect: Defect, world: World, tmp_path: Path) 
     assert all(check.do for check in certificate.failed)
 
 
-@pytest.mark.parametrize("kind", ["merged", "half", "gguf", "lora_gguf", "ollama"])
+@pytest.mark.parametrize("kind", ["merged", slow_case("half"), "gguf", "lora_gguf", "ollama"])
 def test_correct_export_passes(kind: str, world: World) -> None:
     certificate = certify(getattr(world, kind))
     assert certificate.passed, shown(certificate)

@@ -20,7 +20,7 @@ from trillora.data.rendering.render import RenderedRow
 from trillora.data.tokenizing import encode, words
 from trillora.data.tokenizing.words import WordTokenizer
 
-NUM_TEXTS = 20_000 if os.environ.get("TRILLORA_DOSE") == "full" else 300
+NUM_TEXTS = 20_000 if os.environ.get("TRILLORA_DOSE") == "full" else 150
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

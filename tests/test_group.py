@@ -34,7 +34,8 @@ SPLIT = {"validation": 0.2, "test": 0.1}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and two files of chats. Two layers at full dose, which are scanned; `deep` always has them."""
+    """A model, and two files of chats. Two layers at full dose, which are scanned; test_expert_runs.py always has a
+    sweep over scanned layers."""
     config = tiny_run.llama(num_layers=2 if FULL else 1)
     folder = tiny_run.write_both(tmp_path_factory.mktemp("group"), config, num_rows=40)
     lines = (folder / "chats.jsonl").read_text().splitlines()
@@ -46,11 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer, for tests of what becomes of the adapters."""
     return tiny_run.write_both(tmp_path_factory.mktemp("shallow"), tiny_run.llama(num_layers=1), num_rows=40)
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.write_both(tmp_path_factory.mktemp("deep"), num_rows=40)
 
 
 def recipe(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -85,14 +81,14 @@ def assert_close(one: Path, other: Path) -> None:
         assert error <= ROUNDING * np.abs(theirs[name]).max(), (name, error)
 
 
-def test_a_sweep_equals_single_runs(deep: Path, tmp_path: Path) -> None:
+def test_a_sweep_equals_single_runs(folder: Path, tmp_path: Path) -> None:
     """Learning rates, ranks and seeds, with dropout: every adapter of the sweep equals a run of its own."""
     sweep = {"learning_rate": [1e-3, 1e-2], "rank": [2, 4], "keep": "all"}
     lora = {"alpha": 8, "dropout": 0.1}
-    events = run(tmp_path / "together", recipe(deep, sweep=sweep, lora=lora))
+    events = run(tmp_path / "together", recipe(folder, sweep=sweep, lora=lora))
     assert sum(isinstance(event, AdapterStep) for event in events) == 4 * STEPS
     for rate, rank in ((1e-2, 2), *([(1e-3, 4)] if FULL else [])):  # the first is padded
-        own = recipe(deep, train={"learning_rate": rate}, lora={**lora, "rank": rank})
+        own = recipe(folder, train={"learning_rate": rate}, lora={**lora, "rank": rank})
         run(tmp_path / f"{rate}-{rank}", own)
         name = f"rate-{rate:g}_rank-{rank}"
         assert_close(tmp_path / "together" / "adapters" / name, tmp_path / f"{rate}-{rank}" / "adapter")

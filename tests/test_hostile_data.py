@@ -66,7 +66,10 @@ def list_bomb(text: str, count: int, *, plain: bool) -> bytes:
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: parquet(pa.table({"text": pa.array(["a" * 4 * MIB] * 256)}), use_dictionary=False), "1 GiB of memory"),
+        slow_case(
+            lambda: parquet(pa.table({"text": pa.array(["a" * 4 * MIB] * 256)}), use_dictionary=False),
+            "1 GiB of memory",
+        ),
         (lambda: list_bomb("a long text " * 20, 6_000_000, plain=True), "1 GiB of memory"),
         slow_case(lambda: list_bomb("a", 60_000_000, plain=False), "more than"),  # time or memory, by machine
     ],

@@ -98,7 +98,7 @@ def test_colab_notebook_proves_trains_evaluates_exports_and_shows_the_report(
     home: Path, tmp_path: Path, warm_python: Path
 ) -> None:
     data = {"split": {"validation": 0.2, "test": 0.2}}
-    file = recipe(home, "lesson", data=data, train={"steps": 6}, evaluate={"max_tokens": 4, "num_samples": 1})
+    file = recipe(home, "lesson", data=data, train={"steps": 6}, evaluate={"max_tokens": 4, "num_samples": 0})
     files = write_colab(make_bundle(file), tmp_path / "launch", "colab", export="merged")
     found = execute(files.notebook, tmp_path / "there", None if FULL else warm_python)
     assert found.record["state"] == "finished" and found.record["device"]["platform"] == "cpu"
@@ -110,7 +110,7 @@ def test_colab_notebook_proves_trains_evaluates_exports_and_shows_the_report(
     assert found.html.startswith("<iframe srcdoc=") and "lesson" in found.html
 
     # The same as without a notebook, bit for bit.
-    sections = {"data": data, "train": {"steps": 6}, "evaluate": {"max_tokens": 4, "num_samples": 1}}
+    sections = {"data": data, "train": {"steps": 6}, "evaluate": {"max_tokens": 4, "num_samples": 0}}
     train(load_recipe(tiny_run.recipe(home, **sections)), tmp_path / "plain")
     assert (found.results / ADAPTER).read_bytes() == (tmp_path / "plain" / ADAPTER.relative_to("run")).read_bytes()
 

@@ -30,7 +30,7 @@ from trillora.recipe.merge_options import MergeOptions
 
 # Checkpoints of all of them store experts one by one, under the names of linear layers. PEFT renames laguna's too.
 SLOW = ("glm4_moe", "qwen3_next", "qwen3_moe", "mixtral", "dots1", "hunyuan_v1_moe", "nemotron_h_mixture", "olmoe")
-FAMILIES = ("deepseek_v3", "ernie4_5_moe", "laguna", *map(slow_case, SLOW))
+FAMILIES = ("ernie4_5_moe", "laguna", *map(slow_case, ("deepseek_v3", *SLOW)))
 LAYERS = 2  # the second of them is a mixture
 LORA = LoraSpec(rank=2, alpha=4, targets="all-linear")
 OTHER = LoraSpec(rank=3, alpha=4, rslora=True, targets="all-linear")

@@ -155,7 +155,7 @@ def test_rows_that_cannot_be_learned_are_no_divergence(
 
 # R17: long runs
 
-NUM_STEPS = dose(300, 10_000)
+NUM_STEPS = dose(200, 10_000)
 
 
 @dataclass

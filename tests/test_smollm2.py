@@ -29,7 +29,7 @@ from trillora.recipe.load import load_recipe
 from trillora.step.adapter_spec import lora_spec
 from trillora.training.trainer import train
 
-NUM_LAYERS = 2
+NUM_LAYERS = 4
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model to train: the first two layers, or all of them at full dose."""
+    """The model to train: the first four layers, or all of them at full dose."""
     if FULL:
         return folder
     short = tmp_path_factory.mktemp("smollm2") / "first-layers"

@@ -24,7 +24,7 @@ from trillora.training.stalls.watchdog import Watchdog
 from trillora.training.trainer import train
 from trillora.training.validation import Evaluator
 
-PAUSE, LIMIT = 2.0, 1.0  # seconds; a step of the tiny model takes a few hundredths
+PAUSE, LIMIT = 1.6, 1.0  # seconds; a step of the tiny model takes a few hundredths
 
 
 def test_names_of_waiting_functions_are_in_the_code() -> None:

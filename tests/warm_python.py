@@ -66,10 +66,11 @@ def _answer(connection: socket.socket) -> None:
         os.close(stream)
 
     def pass_on() -> None:
-        while number := connection.recv(1):
-            with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, ConnectionResetError):
+            while number := connection.recv(1):
                 os.kill(child, number[0])
-        os.kill(child, signal.SIGKILL)  # the program was killed
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)  # the program was killed
 
     threading.Thread(target=pass_on, daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -86,7 +86,10 @@ def test_converted_weights_equal_the_gguf(folder: Path) -> None:
         # Every tenth: a layer has nine tensors, so all kinds are among them. The embedding is the largest.
         for name in {*names[:: 1 if FULL else 10], "model.embed_tokens.weight"}:
             ours, tensor = file.get_tensor(name), theirs[gguf_name(name)]
-            expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+            data = tensor.data
+            if name == "model.embed_tokens.weight" and not FULL:
+                ours, data = ours[::16], data[::16]  # rows of 28 million numbers, each quantized alone
+            expected = gguf.dequantize(data, tensor.tensor_type)
             if "q_proj" in name or "k_proj" in name:  # GGUF pairs the rows that rotate together; head size 64
                 expected = expected.reshape(-1, 32, 2, 576).swapaxes(1, 2).reshape(-1, 576)
             assert ours.dtype == np.float32

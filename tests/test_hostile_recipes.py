@@ -325,7 +325,7 @@ def test_no_recipe_ends_in_a_traceback_and_an_accepted_one_survives_its_file(tmp
     dice, num_accepted, slowest = random.Random(13), 0, 0.0
     run, file = tmp_path / "run", tmp_path / "recipe.yaml"
     run.mkdir()
-    for number in range(total := dose(400, 10_000)):
+    for number in range(total := dose(200, 10_000)):
         tree = changed(dice.choice(VALID), dice)
         overrides = [any_override(dice) for _ in range(dice.choice((0, 0, 1, 2)))]
         source: Any = tree

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dose import full_dose_only
+from dose import full_dose_only, slow_case
 from run_process import WAIT
 
 import trillora
@@ -112,9 +112,7 @@ VERBS = [
     ("report", "missing"),
     ("schema",),
     ("doctor",),
-    ("quickstart", "--help"),
-    ("generate", "--help"),
-    ("chat", "--help"),
+    *map(slow_case, (("quickstart", "--help"), ("generate", "--help"), ("chat", "--help"))),
 ]
 REAL_VERBS = [
     ("preflight", "recipe.yaml", "--on", "v5e-1", "--estimate"),

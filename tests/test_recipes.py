@@ -146,8 +146,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.write_model(tmp_path_factory.mktemp("small"), tiny_run.long_llama(width=64))
 
 
-# One stage of JSON with a schema, and phases that are merged.
-LEARNED = ("sys-scan-mistral-7b", "qwen3-coder-phases")
+# JSON with a schema, and chats. test_group.py has phases that are merged, and test_resume.py has stages.
+LEARNED = ("sys-scan-mistral-7b", "gemma-3-270m-chat")
 
 
 @pytest.mark.parametrize("name", [name if name in LEARNED else slow_case(name) for name in recipes.NAMES])

@@ -176,7 +176,7 @@ def test_a_damaged_note_does_no_harm(tmp_path: Path) -> None:
     draw = random.Random(20)
     notes = [b"", b"{", b"[]", b'{"pid": "x"}', b'{"pid": 1e999}', b"\xff" * 10, b"[" * 100_000, draw.randbytes(100)]
     notes.append(json.dumps({"pid": -1, "host": socket.gethostname(), "since": 1e300}).encode())
-    for data in notes:
+    for data in notes if FULL_DOSE else notes[::2]:  # each is waited for
         (tmp_path / ".lock-owner").write_bytes(data)
         with lock_run(tmp_path):
             assert json.loads((tmp_path / ".lock-owner").read_text())["pid"] == os.getpid()

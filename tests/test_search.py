@@ -139,7 +139,7 @@ def random_table(rng: random.Random, error: float) -> tuple[Truth, dict[StepSett
 def test_the_choice_is_never_slower_than_anything_compiled_and_few_are_compiled() -> None:
     rng = random.Random(5)
     num_fitting = num_best = 0
-    for _ in range(dose(300, 20_000)):
+    for _ in range(dose(150, 20_000)):
         truth, guesses = random_table(rng, ERROR)
         limit = rng.uniform(1, 40) * GIB
         search = Search(guesses, limit, MANY_STEPS)
@@ -198,7 +198,7 @@ def test_no_choice_among_many_candidates_is_much_slower_than_another_that_fits()
     """The margins that `MAX_COMPILES` documents."""
     rng = random.Random(3)
     lost = []
-    for _ in range(dose(200, 5_000)):
+    for _ in range(dose(60, 5_000)):
         truth, guesses = random_shape(rng)
         limit = rng.uniform(4, 40) * GIB
         chosen, best = run(Search(guesses, limit, MANY_STEPS), truth, limit), fastest(truth, limit)
@@ -211,7 +211,7 @@ def test_no_choice_among_many_candidates_is_much_slower_than_another_that_fits()
 
 def test_exact_guesses_find_the_fastest_and_compile_nothing_slower() -> None:
     rng = random.Random(6)
-    for _ in range(dose(100, 5_000)):
+    for _ in range(dose(60, 5_000)):
         truth, _ = random_table(rng, 0.0)
         guesses = {s: Guess(*found) for s, found in truth.items()}
         limit = rng.uniform(5, 40) * GIB

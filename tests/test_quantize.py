@@ -48,7 +48,6 @@ from trillora.model.layout import Tree, stack, stored_weights, unstack
 from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights, random_weights
 from trillora.model.lora_spec import LoraSpec
-from trillora.model.quantized import frozen_weight
 from trillora.preflight.compiler_process import by_estimate
 from trillora.recipe.load import load_recipe, load_run_recipe
 from trillora.recipe.schema import stages_of
@@ -287,7 +286,7 @@ def test_frozen_weight_is_the_dequantized_one() -> None:
         seen: list[np.ndarray] = []
 
         def look(module: Any, args: Any, out: Any, seen: list[np.ndarray] = seen) -> None:
-            jax.debug.callback(seen.append, frozen_weight(module))
+            jax.debug.callback(seen.append, module.frozen_weight())
 
         module.register_forward_hook(look)
         jax.block_until_ready(jax.jit(model.logits)(tree_of(model, flat), {}, {"tokens": jnp.ones((1, 4), jnp.int32)}))

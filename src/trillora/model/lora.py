@@ -96,7 +96,7 @@ class _LinearOutput:
         return has_plain_lora and is_linear and not hasattr(self, "lora_magnitude") and not hasattr(self, "token_rows")
 
     def frozen_weight(self) -> jax.Array:
-        """The weight [E, D] of the base."""
+        """The weight [E, D] of the base, dequantized if it is quantized."""
         weight = interop.jax_view(self.weight)  # type: ignore[attr-defined]
         return weight.T if isinstance(self, Conv1D) else weight
 

@@ -124,9 +124,3 @@ def whole_weight(arrays: Tree, parts: Layout) -> jax.Array:
     # One program. Outside a trace, each of its operations would be compiled by itself.
     weight = jax.jit(dequantize, static_argnums=1)(codes, about.weight.part_shape[0 if about.inputs_first else 1])
     return weight.T if about.inputs_first else weight
-
-
-def frozen_weight(module: Any) -> jax.Array:
-    """The weight [E, D] of a linear layer inside a trace, dequantized if it is quantized."""
-    weight = interop.jax_view(module.weight)
-    return weight.T if isinstance(module, Conv1D) else weight

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from dose import slow_case
 from torchax import interop
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.cohere import modeling_cohere
@@ -83,7 +84,7 @@ def random_tree(layout: Layout) -> Tree:
     return stack({name: numbers(name, leaf.part_shape) for leaf in layout.values() for name in leaf.names}, layout)
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, slow_case(True)])
 def test_a_layer_may_normalise_what_all_layers_are_given(scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm replaces its input by the same numbers. Those of an argument must not be seen by the next layer."""
     forward = modeling_llama.LlamaDecoderLayer.forward

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from dose import slow_case
 from test_rms_norms import SIZES, random_tree
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
@@ -21,7 +22,9 @@ from trillora.model.trace import LinearSum
 
 
 def loss_and_gradients(kernels: Any, *, scan: bool = False) -> dict[str, Any]:
-    config = AutoConfig.for_model("llama", **SIZES, num_key_value_heads=2, pad_token_id=0)
+    """Of one layer, or of two that are scanned."""
+    sizes = {**SIZES, "num_hidden_layers": 2 if scan else 1}
+    config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=2, pad_token_id=0)
     model = CausalLM(config, lora=LoraSpec(rank=2), scan=scan, kernels=kernels, interpret=True)
     layouts = (model.layout, model.adapter_layout)
     base, adapter = (jax.tree.map(lambda array: 0.2 * array, random_tree(layout)) for layout in layouts)
@@ -53,7 +56,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, slow_case(True)])
 def test_both_residual_sums_of_a_layer_are_parts_of_products(scan: bool, notes: dict[str, int]) -> None:
     plain = loss_and_gradients("xla", scan=scan)
     assert notes["made"] == 0

@@ -71,6 +71,8 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
     if path.suffix != ".py":
         yield from enumerate(source.splitlines(), 1)
         return
+    if not PATTERN.search(source.replace("_", " ")):
+        return  # Python's tokenizer is slow, and most files have none of the words anywhere
     previous = ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         kind = tokenize.tok_name[token.type]

@@ -59,13 +59,13 @@ class _LinearOutput:
     lora_stream: int  # a number for the dropout key, different for each adapted projection of a layer
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = self._joined_output(x) if not args and not kwargs else None
-        is_joined = out is not None
-        if out is None:
-            out = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        joined = self._joined_output(x) if not args and not kwargs else None
+        if joined is not None:
+            return joined
+        out = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if not isinstance(out, TORCHAX_TENSORS):  # called as ordinary PyTorch
             return out
-        frozen = y = interop.jax_view(out)
+        y = interop.jax_view(out)
         if hasattr(self, "lora_a"):
             a, b = self._matrices()
             delta = self._lora_delta(interop.jax_view(x), a, b)
@@ -73,19 +73,19 @@ class _LinearOutput:
             y = without_gradient(y) if in_no_grad() else y
         if hasattr(self, "token_rows"):
             y = token_logits(self, interop.jax_view(x), y)
-        trace = current()
-        name = name_of_output(x.shape[-1], y.shape[-1], trace)
-        if trace is not None and is_joined:
-            return interop.torch_view(output_with_note(frozen, delta, name, trace))
-        return interop.torch_view(checkpoint_name(y, name))
+        return interop.torch_view(checkpoint_name(y, name_of_output(x.shape[-1], y.shape[-1], current())))
 
     def _joined_output(self, x: torch.Tensor) -> Any:
-        """What the base gives, from `joined_linear`; None if that is not used here."""
+        """The output of a layer that `joined_linear` computes; None if it does not."""
         given, trace = fused_input(x), current()
         if given is None or trace is None or not self.is_plain:
             return None
-        y = self._call_with(given, trace).frozen.get(id(self))
-        return None if y is None else interop.torch_view(y)
+        frozen = self._call_with(given, trace).frozen.get(id(self))
+        if frozen is None:
+            return None
+        delta = self._lora_delta(given, *self._matrices())
+        name = name_of_output(given.shape[-1], frozen.shape[-1], trace)
+        return interop.torch_view(output_with_note(frozen, delta, name, trace))
 
     @property
     def is_plain(self) -> bool:

@@ -53,8 +53,8 @@ BETWEEN: tuple[Remat, ...] = ("wide", "half", "gate", "attention")  # what they 
 LITTLE_RECOMPUTED: tuple[Remat, ...] = ("none", "linear", "wide")
 USABLE = 0.97  # of the device's memory limit; the rest is left for fragmentation
 # Logits of one chunk of the loss: 2**27 float32 values are half a GiB, and so are 2**28 bfloat16 ones on a GPU, where
-# twice the tokens save 1 % of a step. A CPU has few rows at once: smaller chunks, so that more of them
-# are without answers and are skipped. Products of fewer tokens than the second number are slow.
+# twice the tokens save 1 % of a step. A CPU has few rows at once: smaller chunks, so that more of them are without
+# answers and are skipped. Products of fewer tokens than the second number are slow.
 CHUNK_LOGITS = {"cpu": (2**22, 64), "gpu": (2**28, 128)}
 # For `model.quantize: auto`: what to try if the base does not fit unquantized, fastest first (docs/quantization.md). On
 # a TPU, nf4 writes out each weight before its product, and int4 does not.

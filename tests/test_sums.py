@@ -62,7 +62,9 @@ def test_both_residual_sums_of_a_layer_are_parts_of_products(scan: bool, notes: 
     assert notes["made"] == 0
     assert_equal(plain, loss_and_gradients("fused", scan=scan))
     assert notes["used"] > 0
-    assert notes["used"] * 5 == notes["made"] * 2  # of q, k, v, o and the MLP, the last two are added
+    # Of q, k, v, o and the MLP, the last two are added. Once it is known that q, k and v have the same input, they are
+    # computed together, without notes.
+    assert (notes["made"], notes["used"]) == (5 + 2, 2 + 2)
 
 
 def test_other_additions_are_computed_as_before(notes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:

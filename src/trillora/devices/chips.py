@@ -65,14 +65,17 @@ class Generation:
     has_bfloat16: bool  # products of bfloat16; without them XLA converts every operand to float32
     widest_head: int  # of cuDNN's flash attention, as jax allows it; 0: there is none
     has_ragged: bool = False  # cuDNN's flash attention takes the lengths of packed documents
+    has_wgmma: bool = False  # four warps multiply together: Hopper's instructions, which no other generation has
 
 
-# NVIDIA's compute capabilities, newest first: Hopper and Blackwell; Ampere and Ada, which include the consumer cards
-# since the RTX 30 series; Volta (V100), Turing (T4, RTX 20) and older. Heads: jax's checks before cuDNN is called.
-# Ragged: jax allows it from Hopper on; it is not known whether cuDNN supports the consumer cards of Blackwell (12.0).
+# NVIDIA's compute capabilities, newest first: Blackwell (two rows); Hopper; Ampere and Ada, which include the
+# consumer cards since the RTX 30 series; Volta (V100), Turing (T4, RTX 20) and older. Heads: jax's checks before cuDNN
+# is called. Ragged: jax allows it from Hopper on; it is not known whether cuDNN supports the consumer cards of
+# Blackwell (12.0).
 GENERATIONS = (
     Generation(11.0, True, 256),
-    Generation(9.0, True, 256, has_ragged=True),
+    Generation(10.0, True, 256, has_ragged=True),
+    Generation(9.0, True, 256, has_ragged=True, has_wgmma=True),
     Generation(8.0, True, 128),
     Generation(0.0, False, 0),
 )

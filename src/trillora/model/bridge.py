@@ -37,6 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from trillora.devices.mesh import split_rows
 from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
+from trillora.engine.kernels.product_sum import IN_XLA, Products
 from trillora.engine.quantize import Format, Matmul, linear, rounded_linear
 from trillora.engine.ragged import find_documents
 from trillora.errors import TrilloraError
@@ -85,6 +86,7 @@ class CausalLM:
         attention: Implementation = "xla",
         document_room: tuple[int, int] | None = None,
         kernels: Kernels = "xla",
+        products: Products = IN_XLA,
         interpret: bool = False,
         mapped: bool = False,
         mesh: Mesh | None = None,
@@ -104,6 +106,7 @@ class CausalLM:
             attention=attention,
             document_room=document_room,
             kernels=kernels,
+            products=products,
             interpret=interpret,
             mapped=mapped,
             mesh=mesh,
@@ -119,7 +122,7 @@ class CausalLM:
         self.whole = select_modules(self.module, self.lora)
         add_token_rows(self.module, self.lora.tokens, self.whole)
         add_whole_weights(self.module, self.whole, self.lora.num_tokens, self.targets)
-        self.kernels, self.document_room = kernels, document_room
+        self.kernels, self.products, self.document_room = kernels, products, document_room
         self.gated_mlps = find_gated_mlps(self.module) if kernels == "fused" else []
         self.rms_norms = find_rms_norms(self.module) if kernels == "fused" else []
         self._rotations = rotations_with_gradient(self.module) if kernels == "fused" else []
@@ -247,6 +250,7 @@ class CausalLM:
             documents=None if segments is None or room is None else find_documents(segments, *room),
             attention=self.attention,
             kernels=self.kernels,
+            products=self.products,
             interpret=self.interpret,
             mapped=self.mapped,
             mesh=self.mesh,

@@ -29,7 +29,7 @@ from torchax import interop
 from transformers.pytorch_utils import Conv1D
 
 from trillora.engine.hash_random import keep_mask
-from trillora.engine.kernels.joined_linear import joined_linear
+from trillora.engine.kernels.joined_linear import lora_linear
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import EMBEDDING_B, LORA_A, LORA_B, MAGNITUDE, is_of_lora, kind_of
 from trillora.model.layout import Layout, Tree
@@ -76,16 +76,27 @@ class _LinearOutput:
         return interop.torch_view(checkpoint_name(y, name_of_output(x.shape[-1], y.shape[-1], current())))
 
     def _joined_output(self, x: torch.Tensor) -> Any:
-        """The output of a layer that `joined_linear` computes; None if it does not."""
+        """The output of a layer that `lora_linear` computes; None if it does not."""
         given, trace = fused_input(x), current()
-        if given is None or trace is None or not self.is_plain:
+        if given is None or trace is None:
             return None
-        frozen = self._call_with(given, trace).frozen.get(id(self))
-        if frozen is None:
+        joined = trace.joined_layers.get(id(self), (self,))
+        if not all(layer.is_plain and layer.frozen_weight().dtype == given.dtype for layer in joined):
             return None
-        delta = self._lora_delta(given, *self._matrices())
-        name = name_of_output(given.shape[-1], frozen.shape[-1], trace)
-        return interop.torch_view(output_with_note(frozen, delta, name, trace))
+        call = trace.adapted_inputs.setdefault(id(given), AdaptedInput(given))
+        call.layers.append(self)
+
+        def computed(addend: jax.Array | None) -> tuple[jax.Array, ...]:
+            weights = [layer.frozen_weight() for layer in joined]
+            matrices = [layer._scaled_matrices(given.dtype) for layer in joined]
+            return lora_linear(given, weights, matrices, addend, trace.products, SMALL)
+
+        name = name_of_output(given.shape[-1], self.frozen_weight().shape[0], trace)
+        if len(joined) == 1:
+            return interop.torch_view(output_with_note(lambda addend: computed(addend)[0], name, trace))
+        if id(self) not in call.outputs:
+            call.outputs.update(zip(map(id, joined), computed(None), strict=True))
+        return interop.torch_view(checkpoint_name(call.outputs[id(self)], name))
 
     @property
     def is_plain(self) -> bool:
@@ -108,6 +119,11 @@ class _LinearOutput:
         half = a.shape[0] // 2
         a = jnp.concatenate([a[:half], jax.lax.stop_gradient(a[half:])])
         return a, jnp.concatenate([b[:, :half], jax.lax.stop_gradient(b[:, half:])], axis=1)
+
+    def _scaled_matrices(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """A, and B times the scale, which is applied to B, not to wide outputs."""
+        a, b = self._matrices()
+        return a.astype(dtype), (b * self.lora_scale).astype(dtype)
 
     def _dora(self, y: jax.Array, delta: jax.Array, a_RD: jax.Array, b_ER: jax.Array) -> jax.Array:
         """DoRA as in PEFT: each row of W + s B A gets a trained length, and its own length counts as a constant. In
@@ -142,19 +158,13 @@ class _LinearOutput:
         return call.low[id(self)]
 
     def _call_with(self, x: jax.Array, trace: Trace) -> AdaptedInput:
-        """With what A gives. If all layers that are called with this input are plain, also with what the base gives."""
+        """With what the A matrices of all layers give that are called with this input."""
         call = trace.adapted_inputs.setdefault(id(x), AdaptedInput(x))
         if id(self) not in call.low:
             joined = trace.joined_layers.get(id(self), (self,))
             matrices = [layer._matrices()[0].astype(x.dtype) for layer in joined]
-            plain = [layer.frozen_weight() for layer in joined if layer.is_plain]
-            is_usual = len(plain) == len(joined) and all(weight.dtype == x.dtype for weight in plain)
-            if trace.kernels == "fused" and is_usual:
-                frozen, low = joined_linear(x, plain, jnp.concatenate(matrices))
-                call.frozen.update(zip(map(id, joined), frozen, strict=True))
-            else:
-                left = _gradient_apart(x) if trace.attention == "splash" else x
-                low = left @ jnp.concatenate(matrices).T
+            left = _gradient_apart(x) if trace.attention == "splash" else x
+            low = left @ jnp.concatenate(matrices).T
             ends = np.cumsum([len(matrix) for matrix in matrices])[:-1]
             parts = jnp.split(checkpoint_name(low, SMALL), ends, axis=-1)
             call.low.update(zip(map(id, joined), parts, strict=True))

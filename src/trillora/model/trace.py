@@ -21,10 +21,12 @@ from jax.sharding import Mesh
 
 from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
+from trillora.engine.kernels.product_sum import IN_XLA, Products
 from trillora.engine.ragged import Documents
 
 # What computes the operations between products: XLA, or kernels for a GPU (`overrides.gated_mlps`, `.rms_norms`, and
-# the loss). With kernels, layers that have the same input are computed together (`engine.kernels.joined_linear`).
+# the loss). With kernels, layers that have the same input are computed together, with their adapters
+# (`engine.kernels.joined_linear`), and `Trace.products` says what adds up their products.
 Kernels = Literal["xla", "fused"]
 
 
@@ -44,7 +46,7 @@ class AdaptedInput:
     x: jax.Array  # kept, so that its id stays its own
     layers: list[Any] = field(default_factory=list)
     low: dict[int, jax.Array] = field(default_factory=dict)  # by id of the layer
-    frozen: dict[int, jax.Array] = field(default_factory=dict)  # what the base gives, if they were computed together
+    outputs: dict[int, jax.Array] = field(default_factory=dict)  # with the adapters, if they were computed together
 
 
 class LinearSum(NamedTuple):
@@ -64,6 +66,7 @@ class Trace:
     documents: Documents | None = None  # where the segments are; None if a sequence may have any number of them
     attention: Implementation = "xla"
     kernels: Kernels = "xla"
+    products: Products = IN_XLA
     interpret: bool = False  # run TPU and Triton kernels in the Pallas interpreter, on any backend
     mapped: bool = False  # the call is inside `jax.vmap`, over several adapters
     mesh: Mesh | None = None

@@ -358,8 +358,8 @@ class EngineSection(Section):
     kernels: Auto | Kernels = Field(
         default="auto",
         description="What computes the operations between matrix products. xla: the compiler. fused (one NVIDIA GPU): "
-        "Triton kernels for norms, the loss, and the middle of a gated MLP with its adapters. auto: fused for dense "
-        "models in bfloat16 on one GPU, Ampere or newer, else xla.",
+        "kernels for norms, the loss, and the middle of a gated MLP with its adapters; on Hopper also for sums of "
+        "products. auto: fused for dense models in bfloat16 on one GPU, Ampere or newer, else xla.",
     )
 
 

@@ -22,6 +22,7 @@ from trillora.devices.chips import generation_of
 from trillora.devices.mesh import AXES, FSDP_AXIS, batch_sharding, replicated, weight_spec
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.kernels.cross_entropy import PLAIN, Kernel
+from trillora.engine.kernels.product_sum import IN_XLA, Products, has_mosaic
 from trillora.engine.kernels.triton_call import has_triton
 from trillora.engine.loss import (
     TokenScores,
@@ -161,6 +162,7 @@ def assemble(
         attention=settings.attention,
         document_room=settings.document_room,
         kernels=settings.kernels,
+        products=products_on(mesh.devices.flat[0]),
         interpret=settings.kernels == "fused" and settings.backend == "cpu",  # for tests and comparisons
         mapped=mapped,
         mesh=mesh,
@@ -221,6 +223,12 @@ def check_kernels(model: CausalLM, mesh: Mesh, backend: Backend) -> None:
             where="engine.kernels",
             do="use engine.kernels=xla",
         )
+
+
+def products_on(device: Any) -> Products:
+    """What adds up products if kernels are fused."""
+    is_hopper = device.platform == "gpu" and generation_of(device).has_wgmma and has_mosaic()
+    return Products(device.core_count) if is_hopper else IN_XLA
 
 
 def check_offload(settings: StepSettings, mesh: Mesh) -> None:

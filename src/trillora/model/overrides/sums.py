@@ -1,13 +1,13 @@
 """The output of a linear layer plus the residual stream, as a part of the layer's products, with fused kernels.
 
 A decoder layer ends with `residual + down_proj(x)`, and its attention with `residual + o_proj(x)`. XLA would read both
-again to add them. cuBLAS can begin with a matrix instead of zero, so with LoRA
+again to add them. `engine.kernels.product_sum` adds the residual stream with the products of the base and of LoRA:
 
-    residual + x Wᵀ + low Bᵀ      is computed as      x Wᵀ + (low Bᵀ + residual)      in two products, and no more
+    residual + x Wᵀ + low Bᵀ
 
-XLA does this if the additions are written in this order, each product first. The model's code has already called the
-layer when it adds the result. So the layer leaves a note in the trace (`LinearSum`), and the operator for additions
-looks for it. The output that the layer has returned is left out by XLA if nothing else uses it.
+The model's code has already called the layer when it adds the result. So the layer leaves a note in the trace
+(`LinearSum`), and the operator for additions looks for it. The output that the layer has returned is left out by XLA if
+nothing else uses it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from jax.ad_checkpoint import checkpoint_name
 from trillora.model.trace import LinearSum, Trace, current
 
 
-def output_with_note(frozen: jax.Array, delta: jax.Array, name: str, trace: Trace) -> jax.Array:
-    """What the base and LoRA give, with its name for remat policies. The sum with something else has that name too."""
-    output: jax.Array = checkpoint_name(frozen + delta, name)
-    trace.sums[id(output)] = LinearSum(output, lambda other: checkpoint_name(frozen + (delta + other), name))
+def output_with_note(computed: Callable[[jax.Array | None], jax.Array], name: str, trace: Trace) -> jax.Array:
+    """What `computed` gives for no addend, with its name for remat policies. The sum with something else has that name
+    too."""
+    output: jax.Array = checkpoint_name(computed(None), name)
+    trace.sums[id(output)] = LinearSum(output, lambda other: checkpoint_name(computed(other), name))
     return output
 
 

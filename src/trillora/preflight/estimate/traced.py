@@ -30,7 +30,9 @@ from typing import Any, Literal
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as JaxprLiteral
+from jax.interpreters import partial_eval
 
+from trillora.engine.kernels.product_sum import KERNEL_NAME
 from trillora.engine.mixture.experts import RARE
 from trillora.engine.mixture.grouped_product import TILES_NAME
 from trillora.engine.quantize import item_bytes
@@ -137,10 +139,11 @@ def read_program(
     closed: ClosedJaxpr, inputs: list[Value], num_devices: int, branch_shares: Sequence[float] = ()
 ) -> TracedProgram:
     """`inputs` are the flat arguments with their splits. `branch_shares`: how often each branch of a conditional with
-    that many branches is taken, if known."""
+    that many branches is taken, if known. What no output depends on is left out, as compilers do."""
     operations: list[Operation] = []
     reader = _Reader(num_devices, branch_shares)
-    outputs = reader.read(closed.jaxpr, [*_constants(closed), *inputs], operations)
+    used, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    outputs = reader.read(used, [*_constants(closed), *inputs], operations)
     return TracedProgram(inputs, outputs, operations)
 
 
@@ -175,6 +178,8 @@ class _Reader:
             return self._cond(parameters["branches"], inputs[1:], operations)
         if name == "pallas_call":
             return self._kernel(equation, inputs, operations)
+        if parameters.get("name") == KERNEL_NAME:
+            return _product_sum(equation, inputs, operations)
         called = next((parameters[key] for key in CALLED if key in parameters), None)
         if called is not None and (tiles := TILES.search(str(equation.source_info.name_stack))):
             return _grouped_kernel(equation, inputs, tiles, operations)
@@ -444,6 +449,17 @@ def _grouped_kernel(
     num_groups, num_rows = weights.shape[0], int(tiles[1]) * int(tiles[2])
     sizes = (num_groups, num_rows / num_groups, rows.shape[1], outputs[0].shape[1])
     operations.append(Operation("grouped_product", "product", [rows, weights], outputs, product=sizes))
+    return outputs
+
+
+def _product_sum(equation: Any, inputs: list[Value], operations: list[Operation]) -> list[Value]:
+    """Pairs of matrices, and perhaps an addend. A sum that nothing uses has no output."""
+    outputs = [_unsplit(variable.aval) for variable in equation.outvars]
+    if not outputs:
+        return []
+    (rows, columns), pairs = outputs[0].shape, inputs[: len(inputs) // 2 * 2]
+    inner = sum(left.shape[1] for left in pairs[::2])
+    operations.append(Operation("product_sum", "product", inputs, outputs, product=(1, rows, inner, columns)))
     return outputs
 
 

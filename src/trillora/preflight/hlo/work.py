@@ -25,6 +25,7 @@ COLLECTIVES = frozenset(
 )
 PRODUCTS = frozenset({"dot", "convolution"})
 GEMM = re.compile(r"__cublas\$")
+PRODUCT_SUM = "mosaic_gpu_v2"  # our only kernel of this kind: `engine.kernels.product_sum`
 CUDNN_ATTENTION = re.compile(r"__cudnn\$fmha")
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _NOT_ARITHMETIC = frozenset(
@@ -73,6 +74,8 @@ class Work:
             return _product_flops(computation, instruction, unit)
         if instruction.opcode == "custom-call" and GEMM.match(target(instruction)):
             return _gemm_flops(computation, instruction, unit)
+        if instruction.opcode == "custom-call" and target(instruction) == PRODUCT_SUM:
+            return _sum_flops(computation, instruction, unit)
         inner = self.program.called(instruction) if instruction.opcode == "fusion" else None
         if inner is None:
             return 0.0
@@ -282,6 +285,13 @@ def _gemm_flops(computation: Computation, call: Instruction, unit: int) -> float
     if left is None or contracted is None:
         return 0.0
     return _dot_flops(left.shapes[0].dims, call.shapes[0].dims, integers(contracted[1]), unit)
+
+
+def _sum_flops(computation: Computation, call: Instruction, unit: int) -> float:
+    """The operands are the left matrices, the right ones, and perhaps an addend."""
+    lefts = [computation.operand(call, index) for index in range(len(call.operands) // 2)]
+    out = call.shapes[0].dims
+    return sum(_dot_flops(left.shapes[0].dims, out, (1,), unit) for left in lefts if left is not None)
 
 
 def _dot_flops(left: tuple[int, ...], out: tuple[int, ...], contracted: tuple[int, ...], unit: int) -> float:

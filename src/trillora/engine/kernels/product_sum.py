@@ -233,7 +233,7 @@ class _Kernel:
                     shared["lefts"].at[place, half],
                     gpu.transpose_ref(right, (1, 0)) if self.transposed else right,
                 )
-                gpu.wgmma_wait(1)  # this product goes on while the place of the one before is filled again
+                gpu.wgmma_wait(1)  # the place of the product before this one can be filled again
 
                 @pl.when(i > 0)
                 def _free() -> None:

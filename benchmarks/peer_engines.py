@@ -291,6 +291,7 @@ def train_trl(args: argparse.Namespace, work: Work, folder: Path) -> Measured:
     """TRL's SFTTrainer with PEFT. Liger's kernels replace transformers' norm, rotary embedding and MLP."""
     import torch
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -341,7 +342,8 @@ def train_trl(args: argparse.Namespace, work: Work, folder: Path) -> Measured:
             remove_unused_columns=False,
             **({"router_aux_loss_coef": 0.0} if mixture else {}),
         ),
-        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        # With a fingerprint: computing one pickles a class that pyarrow 26 hides.
+        train_dataset=Dataset(InMemoryTable.from_pydict({"input_ids": rows, "labels": rows}), fingerprint="documents"),
         processing_class=AutoTokenizer.from_pretrained(args.model),
         peft_config=LoraConfig(
             r=RANK,

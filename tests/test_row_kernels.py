@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from trillora.engine.kernels import rms_norm as norms
 from trillora.engine.kernels.cross_entropy import PLAIN, Kernel, loss_and_gradient
-from trillora.engine.kernels.joined_linear import joined_linear
 from trillora.engine.kernels.rms_norm import Norm, rms_norm
 
 # Relative to the largest value. float32: sums in another order; bfloat16: inputs are exact, results are rounded once.
@@ -152,21 +151,3 @@ def test_the_gradient_takes_the_place_of_the_logits() -> None:
     text = lowered_for_a_gpu(compute, values(4, 300, seed=0, dtype="bfloat16"), jnp.zeros(4, jnp.int32))
     assert text.count("custom_call") == 1
     assert "output_operand_alias" in text
-
-
-# ---- linear layers with the same input
-
-
-def test_joined_linear_layers_equal_separate_ones() -> None:
-    x, a = values(2, 5, 16, seed=0), values(6, 16, seed=1)
-    weights = [values(outputs, 16, seed=outputs) for outputs in (16, 8, 8)]
-
-    def separate(x: jax.Array, a: jax.Array) -> Any:
-        return tuple(x @ weight.T for weight in weights), x @ a.T
-
-    ours, pull = jax.vjp(lambda x, a: joined_linear(x, weights, a), x, a)
-    theirs, pull_theirs = jax.vjp(separate, x, a)
-    gradients = jax.tree.map(lambda y: values(*y.shape, seed=9), theirs)
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    for found, expected in zip(pull(gradients), pull_theirs(gradients), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

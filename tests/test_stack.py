@@ -18,7 +18,7 @@ from tiny_models import configuration
 from torchax import interop
 from transformers import CONFIG_MAPPING
 
-from trillora.engine.kernels.joined_linear import joined_linear
+from trillora.engine.kernels.joined_linear import lora_linear
 from trillora.model import lora
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import stack, unstack
@@ -272,11 +272,11 @@ def test_linked_layers_share_products_in_every_trace(monkeypatch: pytest.MonkeyP
     )
     together: list[int] = []
 
-    def counted(x: jax.Array, weights: list[jax.Array], a_QD: jax.Array) -> Any:
+    def counted(x: jax.Array, weights: list[jax.Array], *rest: Any) -> Any:
         together.append(len(weights))
-        return joined_linear(x, weights, a_QD)
+        return lora_linear(x, weights, *rest)
 
-    monkeypatch.setattr(lora, "joined_linear", counted)
+    monkeypatch.setattr(lora, "lora_linear", counted)
     for _ in range(2):
         together.clear()
         jax.eval_shape(lambda b, a: model.hidden(b, a, {"tokens": jnp.ones((1, 8), jnp.int32)}), base, adapter)

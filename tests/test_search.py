@@ -34,6 +34,7 @@ from trillora.step.search import (
     Attempt,
     Guess,
     Search,
+    fastest_first,
     guess_sizes,
     in_order,
     leaves_room,
@@ -295,6 +296,15 @@ def test_without_predictions_the_first_that_fits_wins() -> None:
     unlimited = Search(in_order(candidates), None, MANY_STEPS, error=0.0)
     unlimited.add(Attempt(NONE, 1e15, True))
     assert unlimited.next() is None
+
+
+def test_without_predictions_many_tokens_are_split_before_anything_is_recomputed() -> None:
+    def order(sizes: tuple[int, ...], sequence_length: int) -> list[tuple[str, int]]:
+        candidates = [settings(remat, size, num_devices=1) for size in sizes for remat in ("none", "linear", "full")]
+        return [(one.remat, one.micro_batch_size) for one in fastest_first(candidates, sequence_length)]
+
+    assert order((14, 7), 2048) == [("none", 14), ("none", 7), ("linear", 14), ("linear", 7), ("full", 14), ("full", 7)]
+    assert order((2, 1), 192) == [("none", 2), ("linear", 2), ("full", 2), ("none", 1), ("linear", 1), ("full", 1)]
 
 
 # ---- guesses of a family

@@ -38,6 +38,7 @@ from trillora.step.search import (
     Attempt,
     Guess,
     Search,
+    fastest_first,
     format_gib,
     guess_sizes,
     in_order,
@@ -48,7 +49,7 @@ from trillora.step.search import (
 
 # Where nothing is predicted: of a device's memory; a base up to this size is copied to every device, not split.
 REPLICATED_BASE_SHARE = 0.25
-REMAT_ORDER: tuple[Remat, ...] = ("none", "linear", "full")  # most memory first; fastest first where none is predicted
+REMAT_ORDER: tuple[Remat, ...] = ("none", "linear", "full")  # most memory first
 BETWEEN: tuple[Remat, ...] = ("wide", "half", "gate", "attention")  # what they save is between linear and full
 LITTLE_RECOMPUTED: tuple[Remat, ...] = ("none", "linear", "wide")
 USABLE = 0.97  # of the device's memory limit; the rest is left for fragmentation
@@ -199,6 +200,7 @@ def choose(
         search = Search(guesses, limit * USABLE, num_steps, predictor.error)
     else:
         ranked = [candidates.settings(meshes[0], remat, size) for size in sizes for remat in remats]
+        ranked = fastest_first(ranked, recipe.train.sequence_length)
         search = Search(in_order(ranked), limit and limit * USABLE, num_steps, error=0.0)
     compiled = compile_fastest(search, candidates, compiler, predictor, limit, listener)
     attempts += [*search.too_large(), *search.attempts]

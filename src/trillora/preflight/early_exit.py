@@ -66,16 +66,21 @@ def compile_until_layout(compile_program: Callable[..., Any], dump: Path, *, who
 
 
 def _is_complete(dump: Path) -> bool:
-    """Whether the report and the scheduled program are fully written."""
+    """Whether the report and the scheduled program, which is written after it, are complete."""
     report, program = next(dump.glob(REPORT), None), next(dump.glob(SCHEDULED), None)
-    return report is not None and program is not None and _ends_with_brace(program)
+    return report is not None and program is not None and _ends_with_entry(program)
 
 
-def _ends_with_brace(file: Path) -> bool:
+def _ends_with_entry(file: Path) -> bool:
+    """Whether a program has its last computation, the entry. What is written so far may also end with the brace of
+    another computation, or of an instruction's attributes."""
     with open(file, "rb") as stream:
         stream.seek(0, os.SEEK_END)
         stream.seek(-min(stream.tell(), 8), os.SEEK_END)
-        return stream.read().rstrip().endswith(b"}")
+        if not stream.read().rstrip().endswith(b"\n}"):
+            return False
+        stream.seek(0)
+        return b"\nENTRY " in stream.read()
 
 
 def _read(dump: Path) -> MemoryReport | None:

@@ -83,8 +83,9 @@ def test_a_traced_step_has_the_work_of_its_kernels(num_tokens: int, phases: list
         assert work.computed == 8 * rows * (rows + 1) / 2 and work.places == 8 * rows**2
 
 
-def splash(phase: Phase, table: str) -> tuple[str, ...]:
-    """jax's kernel as it appears in a program: 32 heads of 128 over 4096 tokens, in blocks of 1024."""
+def splash(phase: Phase, table: str, branch: int | None = None) -> tuple[str, ...]:
+    """jax's kernel as it appears in a program: 32 heads of 128 over 4096 tokens, in blocks of 1024. `branch`: of the
+    conditional that it is in."""
     heads, keys = "bf16[32,4096,128]{2,1,0}", "bf16[8,4096,128]{2,1,0}"
     outputs = {
         "fwd": f"({heads}, f32[32,4096,128]{{2,1,0}})",
@@ -93,12 +94,14 @@ def splash(phase: Phase, table: str) -> tuple[str, ...]:
         "dq": heads,
     }
     name = "dkv" if phase == "fused" else phase
+    number = f"{phase}.{branch or 0}"
+    scope = "" if branch is None else f', metadata={{op_name="jit(step)/cond/branch_{branch}_fun/pallas_call"}}'
     return (
-        f"%table.{phase} = s8[{table}]{{2,1,0}} constant({{...}})",
-        f"%q.{phase} = {heads} parameter(0)",
-        f"%k.{phase} = {keys} parameter(1)",
-        f"%splash_mha_{name}.{phase} = {outputs[phase]} custom-call(%table.{phase}, %q.{phase}, %k.{phase}, "
-        f'%k.{phase}), custom_call_target="tpu_custom_call"',
+        f"%table.{number} = s8[{table}]{{2,1,0}} constant({{...}})",
+        f"%q.{number} = {heads} parameter(0)",
+        f"%k.{number} = {keys} parameter(1)",
+        f"%splash_mha_{name}.{number} = {outputs[phase]} custom-call(%table.{number}, %q.{number}, %k.{number}, "
+        f'%k.{number}), custom_call_target="tpu_custom_call"{scope}',
     )
 
 
@@ -126,3 +129,12 @@ def test_attention_kernels_count_the_blocks_they_compute(width: int, num_blocks:
         places = 32 * 4 * (4 if phase == "fused" else width)
         added = AttentionWork(phase, 128, 1024, computed, 32 * 4, places).seconds(128, peak)
         assert both.seconds - alone.seconds == pytest.approx(added)
+
+
+def test_a_fused_kernel_has_the_share_of_the_forward_kernel_in_its_branch() -> None:
+    """Layers with and without a window: 7 and 10 blocks."""
+    forward = (*splash("fwd", "1,4,2", branch=0), *splash("fwd", "1,4,4", branch=1))
+    alone = run(*forward)
+    for branch, num_blocks in ((0, 7), (1, 10)):
+        both = run(*forward, *splash("fused", "1,4,4", branch=branch))
+        assert both.flops - alone.flops == 5 * 2 * num_blocks * 1024 * 1024 * 128 * 32

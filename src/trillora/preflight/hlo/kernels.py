@@ -70,7 +70,7 @@ def attention_work(program: HloProgram, computation: Computation, kernel: Instru
     num_tokens, num_heads = query.dims[-2], math.prod(query.dims[:-2])
     # A window makes the last dim of the table narrower, or, if a gradient of the keys is not fused, the one before.
     num_blocks = table.dims[2 if phase == "dkv" else 1] if table else max(1, num_tokens // LARGEST_BLOCK)
-    share = _computed_share(computation, kernel) if phase == "fwd" else _forward_share(program, query)
+    share = _forward_share(program, kernel, query) if phase == "fused" else _computed_share(computation, kernel, phase)
     return AttentionWork(
         phase=phase,
         width=(key.dims[-1] + value.dims[-1]) / 2,
@@ -104,13 +104,14 @@ def _splash_flops(program: HloProgram, computation: Computation, kernel: Instruc
     return 2.0 * work.computed * work.block**2 * widths[work.phase]
 
 
-def _computed_share(computation: Computation, kernel: Instruction) -> float:
-    """Fraction of the blocks of scores that a forward kernel computes. It loops over a table [heads, query blocks,
-    max key blocks]: as wide as the sequence for a causal mask, narrower for a sliding window."""
+def _computed_share(computation: Computation, kernel: Instruction, phase: Phase = "fwd") -> float:
+    """Fraction of the blocks of scores that a kernel computes. It loops over a table [heads, query blocks, max key
+    blocks]: as wide as the sequence for a causal mask, narrower for a sliding window. For the gradients of the keys it
+    is [heads, max query blocks, key blocks]."""
     table = _block_table(computation, kernel)
     if table is None:
         return 1.0
-    num_rows, width = table.dims[1:]
+    num_rows, width = reversed(table.dims[1:]) if phase == "dkv" else table.dims[1:]
     return sum(min(row + 1, width) for row in range(num_rows)) / num_rows**2
 
 
@@ -120,16 +121,23 @@ def _block_table(computation: Computation, kernel: Instruction) -> Shape | None:
     return table if table is not None and len(table.dims) == 3 else None
 
 
-def _forward_share(program: HloProgram, query: Shape) -> float:
-    """A window narrows the table of the forward kernel only. Every backward kernel has a forward kernel, so the average
-    share of the forward kernels is used."""
-    shares = [
-        _computed_share(computation, kernel)
+def _forward_share(program: HloProgram, fused: Instruction, query: Shape) -> float:
+    """The table of the fused kernel has the whole mask, with or without a window, so the share of its forward kernel is
+    used: of those in the same branch, if layers of several kinds select their attention, else the average."""
+    kernels = [
+        (computation, kernel)
         for computation in program.computations.values()
         for kernel in computation.instructions
         if is_kernel(kernel) and "_fwd" in kernel.name and _same_query(computation, kernel, query)
     ]
+    in_branch = [(computation, kernel) for computation, kernel in kernels if _branch(kernel) == _branch(fused)]
+    shares = [_computed_share(computation, kernel) for computation, kernel in in_branch or kernels]
     return mean(shares) if shares else 0.5
+
+
+def _branch(kernel: Instruction) -> str | None:
+    found = re.search(r"/(branch_\d+_fun)/", kernel.attributes)
+    return found and found[1]
 
 
 def _same_query(computation: Computation, kernel: Instruction, query: Shape) -> bool:

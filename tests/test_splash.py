@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from trillora.engine import splash
 from trillora.engine.attention import MaskRule, ScoreScaling, attend
-from trillora.engine.splash import block_kinds, is_fused, splash_kernel, tables
+from trillora.engine.splash import block_kinds, block_size, is_fused, splash_kernel, tables
 
 pytestmark = pytest.mark.core
 
@@ -104,11 +104,27 @@ def test_the_memory_of_the_gradient_is_linear_in_the_length(rule: MaskRule) -> N
 
 def test_which_gradient_kernel_is_used() -> None:
     def fused(num_blocks: int, window: int | None = None) -> bool:
-        return is_fused(num_blocks, block_kinds(num_blocks, 1024, window))
+        return is_fused(block_kinds(num_blocks, 1024, window), 1024)
 
     assert all(fused(number) for number in range(1, splash.MOST_PARTIAL + 1)), "always faster without a window"
     assert not fused(splash.MOST_PARTIAL + 1), "too large"
     assert fused(4, 512) and not fused(12, 512), "most partial gradients would be zero"
+
+
+def test_windows_take_shorter_blocks_where_that_saves_much() -> None:
+    """gpt-oss has windows of 128 tokens, Gemma of 512 or 1024, older Mistrals of 4096."""
+    lengths, windows = (2048, 8192, LONG), (None, 128, 512, 1024, 4096)
+    assert {window: [block_size(length, 1024, window) for length in lengths] for window in windows} == {
+        None: [1024, 1024, 1024],
+        128: [512, 512, 512],
+        512: [512, 512, 512],
+        1024: [1024, 512, 512],
+        4096: [1024, 1024, 1024],
+    }
+    assert block_size(2048, 512, None) == 512, "wide heads"
+    assert [block_size(n, 1024, 128) for n in (128, 768, 1536)] == [128, 256, 512], "lengths with other divisors"
+    kernel = splash_kernel(2, 2048, 512, None, 1024, "name", True)
+    assert kernel.fwd_mask_info.block_mask.shape == (1, 4, 2) and not kernel.kwargs["block_sizes"].use_fused_bwd_kernel
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -13,6 +13,9 @@ of 128 tokens and a window of 200 tokens; 0 is hidden, 1 visible in part, 2 visi
 For the gradient jax has two ways. The fused kernel computes the scores once, but writes one partial gradient of the
 queries for each block of keys: memory and traffic grow with the square of the sequence. The other way takes two
 kernels, which compute the scores twice and write each gradient once. `is_fused` chooses.
+
+Shorter blocks hide more of what a window hides: with 8192 tokens and a window of 512, blocks of 1024 compute 15.7
+million scores, blocks of 512 half as many. `block_size` chooses.
 """
 
 from __future__ import annotations
@@ -28,17 +31,36 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
 BLOCKS = (128, 256, 512, 1024)
+SHORTEST_GOOD = 512  # shorter blocks take 1.4 to 2.8 times as long for each score
+CLEARLY = 0.9  # chips differ: below this ratio, the shorter block is the cheaper one on all
 # Partial gradients of the queries, each as large as the queries: 16 are 1 GiB for 16,384 tokens and 16 heads of width
-# 128. Without a window the fused kernel is always the faster one.
+# 128.
 MOST_PARTIAL = 16
-# With a window, most partial gradients are zero, but they are written and added. A block that is computed in two
-# kernels takes 2.4 us more on v5e and 1.4 us on v6e; one partial gradient of a block, 0.75 and 0.38 us (heads of 128).
-MOST_PARTIAL_PER_BLOCK = 4
+# Costs, in the time that the forward and the fused gradient kernel take for one score in a block of 1024. All are
+# between those of v5e and v6e, for heads of 128.
+HALF_BLOCK = 1.05  # a score in a block of 512
+TWO_KERNELS = 0.26  # more for a score if its gradient takes two kernels
+PARTIAL_TOKEN = 80  # to write and add the partial gradient of one token; with a window, most of these are zero
+PLACE = 15_000  # a place of the grid, computed or not
 HIDDEN, PARTLY, VISIBLE = 0, 1, 2
 
 
-def block_size(num_tokens: int, largest: int) -> int:
-    return max(block for block in BLOCKS if num_tokens % block == 0 and block <= largest)
+def block_size(num_tokens: int, largest: int, window: int | None) -> int:
+    """The largest block that divides the sequence, or half of it if that is clearly cheaper."""
+    long = max(block for block in BLOCKS if num_tokens % block == 0 and block <= largest)
+    if long // 2 < SHORTEST_GOOD or cost(num_tokens, long // 2, window) > CLEARLY * cost(num_tokens, long, window):
+        return long
+    return long // 2
+
+
+def cost(num_tokens: int, block: int, window: int | None) -> float:
+    """Of the kernels for one head, in scores."""
+    num_blocks = num_tokens // block
+    kinds = block_kinds(num_blocks, block, window)
+    scores = int(np.count_nonzero(kinds)) * block**2 * (1.0 if block == BLOCKS[-1] else HALF_BLOCK)
+    if is_fused(kinds, block):
+        return scores + PARTIAL_TOKEN * num_tokens * num_blocks + PLACE * num_blocks**2
+    return (1 + TWO_KERNELS) * scores + PLACE * num_blocks * int(np.count_nonzero(kinds, axis=1).max())
 
 
 def block_kinds(num_blocks: int, block: int, window: int | None) -> np.ndarray:
@@ -52,11 +74,12 @@ def block_kinds(num_blocks: int, block: int, window: int | None) -> np.ndarray:
     return np.where(whole, VISIBLE, np.where(some, PARTLY, HIDDEN)).astype(np.int32)
 
 
-def is_fused(num_blocks: int, kinds: np.ndarray) -> bool:
-    """Whether the fused gradient kernel is the better one: its memory is bounded, and its traffic costs less than
-    computing the scores again."""
-    computed = np.count_nonzero(kinds) / num_blocks  # blocks of keys for each block of queries
-    return bool(num_blocks <= min(MOST_PARTIAL, max(MOST_PARTIAL_PER_BLOCK * computed, 1)))
+def is_fused(kinds: np.ndarray, block: int) -> bool:
+    """Whether the fused gradient kernel is the better one: its memory is bounded, and its partial gradients cost less
+    than computing the scores again."""
+    num_blocks, scores = len(kinds), int(np.count_nonzero(kinds)) * block**2
+    is_cheaper = PARTIAL_TOKEN * num_blocks**2 * block <= TWO_KERNELS * scores
+    return num_blocks == 1 or (num_blocks <= MOST_PARTIAL and is_cheaper)
 
 
 def tables(kinds: np.ndarray, *, by_key: bool, shrink: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -95,11 +118,10 @@ def splash_kernel(
     interpret: bool,
 ) -> Any:
     """A function of queries, keys and values of one sequence. `saved_name`: of what the backward pass needs."""
-    block = block_size(num_tokens, largest_block)
-    num_blocks = num_tokens // block
     window = None if window is None or window >= num_tokens else window
-    kinds = block_kinds(num_blocks, block, window)
-    fused = is_fused(num_blocks, kinds)
+    block = block_size(num_tokens, largest_block, window)
+    kinds = block_kinds(num_tokens // block, block, window)
+    fused = is_fused(kinds, block)
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,

@@ -468,7 +468,7 @@ class LayerStack:
     ) -> tuple[Any, list[tuple[Any, dict[Any, Any]]]]:
         """Calls transformers' own layer with the recorded arguments, of which dictionaries and tensors are new objects:
         tracing has no side effects. Also returns what the layer added to dictionaries."""
-        trace.num_wide, trace.adapted_inputs, trace.sums = 0, {}, {}
+        trace.num_wide, trace.adapted_inputs, trace.sums, trace.activated = 0, {}, {}, {}
         positional, args, kwargs = trace.layer_calls[i]
         leaves, structure = torch_tree.tree_flatten((args, kwargs))
         for at, value in (arguments or {}).items():

@@ -56,6 +56,14 @@ class LinearSum(NamedTuple):
     add_to: Callable[[jax.Array], jax.Array]
 
 
+class Activated(NamedTuple):
+    """The output of an activation, and how it was computed."""
+
+    output: jax.Array  # kept, so that its id stays its own
+    g: jax.Array
+    activation: Callable[[jax.Array], jax.Array]
+
+
 @dataclass
 class Trace:
     """One trace of the model; B sequences, T tokens."""
@@ -81,6 +89,7 @@ class Trace:
     num_wide: int = 0  # linear layers so far, in the current decoder layer, that are wider than their input
     adapted_inputs: dict[int, AdaptedInput] = field(default_factory=dict)  # of the current decoder layer, by id
     sums: dict[int, LinearSum] = field(default_factory=dict)  # of the current decoder layer, by id of the output
+    activated: dict[int, Activated] = field(default_factory=dict)  # of the current decoder layer, by id of the output
     joined_layers: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # see lora.joined_layers
     no_grad_depth: int = 0  # how many `torch.no_grad` the model's code is in
 

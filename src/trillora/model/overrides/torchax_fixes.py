@@ -18,6 +18,7 @@ from torchax import interop
 from torchax.tensor import Environment, Tensor
 from torchax.view import View
 
+from trillora.model.overrides.gated_products import noted_activation, products_with_activations
 from trillora.model.overrides.sums import added_in_products
 from trillora.model.trace import current
 
@@ -33,13 +34,10 @@ _PROMOTING = frozenset(
 )
 
 # Operators of several steps that PyTorch computes in float32 internally and rounds to bfloat16 once.
-_ROUNDED_ONCE = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("native_layer_norm", "gelu", "silu", "silu.default"),
-        *("_softmax", "softmax", "softmax.int", "_log_softmax"),
-    )
-)
+_ACTIVATIONS = frozenset(f"aten.{name}" for name in ("gelu", "silu", "silu.default"))
+_ROUNDED_ONCE = _ACTIVATIONS | {
+    f"aten.{name}" for name in ("native_layer_norm", "_softmax", "softmax", "softmax.int", "_log_softmax")
+}
 
 
 @functools.cache
@@ -61,9 +59,12 @@ def _fixed(function: Any, implementation: Callable[..., Any]) -> Callable[..., A
     name = str(function)
     if name in _PROMOTING:
         promoted = _scalars_do_not_promote(implementation)
+        if name in ("aten.mul", "aten.mul.Tensor"):
+            return products_with_activations(promoted)
         return added_in_products(promoted) if name in ("aten.add", "aten.add.Tensor") else promoted
     if name in _ROUNDED_ONCE:
-        return _rounded_once(implementation)
+        rounded = _rounded_once(implementation)
+        return noted_activation(rounded) if name in _ACTIVATIONS else rounded
     if function is torch.nn.functional.linear or name == "aten.linear":
         return _linear
     return _addmm if name == "aten.addmm" else implementation

@@ -295,6 +295,20 @@ def test_layers_are_unrolled_on_a_gpu_unless_they_have_experts() -> None:
     assert decided_on(gpu("9.0"), Qwen3MoeConfig())["layers"] == "scan"
 
 
+def test_the_loss_takes_enough_tokens_at_once_for_the_arithmetic_of_a_tpu() -> None:
+    """With few tokens, the weight of a large vocabulary would be read for too little arithmetic."""
+    for vocabulary, kind, tokens in (
+        (32_000, "TPU v5 lite", 4096),
+        (262_144, "TPU v5 lite", 512),
+        (32_000, "TPU v6 lite", 4096),
+        (151_936, "TPU v6 lite", 1024),
+        (262_144, "TPU v6 lite", 1024),
+        (262_144, "TPU of the future", 512),
+    ):
+        decided = decided_on(SimpleNamespace(platform="tpu", device_kind=kind), llama(vocab_size=vocabulary))
+        assert decided["loss_chunk"] == tokens, (vocabulary, kind)
+
+
 def test_a_newer_card_can_be_made_to_choose_like_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRILLORA_COMPUTE_CAPABILITY", "7.5")
     assert choose_dtype([gpu("9.0")], llama(), "none")[0] == "float32"

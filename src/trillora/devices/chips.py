@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,13 @@ class Chip:
     clock_ghz: float
     matrix_unit: int  # side of the systolic array; on a GPU, of a tensor core's tile
     doubled: tuple[str, ...] = ()  # 8-bit formats with twice the bf16 rate, if XLA's products in them are faster
+
+    @property
+    def fewest_tokens(self) -> int:
+        """For a product with a wide weight in bfloat16, a power of two: with fewer, reading the weight and writing the
+        result take as long as the arithmetic. 512 on v5e, 1024 on v6e."""
+        flops_per_byte = 1e3 * self.bf16_tflops / self.hbm_gb_per_second
+        return int(2 ** math.ceil(math.log2(1.5 * flops_per_byte)))
 
 
 # Peaks and bandwidths: Google's page for each version (cloud.google.com/tpu/docs), divided by the devices of a chip.

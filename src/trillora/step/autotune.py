@@ -55,8 +55,8 @@ LITTLE_RECOMPUTED: tuple[Remat, ...] = ("none", "linear", "wide")
 USABLE = 0.97  # of the device's memory limit; the rest is left for fragmentation
 # Logits of one chunk of the loss: 2**27 float32 values are half a GiB, and so are 2**28 bfloat16 ones on a GPU, where
 # twice the tokens save 1 % of a step. A CPU has few rows at once: smaller chunks, so that more of them are without
-# answers and are skipped. Products of fewer tokens than the second number are slow.
-CHUNK_LOGITS = {"cpu": (2**22, 64), "gpu": (2**28, 128)}
+# answers and are skipped. Products of fewer tokens than the second number are slow; on a TPU its chip says how many.
+CHUNK_LOGITS = {"cpu": (2**22, 64), "gpu": (2**28, 128), "tpu": (2**27, 128)}
 # For `model.quantize: auto`: what to try if the base does not fit unquantized, fastest first (docs/quantization.md). On
 # a TPU, nf4 writes out each weight before its product, and int4 does not.
 FASTEST_QUANTIZED: dict[str, tuple[Quantize, ...]] = {
@@ -391,7 +391,9 @@ def decide_by_hardware(
             where="engine.attention",
             do="use engine.attention=auto",
         )
-    most, least = CHUNK_LOGITS.get(platform, (2**27, 128))
+    most, least = CHUNK_LOGITS[platform]
+    if platform == "tpu" and (chip := chip_of(devices[0].device_kind)) is not None:
+        least = chip.fewest_tokens
     tokens = 2 ** int(math.log2(max(most // text.vocab_size, least)))
     decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
 

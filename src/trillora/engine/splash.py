@@ -1,4 +1,4 @@
-"""jax's attention kernel for TPUs, for long sequences too: its tables of blocks, and which gradient kernel it uses.
+"""jax's attention kernel for TPUs, for long sequences too: its blocks, their tables, and which gradient kernel it uses.
 
 The kernel works on blocks of queries and keys, and skips the blocks that the mask hides. jax finds these by comparing
 all pairs of tokens: minutes for 131,072 tokens. Here they follow from the distance of two blocks. Example: four blocks
@@ -33,8 +33,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 BLOCKS = (128, 256, 512, 1024)
 SHORTEST_GOOD = 512  # shorter blocks take 1.4 to 2.8 times as long for each score
 CLEARLY = 0.9  # chips differ: below this ratio, the shorter block is the cheaper one on all
-# Partial gradients of the queries, each as large as the queries: 16 are 1 GiB for 16,384 tokens and 16 heads of width
-# 128.
+# Partial gradients of the queries, each as large as the queries: 16 are 1 GiB for 16,384 tokens and 16 heads of 128.
 MOST_PARTIAL = 16
 # Costs, in the time that the forward and the fused gradient kernel take for one score in a block of 1024. All are
 # between those of v5e and v6e, for heads of 128.

@@ -29,6 +29,7 @@ from trillora.engine.quantize import item_bytes
 from trillora.preflight.estimate.traced import Operation, TracedProgram, Value, read_program
 from trillora.preflight.hlo.simulate import (
     AS_ASSUMED,
+    FUSION_SECONDS,
     HOP_SECONDS,
     MAX_HOPS,
     TPU_8_BITS,
@@ -357,7 +358,9 @@ class _Time:
                 ending = {v for v in step.reads & products if last_read[v] == at}
                 self._fuse(fusion, step, ending)
             else:
-                now += max(fusion.vector_seconds, self._traffic(fusion.read, fusion.written, inputs))
+                if fusion.read:
+                    vector = fusion.vector_seconds + FUSION_SECONDS
+                    now += max(vector, self._traffic(fusion.read, fusion.written, inputs))
                 fusion = _Fusion()
             if operation is None:
                 continue

@@ -21,7 +21,8 @@ of HBM, 2 x 45 GB/s of links; times in microseconds):
 
 The factors 0.92, 0.85 and 0.80 are the `Efficiency` of this chip. A TPU program that was compiled to the end carries
 the compiler's own cycle counts, which are used instead. A program from an early exit, and any GPU program, does not:
-there a product takes its flops divided by the peak rate, and on a TPU fused elementwise operations use the vector unit.
+there a product takes its flops divided by the peak rate, and on a TPU fused elementwise operations use the vector unit,
+with a fixed cost for each fusion without a product.
 A `Slowdown`, measured on the chip, lowers the efficiency (`preflight.measured_speeds`).
 """
 
@@ -115,6 +116,9 @@ def num_lanes(chip: Chip, num_devices: int) -> int:
 # Correction of the compiler's cycle counts for instructions without products. The compiler assumes that these are bound
 # by HBM at 0.4 of its public bandwidth, even if the operands are in on-chip memory.
 VECTOR_CYCLES = 0.25
+# A TPU takes this long for a fusion without a product, however small. The compiler adds 1.21 us on v5e and on v6e
+# (libtpu 0.0.42.1), also where everything is in on-chip memory, so it is corrected in the same way.
+FUSION_SECONDS = VECTOR_CYCLES * 1.21e-6
 # A TPU's vector unit has 8 x 128 lanes with four arithmetic units each; about half of them are busy.
 VECTOR_OPERATIONS_PER_CYCLE = 8 * 128 * 2
 # Rate of products of 8-bit numbers on a TPU, relative to bfloat16. The public one is 2. The compiler counts 396,000
@@ -409,7 +413,8 @@ class _Walk:
         if self.work.on_gpu:  # the vector units keep up with HBM
             return product
         # A TPU instruction bundle drives all units at once, so fused operations run in parallel with the product.
-        return max(product, self.work.vector_operations(computation, instruction) / VECTOR_OPERATIONS_PER_CYCLE / clock)
+        vector = self.work.vector_operations(computation, instruction) / VECTOR_OPERATIONS_PER_CYCLE / clock
+        return max(product, vector) if flops or instruction.opcode != "fusion" else vector + FUSION_SECONDS
 
     def _times_faster(self, computation: Computation, instruction: Instruction) -> float:
         """Rate of the products of an instruction, relative to bfloat16. A GPU is twice as fast with half the bits; a

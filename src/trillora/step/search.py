@@ -9,8 +9,9 @@ guesses are. What was compiled corrects the guesses of the rest. Example, with g
     remat none, 64 rows       52 ms  20 GiB   43 ms         second: 58 ms; slower
     remat full, 64 rows       60 ms   2 GiB   50 ms         never: it cannot be faster than 49 ms
 
-The search ends when no candidate could save more time in the whole run than a compilation takes. Candidates with the
-same mesh and remat are a family: inside a family, guesses are compared with more confidence than between families.
+The search ends when no candidate could save more time in the whole run than a compilation takes, and the micro-batches
+next to the fastest one are slower. Candidates with the same mesh and remat are a family: inside a family, guesses are
+compared with more confidence than between families.
 """
 
 from __future__ import annotations
@@ -114,7 +115,23 @@ class Search:
             for s in left
             if self._needed(s) <= NEARLY * self._limit and self._could_take(s) < self._seconds_of(best) - saved
         ]
-        return min(worthwhile, key=lambda s: (self._needed(s) > self._limit, self._could_take(s)), default=None)
+        if worthwhile:
+            return min(worthwhile, key=lambda s: (self._needed(s) > self._limit, self._could_take(s)))
+        if self._seconds_of(best) * ERROR_IN_FAMILY <= saved or not self._error:
+            return None
+        return next((s for s in self._neighbours(best) if s in left and self._needed(s) <= self._limit), None)
+
+    def _neighbours(self, best: Attempt) -> list[StepSettings]:
+        """With the next larger and the next smaller micro-batch. Guesses inside a family come from its smallest and its
+        largest size, and the fastest one is often between: large enough to fill the matrix units, small enough for
+        on-chip memory."""
+        alike = replace(best.settings, micro_batch_size=0)
+        family = [s for s in self.guesses if replace(s, micro_batch_size=0) == alike]
+        if len(family) <= 2:
+            return []
+        family.sort(key=lambda s: s.micro_batch_size)
+        place = family.index(best.settings)
+        return [*family[place + 1 : place + 2], *family[max(place - 1, 0) : place]]
 
     def _first_key(self, settings: StepSettings) -> tuple[bool, float]:
         """What should fit comes first, fastest first; then the rest, smallest first."""

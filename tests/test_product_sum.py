@@ -56,14 +56,16 @@ def in_numpy(pairs: Any, addend: Any, *, transposed: bool) -> np.ndarray:
 # ---- the kernel
 
 
-@pytest.mark.skipif(not module.has_mosaic(), reason="an older jax")
+@pytest.mark.skipif(not module.has_mosaic(), reason="Mosaic GPU kernels need jax 0.10.2 or newer")
 @pytest.mark.parametrize(
     ("inner", "transposed", "is_added"),
     [([320, 64, 64], False, True), slow_case([320, 64], True, False), slow_case([64], False, False)],
 )
 def test_the_kernel_computes_the_sum(inner: list[int], transposed: bool, is_added: bool) -> None:
     """One processor: two blocks one after the other, and more steps than places in the ring."""
-    interpreter = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+    interpreter = pytest.importorskip(
+        "jax._src.pallas.mosaic_gpu.interpret.params", reason="this jax has no interpreter for Mosaic GPU"
+    )
     pairs = pairs_of(inner, transposed=transposed)
     addend = draw(99, ROWS, COLUMNS, dtype=jnp.bfloat16) if is_added else None
     on = Products(1, interpreter.InterpretGPUParams())
@@ -186,7 +188,7 @@ def test_a_simulated_program_counts_all_products_of_a_sum() -> None:
     assert simulate(PROGRAM, GPUS["H200"], 1).flops == 2 * 8192 * 4096 * (4096 + 64)
 
 
-@pytest.mark.skipif(not module.has_mosaic(), reason="an older jax")
+@pytest.mark.skipif(not module.has_mosaic(), reason="Mosaic GPU kernels need jax 0.10.2 or newer")
 def test_a_model_uses_the_kernel_and_an_estimate_counts_all_products() -> None:
     """Traced for a GPU with one processor, and not run."""
     config = AutoConfig.for_model("llama", **SIZES, pad_token_id=0)

@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from trillora.data.batches import Batches
-from trillora.model.layout import unstack
-from trillora.model.lora import initial_adapter
-from trillora.recipe.schema import Recipe
+if TYPE_CHECKING:
+    from trillora.data.batches import Batches
+    from trillora.recipe.schema import Recipe
 
 
 def peft_losses(recipe: Recipe, folder: Path, batches: Batches, adapter_layout: Any, num_steps: int) -> list[float]:
     """The losses of `num_steps` AdamW steps with a constant learning rate."""
+    start = initial_weights(adapter_layout, recipe.train.seed)
+    return losses_from(start, recipe, folder, [batches.batch(step) for step in range(num_steps)])
+
+
+def initial_weights(adapter_layout: Any, seed: int) -> dict[str, np.ndarray]:
+    """Our initial adapter, by layers."""
+    from trillora.model.layout import unstack
+    from trillora.model.lora import initial_adapter
+
+    return {
+        name: np.asarray(array)
+        for name, array in unstack(initial_adapter(adapter_layout, seed), adapter_layout).items()
+    }
+
+
+def losses_from(
+    start: dict[str, np.ndarray],
+    recipe: Recipe,
+    folder: Path,
+    batches: Sequence[dict[str, np.ndarray]],
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[float]:
+    """The losses of one step for each batch. PEFT keeps the adapter in float32. On a GPU, this needs a process without
+    torchax: where that is imported, PyTorch has no gradients on other devices."""
     lora, train = recipe.lora, recipe.train
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, config).eval()
-    start = unstack(initial_adapter(adapter_layout, train.seed), adapter_layout)
     trained = load_start(model, start)
     optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay)
-    return train_model(model, optimizer, batches, train.max_grad_norm, num_steps)
+    return train_model(model, optimizer, batches, train.max_grad_norm)
 
 
 def train_model(
-    model: Any, optimizer: torch.optim.Optimizer, batches: Batches, max_grad_norm: float, num_steps: int
+    model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[dict[str, np.ndarray]], max_grad_norm: float
 ) -> list[float]:
-    """The losses of `num_steps` steps."""
+    """The losses of one step for each batch."""
     trained = [p for p in model.parameters() if p.requires_grad]
     losses = []
-    for step in range(num_steps):
-        batch = {name: torch.tensor(array) for name, array in batches.batch(step).items()}
+    for arrays in batches:
+        batch = {name: torch.tensor(array, device=model.device) for name, array in arrays.items()}
         logits = model(input_ids=batch["tokens"].long()).logits
         loss = mean_loss(logits, batch["targets"].long(), batch["weights"])
         optimizer.zero_grad()
@@ -49,7 +73,7 @@ def train_model(
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The mean over supervised tokens. Logits are flattened first: along a strided dim PyTorch sums 49k exponentials
     naively in float32, with an error of 1e-4."""
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 

@@ -72,12 +72,12 @@ def test_a_gpu_program_is_timed_by_flops_and_memory() -> None:
     assert time.flops == 16 * gemm + attention + thin
     expected = (
         16 * gemm / (989e12 * GPU.product)
-        + attention / (989e12 * GPU.kernel)
+        + attention / (989e12 * GPU.kernel * GPU.narrow)
         + thin_bytes / (4800e9 * GPU.hbm)
         + 18 * GPU.launch_seconds
     )
     assert time.seconds == pytest.approx(expected, rel=1e-3)
-    assert time.kernel_seconds == pytest.approx(attention / (989e12 * GPU.kernel) + GPU.launch_seconds)
+    assert time.kernel_seconds == pytest.approx(attention / (989e12 * GPU.kernel * GPU.narrow) + GPU.launch_seconds)
     assert time.warnings == ()
 
 
@@ -105,6 +105,26 @@ def test_the_backward_attention_kernel_includes_its_helper_kernels() -> None:
         2.5 * (forward.seconds - GPU.launch_seconds) + GPU.launch_seconds + helpers
     )
     assert backward.kernel_seconds == pytest.approx(backward.seconds)
+
+
+def test_attention_with_a_mask_in_memory_is_slower() -> None:
+    causal = simulate(attention_program("__cudnn$fmhaSoftmax", 2048), H200, 1)
+    masked = simulate(attention_program("__cudnn$fmhaScaleBiasSoftmax", 2048), H200, 1)
+    arithmetic = causal.seconds - GPU.launch_seconds
+    assert masked.seconds - GPU.launch_seconds == pytest.approx(arithmetic / GPU.masked)
+
+
+def test_kernels_in_triton_are_timed_by_their_memory() -> None:
+    program = """
+HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: bf16[16384,8192]) -> bf16[16384,8192] {
+  %x = bf16[16384,8192]{1,0} parameter(0)
+  ROOT %y = bf16[16384,8192]{1,0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton"
+}
+"""
+    seconds = 2 * 16384 * 8192 * 2 / (4800e9 * GPU.hbm * GPU.triton)
+    assert simulate(program, H200, 1).seconds == pytest.approx(seconds + GPU.launch_seconds)
 
 
 def test_a_window_reduces_attention_flops() -> None:

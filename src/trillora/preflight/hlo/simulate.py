@@ -28,6 +28,7 @@ A `Slowdown`, measured on the chip, lowers the efficiency (`preflight.measured_s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -38,6 +39,7 @@ from trillora.preflight.hlo.kernels import (
     attention_work,
     extra_bytes,
     grouped_product,
+    head_width,
     is_kernel,
     kernel_flops,
 )
@@ -47,6 +49,9 @@ from trillora.preflight.hlo.work import Transfer, Work, target
 HOP_SECONDS = 1e-6  # latency of a collective per neighbor, for at most MAX_HOPS
 MAX_HOPS = 16
 GRID_STEP_SECONDS = 0.35e-6  # of a grouped product's kernel: one tile more costs this in addition to its arithmetic
+NARROW_HEADS = 64  # widest
+MASKED_ATTENTION = "ScaleBias"  # in the names of cuDNN's kernels
+TRITON = "__gpu$xla.gpu.triton"
 LARGE_GROUP = 64  # devices; groups of this size or more use all dims of a 3D torus at once
 
 RARE = "rarely_runs"  # in the names of loops that usually end before they begin (`engine.mixture.experts`)
@@ -70,6 +75,9 @@ class Efficiency:
     links: float
     product: float  # of peak flops, for products without the compiler's cycle count
     kernel: float  # of peak flops, for kernels that are not counted in bundles
+    narrow: float = 1.0  # of `kernel`, for attention with heads of at most NARROW_HEADS on a GPU
+    masked: float = 1.0  # of `kernel`, for attention with a mask in memory on a GPU
+    triton: float = 1.0  # of `hbm`, for kernels in Triton
     attention: float = 0.9  # of the clock, for the bundles of a TPU's attention kernel; the rest are waits
     launch_seconds: float = 0.0  # per instruction
 
@@ -90,9 +98,12 @@ AS_ASSUMED = Slowdown()
 # large copies and collectives are known to reach.
 TPU = Efficiency(hbm=0.85, links=0.80, product=0.92, kernel=0.50)
 TPU_LARGE_UNIT = Efficiency(hbm=0.85, links=0.80, product=0.83, kernel=0.56)
-# Fitted to the kernels of eight steps on an H200 (benchmarks/preflight_gpu.py --keep); `links` is assumed. Half of the
-# launch time is the start and end of the kernel, half the gap before it.
-GPU = Efficiency(hbm=0.85, links=0.80, product=0.75, kernel=0.43, launch_seconds=4e-6)
+# Fitted to five steps with fused kernels on an H200 (benchmarks/preflight_gpu.py); `links` is assumed. `product` is as
+# much as the card's power allows in steps that are mostly products: one by itself reaches 0.80. Half of the launch time
+# is the start and end of the kernel, half the gap before it.
+GPU = Efficiency(
+    hbm=0.85, links=0.80, product=0.70, kernel=0.52, narrow=0.72, masked=0.73, triton=0.75, launch_seconds=4e-6
+)
 UNKNOWN_CYCLES = 2**62  # the compiler writes the largest 64-bit integer where it has no estimate
 
 
@@ -348,9 +359,10 @@ class _Walk:
             return 1
         return 2 * transfer.torus_dims if transfer.torus_dims else num_lanes(self.chip, transfer.num_devices)
 
-    def _hbm_seconds(self, num_bytes: float, time: _Timeline) -> float:
+    def _hbm_seconds(self, num_bytes: float, time: _Timeline, share: float = 1.0) -> float:
+        """`share`: of the bandwidth that others reach."""
         time.total.hbm_bytes += num_bytes
-        return num_bytes / (self.chip.hbm_gb_per_second * 1e9 * self.efficiency.hbm)
+        return num_bytes / (self.chip.hbm_gb_per_second * 1e9 * self.efficiency.hbm * share)
 
     def _kernel(self, computation: Computation, kernel: Instruction, time: _Timeline) -> None:
         if (grouped := grouped_product(computation, kernel)) is not None:
@@ -362,7 +374,7 @@ class _Walk:
         peak = self.chip.bf16_tflops * 1e12
         attention = None if self.work.on_gpu else attention_work(self.program, computation, kernel)
         if attention is None:
-            seconds = (flops or 0.0) / (peak * self.efficiency.kernel)
+            seconds = (flops or 0.0) / (peak * self._kernel_efficiency(computation, kernel))
         else:
             seconds = attention.seconds(self.chip.matrix_unit, peak * self.efficiency.attention)
         start = time.total.seconds
@@ -372,6 +384,11 @@ class _Walk:
         time.total.seconds = max(start + seconds, memory_end) + self.efficiency.launch_seconds
         time.wait_for(time.use_hbm(self._hbm_seconds(extra_bytes(computation, kernel), time)), for_links=False)
         time.total.kernel_seconds += time.total.seconds - start
+
+    def _kernel_efficiency(self, computation: Computation, kernel: Instruction) -> float:
+        efficiency = self.efficiency
+        share = efficiency.narrow if (head_width(computation, kernel) or math.inf) <= NARROW_HEADS else 1.0
+        return efficiency.kernel * share * (efficiency.masked if MASKED_ATTENTION in target(kernel) else 1.0)
 
     def _grouped_product(
         self, computation: Computation, kernel: Instruction, grouped: GroupedProduct, time: _Timeline
@@ -393,7 +410,8 @@ class _Walk:
             if not flops:
                 return
         seconds = self._compute_seconds(computation, instruction, flops)
-        memory_end = time.use_hbm(self._hbm_seconds(self.work.hbm_bytes(computation, instruction), time))
+        share = self.efficiency.triton if target(instruction) == TRITON else 1.0
+        memory_end = time.use_hbm(self._hbm_seconds(self.work.hbm_bytes(computation, instruction), time, share))
         time.total.flops += flops
         is_doubled = self._times_faster(computation, instruction) > 1
         time.total.bf16_flops += flops / 2 if is_doubled else flops

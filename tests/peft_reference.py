@@ -39,12 +39,15 @@ def losses_from(
     folder: Path,
     batches: Sequence[dict[str, np.ndarray]],
     device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    weights: torch.dtype = torch.float32,
+    arithmetic: torch.dtype = torch.float32,
 ) -> list[float]:
     """The losses of one step for each batch. PEFT keeps the adapter in float32. On a GPU, this needs a process without
     torchax: where that is imported, PyTorch has no gradients on other devices."""
     lora, train = recipe.lora, recipe.train
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=weights).to(device)
+    if arithmetic != weights:  # otherwise buffers keep their type: the frequencies of positions are in float32
+        base = base.to(arithmetic)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, config).eval()
     trained = load_start(model, start)

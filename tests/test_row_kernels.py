@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from dose import slow_case
 from gpu_lowering import lowered_for_a_gpu
 from torch.nn import functional
 
@@ -34,20 +35,25 @@ def assert_close(found: Any, expected: torch.Tensor, dtype: str, more: float = 0
     assert error <= (ROUNDING[dtype] + more) * np.abs(theirs).max()
 
 
+def for_kernels(cases: list[tuple[tuple[int, ...], str, float]], plain: Any, kernel: Any) -> list[Any]:
+    """Each case for the kernel; for plain jax, the first always and the others at full dose."""
+    first, *others = cases
+    return [*((*case, kernel) for case in cases), (*first, plain), *(slow_case(*case, plain) for case in others)]
+
+
 # ---- RMSNorm
 
 
-@pytest.mark.parametrize("kernel", ["xla", "triton"])
-@pytest.mark.parametrize(
-    ("shape", "dtype", "offset"),
-    [
-        ((4, 16, 64), "float32", 0.0),
-        ((3, 7, 64), "bfloat16", 1.0),  # the last tile of rows is not full
-        ((5, 96), "float32", 1.0),  # the width is no power of two
-        ((2, 3, 2, 200), "bfloat16", 0.0),
-        ((1, 5000), "float32", 0.0),  # a row is more than a tile
-    ],
-)
+NORMS: list[tuple[tuple[int, ...], str, float]] = [
+    ((3, 7, 64), "bfloat16", 1.0),  # the last tile of rows is not full
+    ((4, 16, 64), "float32", 0.0),
+    ((5, 96), "float32", 1.0),  # the width is no power of two
+    ((2, 3, 2, 200), "bfloat16", 0.0),
+    ((1, 5000), "float32", 0.0),  # a row is more than a tile
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "offset", "kernel"), for_kernels(NORMS, "xla", "triton"))
 def test_norm_and_gradients_are_pytorchs(shape: tuple[int, ...], dtype: str, offset: float, kernel: Any) -> None:
     x, *given = (values(*shape, seed=seed, dtype=dtype) for seed in (0, 1, 2))
     weight = values(shape[-1], seed=3, dtype=dtype)
@@ -100,18 +106,18 @@ def test_rows_that_the_kernels_can_compute() -> None:
 # ---- the loss
 
 
-@pytest.mark.parametrize("kernel", [PLAIN, Kernel("triton", interpret=True, columns=256)])
-@pytest.mark.parametrize(
-    ("shape", "dtype", "scale"),
-    [
-        ((8, 512), "float32", 3.0),
-        ((2, 3, 700), "bfloat16", 3.0),  # the last block of columns is not full
-        ((4, 1000), "float32", 200.0),  # exp() of the logits would overflow
-        ((3, 100), "bfloat16", 0.0),  # all alike
-        ((2, 1024 + 8), "bfloat16", 3.0),  # groups of 8, one of them in the last block
-        ((2, 257), "float32", 3.0),  # no groups
-    ],
-)
+LOSSES: list[tuple[tuple[int, ...], str, float]] = [
+    ((2, 3, 700), "bfloat16", 3.0),  # the last block of columns is not full
+    ((8, 512), "float32", 3.0),
+    ((4, 1000), "float32", 200.0),  # exp() of the logits would overflow
+    ((3, 100), "bfloat16", 0.0),  # all alike
+    ((2, 1024 + 8), "bfloat16", 3.0),  # groups of 8, one of them in the last block
+    ((2, 257), "float32", 3.0),  # no groups
+]
+LOSS_KERNEL = Kernel("triton", interpret=True, columns=256)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "scale", "kernel"), for_kernels(LOSSES, PLAIN, LOSS_KERNEL))
 def test_loss_and_gradient_are_pytorchs(shape: tuple[int, ...], dtype: str, scale: float, kernel: Kernel) -> None:
     logits = values(*shape, seed=0, dtype=dtype, scale=scale)
     generator = np.random.default_rng(1)

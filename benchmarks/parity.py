@@ -27,17 +27,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from random_model import SHAPES, write_model
+
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "src" / "trillora" / "quickstart" / "data" / "train.jsonl"
 SAME = 1e-4  # losses of the first ten steps, in float32
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / "tests"))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--bfloat16", action="store_true", help="on a GPU")
-    parser.add_argument("--shape", help="random weights of this shape, instead of SmolLM2")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, instead of SmolLM2")
     parser.add_argument("overrides", nargs="*", help="recipe overrides")
     args = parser.parse_args()
     if args.bfloat16:
@@ -99,8 +101,6 @@ def in_own_process(start: Any, recipe: Any, folder: Path, batches: Any, device: 
 
 def random_weights(folder: Path, shape: str) -> Path:
     """With SmolLM2's tokenizer, so that the data is the same."""
-    from random_model import write_model
-
     from trillora.model.loading.source import find_model
 
     write_model(folder, shape)

@@ -43,8 +43,8 @@ def plain(name: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "remat", "scan"),
     [
-        *(("llama", remat, True) for remat in ("wide", "gate", "offload")),
-        *(slow_case("llama", remat, True) for remat in ("half", "attention")),  # the last with joined products below
+        *(("llama", remat, True) for remat in ("wide", "half", "gate", "offload")),
+        slow_case("llama", "attention", True),  # in the test of joined products below
         *(slow_case("llama", remat, False) for remat in ("wide", "half", "attention", "offload")),
         slow_case("exaone4", "half", True),  # layers with and without a window
         *(slow_case("gemma3_text", remat, True) for remat in ("wide", "half", "attention", "offload")),  # period of 3

@@ -44,14 +44,13 @@ from trillora.preflight.hlo.kernels import (
     kernel_flops,
 )
 from trillora.preflight.hlo.parse import HOST, Computation, HloProgram, Instruction, parse, trip_count
-from trillora.preflight.hlo.work import Transfer, Work, target
+from trillora.preflight.hlo.work import TRITON, Transfer, Work, target
 
 HOP_SECONDS = 1e-6  # latency of a collective per neighbor, for at most MAX_HOPS
 MAX_HOPS = 16
 GRID_STEP_SECONDS = 0.35e-6  # of a grouped product's kernel: one tile more costs this in addition to its arithmetic
 NARROW_HEADS = 64  # widest
 MASKED_ATTENTION = "ScaleBias"  # in the names of cuDNN's kernels
-TRITON = "__gpu$xla.gpu.triton"
 LARGE_GROUP = 64  # devices; groups of this size or more use all dims of a 3D torus at once
 
 RARE = "rarely_runs"  # in the names of loops that usually end before they begin (`engine.mixture.experts`)
@@ -410,7 +409,8 @@ class _Walk:
             if not flops:
                 return
         seconds = self._compute_seconds(computation, instruction, flops)
-        share = self.efficiency.triton if target(instruction) == TRITON else 1.0
+        is_triton = instruction.opcode == "custom-call" and target(instruction) == TRITON
+        share = self.efficiency.triton if is_triton else 1.0
         memory_end = time.use_hbm(self._hbm_seconds(self.work.hbm_bytes(computation, instruction), time, share))
         time.total.flops += flops
         is_doubled = self._times_faster(computation, instruction) > 1

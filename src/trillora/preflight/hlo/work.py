@@ -25,6 +25,7 @@ COLLECTIVES = frozenset(
 )
 PRODUCTS = frozenset({"dot", "convolution"})
 GEMM = re.compile(r"__cublas\$")
+TRITON = "__gpu$xla.gpu.triton"  # kernels of `engine.kernels`, except the next
 PRODUCT_SUM = "mosaic_gpu_v2"  # our only kernel of this kind: `engine.kernels.product_sum`
 CUDNN_ATTENTION = re.compile(r"__cudnn\$fmha")
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})

@@ -20,6 +20,7 @@ from dose import FULL
 from run_process import WAIT
 from test_fresh_process import FILES
 
+from trillora.devices.chips import has_accelerator
 from trillora.quickstart import run
 from trillora.recipe.load import load_recipe
 
@@ -61,6 +62,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     place = tmp_path_factory.mktemp("quickstart")
     folder, changes = place / "first", {} if FULL else tiny_model(place / "model")
     environment = {name: os.environ[name] for name in (*FILES, "PYTHONPATH") if name in os.environ}
+    if has_accelerator():  # for which jax may be missing a plugin, and says so
+        environment["JAX_PLATFORMS"] = "cpu"
     command = [sys.executable, "-c", QUICKSTART, json.dumps(changes), "--out", str(folder), "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr

@@ -115,7 +115,7 @@ def round_rows(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
     not finite has such a scale too, so products with it are not finite either."""
     largest = LARGEST[format]
     x = x.astype(jnp.float32)
-    scale = jnp.abs(x).max(axis=-1) / largest
+    scale = _largest(x) / largest
     scaled = x * _inverse(scale)[..., None]
     if format != "fp8":
         scaled = jnp.round(scaled)
@@ -241,7 +241,7 @@ def _quantize_nf4(weight_ED: jax.Array) -> Parts:
     num_outputs, num_inputs = weight_ED.shape
     padded = jnp.pad(weight_ED, ((0, 0), (0, -num_inputs % BLOCK)))
     blocks = padded.reshape(num_outputs, -1, BLOCK)
-    absmax_EN = jnp.abs(blocks).max(axis=-1)
+    absmax_EN = _largest(blocks)
     codes = _nearest(blocks * _inverse(absmax_EN)[..., None], NF4)
     packed = codes[..., : BLOCK // 2] << 4 | codes[..., BLOCK // 2 :]
     mean = absmax_EN.mean()
@@ -291,6 +291,18 @@ def _nearest(values: jax.Array, table: np.ndarray) -> jax.Array:
     for middle in middles:
         codes += values > middle
     return codes
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    """The largest |x| of each row [..., D], or NaN if the row has one. XLA's max loses NaN on x86-64 processors (jax 0.10
+    and 0.11), so CPUs compare bits: those of float32 numbers without a sign are ordered like the numbers, with NaN last.
+    """
+
+    def of_bits(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+        return jax.lax.bitcast_convert_type(bits.max(axis=-1), jnp.float32)
+
+    return jax.lax.platform_dependent(x, cpu=of_bits, default=lambda x: jnp.abs(x).max(axis=-1))
 
 
 def _inverse(scale: jax.Array) -> jax.Array:

@@ -231,7 +231,7 @@ class _Kernel:
                 gpu.wgmma(
                     total,
                     shared["lefts"].at[place, half],
-                    gpu.transpose_ref(right, (1, 0)) if self.transposed else right,
+                    right.transpose((1, 0)) if self.transposed else right,
                 )
                 gpu.wgmma_wait(1)  # the place of the product before this one can be filled again
 

@@ -30,7 +30,7 @@ from trillora.errors import TrilloraError
 from trillora.events import ignore_events
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Dtype
-from trillora.step.autotune import Decisions, choose_dtype, decide_by_hardware, decide_kernels, fastest_attention
+from trillora.step.decisions import Decisions, choose_dtype, decide_by_hardware, decide_kernels, fastest_attention
 
 # jax 0.7.2 has no table of chips, 0.10.2 has one.
 jax_has_a_table = pytest.mark.skipif(

@@ -44,8 +44,8 @@ from trillora.preflight.hlo.work import Work
 from trillora.recipe.load import load_recipe, load_run_recipe
 from trillora.recipe.resolve import StepSettings, given_settings
 from trillora.recipe.schema import MeshSection, stages_of
-from trillora.step.autotune import check_products
 from trillora.step.build import assemble
+from trillora.step.decisions import check_products
 from trillora.training.run_identity import differences, fixed_options, with_defaults
 from trillora.training.trainer import train
 

@@ -21,15 +21,9 @@ from trillora.model.bridge import CausalLM
 from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
-from trillora.step.autotune import (
-    Decisions,
-    choose_mesh,
-    decide_by_hardware,
-    decide_mesh,
-    meshes_to_try,
-    micro_batch_sizes,
-)
+from trillora.step.autotune import micro_batch_sizes
 from trillora.step.build import OFFLOAD_ON_CPUS_SINCE, assemble, shard_adapter, weight_shardings
+from trillora.step.decisions import Decisions, choose_mesh, decide_by_hardware, decide_mesh, meshes_to_try
 from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core

@@ -38,7 +38,7 @@ from trillora.model.loading.source import load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import DocumentRoom, StepSettings
 from trillora.recipe.schema import MeshSection, stages_of
-from trillora.step.autotune import Decisions, decide_by_hardware
+from trillora.step.decisions import Decisions, decide_by_hardware
 from trillora.training.state_files import SettingsFacts
 
 CAUSAL = MaskRule()

@@ -29,7 +29,7 @@ from trillora.model.loading.source import find_model, load_tokenizer
 from trillora.preflight.inputs import KNOWN_MODELS
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe, Stage, stages_of
-from trillora.step.autotune import Decisions, decide_by_hardware, decide_mesh
+from trillora.step.decisions import Decisions, decide_by_hardware, decide_mesh
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 ROMANIAN, GEMMA, QWEN = "romanian-mistral-7b", "gemma-3-270m-chat", "qwen3-coder-phases"

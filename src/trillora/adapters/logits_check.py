@@ -26,8 +26,8 @@ from trillora.model.loading.source import EMBEDDED, OpenModel
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
 from trillora.model.lora_spec import AdapterDoesNotFit
-from trillora.step.autotune import memory_limit
 from trillora.step.build import shard_adapter, weight_shardings
+from trillora.step.decisions import memory_limit
 
 PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",

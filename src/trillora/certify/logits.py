@@ -29,8 +29,8 @@ from trillora.model.adapters import fit_adapter, fitting
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
 from trillora.model.loading.weights import load_weights
-from trillora.step.autotune import memory_limit
 from trillora.step.build import shard_adapter, weight_shardings
+from trillora.step.decisions import memory_limit
 
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",

@@ -294,9 +294,8 @@ def _nearest(values: jax.Array, table: np.ndarray) -> jax.Array:
 
 
 def _largest(x: jax.Array) -> jax.Array:
-    """The largest |x| of each row [..., D], or NaN if the row has one. XLA's max loses NaN on x86-64 processors (jax 0.10
-    and 0.11), so CPUs compare bits: those of float32 numbers without a sign are ordered like the numbers, with NaN last.
-    """
+    """The largest |x| of each row [..., D], or NaN if the row has one. XLA's max loses NaN on x86-64 CPUs (jax 0.10 and
+    0.11), so CPUs compare bits: those of float32 numbers without a sign are ordered like the numbers, with NaN last."""
 
     def of_bits(x: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)

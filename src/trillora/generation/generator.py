@@ -51,9 +51,9 @@ from trillora.model.loading.weights import load_weights
 from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import is_run, load_model_section, load_run_recipe
 from trillora.recipe.schema import Auto, Dtype, Quantize, Recipe, stages_of
-from trillora.step.autotune import choose_dtype, fastest_attention, formats_to_try, memory_limit
 from trillora.step.background import compile_program
 from trillora.step.build import shard_adapter, weight_shardings
+from trillora.step.decisions import choose_dtype, fastest_attention, formats_to_try, memory_limit
 
 SHORTEST_BUCKET = 32  # prompt slots
 ANSWER_STEP = 64  # cache slots for answers are a multiple of this, so that few lengths need a program of their own

@@ -39,8 +39,8 @@ from trillora.serving.engine import Engine
 from trillora.serving.job import Job, Piece
 from trillora.serving.lane import Lane, Sizes
 from trillora.serving.programs import FEWEST_SLOTS, Compiler, Programs, Shape
-from trillora.step.autotune import memory_limit
 from trillora.step.build import shard_adapter
+from trillora.step.decisions import memory_limit
 
 GIB = 2**30
 LONGEST = 4096  # slots of a row, unless the user asks for more: few conversations are longer

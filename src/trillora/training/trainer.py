@@ -42,10 +42,11 @@ from trillora.recipe.group import group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
 from trillora.step.adapter_spec import Start
-from trillora.step.autotune import SMALL_BASE, Plan, choose, compile_step, local_bytes, memory_limit
+from trillora.step.autotune import Plan, choose, compile_step
 from trillora.step.background import compile_program, compiling_in_background, wait_for_programs
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import Planned, Programs, Shape, describe, shape_text
+from trillora.step.decisions import SMALL_BASE, local_bytes, memory_limit
 from trillora.training import manifest
 from trillora.training.best_checkpoint import choose_checkpoint
 from trillora.training.divergence import DivergenceMonitor

@@ -418,7 +418,7 @@ class _Time:
         return seconds / TPU_8_BITS if self._has_8_bits(operation) else seconds
 
     def _has_8_bits(self, operation: Operation) -> bool:
-        """Such products are in a format that the chip has: others are refused (`step.autotune`)."""
+        """Such products are in a format that the chip has: others are refused (`step.decisions`)."""
         has_8_bits = operation.kind == "product" and all(v.itemsize <= 1 for v in operation.inputs[:2])
         return has_8_bits and bool(self.chip.doubled)
 

@@ -2,7 +2,7 @@
 
 XLA compiles fast code in several times the time that our tiny models need to run, so its optimizations are off:
 `JAX_DISABLE_MOST_OPTIMIZATIONS`, and no fusion emitters, which take two thirds of the rest. A program is compiled in
-one part: 32 parts, for as many threads, cost a twelfth more. test_golden.py and test_quickstart.py use none of this.
+one part: 32 parts, for as many threads, cost a twelfth more. test_golden.py uses none of this.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ SPLITS: dict[str, tuple[int, dict[str, int]]] = {
     "8 devices, data 8": (8, {"data": 8}),
     "8 devices, data 2 x fsdp 2 x tensor 2, micro-batches of 4": (4, {"data": 2, "fsdp": 2, "tensor": 2}),
 }
-# Over every axis of a mesh together with micro-batches.
-MAIN = ("8 devices, data 2 x fsdp 2 x tensor 2, micro-batches of 4",)
+# Rows and matrices over devices, together with micro-batches.
+MAIN = ("4 devices, data 2 x tensor 2, micro-batches of 4",)
 
 
 def run(folder: Path, out: Path, micro_batch_size: int, mesh: dict[str, int], dropout: float = 0.1) -> tuple[Any, Any]:

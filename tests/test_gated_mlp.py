@@ -68,8 +68,13 @@ def test_results_and_gradients_are_pytorchs(
 ) -> None:
     given, *gradients = inputs(num_rows, width, rank, dtype)
     form = Form(activation, "xla") if blocks is None else Form(activation, interpret=True, blocks=blocks)
-    results, pull = jax.vjp(lambda given: middle(given, form), given)
-    found = [*results, *pull(tuple(gradients))[0]]
+
+    @jax.jit
+    def compute(given: Middle, gradients: tuple[jax.Array, ...]) -> list[jax.Array]:
+        results, pull = jax.vjp(lambda given: middle(given, form), given)
+        return [*results, *pull(gradients)[0]]
+
+    found = compute(given, tuple(gradients))
     assert {str(each.dtype) for each in found} == {dtype}
     for ours, theirs in zip(found, expected(given, activation, *gradients), strict=True):
         error = np.abs(np.asarray(ours, np.float64) - theirs).max()

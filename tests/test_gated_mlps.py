@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 import torch
 from architecture_checks import GRADIENTS, LOGITS, Subject, distance, gradient_distance, logits_and_gradients
-from dose import slow_case
+from dose import full_dose_only, slow_case
 from peft import PeftModel
 from safetensors.numpy import load_file
 from torch.nn import functional
@@ -259,10 +259,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "attention only": {"targets": ["q_proj", "v_proj"]},
     "embedding": {"targets": ["embed_tokens", "gate_proj", "up_proj", "down_proj"]},
 }
-RARE = ("dropout", "DoRA", "PiSSA", "attention only", "embedding")
 
 
-@pytest.mark.parametrize("variant", [slow_case(name) if name in RARE else name for name in VARIANTS])
+@full_dose_only  # the runs and models above always have kernels
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_other_adapters_learn_the_same_with_kernels(folder: Path, tmp_path: Path, variant: str) -> None:
     """The kernels compute what they can of any adapter, and XLA the rest."""
     runs = []

@@ -16,8 +16,11 @@ SHAPE = (64, 32, 128)
 SIGMAS = 5.0  # exceeded by chance once in two million tries
 
 
+compiled_mask = jax.jit(keep_mask, static_argnums=(1, 2))
+
+
 def mask_of(key: int, sequences: list[int], keep: float, shape: tuple[int, ...]) -> np.ndarray:
-    return np.asarray(keep_mask(MaskKey(jax.random.key(key), jnp.array(sequences)), keep, shape))
+    return np.asarray(compiled_mask(MaskKey(jax.random.key(key), np.array(sequences, np.int32)), keep, shape))
 
 
 def signs(key: int, keep: float = 0.5) -> np.ndarray:
@@ -64,7 +67,7 @@ def test_an_array_shared_by_all_sequences_has_one_mask() -> None:
 
 
 def test_numbers_are_uniform() -> None:
-    numbers = np.asarray(uniform(scramble(element_index((1024, 1024), 2))))
+    numbers = np.asarray(jax.jit(lambda: uniform(scramble(element_index((1024, 1024), 2))))())
     counts, _ = np.histogram(numbers, bins=256, range=(0, 1))
     expected = numbers.size / 256
     chi_squared = ((counts - expected) ** 2 / expected).sum()

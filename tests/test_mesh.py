@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_models
 import tiny_run
-from dose import full_dose_only, slow_case
+from dose import FULL, full_dose_only, slow_case
 from transformers import MixtralConfig
 
 from trillora.devices.mesh import AXES, MeshShape, make_mesh, weight_spec
@@ -79,7 +80,8 @@ def test_micro_batches_equal_one_batch_on_a_mesh(folder: Path, alone: list[float
 def test_recomputation_on_a_mesh_equals_one_device(
     folder: Path, alone: list[float], tmp_path: Path, remat: str
 ) -> None:
-    hardware = {"devices": 8, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}}
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2} if FULL else {"fsdp": 2}
+    hardware = {"devices": math.prod(mesh.values()), "mesh": mesh}
     settings = load_recipe(recipe(folder, hardware=hardware, engine={"remat": remat}))
     if remat == "offload" and jax.__version_info__ < OFFLOAD_ON_CPUS_SINCE:
         with pytest.raises(TrilloraError, match="offload does not work on several CPU devices") as raised:

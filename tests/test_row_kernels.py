@@ -61,12 +61,13 @@ def test_norm_and_gradients_are_pytorchs(shape: tuple[int, ...], dtype: str, off
     expected = (functional.rms_norm(leaves[0], shape[-1:], leaves[1] + offset, eps=1e-3), leaves[0] * 1)
     for used in ([0], [1], [0, 1]):  # the norm, x as it comes out, and both
 
-        def results(x: jax.Array, weight: jax.Array, used: list[int] = used) -> list[jax.Array]:
-            found = rms_norm(x, weight, Norm(1e-3, offset, kernel, interpret=True))
-            return [found[n] for n in used]
+        @jax.jit
+        def compute(x: jax.Array, weight: jax.Array, given: list[jax.Array], used: Any = tuple(used)) -> Any:
+            norm = Norm(1e-3, offset, kernel, interpret=True)
+            found, pull = jax.vjp(lambda *inputs: [rms_norm(*inputs, norm)[n] for n in used], x, weight)
+            return found, pull(given)
 
-        found, pull = jax.vjp(results, x, weight)
-        of_ours = pull([given[n] for n in used])
+        found, of_ours = compute(x, weight, [given[n] for n in used])
         theirs = [expected[n] for n in used]
         of_theirs = torch.autograd.grad(
             theirs, leaves, [in_torch(given[n]) for n in used], retain_graph=True, materialize_grads=True
@@ -123,7 +124,7 @@ def test_loss_and_gradient_are_pytorchs(shape: tuple[int, ...], dtype: str, scal
     generator = np.random.default_rng(1)
     targets = jnp.asarray(generator.integers(0, shape[-1], shape[:-1]))
     weights = jnp.asarray(generator.random(shape[:-1]), jnp.float32).at[0].set(0.0)
-    losses, gradient = loss_and_gradient(logits, targets, weights, kernel)
+    losses, gradient = jax.jit(loss_and_gradient, static_argnums=3)(logits, targets, weights, kernel)
     assert losses.dtype == jnp.float32
     assert gradient.dtype == logits.dtype
 

@@ -46,7 +46,7 @@ class StandIn:
 
     fixed: float = 4.0
     per_token: float = 1e-3
-    factors: tuple[tuple[str, float], ...] = (("none", 8.0), ("linear", 3.0), ("full", 1.0))
+    factors: tuple[tuple[str, float], ...] = (("none", 8.0), ("linear", 3.0), ("wide", 2.0), ("full", 1.0))
     asked: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
 
     def __call__(self, question: dict[str, Any], limits: Limits) -> StageResult:

@@ -67,14 +67,16 @@ LONGEST = 131072
 MAX_LONG = 5  # asks per cell for the longest sequence
 HOPELESS = 1.4  # times the memory, by a line through two compiled steps: not compiled, as in preflight
 ROOM = 0.97  # of a device's memory, as in preflight
-LESS_MEMORY = {"none": 4, "linear": 2, "full": 1}  # tokens that fit with remat full, roughly: to start the search
+# Tokens that fit with remat full, relative to the chosen policy, roughly: to start the search. Others are in between.
+LESS_MEMORY = {"none": 4.0, "linear": 2.0, "full": 1.0}
+BETWEEN = 1.5
 _NUM_STEPS = 100  # the length of the run does not change its step
 
 
 @dataclass(frozen=True)
 class Ask:
     tokens: int  # per sequence
-    is_long: bool  # one sequence per device, full rematerialization, and the other settings of the first step
+    is_long: bool  # one sequence per device, remat full, and the base in the format of the first step
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ def _guess(first: Step, long: Sequence[Step]) -> float:
     if first.peak_gib is None or first.settings is None or first.peak_gib <= first.fixed_gib:
         return 0.0
     per_token = (first.peak_gib - first.fixed_gib) / first.tokens_per_device
-    return (room - first.fixed_gib) / per_token * LESS_MEMORY[first.settings["remat"]]
+    return (room - first.fixed_gib) / per_token * LESS_MEMORY.get(first.settings["remat"], BETWEEN)
 
 
 # ---- questions and answers of preflight's compiler process
@@ -249,15 +251,12 @@ def question(model: str, slice_name: str, ask: Ask, first: Step | None, method: 
         "lora": {"rank": 16, "targets": "all-linear"},
         "train": {"batch_size": batch_size, "sequence_length": ask.tokens, "steps": _NUM_STEPS},
     }
-    kept: dict[str, Any] | None = None
     if ask.is_long:
         recipe["train"]["micro_batch_size"] = num_devices
         recipe["engine"] = {"remat": "full"}
-        if first is not None and first.settings is not None:
-            kept = first.settings
-            recipe["model"]["quantize"] = kept["quantize"]
-        else:
-            recipe["model"]["quantize"] = "int4"  # the smallest for TPUs; nothing larger fitted
+        # Not in its mesh: the fastest may copy the base to every device, which leaves less room. int4 is the smallest
+        # format for TPUs, if nothing larger fitted.
+        recipe["model"]["quantize"] = first.settings["quantize"] if first is not None and first.settings else "int4"
     return {
         "slice": slice_name,
         "method": method,
@@ -266,7 +265,7 @@ def question(model: str, slice_name: str, ask: Ask, first: Step | None, method: 
         "trust_remote_code": False,
         "stage": stages_of(load_recipe(recipe))[0].recipe.model_dump(mode="json"),
         "num_steps": _NUM_STEPS,
-        "kept": kept,
+        "kept": None,
     }
 
 

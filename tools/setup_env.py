@@ -212,8 +212,10 @@ def main() -> int:
             install_torch(environment, IMAGE_TORCH[image])
             install_oldest(environment)
         else:
-            install_torch(environment, IMAGE_TORCH[image] if image else TORCH)
-            install_locked(environment, with_tools=with_tools)
+            with ThreadPoolExecutor() as pool:
+                torch = pool.submit(install_torch, environment, IMAGE_TORCH[image] if image else TORCH)
+                install_locked(environment, with_tools=with_tools)
+                torch.result()
         if arguments.harness:
             install_harness(environment)
     except SetupError as error:

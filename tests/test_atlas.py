@@ -244,6 +244,15 @@ def example(model: str, slice_name: str, **changed: Any) -> Step:
     return Step(model, slice_name, **{**values, **changed})
 
 
+def test_models_with_older_answers_are_named() -> None:
+    steps = [example("Qwen/Qwen3-8B", "v5e-8"), example("Qwen/Qwen3-4B", "v5e-8", made_with="libtpu 2; 2026-11-18")]
+    for page in render(steps).values():
+        assert "1 compiled with libtpu 1; 2026-11-16, by an older version of Trillora: Qwen3-8B" in page
+        assert page.count("by an older version") == 1 and "1 compiled with libtpu 2; 2026-11-18<" in page.replace(
+            "\n", "<"
+        )
+
+
 def test_hours_and_cost_follow_from_the_step() -> None:
     """By hand: 64 sequences of 2048 tokens in half a second on eight chips of 1.20 dollars per hour."""
     [cell] = cells_of([example("Qwen/Qwen3-8B", "v5e-8")])

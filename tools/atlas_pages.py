@@ -308,10 +308,17 @@ def counts_text(cells: Sequence[Cell]) -> str:
 
 
 def sources(cells: Sequence[Cell]) -> list[str]:
-    """Versions and dates of the answers, with their numbers."""
-    made = [(cell.first.method, cell.first.made_with) for cell in cells]
+    """Versions and dates of the answers, with their numbers; for older ones also the models."""
     how = {"compiler": "compiled", "estimate": "estimated"}
-    return [f"{made.count(each)} {how[each[0]]} with {each[1]}" for each in sorted(set(made))]
+    made: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        made.setdefault((cell.first.method, cell.first.made_with), []).append(short_name(cell.model))
+    newest = max((versions.rpartition("; ")[2] for _, versions in made), default="")
+    lines = []
+    for (method, versions), models in sorted(made.items()):
+        older = f", by an older version of Trillora: {', '.join(dict.fromkeys(models))}"
+        lines.append(f"{len(models)} {how[method]} with {versions}" + ("" if versions.endswith(newest) else older))
+    return lines
 
 
 # ---- HTML

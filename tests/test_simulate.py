@@ -393,6 +393,16 @@ def test_the_largest_number_of_cycles_means_that_they_are_unknown() -> None:
     assert unknown.seconds == pytest.approx(PRODUCT_FLOPS / (CHIP.bf16_tflops * 1e12 * TPU.product), rel=0.01)
 
 
+@pytest.mark.parametrize("count", [2**63 - 1, 5000], ids=["unknown", "known"])
+def test_a_count_elsewhere_does_not_make_a_product_free(count: int) -> None:
+    """Programs of libtpu 0.0.50 have counts in a few instructions, though they are not compiled to the end."""
+    arrays = [f"%{name} = bf16[1024,1024]{ON_CHIP} parameter({i})" for i, name in enumerate("xy")]
+    other = f"%other = bf16[1024,1024]{ON_CHIP} add(%x, %y), {cycles(count)}"
+    bare = product("f", 1, "x", "y").replace(cycles(1), "").rstrip(", ")
+    time = run(*arrays, other, f"ROOT {bare}", others=(PRODUCT,))
+    assert time.seconds >= PRODUCT_FLOPS / (CHIP.bf16_tflops * 1e12 * TPU.product)
+
+
 def test_without_cycles_products_take_padded_flops_at_the_peak() -> None:
     """A rank of 16 keeps the matrix unit as busy as a rank of 128."""
     inner = f"""

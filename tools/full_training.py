@@ -23,7 +23,8 @@ from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.step import Batch, Loss, TrainState, initial_state, make_train_step
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
-from trillora.step.build import BATCH_DTYPES, TPU_OPTIONS, loss_chunk_positions, weight_shardings
+from trillora.step.build import BATCH_DTYPES, loss_chunk_positions, weight_shardings
+from trillora.step.compiler_options import tpu_options
 
 LOSS_CHUNK = 4096  # tokens per device whose logits exist at once
 
@@ -50,7 +51,7 @@ def lower_step(case: Published) -> tuple[Any, dict[str, str | bool], int]:
     out_shardings = (jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh))
     lowered = jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(state, buffers, batch)
     num_weights = sum(math.prod(leaf.shape) for leaf in weights.values())
-    return lowered, TPU_OPTIONS if mesh.size > 1 else {}, num_weights
+    return lowered, tpu_options(mesh.devices.flat[0].device_kind, mesh.size), num_weights
 
 
 def full_loss(model: CausalLM, chunk: int) -> Loss:

@@ -25,6 +25,7 @@ from trillora.recipe.resolve import DocumentRoom, StepSettings, given_settings
 from trillora.recipe.schema import MeshSection, Quantize, Remat, StageRecipe
 from trillora.step import background
 from trillora.step.build import Assembly, assemble
+from trillora.step.compiler_options import refused_options
 from trillora.step.decisions import (
     SMALL_BASE,
     Decisions,
@@ -160,6 +161,7 @@ def choose(
     `mesh_devices` if only CPU devices can take their place. `build` makes the step: of one adapter, or of several.
     `document_room`: what the data needs; None if it is not known, or if nothing is packed.
     """
+    known_refusals = refused_options()
     fixed = {**(kept or {}), **given_settings(recipe)}
     decisions = Decisions(fixed, listener)
     decide_by_hardware(decisions, recipe, config, devices, document_room)
@@ -194,6 +196,8 @@ def choose(
         search = Search(in_order(ranked), limit and limit * USABLE, num_steps, error=0.0)
     compiled = compile_fastest(search, candidates, compiler, predictor, limit, listener)
     attempts += [*search.too_large(), *search.attempts]
+    for name in refused_options().keys() - known_refusals.keys():
+        listener(Note(f"The compiler refuses its option {name}: steps are compiled without it and may be slower"))
     best = search.best
     if best is None:
         raise _does_not_fit(attempts, limit)

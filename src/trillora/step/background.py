@@ -14,10 +14,12 @@ modules, which all programs share, so it stays in one thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
+
+from trillora.step.compiler_options import Options, compile_with
 
 NUM_THREADS = 4  # each compiler also has threads of its own, and needs gigabytes for a large program
 
@@ -41,8 +43,8 @@ class _Background:
         self._pool = pool
         self._started: list[Pending] = []
 
-    def start(self, lowered: Any, options: Any) -> Pending:
-        pending = Pending(self._pool.submit(lowered.compile, compiler_options=options))
+    def start(self, lowered: Any, options: Options | None) -> Pending:
+        pending = Pending(self._pool.submit(compile_with, lowered, options))
         self._started.append(pending)
         return pending
 
@@ -67,11 +69,11 @@ def compiling_in_background() -> Iterator[None]:
         pool.shutdown(cancel_futures=True)
 
 
-def compile_program(lowered: Any, options: Mapping[str, str | bool] | None = None) -> Callable[..., Any]:
+def compile_program(lowered: Any, options: Options | None = None) -> Callable[..., Any]:
     """The compiled program; within `compiling_in_background`, a `Pending` one. `options` have XLA's names."""
     background = _current.get()
     if background is None:
-        program: Callable[..., Any] = lowered.compile(compiler_options=options)
+        program: Callable[..., Any] = compile_with(lowered, options)
         return program
     return background.start(lowered, options)
 

@@ -49,6 +49,7 @@ from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Backend, StageRecipe
 from trillora.step.adapter_spec import check_layers, lora_spec
 from trillora.step.background import compile_program
+from trillora.step.compiler_options import WITH_CUBLAS, Options, tpu_options
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -56,20 +57,6 @@ BATCH_DTYPES = {
     "weights": jnp.float32,
     "segments": jnp.int32,
     "positions": jnp.int32,
-}
-# Collective matmul is off: it makes the program larger, slower to compile and, where measured, slower to run. Weights
-# of a split base are gathered in parallel with products.
-TPU_OPTIONS: dict[str, str | bool] = {
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
-    "xla_enable_async_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-}
-# Without XLA's own kernels for products: with fused kernels cuBLAS is faster (180.6 instead of 182.0 ms on an H200) and
-# compiling takes half as long, and cuBLAS's fp8 products would not be used everywhere. XLA does not join small products
-# with the same input, such as those of k and v: the parts of the result would be copied (0.5 ms on an H200).
-CUBLAS_OPTIONS: dict[str, str | bool] = {
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_dot_merger_threshold_mb": "0",
 }
 WHOLE_SHARE = 0.25  # of a device's experts: if all other weights take no more, they are copied to every device
 # The first jax that compiles remat=offload for several CPU devices; every release from 0.7.2 was tried. Before, the
@@ -119,7 +106,7 @@ class Assembly:
 
     def compile(self, sequence_length: int | None = None, **options: str | bool) -> Any:
         """`options` are additional compiler options, by their XLA names."""
-        return compile_program(self.lower(sequence_length), {**(self._options or {}), **options} or None)
+        return compile_program(self.lower(sequence_length), {**self._options, **options})
 
     def compile_evaluation(self, batch_size: int, sequence_length: int) -> Any:
         """The evaluation step for batches of this shape."""
@@ -137,11 +124,11 @@ class Assembly:
         return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
-    def _options(self) -> dict[str, str | bool] | None:
-        platform = self.mesh.devices.flat[0].platform
-        if platform == "gpu" and (self.model.matmul == "fp8" or self.model.kernels == "fused"):
-            return CUBLAS_OPTIONS
-        return TPU_OPTIONS if platform == "tpu" and self.mesh.size > 1 else None
+    def _options(self) -> Options:
+        device = self.mesh.devices.flat[0]
+        if device.platform == "gpu" and (self.model.matmul == "fp8" or self.model.kernels == "fused"):
+            return WITH_CUBLAS
+        return tpu_options(device.device_kind, self.mesh.size) if device.platform == "tpu" else {}
 
 
 def assemble(

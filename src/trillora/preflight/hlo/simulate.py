@@ -118,6 +118,13 @@ def efficiency_of(chip: Chip, slowdown: Slowdown = AS_ASSUMED) -> Efficiency:
     )
 
 
+def has_cycle_counts(hlo_text: str) -> bool:
+    """Whether the compiler has counted cycles. Programs of libtpu 0.0.50 that are not compiled to the end have the
+    field too, in a few instructions and with the value for "unknown"."""
+    counts = re.finditer(r"\"estimated_cycles\\?\":\s*\"?(\d+)", hlo_text)
+    return any(int(found[1]) < UNKNOWN_CYCLES for found in counts)
+
+
 def num_lanes(chip: Chip, num_devices: int) -> int:
     """Number of links a device sends on at once: both directions of each torus dim that a group of this size uses."""
     return 2 * (3 if num_devices >= LARGE_GROUP and chip.torus_dims == 3 else 1)
@@ -168,7 +175,7 @@ def simulate(
     program = parse(hlo_text)
     on_gpu = chip.torus_dims == 0
     work = Work(program, num_devices, matrix_unit=chip.matrix_unit, on_gpu=on_gpu)
-    walk = _Walk(program, work, chip, "estimated_cycles" in hlo_text, branch_shares, slowdown)
+    walk = _Walk(program, work, chip, has_cycle_counts(hlo_text), branch_shares, slowdown)
     total = walk.run(program.entry)
     roofline = max(
         total.bf16_flops / (chip.bf16_tflops * 1e12),
@@ -423,7 +430,7 @@ class _Walk:
     def _compute_seconds(self, computation: Computation, instruction: Instruction, flops: float) -> float:
         clock = self.chip.clock_ghz * 1e9
         cycles = instruction.config_number("estimated_cycles") or 0
-        if self.has_cycles and cycles < UNKNOWN_CYCLES:
+        if self.has_cycles and cycles < UNKNOWN_CYCLES and (cycles or not flops):
             return cycles / clock * (self.slowdown.compute if flops else VECTOR_CYCLES)
         peak = self.chip.bf16_tflops * 1e12 * self.efficiency.product
         peak *= self._times_faster(computation, instruction)

@@ -1,0 +1,86 @@
+"""XLA options for the training step, by chip, and what happens if a compiler refuses one.
+
+    tpu_options("TPU v6 lite", 8)        # {"xla_enable_async_all_gather": "true", …}
+    compile_with(lowered, options)       # the compiled program
+
+An option is sent only to chips in whose row it stands: a compiler may accept an option silently that its chip does not
+support. A newer compiler may refuse one. Then the option is dropped, `refused_options` names it from then on, and the
+step is compiled again. A step without an option computes the same numbers, perhaps more slowly.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from trillora.devices.chips import DEVICE_KINDS
+
+Options = Mapping[str, str | bool]
+
+# Collective matmul is off: it makes the program larger, slower to compile and, where measured, slower to run.
+ON_SEVERAL_DEVICES: Options = {
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    "xla_enable_async_all_gather": "true",
+}
+# How the weights of a split base are gathered while the matrix unit works. v5e needs no option: its compiler fuses
+# pieces of a gather with matmuls ("continuation fusion"). libtpu 0.0.48 and later refuse that on v6e, because results
+# may be wrong, and libtpu 0.0.42 does not say so. v5p and v6e: their SparseCores send and receive. Each was compared
+# with and without (dev/LOG.md); on chips that are not named, no option made a difference.
+OFFLOADED = "xla_tpu_enable_sparse_core_collective_offload"
+GATHER_DURING_MATMULS: Mapping[str, Options] = {
+    chip: {f"{OFFLOADED}_{rings}all_gather": "true" for rings in ("", "2d_", "3d_")} for chip in ("v5p", "v6e")
+}
+# Without XLA's own kernels for matmuls: with fused kernels cuBLAS is faster (180.6 instead of 182.0 ms on an H200) and
+# compiling takes half as long, and cuBLAS's fp8 matmuls would not be used everywhere. XLA does not join small matmuls
+# with the same input, such as those of k and v: the parts of the result would be copied (0.5 ms on an H200).
+WITH_CUBLAS: Options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": "0"}
+
+# What the compiler of this process refused. A fact about the compiler, kept like jax keeps compiled programs.
+_refused: dict[str, str] = {}
+_lock = threading.Lock()  # programs are compiled in threads
+
+
+def tpu_options(device_kind: str, num_devices: int) -> Options:
+    """The options for a step on several TPU devices; none for one device, where nothing is gathered."""
+    if num_devices == 1:
+        return {}
+    return {**ON_SEVERAL_DEVICES, **GATHER_DURING_MATMULS.get(DEVICE_KINDS.get(device_kind, ""), {})}
+
+
+def compile_with(lowered: Any, options: Options | None) -> Any:
+    """The compiled program. Options that the compiler refuses are dropped; the error of a second refusal is raised."""
+    left = {name: value for name, value in (options or {}).items() if name not in _refused}
+    try:
+        return lowered.compile(compiler_options=left or None)
+    except jax.errors.JaxRuntimeError as error:
+        names = blamed(str(error), left)
+        if not names:
+            raise
+        kept = {name: value for name, value in left.items() if name not in names}
+        program = lowered.compile(compiler_options=kept or None)
+        with _lock:
+            _refused.update(dict.fromkeys(names, " ".join(str(error).split())[:300]))
+        return program
+
+
+def blamed(message: str, options: Options) -> list[str]:
+    """The options that an error of the compiler is about: those it names, by their name or its beginning; all of them
+    if it refuses the request without a name; none if it is about something else.
+
+    >>> blamed("INVALID_ARGUMENT: No such compile option: 'xla_b'", {"xla_a": True, "xla_b": True})
+    ['xla_b']
+    """
+    named = set(re.findall(r"\bxla_\w+", message))
+    found = [name for name in options if any(name.startswith(word) for word in named)]
+    is_refusal = message.startswith(("INVALID_ARGUMENT", "FAILED_PRECONDITION", "UNIMPLEMENTED"))
+    return found or (list(options) if is_refusal and not named else [])
+
+
+def refused_options() -> dict[str, str]:
+    """The options that the compiler of this process refused, with its reasons."""
+    with _lock:
+        return dict(_refused)

@@ -21,7 +21,8 @@ UNKNOWN = "xla_no_such_option"
 CONTINUATION_FUSION = (
     "FAILED_PRECONDITION: Continuation fusion for AllGather is enabled on platform ghostlite (variant: ), but it is "
     "not supported/recommended on platforms other than TPU v5e, and this might lead to many errors including but not "
-    "limited to: incorrect results, hang, SDC, etc. Please disable it with xla_tpu_enable_async_collective_fusion=false "
+    "limited to: incorrect results, hang, SDC, etc. "
+    "Please disable it with xla_tpu_enable_async_collective_fusion=false "
 )
 
 
@@ -96,12 +97,11 @@ def test_the_option_is_found_by_the_words_of_the_compiler(message: str, names: l
     assert blamed(message, options) == names
 
 
-def test_no_chip_gets_an_option_that_its_compiler_calls_unsafe() -> None:
+def test_no_chip_gets_an_option_that_is_unsafe_there() -> None:
     visited = 0
-    for kind, chip in DEVICE_KINDS.items():
+    for kind in DEVICE_KINDS:
         options = tpu_options(kind, 8)
-        assert not any("async_collective_fusion" in name for name in options)
-        assert any("sparse_core" in name for name in options) == (chip in ("v5p", "v6e"))  # the others have none
+        assert options and not any("async_collective_fusion" in name or "sparse_core" in name for name in options)
         assert tpu_options(kind, 1) == {}
         visited += 1
-    assert visited >= 7 and tpu_options("a chip of tomorrow", 8) == compiler_options.ON_SEVERAL_DEVICES
+    assert visited >= 7 and tpu_options("a chip of tomorrow", 8) == {}

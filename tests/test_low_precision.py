@@ -410,7 +410,7 @@ def test_steps_with_fp8_products_are_compiled_for_cublas() -> None:
     [stage] = stages_of(load_recipe({"model": "llama", "data": "chats.jsonl"}))
     gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]), size=1)
     cublas = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": "0"}
-    for matmul, expected in (("fp8", cublas), ("full", None)):
+    for matmul, expected in (("fp8", cublas), ("full", {})):
         fixed = {"layers": "scan", "attention": "xla", "loss_chunk": 64, "remat": "none", "micro_batch_size": 8}
         options = given_settings(stage.recipe) | fixed | {"dtype": "float32", "matmul": matmul}
         options |= {"quantize": "none" if matmul == "full" else matmul}

@@ -3,9 +3,9 @@
     tpu_options("TPU v6 lite", 8)        # {"xla_enable_async_all_gather": "true", …}
     compile_with(lowered, options)       # the compiled program
 
-An option is sent only to chips in whose row it stands: a compiler may accept an option silently that its chip does not
-support. A newer compiler may refuse one. Then the option is dropped, `refused_options` names it from then on, and the
-step is compiled again. A step without an option computes the same numbers, perhaps more slowly.
+An option is sent only to the chips that have it in the table: a compiler may accept an option silently that its chip
+does not support. A newer compiler may refuse one. Then the option is dropped, `refused_options` names it from then on,
+and the step is compiled again. A step without an option computes the same numbers, perhaps more slowly.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from trillora.devices.chips import DEVICE_KINDS
 
 Options = Mapping[str, str | bool]
 
-# Collective matmul is off: it makes the program larger, slower to compile and, where measured, slower to run.
-ON_SEVERAL_DEVICES: Options = {
+# On several devices. Collective matmul is off: it makes the program larger, slower to compile and, where measured,
+# slower to run.
+GATHERS: Options = {
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
     "xla_enable_async_all_gather": "true",
 }
-# How the weights of a split base are gathered while the matrix unit works. v5e needs no option: its compiler fuses
-# pieces of a gather with matmuls ("continuation fusion"). libtpu 0.0.48 and later refuse that on v6e, because results
-# may be wrong, and libtpu 0.0.42 does not say so. v5p and v6e: their SparseCores send and receive. Each was compared
-# with and without (dev/LOG.md); on chips that are not named, no option made a difference.
-OFFLOADED = "xla_tpu_enable_sparse_core_collective_offload"
-GATHER_DURING_MATMULS: Mapping[str, Options] = {
-    chip: {f"{OFFLOADED}_{rings}all_gather": "true" for rings in ("", "2d_", "3d_")} for chip in ("v5p", "v6e")
-}
+# How the weights of a split base are gathered while the matrix unit works. v5e's compiler fuses pieces of a gather with
+# matmuls by itself. Two options do it on v6e, and neither is sent: libtpu 0.0.48 and later refuse this fusion there,
+# because results may be wrong (0.0.42 accepts it silently); SparseCores as the senders crash the compiler of 0.0.42 in
+# some steps. So a split base waits for its gathers on v6e, and the choice by time prefers a whole one (dev/LOG.md).
+BY_CHIP: Mapping[str, Options] = dict.fromkeys(("v2", "v3", "v4", "v5e", "v5p", "v6e", "7x"), GATHERS)
 # Without XLA's own kernels for matmuls: with fused kernels cuBLAS is faster (180.6 instead of 182.0 ms on an H200) and
 # compiling takes half as long, and cuBLAS's fp8 matmuls would not be used everywhere. XLA does not join small matmuls
 # with the same input, such as those of k and v: the parts of the result would be copied (0.5 ms on an H200).
@@ -48,7 +46,7 @@ def tpu_options(device_kind: str, num_devices: int) -> Options:
     """The options for a step on several TPU devices; none for one device, where nothing is gathered."""
     if num_devices == 1:
         return {}
-    return {**ON_SEVERAL_DEVICES, **GATHER_DURING_MATMULS.get(DEVICE_KINDS.get(device_kind, ""), {})}
+    return BY_CHIP.get(DEVICE_KINDS.get(device_kind, ""), {})
 
 
 def compile_with(lowered: Any, options: Options | None) -> Any:

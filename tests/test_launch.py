@@ -406,34 +406,6 @@ def test_results_of_another_recipe_are_not_taken_for_this_one(tmp_path: Path) ->
         Session("chat", folder)
 
 
-UV = """\
-#!{python}
-import json, os, sys
-print(json.dumps(sys.argv[1:]))
-if sys.argv[1] == "venv":
-    os.makedirs(sys.argv[-1] + "/bin")
-"""
-
-
-def test_kaggle_gets_an_environment_of_its_own(
-    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its image has torch 2.8, which is too old."""
-    (tmp_path / "uv").write_text(UV.format(python=sys.executable))
-    (tmp_path / "uv").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    session = Session("chat", tmp_path / "chat", install=bundle.install_commands("tpu"))
-    monkeypatch.setattr(session, "platform", "kaggle")
-    session.install()
-    python = str(tmp_path / "chat" / "venv" / "bin" / "python")
-    made, *installed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert made == ["venv", "--quiet", "--python", sys.executable, str(tmp_path / "chat" / "venv")]
-    [words] = installed
-    assert words[:2] == ["pip", "install"] and words[words.index("--python") + 1] == python
-    assert words[-1].endswith("[tpu]") and "--torch-backend" in words
-    assert session._command("train")[0] == python
-
-
 def test_processes_end_before_the_session_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Kaggle ends by force may be lost, for example an adapter whose evaluation takes too long."""
     monkeypatch.setattr(session_module, "LAST", 3599.0)
@@ -462,7 +434,8 @@ def test_environment_of_kaggle_is_cleaned() -> None:
     cleaned = clean_environment(image, "kaggle")
     assert cleaned.keys() == {"A", "PYTHONUNBUFFERED"}
     assert clean_environment(image | {"TPU_WORKER_HOSTNAMES": "t-0,t-1"}, "kaggle")["TPU_WORKER_HOSTNAMES"] == "t-0,t-1"
-    assert image.items() <= clean_environment(image, "colab").items()
+    assert clean_environment(image | {"PYTHONPATH": "/env/python"}, "colab").keys() == cleaned.keys()
+    assert image.items() <= clean_environment(image, "local").items()
 
 
 # ---- the commands

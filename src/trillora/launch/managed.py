@@ -103,7 +103,7 @@ class Job:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             do = "use another --out, or remove it"
             raise TrilloraError("The folder for the job's files is not empty.", where=str(folder), do=do)
-        scripts = {"setup.sh": setup_script(self.bundle), "job.sh": job_script(self.results)}
+        scripts = {"setup.sh": setup_script(), "job.sh": job_script(self.results)}
         with new_folder(folder) as making:
             self.bundle.write_tar(making / "bundle.tar", listener)
             for name, text in {**scripts, **files}.items():

@@ -1,7 +1,7 @@
 """What is copied to every worker of a rented machine: the bundle, four short scripts, and who the workers are.
 
-    chat/bundle.tar          recipe, data, wheel
-    chat/setup.sh            installs Python and the bundle; does nothing the second time
+    chat/bundle.tar          recipe, data, wheel, requirements.txt with the exact packages
+    chat/setup.sh            installs Python and these packages; does nothing the second time
     chat/start.sh NUMBER     starts worker.sh, detached from the connection
     chat/worker.sh NUMBER    trains; writes worker.log and exit-code
     chat/follow.sh LINE      prints the log from this line on, until the run ends, then `trillora-exit-code 0`
@@ -22,11 +22,12 @@ from pathlib import Path
 from trillora.devices.cluster import PORT, Cluster
 from trillora.events import Listener, ignore_events
 from trillora.launch.bundle import RECIPE, Bundle
+from trillora.launch.install import UV
+from trillora.locks.sets import PREFERRED_PYTHON
 
 TOKEN_FILE = "hf-token"  # noqa: S105, the name of a file
 EXIT_MARK = "trillora-exit-code"
 KILLED = 137  # the exit code of a process that could not write its own
-PYTHON = "3.12"
 
 SETUP = """\
 #!/bin/bash
@@ -44,15 +45,13 @@ if ! command -v uv >/dev/null; then
     sudo apt-get -o DPkg::Lock::Timeout=300 -qq update
     sudo apt-get -o DPkg::Lock::Timeout=300 -qq install -y python3-pip
   fi
-  PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv  # Ubuntu 24.04 refuses it otherwise
+  PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user {uv}  # Ubuntu 24.04 refuses it otherwise
 fi
 rm -rf job installed
 mkdir job
 tar --extract --file bundle.tar --directory job
 [ -x venv/bin/python ] || uv venv --quiet --python {python} venv
-cd job
-{install}
-cd ..
+PYTHONPATH="$(echo job/trillora-*.whl)" venv/bin/python -P -m trillora.launch.install job
 echo "$wanted" > installed
 echo "installed"
 """
@@ -129,8 +128,8 @@ exit "$code"
 """
 
 
-def setup_script(bundle: Bundle) -> str:
-    return SETUP.format(python=PYTHON, install=install_lines(bundle))
+def setup_script() -> str:
+    return SETUP.format(python=PREFERRED_PYTHON, uv=UV)
 
 
 def job_script(results: str) -> str:
@@ -143,7 +142,7 @@ def write_files(folder: Path, bundle: Bundle, addresses: Sequence[str], listener
     (folder / "workers").mkdir(parents=True)
     bundle.write_tar(folder / "bundle.tar", listener)
     scripts = {
-        "setup.sh": setup_script(bundle),
+        "setup.sh": setup_script(),
         "start.sh": START,
         "worker.sh": WORKER.format(token=TOKEN_FILE, recipe=RECIPE),
         "follow.sh": FOLLOW.format(mark=EXIT_MARK, killed=KILLED),
@@ -161,13 +160,3 @@ def worker_environment(addresses: Sequence[str], number: int) -> dict[str, str]:
     if len(addresses) == 1:
         return {}
     return Cluster(f"{addresses[0]}:{PORT}", len(addresses), number).variables()
-
-
-def install_lines(bundle: Bundle) -> str:
-    """Commands of uv, to be run in the bundle's folder. The CPU build of torch is enough, and gigabytes smaller."""
-    pip = ["uv", "pip", "install", "--quiet", "--python", "../venv/bin/python", "--torch-backend", "cpu"]
-    commands = [[*pip, *words[1:]] for words in bundle.install_commands("tpu")]
-    place = bundle.recipe.train.checkpoint_dir or ""
-    if place.startswith(("gs://", "gcs://")):
-        commands[0].append("gcsfs")
-    return "\n".join(shlex.join(command) for command in commands)

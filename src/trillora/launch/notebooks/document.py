@@ -138,18 +138,11 @@ def _introduction(bundle: Bundle, target: Target) -> str:
 
 
 def _session(bundle: Bundle, target: Target) -> str:
-    # ./trillora-….whl[tpu] -> f"{folder}/trillora-….whl[tpu]"
-    commands = [
-        ", ".join(f'f"{{folder}}/{word[2:]}"' if word.startswith("./") else f'"{word}"' for word in words)
-        for words in bundle.install_commands("tpu")
-    ]
-    install = "".join(f"    [{command}],\n" for command in commands)
     secrets = ["HF_TOKEN", *(["WANDB_API_KEY"] if "wandb" in bundle.recipe.track.services else [])]
     place = bundle.recipe.train.checkpoint_dir
     url = place if place is not None and "://" in place else None
     return (
-        f"INSTALL = [\n{install}]\n"
-        f"session = Session(\n    NAME, folder, install=INSTALL, secrets={secrets}, hours={target.hours},\n"
+        f"session = Session(\n    NAME, folder, secrets={secrets}, hours={target.hours},\n"
         f"    devices={target.slice.num_devices}, checkpoint_url={url!r},\n)\n"
         "session.install()"
     )

@@ -33,6 +33,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from trillora.launch.install import InstallError, find_uv
+from trillora.locks.sets import PREFERRED_PYTHON, PYTHONS
 from trillora.version import __version__
 
 Platform = Literal["colab", "kaggle", "local"]
@@ -78,7 +80,6 @@ class Session:
         name: str,
         folder: Path,
         *,
-        install: Sequence[Sequence[str]] = (),
         secrets: Sequence[str] = ("HF_TOKEN",),
         hours: float | None = None,
         devices: int = 1,
@@ -86,7 +87,7 @@ class Session:
     ) -> None:
         self.name, self.folder, self.platform = name, folder, find_platform()
         self._started = time.monotonic()
-        self._install, self._secrets, self._hours, self._num_devices = install, secrets, hours, devices
+        self._secrets, self._hours, self._num_devices = secrets, hours, devices
         self._checkpoint_url = checkpoint_url
         self._python = sys.executable
         self._environment = clean_environment(os.environ, self.platform)
@@ -106,16 +107,25 @@ class Session:
     # ---- before training
 
     def install(self) -> None:
-        """Installs the bundle's wheel with what it needs: on Kaggle, whose torch is too old, in an environment of its
-        own. Elsewhere nothing happens if this version is already installed."""
-        if self.platform == "kaggle":
-            self._install_separately()
-            return
+        """Makes an environment with exactly the packages that were tested for TPUs: the image's own are others, and
+        change. On a machine that is neither Colab nor Kaggle, an installed Trillora of this version is used."""
         if self.platform == "local" and self._has_trillora():
             print(f"Trillora {__version__} is already installed.")
             return
-        for words in self._install:
-            self._require([self._python, "-P", "-m", "pip", words[0], "--quiet", *words[1:]], "The installation failed")
+        try:
+            uv = find_uv()
+        except InstallError as error:
+            raise SessionError(str(error)) from error
+        self._environment["PATH"] = f"{Path(uv).parent}{os.pathsep}{self._environment.get('PATH', '')}"
+        home, (first, last) = self.folder / "venv", PYTHONS["tpu"]
+        python = sys.executable if first <= sys.version_info[:2] <= last else PREFERRED_PYTHON
+        self._python = str(home / "bin" / "python")
+        if not home.exists():
+            print("Installing Trillora and the libraries that it was tested with, in an environment of their own.")
+            self._require([uv, "venv", "--quiet", "--python", python, str(home)], "No environment can be made")
+        wheel = next(self.folder.glob("*.whl"))
+        code = "import sys; sys.path.insert(0, sys.argv[2]); from trillora.launch.install import main; sys.exit(main())"
+        self._require([self._python, "-P", "-c", code, str(self.folder), str(wheel)], "The installation failed")
 
     def keep_results(self) -> None:
         """Colab: mounts Google Drive, where the results outlive the session. The mount asks for permission."""
@@ -300,19 +310,6 @@ class Session:
         command = [self._python, "-P", "-c", code]
         return subprocess.run(command, env=self._environment, capture_output=True).returncode == 0
 
-    def _install_separately(self) -> None:
-        """A virtual environment in the working folder, made by uv. The CPU build of torch is enough."""
-        if shutil.which("uv") is None:
-            self._require([sys.executable, "-P", "-m", "pip", "install", "--quiet", "uv"], "uv cannot be installed")
-        uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
-        home = self.folder / "venv"
-        self._python = str(home / "bin" / "python")
-        if not home.exists():
-            self._require([uv, "venv", "--quiet", "--python", sys.executable, str(home)], "No environment can be made")
-        pip = [uv, "pip", "install", "--quiet", "--python", self._python, "--torch-backend", "cpu"]
-        for words in self._install:
-            self._require([*pip, *words[1:]], "The installation failed")
-
     def _secret(self, name: str) -> str | None:
         try:
             if HEADLESS in os.environ:
@@ -377,11 +374,12 @@ class Session:
 
 
 def clean_environment(variables: Mapping[str, str], platform: Platform) -> dict[str, str]:
-    """The environment of all processes. Kaggle's image names its own libtpu, which jax would prefer to the installed
-    one, and may have a warning text where the names of hosts belong."""
+    """The environment of all processes. An image may name its own libtpu, which jax would prefer to the installed one,
+    and folders of its own packages. Kaggle's may have a warning text where the names of hosts belong."""
     kept = {**variables, "PYTHONUNBUFFERED": "1"}
-    if platform == "kaggle":
-        kept.pop("TPU_LIBRARY_PATH", None)
+    if platform != "local":
+        for name in ("TPU_LIBRARY_PATH", "PYTHONPATH"):
+            kept.pop(name, None)
         if not re.fullmatch(r"[A-Za-z0-9.:,-]+", kept.get("TPU_WORKER_HOSTNAMES", "localhost")):
             del kept["TPU_WORKER_HOSTNAMES"]
     return kept

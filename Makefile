@@ -16,7 +16,7 @@ help:
 	@echo "make test-all       run every test, including the slow ones"
 	@echo "make lint           run only lint and type checks"
 	@echo "make docs           write the documentation site to build/site"
-	@echo "make compat         run the core tests with the libraries of Colab's and Kaggle's TPU images"
+	@echo "make compat         run the core tests with the oldest and the newest libraries that pip may choose"
 	@echo "make harness        test the interface to lm-evaluation-harness, with its forty packages"
 	@echo "make clouds         give launch files to the real SkyPilot and xpk, with their two hundred packages"
 	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
@@ -24,7 +24,7 @@ help:
 	@echo "make atlas          compile popular models for many TPU slices (MINUTES=15, FRESH=1); writes docs/ATLAS.md"
 	@echo "make real-data      download public data sets and run trillora inspect on each"
 	@echo "make soak           run the reliability tests at full scale (hours; PART=kills for one part); writes dev/SOAK.md"
-	@echo "make lock           update locks/, the exact packages with their hashes (UPGRADE=1: newest versions)"
+	@echo "make lock           update the locks, the exact packages with their hashes (UPGRADE=1: newest versions)"
 	@echo "make audit          look up known vulnerabilities of the locked packages"
 	@echo "make clean          remove environments and caches"
 
@@ -63,7 +63,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html; to read it: $(BIN)/python -m http.server --directory build/site"
 
-compat: compat-colab compat-kaggle
+compat: compat-oldest compat-newest
 
 compat-%:
 	@$(PYTHON) tools/setup_env.py --compat $*
@@ -102,5 +102,5 @@ audit: setup
 	$(BIN)/pip-audit --strict --requirement locks/dev.txt --require-hashes --disable-pip
 
 clean:
-	rm -rf .venv .venv-colab .venv-kaggle .venv-harness .venv-clouds .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-harness .venv-clouds .architectures .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

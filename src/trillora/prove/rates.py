@@ -56,13 +56,29 @@ class Rates:
 def exchange_faults(devices: list[Any]) -> list[str]:
     """What is wrong with collectives over all devices. Whole numbers are exchanged, so results must be exact."""
     mesh, num_devices = Mesh(np.array(devices), (AXIS,)), len(devices)
-    numbers = np.arange(num_devices * num_devices * 128, dtype=np.float32).reshape(num_devices, num_devices * 128)
+    numbers = np.arange(num_devices * num_devices * 128, dtype=np.float32).reshape(num_devices, -1)
     sums = numbers.sum(0)
     expected = {
         "all-reduce": np.broadcast_to(sums, (num_devices, *sums.shape)),
         "all-gather": np.broadcast_to(numbers.ravel(), (num_devices, numbers.size)),
         "reduce-scatter": sums.reshape(num_devices, -1),
     }
+
+    found = exchange_program(devices).compile()(_split(numbers, mesh))
+    faults = []
+    for name, array in found.items():
+        for shard in array.addressable_shards:
+            row = shard.index[0].start or 0
+            wrong = np.flatnonzero(np.asarray(shard.data)[0] != expected[name][row])
+            if wrong.size:
+                got, want = float(np.asarray(shard.data)[0, wrong[0]]), float(expected[name][row, wrong[0]])
+                faults.append(f"{name}: device {row} has {got} in place of {want}, {wrong.size} numbers are wrong")
+    return faults
+
+
+def exchange_program(devices: list[Any]) -> Any:
+    """The lowered program that exchanges numbers. The devices need not be attached."""
+    mesh, split, num_devices = Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS), len(devices)
 
     def exchange(part_1N: jax.Array) -> dict[str, jax.Array]:
         part_N = part_1N[0]
@@ -73,17 +89,9 @@ def exchange_faults(devices: list[Any]) -> list[str]:
         }
         return {name: result[None] for name, result in results.items()}
 
-    split = PartitionSpec(AXIS)
-    found = jax.jit(per_shard(exchange, mesh, split, split))(_split(numbers, mesh))
-    faults = []
-    for name, array in found.items():
-        for shard in array.addressable_shards:
-            row = shard.index[0].start or 0
-            wrong = np.flatnonzero(np.asarray(shard.data)[0] != expected[name][row])
-            if wrong.size:
-                got, want = float(np.asarray(shard.data)[0, wrong[0]]), float(expected[name][row, wrong[0]])
-                faults.append(f"{name}: device {row} has {got} in place of {want}, {wrong.size} numbers are wrong")
-    return faults
+    place = jax.sharding.NamedSharding(mesh, split)
+    numbers = jax.ShapeDtypeStruct((num_devices, num_devices * 128), jnp.float32, sharding=place)
+    return jax.jit(per_shard(exchange, mesh, split, split)).lower(numbers)
 
 
 def measure_rates(devices: list[Any], dtype: Dtype) -> Rates:

@@ -25,7 +25,7 @@ from trillora.recipe.resolve import DocumentRoom, StepSettings, given_settings
 from trillora.recipe.schema import MeshSection, Quantize, Remat, StageRecipe
 from trillora.step import background
 from trillora.step.build import Assembly, assemble
-from trillora.step.compiler_options import refused_options
+from trillora.step.compiler_options import Options, refused_options
 from trillora.step.decisions import (
     SMALL_BASE,
     Decisions,
@@ -91,11 +91,13 @@ Compiler = Callable[[Assembly], tuple[Any, float]]
 Builder = Callable[[StageRecipe, StepSettings, Any, Mesh, int], Assembly]
 
 
-def compile_step(assembly: Assembly, meanwhile: Callable[[Assembly], None] | None = None) -> tuple[Any, float]:
+def compile_step(
+    assembly: Assembly, meanwhile: Callable[[Assembly], None] | None = None, options: Options | None = None
+) -> tuple[Any, float]:
     """The compiled step and the bytes it needs per device; (None, inf) if the compiler runs out of device memory.
-    `meanwhile` is called while a compiler in the background works."""
+    `meanwhile` is called while a compiler in the background works. `options` are additional compiler options."""
     try:
-        program = assembly.compile()
+        program = assembly.compile(None, **(options or {}))
         if meanwhile is not None:
             meanwhile(assembly)
         compiled = background.compiled(program)

@@ -3,12 +3,15 @@
     shape = jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16)
     y = call(kernel, shape, (16,), name="twice", num_warps=4)(x)
 
-runs `kernel(x_ref, y_ref)` 16 times. Triton is imported when it is needed: a later jax may not have it.
+runs `kernel(x_ref, y_ref)` 16 times. jax 0.11 and later call Pallas for Triton deprecated. It is imported when it is
+needed, and `has_triton` looks for every name that is used: without one, steps are built from XLA's own kernels, which
+are slower and compute the same.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -21,9 +24,17 @@ LARGEST = 2**31  # numbers of an array: places are computed in 32 bits
 LOG2_E = 1 / math.log(2)  # GPUs compute powers of 2
 
 
+NAMES = ("CompilerParams", "elementwise_inline_asm", "load", "store")  # that the kernels use
+
+
+@functools.cache
 def has_triton() -> bool:
-    """Whether this jax has Pallas for Triton, whose removal jax 0.11 announces."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    """Whether this jax has all of Pallas for Triton that the kernels use."""
+    try:
+        triton = importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return False
+    return all(hasattr(triton, name) for name in NAMES)
 
 
 def call(

@@ -26,6 +26,7 @@ from trillora.devices.slices import (
     find_slice,
     larger_slices,
 )
+from trillora.engine.kernels.triton_call import has_triton
 from trillora.errors import TrilloraError
 from trillora.events import ignore_events
 from trillora.recipe.load import load_recipe
@@ -264,6 +265,26 @@ def test_several_gpus_or_adapters_do_not() -> None:
         decisions = decided_on(gpu("9.0"))
         decide_kernels(decisions, llama(), devices, in_group=in_group)
         assert decisions["kernels"] == "xla"
+
+
+@pytest.mark.parametrize("missing", ["load", "elementwise_inline_asm", "the whole module"])
+def test_a_jax_without_pallas_for_triton_costs_speed_and_no_crash(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """jax 0.11 and later announce its removal."""
+    from jax.experimental.pallas import triton
+
+    if missing == "the whole module":
+        monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    else:
+        monkeypatch.delattr(triton, missing)
+    has_triton.cache_clear()
+    try:
+        decisions = Decisions({"dtype": "bfloat16", "backend": "gpu"}, lambda event: None)
+        decide_kernels(decisions, llama(), [gpu(9.0)], in_group=False)
+        assert decisions["kernels"] == "xla" and "Pallas for Triton" in decisions.reasons["kernels"]
+    finally:
+        has_triton.cache_clear()
 
 
 def test_a_base_too_large_in_float32_is_stored_in_bfloat16_on_old_cards() -> None:

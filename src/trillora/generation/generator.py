@@ -167,7 +167,7 @@ class Generator:
         codes_for = recipe.engine.matmul if recipe is not None and quantize is None else "full"
         with fitting(str(adapter_folder)):
             base_format = quantize or source.quantize
-            model, mesh = _place(
+            model, mesh = place_model(
                 opened.config, devices, spec, source.dtype, base_format, codes_for, trust_remote_code=trusted
             )
         own, prompts = _prompts(opened, recipe, adapter or (run / "adapter" if recipe is not None else None))
@@ -281,12 +281,14 @@ class Generator:
         return [answers[i] for i in range(len(prompts))]
 
     def prepare(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, at_least: int = 0) -> None:
-        """Compiles the programs with which `continue_tokens` answers these prompts. Base and adapter may be shapes."""
-        rule, stops = self._rule(GREEDY)
+        """Compiles the programs with which `continue_tokens` answers these prompts. Base and adapter may be shapes, and
+        the devices of the mesh need not be attached."""
+        rule, stops = _shapes((_as_arrays(GREEDY), _stop_array(self.prompts.stops)), self._everywhere)
         for rows, wanted in self._batches(prompts):
             batch = self._arranged([prompts[i] for i in rows], max_tokens, wanted, at_least, is_tight=self.is_tight)
             for group, length in zip(batch.groups, batch.lengths, strict=True):
-                inputs = self._inputs([prompts[rows[i]] for i in group], list(group), length, batch.lengths[-1])
+                arrays, end = self._inputs([prompts[rows[i]] for i in group], list(group), length, batch.lengths[-1])
+                inputs = (*_shapes(arrays, batch_sharding(self._mesh)), _shapes(end, self._everywhere))
                 _, state = self._reader(batch.bucket(group, length), self.adapter, inputs, rule, stops)
             joined = jax.tree.map(lambda a, n=batch.num_rows: a.update(shape=(n, *a.shape[1:])) if a.ndim else a, state)
             self._writer(batch.num_rows, batch.num_slots, self.adapter, joined, rule, stops)
@@ -321,7 +323,11 @@ class Generator:
         adapter = self.adapter if adapted else self.neutral_adapter
         states = []
         for group, length in zip(batch.groups, batch.lengths, strict=True):
-            inputs = self._inputs([prompts[i] for i in group], [numbers[i] for i in group], length, batch.lengths[-1])
+            arrays, end = self._inputs(
+                [prompts[i] for i in group], [numbers[i] for i in group], length, batch.lengths[-1]
+            )
+            placed = jax.device_put(arrays, batch_sharding(self._mesh))
+            inputs = (*placed, jax.device_put(end, self._everywhere))
             read, _ = self._reader(batch.bucket(group, length), adapter, inputs, rule, stops)
             states.append(read(self.base, adapter, *inputs, rule, stops))
         state = states[0] if len(states) == 1 else self._join(states)
@@ -358,14 +364,14 @@ class Generator:
         """The sampling rule and the stop tokens, on the devices."""
         return jax.device_put((_as_arrays(sampling), _stop_array(self.prompts.stops)), self._everywhere)
 
-    def _inputs(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], length: int, end: int) -> Any:
+    @staticmethod
+    def _inputs(prompts: Sequence[Sequence[int]], numbers: Sequence[int], length: int, end: int) -> Any:
         """Tokens [B, P] padded on the left, where each prompt starts, its number; and the slot after the prompts."""
         tokens, starts = np.zeros((len(prompts), length), np.int32), np.zeros(len(prompts), np.int32)
         for b, prompt in enumerate(prompts):
             starts[b] = length - len(prompt)
             tokens[b, starts[b] :] = prompt
-        arrays = (tokens, starts, np.array(numbers, np.int32))
-        return (*jax.device_put(arrays, batch_sharding(self._mesh)), jax.device_put(np.int32(end), self._everywhere))
+        return (tokens, starts, np.array(numbers, np.int32)), np.int32(end)
 
     def _reader(self, bucket: Bucket, adapter: Tree, inputs: Any, rule: Sampling, stops: Any) -> Any:
         """The prefill program of a bucket, and the shapes of its result. It is compiled ahead of time: other shapes are
@@ -384,7 +390,7 @@ class Generator:
             return begin(logits, moved(cache, shift), end, starts + shift, rows, rule, stops)
 
         program = jax.jit(read, out_shardings=self._places).lower(self.base, adapter, *inputs, rule, stops)
-        self._readers[bucket] = compile_program(program), self._shapes(program.out_info)
+        self._readers[bucket] = compile_program(program), self._state_shapes(program.out_info)
         return self._readers[bucket]
 
     def _writer(self, num_rows: int, num_slots: int, adapter: Tree, state: Any, rule: Sampling, stops: Any) -> Any:
@@ -427,13 +433,8 @@ class Generator:
             self._everywhere if name in ("slot", "num_written") else rows for name in DecodeState._fields
         )
 
-    def _shapes(self, state: Any) -> Any:
-        """The shapes of a state with their places."""
-
-        def placed(place: Any, part: Any) -> Any:
-            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), part)
-
-        return DecodeState._make(map(placed, self._places, state))
+    def _state_shapes(self, state: Any) -> Any:
+        return DecodeState._make(map(_shapes, state, self._places))
 
     def _size(self, num_prompts: int, longest: int, max_tokens: int, num_rows: int | None) -> tuple[int, int]:
         """The numbers of sequences and of cache slots."""
@@ -469,6 +470,11 @@ class Generator:
                 where=where,
                 do=f"{do} the prompt to at most {max(self.longest - max_tokens, 1)} tokens",
             )
+
+
+def _shapes(arrays: Any, place: Any) -> Any:
+    """The shapes of arrays that are put there."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=place), arrays)
 
 
 def bucket_length(length: int, *, tight: bool = False) -> int:
@@ -546,7 +552,7 @@ def _other_base(trained: str, quantize: str) -> Note:
     return Note(f"The base {now}. In training it was {was}, so answers may differ.")
 
 
-def _place(
+def place_model(
     config: Any,
     devices: list[Any],
     spec: LoraSpec | None,

@@ -253,6 +253,9 @@ def test_an_estimate_that_does_not_fit_names_the_smallest_slice_that_fits(folder
     assert result.smallest_go == "v5e-4"
     assert result.tried and not any(trial.fits for trial in result.tried)
     assert result.problem is not None and "does not fit" in result.problem
+    fixed = {**settings, "hardware": {"devices": "auto", "mesh": {"data": 1}}}  # a mesh is for one number of devices
+    (result,) = preflight(load_recipe(fixed), ["v5e-1"], estimate=True)
+    assert result.verdict == "NO-GO" and result.smallest_go is None
 
 
 def test_a_program_that_cannot_be_read_gets_estimated_times() -> None:

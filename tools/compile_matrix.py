@@ -83,6 +83,8 @@ def main() -> int:
         rows = [r for r in all_rows() if args.only.lower() in r.key.lower()]
         rows = [r for r in rows if args.only or (r.key, found["jax"], found["libtpu"]) not in known]
         make_findings()
+        from transformers import AutoConfig  # noqa: F401, its lazy imports are not safe in threads
+
         with ThreadPoolExecutor(args.jobs) as pool:
             for row, programs in zip(rows, pool.map(lambda row: attempt(row, args.plan), rows), strict=True):
                 record(row, found, programs)

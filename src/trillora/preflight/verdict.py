@@ -202,6 +202,8 @@ class _Preflight:
         return results
 
     def _smallest_go(self, place: Slice) -> str | None:
+        if self.inputs.stages[0].recipe.hardware.mesh != "auto":  # it is for one number of devices
+            return None
         for larger in larger_slices(place)[:MAX_LARGER_SLICES]:
             known = self.known.get(larger.name)
             if known.fits if known else self._search(larger).fits:

@@ -1,13 +1,15 @@
 """What happens before jax and transformers are imported: variables that keep them quiet, and an early look for GPUs.
 
 On a machine without an accelerator, an installed libtpu searches for chips when jax starts, and prints warnings and
-stack traces. `JAX_PLATFORMS=cpu` avoids that. Values that the user has set are never changed.
+stack traces. `JAX_PLATFORMS=cpu` avoids that. Where jax was imported before, it has read its variables, and its setting
+is changed instead. Values that the user has set are never changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -27,6 +29,9 @@ def quiet_libraries(
         environment.setdefault(name, "error")
     if backend == "cpu" or (backend == "auto" and not accelerator):
         environment.setdefault("JAX_PLATFORMS", "cpu")
+        jax = sys.modules.get("jax")
+        if jax is not None and jax.config.jax_platforms is None:
+            jax.config.update("jax_platforms", environment["JAX_PLATFORMS"])
 
 
 def start_gpu(

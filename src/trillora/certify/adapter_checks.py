@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from trillora.certify.certificate import Check, Layer, Status
+from trillora.certify.expected_weights import product_slack
 from trillora.certify.subject import NotHere, Subject, Trained, scale_of
 from trillora.files.read_json import read_json
 from trillora.model.adapter_parameters import EMBEDDING_A, EMBEDDING_B, LORA_A, LORA_B
@@ -33,8 +35,9 @@ def check_trained(subject: Subject) -> Iterator[Check]:
     spec, matrices = load_adapter(adapter)
     trained = subject.trained
     if trained.is_from_run:
-        yield _same_arrays(matrices, trained)
-        yield _same_options(spec, trained.spec, matrices, trained.source)
+        yield _same_arrays(spec, matrices, trained)
+        config = read_json(adapter / CONFIG_FILE, dict[str, Any], do=RETRAIN)
+        yield _same_options(spec, matrices, config, trained)
         yield from check_arithmetic(subject)
     else:
         why = "it was merged from others" if subject.run is not None else "its run is not known"
@@ -52,40 +55,108 @@ def check_arithmetic(subject: Subject) -> Iterator[Check]:
     yield Check("trained", "arithmetic", "ok", what)
 
 
-def _same_arrays(found: dict[str, np.ndarray], trained: Trained) -> Check:
+def _same_arrays(own: LoraSpec, found: dict[str, np.ndarray], trained: Trained) -> Check:
     different = sorted(found.keys() ^ trained.matrices.keys())
-    largest = 0.0
-    for name in found.keys() & trained.matrices.keys():
-        own, expected = found[name], trained.matrices[name]
-        if own.shape != expected.shape or own.tobytes() != expected.astype(own.dtype).tobytes():
+    rewritten = 0
+    for name in sorted(found.keys() & trained.matrices.keys()):
+        array, expected = found[name], trained.matrices[name]
+        if array.shape == expected.shape and array.tobytes() == expected.astype(array.dtype).tobytes():
+            continue
+        if _same_function(name, own, found, trained):
+            rewritten += 1
+        else:
             different.append(name)
-            if own.shape == expected.shape:
-                largest = max(largest, float(np.nan_to_num(abs(own - expected), nan=np.inf).max()))
     if different:
         what = (
             f"{len(different):,} of {len(trained.matrices):,} arrays differ from the {trained.source}, "
-            f"first {different[0]} (largest difference {largest:.3g})."
+            f"first {different[0]}."
         )
         return Check("trained", "weights", "failed", what, len(different), 0, RETRAIN)
+    if rewritten:
+        what = f"{rewritten:,} of {len(found):,} arrays are rewritten, with the same scale B A as the {trained.source}."
+        return Check("trained", "weights", "ok", what, 0, 0)
     what = f"All {len(found):,} arrays equal the {trained.source}, bit for bit."
     return Check("trained", "weights", "ok", what, 0, 0)
 
 
-def _same_options(own: LoraSpec, expected: LoraSpec, matrices: dict[str, np.ndarray], source: str) -> Check:
-    wrong = []
-    for option in ("rslora", "dora", "tokens", "whole"):
+def _same_function(name: str, own: LoraSpec, found: dict[str, np.ndarray], trained: Trained) -> bool:
+    """Whether an array of a linear layer belongs to the same scale B A: the order of the ranks, and factors that move
+    between A, B and alpha, change nothing."""
+    layer = name.rpartition(".")[0]
+    names = [layer + kind.suffix for kind in (LORA_A, LORA_B)]
+    if name not in names or layer not in trained.spec.targets:
+        return False
+    (a_RD, b_ER), (own_a, own_b) = (
+        [arrays[n].astype(np.float64) for n in names] for arrays in (found, trained.matrices)
+    )
+    if a_RD.shape[1] != own_a.shape[1] or b_ER.shape[0] != own_b.shape[0] or b_ER.shape[1] != len(a_RD):
+        return False
+    left, right = trained.scale(layer) * own_b, own_a
+    off = np.abs(scale_of(own, layer) * b_ER @ a_RD - left @ right)
+    return bool((off <= product_slack(left, right)).all())
+
+
+def _same_options(own: LoraSpec, matrices: dict[str, np.ndarray], config: dict[str, Any], trained: Trained) -> Check:
+    """Whether adapter_config.json makes the same of the arrays. Scales count with their arrays (`_same_function`)."""
+    expected, wrong = trained.spec, []
+    for option in ("dora", "tokens", "whole"):
         before, now = getattr(expected, option), getattr(own, option)
         if before != now:
             wrong.append(f"{option} is {now} and was {before}")
-    layers = {name.rpartition(".")[0] for name in matrices if name.endswith((LORA_A.suffix, EMBEDDING_A.suffix))}
-    scales = [(layer, scale_of(own, layer), scale_of(expected, layer)) for layer in sorted(layers)]
-    off = [(layer, now, before) for layer, now, before in scales if not np.isclose(now, before, rtol=1e-6)]
-    wrong += [f"the scale of {layer} is {now:g} and was {before:g}" for layer, now, before in off]
+    layers = sorted(name.rpartition(".")[0] for name in matrices if name.endswith((LORA_A.suffix, EMBEDDING_A.suffix)))
+    for layer in layers:
+        now, before = scale_of(own, layer), scale_of(expected, layer)
+        names = [name for name in matrices if name.rpartition(".")[0] == layer]
+        is_moved = all(_same_function(name, own, matrices, trained) for name in names)
+        if not np.isclose(now, before, rtol=1e-6) and not is_moved:
+            wrong.append(f"the scale of {layer} is {now:g} and was {before:g}")
+    wrong += _other_options(config, trained.options)
     if wrong:
-        what = f"{CONFIG_FILE} differs from the {source}: {'; '.join(wrong[:3])}."
+        what = f"{CONFIG_FILE} differs from the {trained.source}: {'; '.join(wrong[:3])}."
         return Check("trained", "options", "failed", what, len(wrong), 0, f"restore {CONFIG_FILE}; or {RETRAIN}")
-    what = f"Rank, alpha, rsLoRA, DoRA and patterns give the scales of the {source} in {len(scales):,} layers."
+    what = f"Rank, alpha, rsLoRA, DoRA and patterns give the scales of the {trained.source} in {len(layers):,} layers."
     return Check("trained", "options", "ok", what, 0, 0)
+
+
+# Keys of adapter_config.json that are compared by what they do (scales, tokens, base), or that do nothing.
+_BY_EFFECT = (
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "base_model_name_or_path"),
+    *("trainable_token_indices", "modules_to_save", "peft_version", "inference_mode"),
+)
+
+
+def _other_options(config: dict[str, Any], trained: dict[str, Any] | None) -> list[str]:
+    """Options that differ from the trained ones; where those are not known, that do something we never write."""
+    known = {key: config.get(key) for key in _WRITTEN} if trained is None else trained
+    defaults = _peft_defaults()
+
+    def value(options: dict[str, Any], key: str) -> Any:
+        found = options.get(key, defaults.get(key))
+        return sorted(found) if isinstance(found, list) else found or None
+
+    keys = sorted((config.keys() | known.keys()) - {*_BY_EFFECT})
+    wrong = [key for key in keys if value(config, key) != value(known, key)]
+    return [f"{key} is {config.get(key)!r} instead of {known.get(key)!r}" for key in wrong]
+
+
+_WRITTEN = (
+    "peft_type",
+    "task_type",
+    "lora_dropout",
+    "target_modules",
+    "target_parameters",
+    "fan_in_fan_out",
+    "auto_mapping",
+)
+
+
+def _peft_defaults() -> dict[str, Any]:
+    """What PEFT does with options that a file does not have."""
+    if importlib.util.find_spec("peft") is None:
+        return {}
+    from peft import LoraConfig
+
+    return LoraConfig().to_dict()
 
 
 def check_base(subject: Subject) -> Iterator[Check]:

@@ -39,7 +39,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 class Check:
     """One thing that was measured."""
 
-    part: Text  # files, trained, reader, servers, tokenizer, masks, norms, scores
+    part: Text  # files, trained, contents, reader, servers, tokenizer, masks, norms, scores
     name: Text
     status: Status  # a warning is a limit of another program, or something unusual that the run confirms
     what: Text  # what was found, one sentence
@@ -62,6 +62,7 @@ class PromptLogits:
     ids: Annotated[tuple[Token, ...], Field(min_length=1, max_length=4096)]
     trained: Annotated[tuple[Finite, ...], Field(max_length=4096)]
     base: Annotated[tuple[Finite, ...], Field(max_length=4096)]
+    stored: Annotated[tuple[Finite, ...], Field(max_length=4096)] = ()  # of the weights as an export rounds them
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,17 @@ class Certificate:
         return all(check.status != "failed" for check in self.checks)
 
     @property
+    def not_proved(self) -> tuple[Check, ...]:
+        """What a full certificate needs and could not be checked here."""
+        needed = {("trained", "weights"), ("trained", "tensors"), ("trained", "change"), ("trained", "base weights")}
+        skipped = [check for check in self.checks if check.status == "skipped"]
+        return tuple(check for check in skipped if check.part == "reader" or (check.part, check.name) in needed)
+
+    @property
+    def result(self) -> Literal["passed", "partial", "failed"]:
+        return "failed" if self.failed else "partial" if self.not_proved else "passed"
+
+    @property
     def failed(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.status == "failed")
 
@@ -105,7 +117,7 @@ class Certificate:
         return sum(check.status == status for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": 1, "passed": self.passed, **dataclasses.asdict(self)}
+        return {"format": 1, "passed": self.passed, "result": self.result, **dataclasses.asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,7 @@ class _Stored(Certificate):
 
     format: Literal[1] = 1
     passed: bool = False
+    result: Literal["passed", "partial", "failed"] = "failed"  # missing in older certificates
     digest: Digest = ""
 
 
@@ -144,7 +157,7 @@ def read_certificate(folder: Path) -> Certificate:
     if json_digest(raw) != digest:
         raise TrilloraError("The certificate has changed since it was written.", where=str(file), do=DO)
     for each in stored.logits:
-        if not len(each.ids) == len(each.trained) == len(each.base):
+        if not len(each.ids) == len(each.trained) == len(each.base) or len(each.stored) not in (0, len(each.ids)):
             raise TrilloraError("The certificate's logits are incomplete.", where=str(file), do=DO)
     names = [field.name for field in dataclasses.fields(Certificate)]
     return Certificate(**{name: getattr(stored, name) for name in names})

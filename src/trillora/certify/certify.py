@@ -21,11 +21,27 @@ from typing import TypeVar
 import numpy as np
 
 from trillora.certify.adapter_checks import check_base, check_norms, check_servers, check_trained, layers_of
-from trillora.certify.certificate import Certificate, Check, Layer, PromptLogits, read_certificate, write_certificate
+from trillora.certify.certificate import (
+    Certificate,
+    Check,
+    FileFacts,
+    Layer,
+    PromptLogits,
+    read_certificate,
+    write_certificate,
+)
+from trillora.certify.content_checks import (
+    check_contents,
+    check_header,
+    check_lora_header,
+    check_modelfile_text,
+    nothing_else,
+)
 from trillora.certify.file_checks import check_files, files_of
 from trillora.certify.gguf_file import open_gguf
-from trillora.certify.logits import Comparison, Reference, compare, compute_reference
+from trillora.certify.logits import Comparison, Reference, compare, compute_reference, with_stored
 from trillora.certify.readers import Reading, read_with_llama_cpp, read_with_peft, read_with_transformers
+from trillora.certify.rounded_model import write_float32_copy, write_rounded
 from trillora.certify.row_checks import SampleRows, check_masks, check_scores, sample_rows
 from trillora.certify.subject import NotHere, Subject, find_subject
 from trillora.certify.tokenizer_checks import (
@@ -35,12 +51,18 @@ from trillora.certify.tokenizer_checks import (
     check_template_of_run,
     check_tokenizer,
 )
-from trillora.certify.weight_checks import check_gguf, check_lora_gguf, check_merged, source_of
+from trillora.certify.weight_checks import (
+    check_gguf,
+    check_lora_gguf,
+    check_merged,
+    planned_gguf,
+    source_of,
+    tensors_of,
+)
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.export.gguf.write import export_gguf
 from trillora.model.adapter_parameters import LORA_B
-from trillora.model.loading.tensor_files import opened
 
 T = TypeVar("T")
 LIBRARIES = ("jax", "torch", "transformers", "tokenizers", "peft", "gguf", "xllamacpp", "safetensors")
@@ -84,7 +106,9 @@ def certify(
     findings.add("trained", "base weights", lambda: check_base(subject))
     rows = _rows(subject, findings, listener)
     reference = _reference(subject, rows, findings, listener)
-    layers = _check_kind(subject, reference, findings, listener) if is_whole else ()
+    if reference is not None and is_whole:
+        reference = _as_stored(subject, reference, findings, listener)
+    layers = _check_kind(subject, files, reference, findings, listener) if is_whole else ()
     if subject.kind == "adapter":
         findings.add("scores", "loss", lambda: check_scores(subject, reference.rows if reference else None))
     certificate = Certificate(
@@ -107,7 +131,11 @@ def certify(
 
 
 def _check_kind(
-    subject: Subject, reference: Reference | None, findings: Findings, listener: Listener
+    subject: Subject,
+    files: dict[str, FileFacts],
+    reference: Reference | None,
+    findings: Findings,
+    listener: Listener,
 ) -> tuple[Layer, ...]:
     """The checks of one kind of export."""
     layers: tuple[Layer, ...] = ()
@@ -117,23 +145,38 @@ def _check_kind(
         layers = check_layers(subject, findings, None, is_confirmed=is_confirmed)
         findings.add("servers", "servers", lambda: check_servers(subject))
     if subject.kind in ("adapter", "merged"):
+        findings.add("contents", "files", lambda: check_contents(subject, files))
         findings.add("tokenizer", "tokenizer", lambda: check_tokenizer(subject))
         findings.add("tokenizer", "template of the recipe", lambda: check_template_of_run(subject))
+    else:
+        findings.add("contents", "nothing else", lambda: [nothing_else(subject, files, {})])
     if subject.kind == "merged":
         findings.add("trained", "tensors", lambda: check_merged(subject, listener))
-    if subject.kind in ("gguf", "ollama", "lora-gguf"):
+    if subject.kind == "lora-gguf":
         model = open_gguf(gguf_of(subject))
-        if subject.kind == "lora-gguf":
-            findings.add("trained", "tensors", lambda: check_lora_gguf(subject, model))
-        else:
-            findings.add("trained", "tensors", lambda: check_gguf(subject, model, listener))
-            findings.add("tokenizer", "tokenizer", lambda: check_gguf_tokenizer(subject, model))
+        findings.add("contents", "header", lambda: check_lora_header(subject, model))
+        findings.add("trained", "tensors", lambda: check_lora_gguf(subject, model))
+    if subject.kind in ("gguf", "ollama"):
+        _check_gguf(subject, findings, listener)
     if subject.kind == "ollama":
         findings.add("servers", "Modelfile", lambda: check_modelfile(subject))
+        findings.add("contents", "Modelfile", lambda: check_modelfile_text(subject, gguf_of(subject).name))
     if reference is not None:
         listener(Note(f"Reading it with {reader_name(subject)}"))
         findings.add("reader", reader_name(subject), lambda: check_reader(subject, reference.logits))
     return layers
+
+
+def _check_gguf(subject: Subject, findings: Findings, listener: Listener) -> None:
+    model = open_gguf(gguf_of(subject))
+
+    def checks() -> Iterator[Check]:
+        plan = planned_gguf(subject, model)
+        yield from check_header(model.header(), plan.values)
+        yield from check_gguf(subject, model, plan, listener)
+
+    findings.add("trained", "tensors", checks)
+    findings.add("tokenizer", "tokenizer", lambda: check_gguf_tokenizer(subject, model))
 
 
 def check_layers(
@@ -184,6 +227,22 @@ def _reference(subject: Subject, rows: SampleRows | None, findings: Findings, li
     return found[0] if found else None
 
 
+def _as_stored(subject: Subject, reference: Reference, findings: Findings, listener: Listener) -> Reference | None:
+    """With the logits of the weights as the export rounds them; None if these cannot be computed."""
+    if stored_type(subject) == "F32":
+        return reference
+    found: list[Reference] = []
+
+    def checks() -> Iterator[Check]:
+        with tempfile.TemporaryDirectory() as folder:
+            write_rounded(subject, Path(folder), listener)
+            found.append(dataclasses.replace(reference, logits=with_stored(reference.logits, Path(folder), listener)))
+        yield from ()
+
+    findings.add("reader", reader_name(subject), checks)
+    return found[0] if found else None
+
+
 def _known_logits(subject: Subject) -> tuple[PromptLogits, ...]:
     if subject.adapter is None:
         return ()
@@ -203,25 +262,29 @@ def reader_name(subject: Subject) -> str:
 
 
 def check_reader(subject: Subject, logits: tuple[PromptLogits, ...]) -> Iterator[Check]:
-    """Reads it with others' code, and compares the logits with those of what was trained."""
+    """Reads it with others' code, and compares the logits with our engine's, on the weights as they are stored."""
     prompts, name = [each.tokens for each in logits], reader_name(subject)
+    stored, exact = stored_type(subject), None
     if subject.kind == "lora-gguf":
-        reading, stored = _read_lora(subject, prompts), "F32"
+        reading = _read_lora(subject, prompts)
     elif subject.kind == "adapter":
         reading = read_with_peft(subject.opened.folder, subject.folder, prompts)
-        stored = "F32"
     elif subject.kind == "merged":
-        reading, stored = read_with_transformers(subject.folder, prompts), stored_type(subject.folder)
+        reading = read_with_transformers(subject.folder, prompts)
     else:
         model = open_gguf(gguf_of(subject))
-        stored = most_common(list(model.types.values()))
         chats = [[{"role": "user", "content": QUESTION}]] if model.text("tokenizer.chat_template") else []
         size = len(model.value("tokenizer.ggml.tokens") or ())
         reading, rendered = read_with_llama_cpp(model.file, prompts, size, chats=chats)
         if rendered:
             yield from _same_chat(subject, rendered[0])
+        if stored != "F32":  # llama.cpp rounds activations too, but not with weights in float32
+            with tempfile.TemporaryDirectory() as folder:
+                copy = write_float32_copy(model, Path(folder))
+                exact = read_with_llama_cpp(copy, prompts, size)[0]
     yield from uses_all_arrays(name, reading)
-    yield _close(name, compare(logits, reading.logprobs), stored)
+    in_float32 = None if exact is None else compare(logits, exact.logprobs)
+    yield from _close(name, compare(logits, reading.logprobs), in_float32, stored)
     yield from _warnings(name, reading)
 
 
@@ -246,26 +309,31 @@ def uses_all_arrays(name: str, reading: Reading) -> Iterator[Check]:
         yield Check("reader", "arrays", "ok", f"{name} uses all {reading.num_arrays:,} arrays of the file.", 0, 0)
 
 
-def _close(name: str, found: Comparison, stored: str) -> Check:
-    figures = (
-        f"{name} reads it ({stored}): log-probabilities differ by at most {found.difference:.2g} from what was trained "
-        f"(KL {found.divergence:.2g}); training changed them by {found.change:.2g}"
-    )
+def _close(name: str, found: Comparison, exact: Comparison | None, stored: str) -> Iterator[Check]:
+    """`exact` is the comparison of the same weights in float32, if the reader computes with rounded ones."""
     if found.change >= NOTHING and found.from_base <= 0.02 * found.change:
         do = "export it again: the adapter is not in it"
-        return Check("reader", name, "failed", f"{name} reads the base model: the adapter has no effect.", 0, None, do)
-    if stored in ("F32", "F16"):
-        limit = min(EXACT, max(LEAST, OF_CHANGE * found.change))
-        if found.difference <= limit:
-            return Check("reader", name, "ok", f"{figures}.", found.difference, limit)
+        yield Check("reader", name, "failed", f"{name} reads the base model: the adapter has no effect.", 0, None, do)
+        return
+    difference = (exact or found).difference
+    as_read = f"{stored}, computed in float32" if exact else stored
+    figures = (
+        f"{name} reads it ({as_read}): log-probabilities differ by at most {difference:.2g} from our engine's with the "
+        f"same weights; training changed them by {found.change:.2g}"
+    )
+    limit = min(EXACT, max(LEAST, OF_CHANGE * found.change))
+    if difference <= limit:
+        yield Check("reader", name, "ok", f"{figures}.", difference, limit)
+    else:
         do = "export it again; if the tensors are right, this is an error of structure: report it"
-        return Check("reader", name, "failed", f"{figures}, and the limit is {limit:.2g}.", found.difference, limit, do)
-    # A rounded type has no limit that fits all models. Its tensors were compared one by one.
-    if found.divergence > COARSE:
-        what = f"{figures}. {stored} rounds so coarsely for this model that its answers change."
+        yield Check("reader", name, "failed", f"{figures}, and the limit is {limit:.2g}.", difference, limit, do)
+    if stored != "F32" and found.divergence > COARSE:
+        what = (
+            f"The KL divergence from the trained model is {found.divergence:.2g}: {stored} rounds so coarsely for this "
+            "model that its answers change."
+        )
         do = "use a finer type, such as --type q8_0, or compare the answers before you use this one"
-        return Check("reader", name, "warning", what, found.divergence, COARSE, do)
-    return Check("reader", name, "ok", f"{figures}. {stored} rounds: its tensors are the proof.", found.divergence)
+        yield Check("reader", "rounding", "warning", what, found.divergence, COARSE, do)
 
 
 def _same_chat(subject: Subject, rendered: list[int]) -> Iterator[Check]:
@@ -294,13 +362,13 @@ def gguf_of(subject: Subject) -> Path:
     return sorted(subject.folder.glob("*.gguf"))[0]
 
 
-def stored_type(folder: Path) -> str:
-    """The most common type of a folder's tensors."""
-    types = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with opened(file) as tensors:
-            types += [str(tensors.get_slice(name).get_dtype()) for name in tensors.keys()]  # noqa: SIM118
-    return most_common(types)
+def stored_type(subject: Subject) -> str:
+    """The type of most tensors that an export rounds; F32 if it rounds none."""
+    if subject.kind == "merged":
+        return most_common([tensor.type for tensor in tensors_of(subject.folder).values()])
+    if subject.kind in ("gguf", "ollama"):
+        return most_common(list(open_gguf(gguf_of(subject)).types.values()))
+    return "F32"
 
 
 def most_common(values: list[str]) -> str:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from trillora.certify.certificate import FILE, PAGE, Check, FileFacts
 from trillora.certify.gguf_file import open_gguf
 from trillora.certify.subject import Subject
+from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
 from trillora.files.checksums import read_checksums
 from trillora.files.digests import file_digest
@@ -26,6 +27,7 @@ INDEX = "model.safetensors.index.json"
 DO = "copy the folder again, or export it again"
 CARD = "README.md"
 MAX_FILES = 5000
+_OTHER_PICKLES = (".pkl", ".pickle", ".joblib", ".npy", ".npz", ".ckpt", ".h5", ".keras")
 
 
 class _Index(BaseModel):
@@ -35,25 +37,38 @@ class _Index(BaseModel):
 
 
 def files_of(folder: Path) -> dict[str, FileFacts]:
-    """Digest and size of every file but the certificate itself and the card, which people edit."""
-    found = [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith(".")]
-    files = [file for file in found if file.name not in (FILE, PAGE, CARD)][:MAX_FILES]
+    """Digest and size of every file, those in sub-folders and hidden ones too. The certificate itself and the card,
+    which people edit, are left out, and what git and the hub's client write about a download."""
+    found = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    files = {name: file for name, file in found.items() if name not in (FILE, PAGE, CARD) and not _is_download(name)}
+    if len(files) > MAX_FILES:
+        what = f"The folder has {len(files):,} files; an adapter or an export has few."
+        raise TrilloraError(what, where=str(folder), do="give the folder of one adapter or export")
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(file_digest, files))
-    return {file.name: FileFacts(digest, file.stat().st_size) for file, digest in zip(files, digests, strict=True)}
+        digests = list(pool.map(file_digest, files.values()))
+    return {
+        name: FileFacts(digest, file.stat().st_size)
+        for (name, file), digest in zip(files.items(), digests, strict=True)
+    }
+
+
+def _is_download(name: str) -> bool:
+    return name.startswith((".git/", ".cache/huggingface/"))
 
 
 def check_files(subject: Subject, files: dict[str, FileFacts]) -> Iterator[Check]:
     folder = subject.folder
     yield _complete(subject, files)
     yield from _checksums(folder, files)
-    pickles = [name for name in files if name.endswith((*PICKLE_SUFFIXES, ".pkl"))]
+    pickles = [name for name in files if name.lower().endswith((*PICKLE_SUFFIXES, *_OTHER_PICKLES))]
     if pickles:
         what = f"{pickles[0]} is a pickle file, which can run code when it is opened."
         yield Check("files", "no pickle", "failed", what, len(pickles), 0, f"remove {', '.join(pickles[:5])}")
     else:
-        yield Check("files", "no pickle", "ok", "No file can run code when it is opened.", 0, 0)
-    tensors = [folder / name for name in files if name.endswith(".safetensors")]
+        yield Check(
+            "files", "no pickle", "ok", "There is no pickle file, which could run code when it is opened.", 0, 0
+        )
+    tensors = [folder / name for name in files if name.endswith(".safetensors") and "/" not in name]
     names = {file.name: _header(file) for file in tensors}
     if tensors:
         count = sum(map(len, names.values()))
@@ -62,7 +77,7 @@ def check_files(subject: Subject, files: dict[str, FileFacts]) -> Iterator[Check
     if (folder / INDEX).is_file():
         yield _shards(folder, names)
     for name in files:
-        if name.endswith(".gguf"):
+        if name.endswith(".gguf") and "/" not in name:
             found = open_gguf(folder / name)
             what = f"{name}: {len(found.types):,} tensors, which end where the header says."
             yield Check("files", "GGUF", "ok", what, len(found.types))
@@ -75,6 +90,11 @@ def _complete(subject: Subject, files: dict[str, FileFacts]) -> Check:
         "ollama": ("Modelfile",),
     }
     missing = [name for name in needed.get(subject.kind, ()) if name not in files]
+    if subject.kind in ("gguf", "lora-gguf", "ollama") and (several := sorted(subject.folder.glob("*.gguf"))[1:]):
+        what = f"There are {len(several) + 1} GGUF files, and an export has one."
+        return Check(
+            "files", "complete", "failed", what, len(several) + 1, 1, f"remove {several[0].name}, or the other one"
+        )
     if subject.kind == "merged" and not {SINGLE_FILE, INDEX} & files.keys():
         missing.append(SINGLE_FILE)
     if missing:

@@ -44,8 +44,27 @@ class GgufFile:
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False).reshape(shape)
+        return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False).reshape(self.shape(name))
+
+    def type(self, name: str) -> Any:
+        """gguf's GGMLQuantizationType of a tensor."""
+        return self._tensors[name].tensor_type
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def rows(self, name: str, rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Some rows of a tensor: their bytes, and their values in float32."""
+        from gguf.quants import dequantize
+
+        data, kind = self._tensors[name].data, self._tensors[name].tensor_type
+        num_rows = max(1, int(np.prod(self.shape(name), dtype=np.int64)) // width)
+        chosen = np.ascontiguousarray(data.reshape(num_rows, -1)[rows])
+        return chosen.view(np.uint8), dequantize(chosen, kind).astype(np.float32, copy=False).reshape(len(rows), width)
+
+    def header(self) -> dict[str, Any]:
+        """All fields but those about the file itself."""
+        return {key: field.contents() for key, field in self._reader.fields.items() if not key.startswith("GGUF.")}
 
     @property
     def end(self) -> int:

@@ -1,8 +1,12 @@
 """The logits of what was trained: our engine in float32 on the CPU, with the trained weights and without them.
 
-    reference = compute_reference(subject, listener)
+    reference = compute_reference(subject, rows, listener)
     reference.logits[0].trained     # log-probabilities of the 100 most likely tokens after the first prompt
+    with_stored(reference.logits, folder, listener)[0].stored   # the same with the weights of a merged model
     compare(reference.logits, read) # how far another program's log-probabilities are from them
+
+An export in bfloat16 or in fewer bits has other logits than what was trained, because it rounds. So its reader is
+compared with our engine on the rounded weights: then one limit fits all types.
 
 Log-probabilities are compared at the last token of each prompt: all readers can give these, llama.cpp too.
 
@@ -11,9 +15,11 @@ Legend: B prompts, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +34,7 @@ from trillora.events import Listener, Note
 from trillora.model.adapters import fit_adapter, fitting
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
+from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights
 from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import memory_limit
@@ -52,9 +59,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a reader is from what was trained, over all prompts."""
+    """How far a reader is from our engine, over all prompts."""
 
-    difference: float  # largest, of the log-probabilities of the most likely tokens
+    difference: float  # largest, of the log-probabilities of the most likely tokens, with the same weights
     divergence: float  # largest KL divergence from the trained model, in nats
     change: float  # largest difference between trained model and base, of the same tokens
     from_base: float  # largest difference between reader and base
@@ -81,32 +88,15 @@ def compute_reference(subject: Subject, rows: Sequence[TokenizedDocument], liste
     opened, trained = subject.opened, subject.trained
     prompts = prompts_of(subject)
     listener(Note("Computing the logits of what was trained, in float32 on the CPU"))
-    devices = find_devices("cpu", None)[:1]
-    mesh = make_mesh(devices, MeshShape())
+    mesh = make_mesh(find_devices("cpu", None)[:1], MeshShape())
     with fitting(str(subject.folder)):
         model = CausalLM(opened.config, lora=trained.spec, remat="none", mesh=mesh)
-    needed, limit = sum(leaf.num_bytes for leaf in model.layout.values()), memory_limit(devices)
-    if limit is not None and needed > FULL_MEMORY * limit:
-        raise NotHere(
-            f"The base model needs {needed / 2**30:.1f} GiB in float32, and {limit / 2**30:.1f} GiB are free.",
-            do="certify it on a machine with more memory",
-        )
+    _check_memory(model)
     fitted = fit_adapter(trained.matrices, model.adapter_layout, where=trained.source)
     base = load_weights(opened.folder, model.module, model.layout, weight_shardings(model, mesh), listener)
     places = shard_adapter(model.adapter_layout, mesh)
     adapters = jax.device_put([fitted, model.initial_adapter(base, seed=0)], [places, places])
-    tokens_BT, targets_BT, ends_B = _batch(prompts, rows)
-
-    @jax.jit
-    def run(base: Tree, adapter: Tree, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BTV = model.logits(base, adapter, {"tokens": tokens_BT}).astype(jnp.float32)
-        totals_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-        last_BV = logits_BTV[jnp.arange(len(tokens_BT)), ends_B]
-        chosen_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-        return jax.nn.log_softmax(last_BV, axis=-1)[: len(prompts)], chosen_BT - totals_BT
-
-    with jax.default_matmul_precision("highest"):
-        found = [tuple(map(np.asarray, run(base, adapter, tokens_BT))) for adapter in adapters]
+    found = [_run(model, base, adapter, prompts, rows) for adapter in adapters]
     (own_BV, own_BT), (base_BV, base_BT) = found
     if not np.isfinite(own_BV).all():
         raise TrilloraError(
@@ -119,6 +109,52 @@ def compute_reference(subject: Subject, rows: Sequence[TokenizedDocument], liste
     if rows:
         losses = _loss(base_BT[len(prompts) :], rows), _loss(own_BT[len(prompts) :], rows)
     return Reference(logits, losses)
+
+
+def with_stored(logits: Sequence[PromptLogits], folder: Path, listener: Listener) -> tuple[PromptLogits, ...]:
+    """The same with the logits of the model in `folder`: a merged model with its weights as they are rounded."""
+    listener(Note("Computing the logits of the rounded weights, in float32 on the CPU"))
+    mesh = make_mesh(find_devices("cpu", None)[:1], MeshShape())
+    model = CausalLM(load_config(folder), remat="none", mesh=mesh)
+    _check_memory(model)
+    base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)
+    found_BV, _ = _run(model, base, {}, [each.tokens for each in logits], ())
+    if not np.isfinite(found_BV).all():
+        what = "The logits of the rounded weights are not finite."
+        raise TrilloraError(what, where=str(folder), do="export it in float32 or bfloat16")
+    return tuple(
+        dataclasses.replace(each, stored=tuple(round(float(found_BV[b, id_]), 6) for id_ in each.ids))
+        for b, each in enumerate(logits)
+    )
+
+
+def _check_memory(model: CausalLM) -> None:
+    needed = sum(leaf.num_bytes for leaf in model.layout.values())
+    limit = memory_limit(find_devices("cpu", None)[:1])
+    if limit is not None and needed > FULL_MEMORY * limit:
+        raise NotHere(
+            f"The model needs {needed / 2**30:.1f} GiB in float32, and {limit / 2**30:.1f} GiB are free.",
+            do="certify it on a machine with more memory",
+        )
+
+
+def _run(
+    model: CausalLM, base: Tree, adapter: Tree, prompts: Sequence[Sequence[int]], rows: Sequence[TokenizedDocument]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities after each prompt [B, V], and of each next token [B, T] of prompts and rows."""
+    tokens_BT, targets_BT, ends_B = _batch(prompts, rows)
+
+    @jax.jit
+    def run(base: Tree, adapter: Tree, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_BTV = model.logits(base, adapter, {"tokens": tokens_BT}).astype(jnp.float32)
+        totals_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+        last_BV = logits_BTV[jnp.arange(len(tokens_BT)), ends_B]
+        chosen_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+        return jax.nn.log_softmax(last_BV, axis=-1)[: len(prompts)], chosen_BT - totals_BT
+
+    with jax.default_matmul_precision("highest"):
+        last_BV, chosen_BT = run(base, adapter, tokens_BT)
+    return np.asarray(last_BV), np.asarray(chosen_BT)
 
 
 def _batch(prompts: Sequence[Sequence[int]], rows: Sequence[TokenizedDocument]) -> tuple[np.ndarray, ...]:
@@ -164,5 +200,6 @@ def compare(logits: Sequence[PromptLogits], read: Sequence[np.ndarray]) -> Compa
             raise TrilloraError(what, do="export it in float32 or bfloat16, or look for layers with huge weights")
         share = np.exp(trained)
         divergence = max(0.0, float((share * (trained - own)).sum()))  # of the first 100 tokens: may round below zero
-        found.append((abs(own - trained).max(), divergence, abs(trained - base).max(), abs(own - base).max()))
+        exact = np.array(each.stored) if each.stored else trained
+        found.append((abs(own - exact).max(), divergence, abs(trained - base).max(), abs(own - base).max()))
     return Comparison(*(float(max(column)) for column in zip(*found, strict=True)))

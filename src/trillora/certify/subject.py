@@ -69,6 +69,7 @@ class Trained:
     matrices: dict[str, np.ndarray]
     source: str
     is_from_run: bool  # read from a checkpoint, not from the adapter itself
+    options: dict[str, Any] | None = None  # PEFT's, as the checkpoint has them
 
     @cached_property
     def digest(self) -> str:
@@ -230,7 +231,8 @@ class Subject:
         where = f"{checkpoints.where(step)}/{WEIGHTS_FILE}"
         config = parse_json(files[CONFIG_FILE], AdapterConfig, where=f"{checkpoints.where(step)}/{CONFIG_FILE}", do=DO)
         matrices = read_adapter(files[WEIGHTS_FILE], where)
-        return Trained(spec_of(config, {n: a.shape for n, a in matrices.items()}, where), matrices, source, True)
+        spec = spec_of(config, {n: a.shape for n, a in matrices.items()}, where)
+        return Trained(spec, matrices, source, True, config.model_dump(exclude_unset=True))
 
     def _of_member(self, files: Mapping[str, bytes], source: str) -> Trained:
         assert self.adapter is not None and self.stage is not None

@@ -22,6 +22,7 @@ import numpy as np
 from trillora.adapters.card import CARD_FILE
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
+from trillora.export.carried import Rounding, check_carries
 from trillora.export.merged_weights import MergedWeights
 from trillora.export.prompts import prompts_of
 from trillora.export.safetensors_file import Planned, write_tensors
@@ -64,10 +65,16 @@ def export_merged(
         )
     weights = MergedWeights(source)
     shards = _shards(weights, dtype, max_shard_bytes)
+    check_carries(
+        weights,
+        dtype or "The base's type",
+        _rounding(dtype),
+        {name: _rounding(name) for name in ("float16", "float32")},
+    )
     notes = [*source.notes, *weights.notes]
     with writing(out), new_folder(out) as folder:
         _write_shards(folder, weights, shards, listener)
-        others = {CARD_FILE: _card(source, notes), **_other_files(source, weights, dtype)}
+        others = {CARD_FILE: _card(source, notes), **other_files(source, weights, dtype)}
         for name, data in others.items():
             (folder / name).write_bytes(data)
         files = sorted(entry.name for entry in folder.iterdir())
@@ -108,6 +115,17 @@ def _shards(weights: MergedWeights, dtype: str | None, max_bytes: int) -> dict[s
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": part for number, part in enumerate(shards, 1)}
+
+
+def _rounding(dtype: str | None) -> Rounding:
+    """How a merged model with this `--type` rounds a tensor."""
+
+    def rounded(weights: MergedWeights, name: str, rows: np.ndarray) -> np.ndarray:
+        kind = FLOATS.get(dtype or weights.dtype(name), FLOATS["float32"])[1]
+        with np.errstate(over="ignore"):
+            return rows.astype(kind).astype(np.float32)
+
+    return rounded
 
 
 def _write_shards(folder: Path, weights: MergedWeights, shards: dict[str, list[Planned]], listener: Listener) -> None:
@@ -164,7 +182,8 @@ tokenizer = AutoTokenizer.from_pretrained(here)
     return source.card(relation="finetune", form=form, library="transformers", usage=usage, notes=notes)
 
 
-def _other_files(source: ExportSource, weights: MergedWeights, dtype: str | None) -> dict[str, bytes]:
+def other_files(source: ExportSource, weights: MergedWeights, dtype: str | None) -> dict[str, bytes]:
+    """Every file but the weights and the card: their names and contents."""
     config = weights.config()
     if dtype is not None:
         config.pop("torch_dtype", None)  # the older name

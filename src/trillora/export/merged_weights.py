@@ -164,15 +164,19 @@ class MergedWeights:
         tensor = self._tensors[name]
         return tensor.change is not None or self._base.is_packed(tensor.stored)
 
+    def is_trained(self, name: str) -> bool:
+        """Whether the adapter changes it."""
+        return self._tensors[name].change is not None
+
+    def base_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of the base's tensor in float32."""
+        return self._base.read(self._tensors[name].stored, start, stop)
+
     def read(self, name: str) -> np.ndarray:
         """The whole tensor in float32."""
         if not self.shape(name):
             return self._base.read(self._tensors[name].stored)
         return self.rows(name, 0, self.shape(name)[0])
-
-    def before(self, name: str) -> np.ndarray | None:
-        """The base's tensor of this name in float32; None if the base has none."""
-        return self._base.read(name) if name in self._base.tensors else None
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows of a tensor in float32: the first dim from `start` to before `stop`."""

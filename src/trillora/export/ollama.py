@@ -22,7 +22,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, ignore_events
 from trillora.export.gguf.write import write_model
 from trillora.export.merged import writing
-from trillora.export.prompts import adds_bos, prompts_of, template_of
+from trillora.export.prompts import adds_bos, prompts_of
 from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
 from trillora.generation.prompts import Prompts
@@ -89,7 +89,7 @@ def export_ollama(source: ExportSource, out: Path, *, type: str, listener: Liste
 
 def write_modelfile(source: ExportSource, prompts: Prompts, gguf: str) -> str:
     """The content of the Modelfile. Templates that Ollama cannot follow are refused."""
-    if template_of(source) is None:
+    if source.template is None:
         raise TrilloraError(
             "This model has no chat template, so Ollama would not know how to ask it.",
             where="the tokenizer",

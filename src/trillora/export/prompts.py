@@ -1,23 +1,12 @@
-"""The chat template that an adapter was trained with, and the prompts that it makes."""
+"""The prompts that an adapter was trained with."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trillora.data.rendering.chat_templates import find_template
 from trillora.export.source import ExportSource
 from trillora.generation.prompts import Prompts, configured_stops
-from trillora.model.adapters import TEMPLATE_FILE
 from trillora.recipe.schema import stages_of
-
-
-def template_of(source: ExportSource) -> str | None:
-    """The run's own chat template, or else the tokenizer's."""
-    own = source.adapter / TEMPLATE_FILE
-    if own.is_file():
-        return find_template(str(own), (), None)
-    tokenizer = source.base.tokenizer
-    return tokenizer.get_chat_template() if tokenizer.chat_template else None
 
 
 def prompts_of(source: ExportSource) -> Prompts:
@@ -25,7 +14,7 @@ def prompts_of(source: ExportSource) -> Prompts:
     data = stages_of(source.recipe)[-1].recipe.data if source.recipe is not None else None
     return Prompts(
         source.base.tokenizer,
-        template=template_of(source),
+        template=source.template,
         template_date=data.template_date if data is not None else None,
         arguments=data.template_arguments if data is not None else None,
         stops=configured_stops(source.base.folder, source.base.config),

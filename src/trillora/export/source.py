@@ -22,6 +22,7 @@ from trillora.adapters.card import CardFacts, Relation, model_card
 from trillora.adapters.inputs import recorded_base_digest
 from trillora.adapters.logits_check import open_local
 from trillora.data.open import chat_template
+from trillora.data.rendering.chat_templates import find_template
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.files.checkpoints import Checkpoints
@@ -54,12 +55,19 @@ class ExportSource:
     matrices: dict[str, np.ndarray]  # by parameter name
     recipe: Recipe | None
     notes: tuple[str, ...]
+    own_template: str | None = None  # the chat template next to the adapter
+    tokenizer_folder: Path | None = None  # the tokenizer's files, if they are not the base's
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files and the chat template, as the adapter was trained with them."""
-        files = tokenizer_files(self.base.tokenizer, self.adapter if _has_tokenizer(self.adapter) else self.base.folder)
-        template = self.adapter / TEMPLATE_FILE
-        return {**files, TEMPLATE_FILE: template.read_bytes()} if template.is_file() else files
+        files = tokenizer_files(self.base.tokenizer, self.tokenizer_folder or self.base.folder)
+        return files if self.own_template is None else {**files, TEMPLATE_FILE: self.own_template.encode()}
+
+    @property
+    def template(self) -> str | None:
+        """The chat template that it was trained with."""
+        tokenizer = self.base.tokenizer
+        return self.own_template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
 
     def card(
         self,
@@ -126,7 +134,20 @@ def open_source(
     for note in notes:
         listener(Note(note))
     shown = given.resolve().name if run is None or given == run else f"{run.resolve().name}-{given.resolve().name}"
-    return ExportSource(shown, run, folder, opened, base_id or opened.base_name, spec, matrices, recipe, tuple(notes))
+    template = folder / TEMPLATE_FILE
+    return ExportSource(
+        shown,
+        run,
+        folder,
+        opened,
+        base_id or opened.base_name,
+        spec,
+        matrices,
+        recipe,
+        tuple(notes),
+        find_template(str(template), (), None) if template.is_file() else None,
+        folder if _has_tokenizer(folder) else None,
+    )
 
 
 def _run_of(folder: Path) -> Path | None:

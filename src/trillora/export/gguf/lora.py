@@ -34,9 +34,18 @@ def export_lora_gguf(source: ExportSource, out: Path, *, listener: Listener = ig
     check_type("f32")
     family, config = family_of(source.base.config), source.base.config.get_text_config()
     _check(source, config)
+    values, alpha = lora_values(source)
+    with writing(out), new_folder(out) as folder:
+        write_tensors(folder / FILE, family.arch, values, _tensors(source, family, config, alpha), listener)
+        num_bytes = (folder / FILE).stat().st_size
+    return Exported("lora-gguf", out, (FILE,), num_bytes, source.notes)
+
+
+def lora_values(source: ExportSource) -> tuple[dict[str, Value], float]:
+    """The header, and the alpha in it, which every layer is scaled by."""
     alpha = scale_of(source.spec, "", source.spec.rank) * source.spec.rank
     values: dict[str, Value] = {
-        "general.architecture": family.arch,
+        "general.architecture": family_of(source.base.config).arch,
         "general.type": "adapter",
         "general.name": source.name,
         "general.base_model.count": 1,
@@ -44,10 +53,7 @@ def export_lora_gguf(source: ExportSource, out: Path, *, listener: Listener = ig
         "adapter.type": "lora",
         "adapter.lora.alpha": float(alpha),
     }
-    with writing(out), new_folder(out) as folder:
-        write_tensors(folder / FILE, family.arch, values, _tensors(source, family, config, alpha), listener)
-        num_bytes = (folder / FILE).stat().st_size
-    return Exported("lora-gguf", out, (FILE,), num_bytes, source.notes)
+    return values, alpha
 
 
 def scale_of(spec: LoraSpec, layer: str, rank: int) -> float:

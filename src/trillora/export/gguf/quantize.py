@@ -101,6 +101,13 @@ def to_bytes(array: np.ndarray, type: Any, name: str = "tensor") -> np.ndarray:
     return quants.quantize(array, type).view(np.uint8)
 
 
+def round_trip(array: np.ndarray, type: Any) -> np.ndarray:
+    """The values that a reader gets back, in float32."""
+    from gguf import quants
+
+    return quants.dequantize(to_bytes(array, type), type).astype(np.float32, copy=False).reshape(array.shape)
+
+
 def _quantize_k(array: np.ndarray, type: Any) -> np.ndarray:
     rows = array.reshape(-1, array.shape[-1])
     result = np.empty(byte_shape(rows.shape, type), np.uint8)

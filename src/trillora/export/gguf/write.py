@@ -17,16 +17,18 @@ from typing import Any
 import numpy as np
 
 from trillora.events import Listener, Note, Progress, ignore_events
+from trillora.export.carried import Rounding, check_carries
 from trillora.export.gguf.families import describe, family_of
-from trillora.export.gguf.quantize import FILE_TYPES, byte_shape, check_type, tensor_type, to_bytes
+from trillora.export.gguf.quantize import FILE_TYPES, byte_shape, check_type, round_trip, tensor_type, to_bytes
 from trillora.export.gguf.tensors import Planned, plan_tensors
 from trillora.export.gguf.tokenizer import TokenizerMetadata, tokenizer_metadata
 from trillora.export.merged import writing
 from trillora.export.merged_weights import MergedWeights
-from trillora.export.prompts import adds_bos, prompts_of, template_of
+from trillora.export.prompts import adds_bos, prompts_of
 from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
 
+FINER = ("q8_0", "f16", "f32")  # types that are tried if the chosen one cannot hold the change
 Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 
 
@@ -38,6 +40,7 @@ class FileTensor:
     shape: tuple[int, ...]
     type: Any  # GGMLQuantizationType
     pieces: Callable[[], Iterable[np.ndarray]]
+    stored: tuple[str, ...] = ()  # the tensors of the checkpoint that it is made from
 
 
 def export_gguf(source: ExportSource, out: Path, *, type: str, listener: Listener = ignore_events) -> Exported:
@@ -48,16 +51,25 @@ def export_gguf(source: ExportSource, out: Path, *, type: str, listener: Listene
     return Exported("gguf", out, (name,), num_bytes, notes)
 
 
-def write_model(source: ExportSource, folder: Path, *, type: str, listener: Listener) -> tuple[str, tuple[str, ...]]:
-    """Writes the merged model into a folder. Returns the file's name, and what a user should know about it."""
+@dataclass(frozen=True)
+class ModelPlan:
+    """A GGUF file before it is written: its header, and its tensors."""
+
+    arch: str
+    values: dict[str, Value]
+    tensors: list[FileTensor]
+    constants: dict[str, np.ndarray]  # tensors that are not in the checkpoint
+    notes: tuple[str, ...]  # what a user should know about it
+
+
+def plan_model(source: ExportSource, weights: MergedWeights, type: str) -> ModelPlan:
     check_type(type)
     config = source.base.config.get_text_config()
     family = family_of(source.base.config)
-    weights = MergedWeights(source)
     description = describe(family, config, weights.num_tokens)
     tokenizer = _tokenizer(source, weights.num_tokens)
-    constants = [Planned(name, array.shape, (), constant=array) for name, array in description.rope.tensors.items()]
-    plan = [*constants, *plan_tensors(family, config, weights)]
+    constants = description.rope.tensors
+    added = [Planned(name, array.shape, (), constant=array) for name, array in constants.items()]
     values = {
         "general.architecture": family.arch,
         "general.type": "model",
@@ -75,15 +87,37 @@ def write_model(source: ExportSource, folder: Path, *, type: str, listener: List
             each.shape,
             tensor_type(each.name, each.shape, type, config.num_hidden_layers),
             lambda each=each: each.arrays(weights),  # type: ignore[misc]
+            tuple(part.stored for part in each.parts),
         )
-        for each in plan
+        for each in [*added, *plan_tensors(family, config, weights)]
     ]
-    name = f"model-{type}.gguf"
-    write_tensors(folder / name, family.arch, values, tensors, listener)
     notes = (*source.notes, *(_sentence(note) for note in (*description.notes, *tokenizer.notes)))
-    for note in notes[len(source.notes) :]:
+    return ModelPlan(family.arch, values, tensors, dict(constants), notes)
+
+
+def write_model(source: ExportSource, folder: Path, *, type: str, listener: Listener) -> tuple[str, tuple[str, ...]]:
+    """Writes the merged model into a folder. Returns the file's name, and what a user should know about it."""
+    weights = MergedWeights(source)
+    plan = plan_model(source, weights, type)
+    check_carries(weights, type, _rounding(plan, None), {name: _rounding(plan, name) for name in FINER})
+    name = f"model-{type}.gguf"
+    write_tensors(folder / name, plan.arch, plan.values, plan.tensors, listener)
+    for note in plan.notes[len(source.notes) :]:
         listener(Note(note))
-    return name, notes
+    return name, plan.notes
+
+
+def _rounding(plan: ModelPlan, type: str | None) -> Rounding:
+    """How the planned file rounds a tensor, or one in which every changed tensor has this type."""
+    types = {stored: tensor.type for tensor in plan.tensors for stored in tensor.stored}
+
+    def rounded(weights: MergedWeights, name: str, rows: np.ndarray) -> np.ndarray:
+        from gguf import GGMLQuantizationType
+
+        kind = types.get(name, GGMLQuantizationType.F32)
+        return round_trip(rows, kind if type is None else GGMLQuantizationType[type.upper()])
+
+    return rounded
 
 
 def write_tensors(
@@ -137,7 +171,7 @@ def _add(writer: Any, key: str, value: Value) -> None:
 
 
 def _tokenizer(source: ExportSource, num_tokens: int) -> TokenizerMetadata:
-    template, prompts = template_of(source), prompts_of(source)
+    template, prompts = source.template, prompts_of(source)
     return tokenizer_metadata(
         source.base.tokenizer,
         num_tokens,

@@ -1,0 +1,226 @@
+"""Compares the files around the weights with what an export of this run writes: key by key, and nothing else.
+
+    config.json                  rope_theta is 500000 instead of 10000
+    tokenizer.json               decoder is {"type": "Fuse"} instead of {"type": "ByteLevel", …}
+    additional_chat_templates/   should not be there
+
+A JSON file may be written differently: another order or indentation, null for a key that is missing. Keys that only say
+who wrote the file do not count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from trillora.certify.certificate import FILE, PAGE, Check, FileFacts
+from trillora.certify.gguf_file import GgufFile
+from trillora.certify.subject import MERGE_FACTS, Subject
+from trillora.certify.weight_checks import expected_of, source_of, stored_dtype, tensors_of
+from trillora.export.gguf.lora import lora_values
+from trillora.export.merged import other_files
+from trillora.export.merged_weights import MergedWeights
+from trillora.export.ollama import MODELFILE, write_modelfile
+from trillora.export.prompts import prompts_of
+from trillora.files.bounded import read_bounded
+from trillora.files.read_json import parse_json
+from trillora.files.storage import MARK
+from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE
+
+CARD = "README.md"
+MAX_BYTES = 64 << 20
+DO = "export it again, or copy the file from the base or the run"
+# Files that people add and no program loads.
+DOCUMENTS = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".html", ".bib", ".cff")
+DOCUMENT_NAMES = ("license", "notice", "copying", "use_policy", "authors", ".gitattributes", ".gitignore")
+_WRITER = (
+    "transformers_version",
+    "_name_or_path",
+    "name_or_path",
+    "is_local",
+    "local_files_only",
+    "_from_model_config",
+)
+_MANY = 4  # differences that are named
+
+
+def check_contents(subject: Subject, files: Mapping[str, FileFacts]) -> Iterator[Check]:
+    """Of an adapter or a merged model: tokenizer, configuration, templates, and no other file."""
+    expected = expected_files(subject)
+    is_merged = subject.kind == "merged"
+    wrong: dict[str, list[str]] = {}
+    for name, content in expected.items():
+        if name in files:
+            found = differences(name, read_bounded(subject.folder / name, MAX_BYTES), content)
+        else:
+            found = ["is missing"] if is_merged and name not in _OPTIONAL else []
+        if found:
+            wrong[name] = found
+    for name, found in wrong.items():
+        what = f"{name}: {'; '.join(found[:_MANY])}."
+        yield Check("contents", name, "failed", what, len(found), 0, DO)
+    if not wrong:
+        present = sum(name in files for name in expected)
+        yield Check("contents", "files", "ok", f"{present:,} files are what an export of this run writes.", 0, 0)
+    yield nothing_else(subject, files, expected)
+
+
+_OPTIONAL = ("special_tokens_map.json", "added_tokens.json")  # transformers does not need them
+
+
+def expected_files(subject: Subject) -> dict[str, bytes]:
+    source = source_of(subject)
+    if subject.kind == "merged":
+        return other_files(
+            source, MergedWeights(source), stored_dtype(expected_of(subject), tensors_of(subject.folder))
+        )
+    return source.tokenizer_files()
+
+
+def nothing_else(subject: Subject, files: Mapping[str, FileFacts], expected: Mapping[str, bytes]) -> Check:
+    """Any other file may be loaded by some program: code, a template, weights."""
+    own = {
+        "adapter": (CONFIG_FILE, WEIGHTS_FILE, MARK, MERGE_FACTS),
+        "ollama": (MODELFILE,),
+    }.get(subject.kind, ())
+    known = {*own, *expected, CARD, FILE, PAGE}
+    weights = {"merged": ".safetensors", "gguf": ".gguf", "lora-gguf": ".gguf", "ollama": ".gguf"}.get(subject.kind)
+    extra = [name for name in files if name not in known and not is_document(name)]
+    extra = [name for name in extra if weights is None or "/" in name or not name.endswith((weights, ".index.json"))]
+    extra += not_files(subject.folder)
+    if extra:
+        what = f"{', '.join(extra[:_MANY])} should not be there: an export of this run has no such file."
+        do = f"remove {', '.join(extra[:_MANY])}" + (" …" if len(extra) > _MANY else "")
+        return Check("contents", "nothing else", "failed", what, len(extra), 0, do)
+    return Check("contents", "nothing else", "ok", "There is no other file that a program might load.", 0, 0)
+
+
+def is_document(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.suffix.lower() in DOCUMENTS or path.name.lower().partition(".txt")[0] in DOCUMENT_NAMES
+
+
+def not_files(folder: Path) -> list[str]:
+    """Links to folders, devices and pipes."""
+    return sorted(
+        each.relative_to(folder).as_posix()
+        for each in folder.rglob("*")
+        if not each.is_file() and (each.is_symlink() or not each.is_dir())
+    )
+
+
+# ---- comparing
+
+
+def differences(name: str, found: bytes, expected: bytes) -> list[str]:
+    """What differs, in words; empty if the files mean the same."""
+    if found == expected:
+        return []
+    if not name.endswith(".json"):
+        return ["it differs from the one that is expected"]
+    own, wanted = (
+        parse_json(data, dict[str, Any], where=name, do=DO, allow_infinity=True) for data in (found, expected)
+    )
+    if name == "tokenizer.json":
+        own, wanted = _plain_tokenizer(own), _plain_tokenizer(wanted)
+    if name == "config.json":
+        own, wanted = ({("dtype" if k == "torch_dtype" else k): v for k, v in each.items()} for each in (own, wanted))
+    return list(_differ(own, wanted, ""))
+
+
+def _plain_tokenizer(content: dict[str, Any]) -> dict[str, Any]:
+    """Merges are pairs, in newer files, or one text."""
+    model = dict(content.get("model") or {})
+    if isinstance(model.get("merges"), list):
+        model["merges"] = [" ".join(each) if isinstance(each, list) else each for each in model["merges"]]
+    return {**{key: value for key, value in content.items() if key != "version"}, "model": model}
+
+
+def _differ(own: Any, wanted: Any, path: str) -> Iterator[str]:
+    if own == wanted and isinstance(own, bool) == isinstance(wanted, bool):
+        return
+    if isinstance(own, dict) and isinstance(wanted, dict):
+        for key in sorted(own.keys() | wanted.keys(), key=str):
+            if key not in _WRITER:
+                yield from _differ(own.get(key), wanted.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(own, list) and isinstance(wanted, list) and len(own) == len(wanted):
+        for number, (one, other) in enumerate(zip(own, wanted, strict=True)):
+            yield from _differ(one, other, f"{path}[{number}]")
+    elif own != wanted or isinstance(own, bool) != isinstance(wanted, bool):
+        yield f"{path} is {_shown(own)} instead of {_shown(wanted)}"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "missing"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+# ---- GGUF and Ollama
+
+
+def check_header(found: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Check]:
+    """The header, key by key. Only `general.` keys describe the file for people, and these may differ, except where
+    llama.cpp uses them."""
+    wrong = []
+    for key in sorted(found.keys() | values.keys()):
+        if key.startswith("general.") and key not in ("general.architecture", "general.type", "general.name"):
+            continue
+        own, wanted = _plain(found.get(key)), _plain(values.get(key))
+        if key == "general.name":  # llama.cpp reads one thing in it (`export/gguf/write.py`, model_name)
+            own, wanted = ("phi-3" in str(each).lower() for each in (own, wanted))
+        if own != wanted:
+            wrong.append(f"{key} {_changed(own, wanted)}")
+    if wrong:
+        what = f"{len(wrong):,} keys of the header are wrong: {'; '.join(wrong[:_MANY])}."
+        yield Check("contents", "header", "failed", what, len(wrong), 0, DO)
+    else:
+        yield Check("contents", "header", "ok", f"{len(found):,} keys of the header are those of an export.", 0, 0)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a header as a Python value: floats are stored in float32, pairs of merges as one text."""
+    if isinstance(value, float | np.floating):
+        return float(np.float32(value))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _changed(own: Any, wanted: Any) -> str:
+    if isinstance(own, list) and isinstance(wanted, list) and len(own) == len(wanted):
+        places = [number for number, (one, other) in enumerate(zip(own, wanted, strict=True)) if one != other]
+        first = places[0]
+        entry = f"{_shown(own[first])} instead of {_shown(wanted[first])}"
+        return f"differs in {len(places):,} entries, first {first}: {entry}"
+    return f"is {_shown(own)} instead of {_shown(wanted)}"
+
+
+def check_lora_header(subject: Subject, model: GgufFile) -> Iterator[Check]:
+    alpha = "adapter.lora.alpha"  # counts with the arrays
+    headers = (model.header(), lora_values(source_of(subject))[0])
+    found, wanted = ({key: value for key, value in each.items() if key != alpha} for each in headers)
+    yield from check_header(found, wanted)
+
+
+def check_modelfile_text(subject: Subject, gguf: str) -> Iterator[Check]:
+    """Ollama's Modelfile, line by line."""
+    source = source_of(subject)
+    wanted = write_modelfile(source, prompts_of(source), gguf)
+    own = read_bounded(subject.folder / MODELFILE, MAX_BYTES).decode("utf-8", errors="replace")
+    if own.strip() == wanted.strip():
+        yield Check("contents", "Modelfile", "ok", "Every line is the one that an export writes.", 0, 0)
+        return
+    found, lines = own.splitlines(), wanted.splitlines()
+    pairs = itertools.zip_longest(found, lines, fillvalue="(nothing)")
+    one, other = next((a, b) for a, b in pairs if a != b)
+    what = f"The Modelfile has {one[:80]!r} instead of {other[:80]!r}."
+    yield Check("contents", "Modelfile", "failed", what, do="export it again: trillora export RUN --to ollama")

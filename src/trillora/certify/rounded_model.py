@@ -1,0 +1,86 @@
+"""A model with the weights of an export as they are rounded, for our engine and for llama.cpp.
+
+    write_rounded(subject, folder)       # safetensors and config.json: the expected weights in the export's types
+    write_float32_copy(model, folder)    # the same GGUF file, with its tensors in float32
+
+Both are temporary, and as large as the model in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from trillora.certify.gguf_file import GgufFile, open_gguf
+from trillora.certify.stored_values import FLOATS, rounded
+from trillora.certify.subject import NotHere, Subject
+from trillora.certify.weight_checks import Places, expected_of, source_of
+from trillora.events import Listener, Progress, ignore_events
+from trillora.export.gguf.quantize import FILE_TYPES, round_trip
+from trillora.export.gguf.write import FileTensor, write_tensors
+from trillora.export.merged_weights import MergedWeights
+from trillora.model.loading.description import CONFIG_FILE, INDEX_FILE
+from trillora.model.loading.source import weight_files
+
+
+def write_rounded(subject: Subject, folder: Path, listener: Listener) -> None:
+    config = MergedWeights(source_of(subject)).config()
+    (folder / CONFIG_FILE).write_text(json.dumps(config), "utf-8")
+    if subject.kind == "merged":  # its own files; the configuration is the expected one
+        for file in [*weight_files(subject.folder), subject.folder / INDEX_FILE]:
+            if file.is_file():
+                (folder / file.name).symlink_to(file.absolute())
+        return
+    weights, model = expected_of(subject), open_gguf(next(iter(sorted(subject.folder.glob("*.gguf")))))
+    places = Places(model.text("general.architecture") or "", subject.opened.config.get_text_config(), str(model.file))
+    _check_room(folder, sum(int(np.prod(weights.shape(name), dtype=np.int64)) for name in weights.names))
+    shards: dict[str, str] = {}
+    for number, name in enumerate(weights.names):
+        listener(Progress("Rounding weights", number, len(weights.names)))
+        found = places.find(name, weights.shape(name))
+        if not found:
+            continue  # of a vision tower
+        kind = model.types.get(found[0].target, "F32")
+        parts = [
+            rounded(piece.values, kind)
+            if kind in FLOATS
+            else round_trip(piece.values.astype(np.float32), model.type(found[0].target))
+            for piece in weights.pieces(name)
+        ]
+        shards[name] = f"model-{number:05d}.safetensors"
+        save_file({name: np.ascontiguousarray(np.concatenate(parts))}, folder / shards[name])
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": shards}), "utf-8")
+
+
+def write_float32_copy(model: GgufFile, folder: Path) -> Path:
+    """With the header of the file."""
+    from gguf import GGMLQuantizationType
+
+    _check_room(folder, sum(int(np.prod(model.shape(name), dtype=np.int64)) for name in model.types))
+    values = {**model.header(), "general.file_type": FILE_TYPES["f32"]}
+    tensors = [
+        FileTensor(
+            name,
+            model.shape(name),
+            GGMLQuantizationType.F32,
+            lambda name=name: [model.tensor(name)],  # type: ignore[misc]
+        )
+        for name in model.types
+    ]
+    file = folder / "float32.gguf"
+    write_tensors(file, model.text("general.architecture") or "", values, tensors, ignore_events)
+    return file
+
+
+def _check_room(folder: Path, num_values: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if 4 * num_values > 0.9 * free:
+        raise NotHere(
+            f"The weights need {4 * num_values / 2**30:.1f} GiB on the disk of {folder.parent}, and "
+            f"{free / 2**30:.1f} GiB are free.",
+            do="set TMPDIR to a folder with more room, and certify again",
+        )

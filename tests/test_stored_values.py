@@ -139,7 +139,7 @@ def test_a_type_that_loses_the_change_is_refused_with_types_that_keep_it(tmp_pat
     save_file(grid, source.base.folder / "model.safetensors", metadata={"format": "pt"})
     for name, array in source.matrices.items():
         source.matrices[name] = array * np.float32(0.1)  # 1 % of the change, far below half a step
-    with pytest.raises(TrilloraError, match="q4_1 keeps [0-9]+ %") as caught:
+    with pytest.raises(TrilloraError, match=r"q4_1 keeps [0-9]+ %") as caught:
         export_gguf(source, tmp_path / "small", type="q4_1")
     assert "--type q8_0" in (caught.value.do or "") and not (tmp_path / "small").exists()
     export_gguf(source, tmp_path / "small", type="q8_0")

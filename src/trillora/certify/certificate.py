@@ -105,6 +105,12 @@ class Certificate:
         skipped = [check for check in self.checks if check.status == "skipped"]
         return tuple(check for check in skipped if check.part == "reader" or (check.part, check.name) in needed)
 
+    def is_proved(self, part: str) -> bool:
+        """Whether checks of this part passed, none failed, and none that is needed was skipped."""
+        found = [check for check in self.checks if check.part == part]
+        is_bad = any(check.status == "failed" or check in self.not_proved for check in found)
+        return not is_bad and any(check.status in ("ok", "warning") for check in found)
+
     @property
     def result(self) -> Literal["passed", "partial", "failed"]:
         return "failed" if self.failed else "partial" if self.not_proved else "passed"

@@ -42,7 +42,7 @@ from trillora.certify.gguf_file import open_gguf
 from trillora.certify.logits import Comparison, Reference, compare, compute_reference, with_stored
 from trillora.certify.readers import Reading, read_with_llama_cpp, read_with_peft, read_with_transformers
 from trillora.certify.rounded_model import write_float32_copy, write_rounded
-from trillora.certify.row_checks import SampleRows, check_masks, check_scores, sample_rows
+from trillora.certify.row_checks import Changed, SampleRows, check_masks, check_scores, sample_rows
 from trillora.certify.subject import NotHere, Subject, find_subject
 from trillora.certify.tokenizer_checks import (
     QUESTION,
@@ -198,7 +198,11 @@ def _rows(subject: Subject, findings: Findings, listener: Listener) -> SampleRow
     found: list[SampleRows] = []
 
     def checks() -> Iterator[Check]:
-        found.append(sample_rows(subject, listener))
+        try:
+            found.append(sample_rows(subject, listener))
+        except Changed as error:
+            yield Check("masks", "data", "warning", error.what, do=error.do or "")
+            return
         yield from check_masks(found[0])
 
     findings.add("masks", "answers", checks)

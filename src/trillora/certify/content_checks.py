@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -128,9 +129,32 @@ def differences(name: str, found: bytes, expected: bytes) -> list[str]:
     )
     if name == "tokenizer.json":
         own, wanted = _plain_tokenizer(own), _plain_tokenizer(wanted)
-    if name == "config.json":
-        own, wanted = ({("dtype" if k == "torch_dtype" else k): v for k, v in each.items()} for each in (own, wanted))
+    if name in ("config.json", "generation_config.json"):
+        loaded, expected_loaded = _as_loaded(name, own), _as_loaded(name, wanted)
+        # Another program may read a key that transformers ignores.
+        own, wanted = {**own, **loaded}, {**{key: wanted.get(key) for key in own}, **expected_loaded}
+    if name == "tokenizer_config.json":
+        own, wanted = (
+            {**each, "tokenizer_class": _SAME_CLASS.get(str(each.get("tokenizer_class")), each.get("tokenizer_class"))}
+            for each in (own, wanted)
+        )
     return list(_differ(own, wanted, ""))
+
+
+_SAME_CLASS = {"TokenizersBackend": "PreTrainedTokenizerFast"}  # its name since transformers 5
+
+
+def _as_loaded(name: str, content: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the defaults of its class, and older names of keys as newer ones."""
+    from transformers import CONFIG_MAPPING, GenerationConfig
+
+    kind = GenerationConfig if name == "generation_config.json" else None
+    try:
+        kind = kind or CONFIG_MAPPING[content["model_type"]]
+        loaded: dict[str, Any] = kind.from_dict(dict(content)).to_dict()
+        return loaded
+    except Exception:  # a class that refuses these values, or one that transformers does not have
+        return content
 
 
 def _plain_tokenizer(content: dict[str, Any]) -> dict[str, Any]:
@@ -165,12 +189,21 @@ def _shown(value: Any) -> str:
 # ---- GGUF and Ollama
 
 
+_DESCRIBES = tuple(
+    f"general.{name}"
+    for name in (
+        *("alignment", "author", "base_model", "basename", "dataset", "description", "doi", "file_type", "finetune"),
+        *("languages", "license", "organization", "quantized_by", "repo_url", "size_label", "source", "tags", "url"),
+        *("uuid", "version"),
+    )
+)
+
+
 def check_header(found: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Check]:
-    """The header, key by key. Only `general.` keys describe the file for people, and these may differ, except where
-    llama.cpp uses them."""
+    """The header, key by key. Keys that describe the file for people may differ."""
     wrong = []
     for key in sorted(found.keys() | values.keys()):
-        if key.startswith("general.") and key not in ("general.architecture", "general.type", "general.name"):
+        if key.startswith(_DESCRIBES):
             continue
         own, wanted = _plain(found.get(key)), _plain(values.get(key))
         if key == "general.name":  # llama.cpp reads one thing in it (`export/gguf/write.py`, model_name)
@@ -212,15 +245,37 @@ def check_lora_header(subject: Subject, model: GgufFile) -> Iterator[Check]:
 
 
 def check_modelfile_text(subject: Subject, gguf: str) -> Iterator[Check]:
-    """Ollama's Modelfile, line by line."""
+    """Ollama's Modelfile, instruction by instruction."""
     source = source_of(subject)
-    wanted = write_modelfile(source, prompts_of(source), gguf)
-    own = read_bounded(subject.folder / MODELFILE, MAX_BYTES).decode("utf-8", errors="replace")
-    if own.strip() == wanted.strip():
-        yield Check("contents", "Modelfile", "ok", "Every line is the one that an export writes.", 0, 0)
+    wanted = instructions(write_modelfile(source, prompts_of(source), gguf))
+    own = instructions(read_bounded(subject.folder / MODELFILE, MAX_BYTES).decode("utf-8", errors="replace"))
+    if own == wanted:
+        yield Check("contents", "Modelfile", "ok", f"{len(own)} instructions are those of an export.", 0, 0)
         return
-    found, lines = own.splitlines(), wanted.splitlines()
-    pairs = itertools.zip_longest(found, lines, fillvalue="(nothing)")
-    one, other = next((a, b) for a, b in pairs if a != b)
-    what = f"The Modelfile has {one[:80]!r} instead of {other[:80]!r}."
+    pairs = itertools.zip_longest(own, wanted, fillvalue=("nothing", ""))
+    one, other = next((" ".join(a)[:80], " ".join(b)[:80]) for a, b in pairs if a != b)
+    what = f"The Modelfile has {one!r} instead of {other!r}."
     yield Check("contents", "Modelfile", "failed", what, do="export it again: trillora export RUN --to ollama")
+
+
+# A name, for PARAMETER another name, and a text: in three quotes, in one, or to the end of the line.
+_INSTRUCTION = re.compile(
+    r'^[ \t]*([A-Za-z]+)[ \t]+((?:(?<=PARAMETER )\w+[ \t]+)?)(?:"""(.*?)"""|"([^"\n]*)"|([^\n]*))[ \t]*$',
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def instructions(modelfile: str) -> list[tuple[str, str]]:
+    """The instructions that Ollama follows, sorted: their order, comments and licences do nothing.
+
+    >>> instructions('FROM ./a.gguf\\n# mine\\nPARAMETER stop "<end>"')
+    [('FROM', './a.gguf'), ('PARAMETER stop', '<end>')]
+    """
+    found, at = [], 0
+    while at < len(modelfile):
+        match = _INSTRUCTION.match(modelfile, at)
+        if match:
+            name = f"{match[1].upper()} {match[2]}".strip()
+            found.append((name, next(text for text in match.groups()[2:] if text is not None)))
+        at = (match.end() if match else modelfile.find("\n", at) % (len(modelfile) + 1)) + 1
+    return sorted(each for each in found if each[0] != "LICENSE")

@@ -71,6 +71,10 @@ def check_files(subject: Subject, files: dict[str, FileFacts]) -> Iterator[Check
     tensors = [folder / name for name in files if name.endswith(".safetensors") and "/" not in name]
     names = {file.name: _header(file) for file in tensors}
     if tensors:
+        others = [file.name for file in tensors if _format(file) not in (None, "pt")]
+        if others:
+            what = f"{others[0]} is marked as a file of another library than PyTorch; transformers may refuse it."
+            yield Check("files", "format", "failed", what, len(others), 0, DO)
         count = sum(map(len, names.values()))
         what = f"{count:,} tensors in {len(tensors):,} safetensors files, each as large as its header says."
         yield Check("files", "safetensors", "ok", what, count)
@@ -129,6 +133,11 @@ def _header(file: Path) -> list[str]:
     """The names of the tensors. The library compares every offset with the file's size."""
     with opened(file, "np") as tensors:
         return list(tensors.keys())
+
+
+def _format(file: Path) -> str | None:
+    with opened(file, "np") as tensors:
+        return (tensors.metadata() or {}).get("format")
 
 
 def _shards(folder: Path, names: dict[str, list[str]]) -> Check:

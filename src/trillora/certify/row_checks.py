@@ -33,6 +33,10 @@ MAX_LINE = 1 << 22  # bytes
 DO = "look at the rows with `trillora inspect`, then train again"
 
 
+class Changed(NotHere):
+    """The data is there, but it is not what the run was trained on."""
+
+
 class _Scores(BaseModel):
     model_config = ConfigDict(extra="ignore")
     loss: float
@@ -97,7 +101,7 @@ def sample_rows(subject: Subject, listener: Listener) -> SampleRows:
     if sum(path.stat().st_size for path, _ in files) > MAX_DATA:
         raise NotHere(f"The run's data is larger than {MAX_DATA >> 20} MiB.", do="use `trillora inspect` for it")
     if any(file_digest(path) != digest for path, digest in files):
-        raise NotHere("The run's data has changed since the training.", do="restore the files of the run")
+        raise Changed("The run's data has changed since the training.", do="restore the files of the run")
     tokenizer = subject.opened.tokenizer
     recipe = with_token_ids(with_template_date(subject.stage, tokenizer, listener), tokenizer)
     dataset = open_dataset(recipe, tokenizer, listener)

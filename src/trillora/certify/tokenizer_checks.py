@@ -99,6 +99,8 @@ def _same_tokens(own: Any, base: Any) -> Check:
             now, before = (each(text, add_special_tokens=special)["input_ids"] for each in (own, base))
             if now != before:
                 wrong.append(f"{text[:30]!r} is {now[:6]}… instead of {before[:6]}…")
+            elif (read := own.decode(now)) != (expected_text := base.decode(before)):
+                wrong.append(f"{text[:30]!r} is read back as {read[:30]!r} instead of {expected_text[:30]!r}")
     added, expected = ({id_: token.content for id_, token in each.added_tokens_decoder.items()} for each in (own, base))
     wrong += [f"token {id_} is {added.get(id_)!r} instead of {expected.get(id_)!r}" for id_ in _differ(added, expected)]
     if wrong:

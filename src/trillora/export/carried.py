@@ -54,9 +54,10 @@ def check_carries(weights: MergedWeights, type: str, rounded: Rounding, finer: M
     if not found.is_lost:
         return
     kept = [name for name, rounding in finer.items() if not share_of(weights, rounding).is_lost]
+    percent = 100 * max(0.0, found.value or 0.0)
     raise TrilloraError(
-        f"{type} keeps {100 * max(0.0, found.value or 0.0):.0f} % of what was trained: the change of most weights is smaller "
-        "than half a step of this type, and is rounded away.",
+        f"{type} keeps {percent:.0f} % of what was trained: the change of most weights is smaller than half a step of "
+        "this type, and is rounded away.",
         where="--type",
         do=f"use --type {' or '.join(kept)}" if kept else "train for more steps, or with a higher learning rate",
     )

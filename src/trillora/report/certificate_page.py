@@ -9,12 +9,14 @@ from pathlib import Path
 from trillora.certify.certificate import PAGE, Certificate, Check, Layer, PromptLogits
 from trillora.errors import TrilloraError
 from trillora.files.atomic import write_file
+from trillora.report.certificate_table import summary
 from trillora.report.html import card, document, text, tiles
 from trillora.report.numbers import format_bytes, format_count, format_number
 
 TITLES = {
     "files": "Files",
     "trained": "What was trained",
+    "contents": "Configuration and other files",
     "reader": "Read by other programs",
     "servers": "Rules of servers",
     "tokenizer": "Tokenizer and chat template",
@@ -94,8 +96,10 @@ def _verdict(certificate: Certificate) -> str:
         )
     warned = format_count(counts["warning"], "warning", "warnings")
     notes = f"{warned}, {counts['skipped']} not checked. Trained weights: {certificate.trained}."
-    kind = "verdict warned" if counts["warning"] else "verdict"
-    return f'<div class="{kind}">Passed: {counts["ok"]} checks.<p>{text(notes)}</p></div>'
+    kind = "verdict warned" if counts["warning"] or certificate.result == "partial" else "verdict"
+    word = "Passed in part" if certificate.result == "partial" else "Passed"
+    proved = f"<p>{text(summary(certificate))}</p>"
+    return f'<div class="{kind}">{word}: {counts["ok"]} checks.<p>{text(notes)}</p>{proved}</div>'
 
 
 def _tiles(certificate: Certificate) -> list[tuple[str, str, bool]]:

@@ -11,6 +11,20 @@ from rich.text import Text
 from trillora.certify.certificate import Certificate, Check, Status
 from trillora.safe_text import visible
 
+VERDICTS = {
+    "passed": ("passed", "bold green"),
+    "partial": ("passed in part", "bold yellow"),
+    "failed": ("FAILED", "bold red"),
+}
+# What is proved if no check of a part failed and none that a full certificate needs was skipped.
+PARTS = {
+    "files": "the files are whole",
+    "trained": "the weights are what was trained",
+    "contents": "configuration and other files are those of the export",
+    "reader": "another program computes the same",
+    "tokenizer": "tokens and template are those of training",
+    "masks": "only answers were trained",
+}
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 
 
@@ -38,5 +52,15 @@ def _show(certificate: Certificate, checks: Iterable[Check], console: Console) -
         table.add_row(Text(check.status, STYLES[check.status]), name, found)
     console.print(table)
     counts = ", ".join(f"{certificate.count(status)} {status}" for status in STYLES if certificate.count(status))
-    verdict, style = ("passed", "bold green") if certificate.passed else ("FAILED", "bold red")
+    verdict, style = VERDICTS[certificate.result]
     console.print(Text.assemble((f"{certificate.kind} {verdict}", style), f" ({counts}; {certificate.seconds:.0f} s)"))
+    console.print(Text(visible(summary(certificate))))
+
+
+def summary(certificate: Certificate) -> str:
+    """What was proved, and what was not, with how to get it."""
+    proved = [part for part in PARTS if certificate.is_proved(part)]
+    text = f"Proved: {'; '.join(PARTS[part] for part in proved) or 'nothing'}."
+    for check in certificate.not_proved:
+        text += f" Not proved, {check.part}: {check.what} {f'To get it: {check.do}.' if check.do else ''}".rstrip()
+    return text

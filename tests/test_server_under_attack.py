@@ -233,7 +233,7 @@ def test_a_body_without_end_is_not_read_on(command: Command) -> None:
             (b"/v1/completions", small, 20 << 20),
         ):
             sent, start = 0, head.replace(b"/v1/completions", path) + b"Transfer-Encoding: chunked\r\n\r\n"
-            with command.connect(start) as opened, pytest.raises(ConnectionError):
+            with command.connect(start + chunk) as opened, pytest.raises(ConnectionError):
                 while sent < most:
                     sent += opened.send(chunk)
         time.sleep(0.2)

@@ -212,7 +212,9 @@ class Completions:
 def _whole(ask: Ask, pieces: list[list[Piece]]) -> str:
     answers = [joined(some) for some in pieces]
     usage = Usage(ask.num_prompt_tokens, sum(answer.num_tokens for answer in answers))
-    return as_json(ask.form.whole(answers, usage))
+    whole = ask.form.whole(answers, usage)
+    choices = map(as_json, whole.pop("choices"))  # one by one: other threads stop while Python writes JSON
+    return f'{as_json(whole)[:-1]},"choices":[{",".join(choices)}]}}'
 
 
 async def _stream(inbox: Inbox, ask: Ask, send: Send) -> None:

@@ -93,7 +93,7 @@ def test_a_long_prompt_is_refused_before_it_is_sent_back() -> None:
 
 def test_prompts_leave_no_process() -> None:
     prompts = Prompts(TOKENIZER, template=TOKENIZER.chat_template)
-    process = prompts._worker._process
+    process = prompts._workers[0]._process
     assert process is not None and process.poll() is None
     del prompts
     assert process.poll() is not None and not os.path.exists(f"/proc/{process.pid}")

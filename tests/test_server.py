@@ -328,6 +328,10 @@ def test_only_local_pages_and_names_are_answered(running: Running) -> None:
     assert running.post(CHAT, origin="null").status_code == 403
     answer = running.post(CHAT, origin=running.url)
     assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+    for origins, status in ((("http://evil.example", running.url), 403), ((running.url, "null"), 403)):
+        headers = [("content-type", "application/json"), *(("origin", origin) for origin in origins)]
+        url = f"{running.url}/v1/chat/completions"
+        assert running.http.post(url, content=json.dumps(CHAT), headers=headers).status_code == status
 
 
 def test_a_key_is_required_where_others_can_connect(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +349,9 @@ def test_a_key_is_required_where_others_can_connect(running: Running, monkeypatc
     with pytest.raises(openai.AuthenticationError):
         running.client(api_key="wrong").models.list()
     assert running.client(api_key="a long key 123").models.list().data
+    for keys in (("wrong", "a long key 123"), ("a long key 123", "wrong")):
+        headers = [("authorization", f"Bearer {key}") for key in keys]
+        assert httpx.get(f"{running.url}/v1/models", headers=headers).status_code == 401
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ def serve(
 
 def _run(service: Service, opened: socket.socket, host: str, key: str | None, *, page_title: str | None) -> None:
     import asyncio
+    import gc
 
     from trillora.serving.app import App, is_loopback
     from trillora.serving.page.build import chat_page
@@ -98,8 +99,7 @@ def _run(service: Service, opened: socket.socket, host: str, key: str | None, *,
 
     page = None
     if page_title is not None:
-        has_report = service.report is not None and service.report.is_file()
-        page = chat_page(page_title, needs_key=key is not None, has_report=has_report)
+        page = chat_page(page_title, needs_key=key is not None, has_report=service.readable_report() is not None)
     app = App(service, key=key, only_loopback=is_loopback(host), page=page)
     server, engine = Server(app, service.engine, opened), service.engine
     shown = f"[{host}]" if ":" in host else host
@@ -113,5 +113,7 @@ def _run(service: Service, opened: socket.socket, host: str, key: str | None, *,
             flush=True,
         )
 
+    gc.freeze()  # what was loaded stays: looking through it takes half a second, in which no one is answered
+    server.end_on_signals()
     asyncio.run(server.run_until_stopped(say))
     print("Stopped.")

@@ -121,11 +121,15 @@ def _key(seed: jax.Array | int, number: jax.Array, written: jax.Array) -> jax.Ar
 
 
 def probabilities(logits_BV: jax.Array, token_B: jax.Array, wants_top_B: jax.Array) -> Written:
-    """The tokens with their probabilities, as one step of `Written` (without the axis N)."""
+    """The tokens with their probabilities, as one step of `Written` (without the axis N). NaN if the numbers of the
+    model have overflowed: then a logit is NaN or infinite, or, after a norm that divides by infinity, all are equal."""
     B, V = logits_BV.shape
     K = min(MOST_TOP, V)
     total_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits_BV, jnp.maximum(token_B, 0)[:, None], axis=1) - total_B1
+    if V > 1:
+        all_equal_B1 = logits_BV.min(axis=1, keepdims=True) == logits_BV.max(axis=1, keepdims=True)
+        chosen = jnp.where(all_equal_B1, jnp.nan, chosen)
 
     def most_likely() -> tuple[jax.Array, jax.Array]:
         values, tokens = jax.lax.top_k(logits_BV, K)

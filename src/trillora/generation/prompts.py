@@ -7,13 +7,15 @@ prompt never becomes a control token.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import queue
 import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,10 @@ Prompt = str | Sequence[Message]
 _QUESTION = "QUESTION"  # placeholder, to find what the template writes around a question
 _ANSWER = "ANSWER"  # placeholder, to find what the template writes after an answer
 _INCOMPLETE = "\ufffd"  # decoded from the first bytes of a multi-byte character
+
+
+class PromptTooLong(TrilloraError):
+    """The prompt has more tokens than the caller can use."""
 
 
 class Prompts:
@@ -60,9 +66,12 @@ class Prompts:
             arguments=self._arguments,
         )
         self.has_template = bool(template)
-        self._worker = Worker(settings)  # templates are untrusted: they run in a process with limits
-        self._one_at_a_time = threading.Lock()
-        weakref.finalize(self, self._worker.close)
+        self._new_worker = partial(Worker, settings)  # templates are untrusted: they run in a process with limits
+        self._workers = [self._new_worker()]
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # a process starts when all others are busy
+        self._idle.put(self._workers[0])
+        self._tokenizing = threading.Lock()
+        weakref.finalize(self, _close, self._workers)
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.template_stops = self._stop_of_template()
         self.stops = tuple(sorted({*stops, *own, *self.template_stops}))
@@ -75,25 +84,42 @@ class Prompts:
             self._tokenizer, template=template, template_date=self._date, arguments=self._arguments, stops=self.stops
         )
 
-    def keep_trying(self) -> None:
-        """For prompts of strangers: many that use up their limits do not stop the others."""
-        self._worker.max_past_limit = sys.maxsize
+    def serve_strangers(self, num_at_once: int) -> None:
+        """Encodes this many prompts at once, and those that use up their limits do not stop the others."""
+        while len(self._workers) < num_at_once:
+            self._workers.append(self._new_worker())
+            self._idle.put(self._workers[-1])
+        for worker in self._workers:
+            worker.max_past_limit = sys.maxsize
 
-    def encode(self, prompt: Prompt, arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """The tokens that the answer follows. `arguments` are for the chat template, in this prompt only."""
+    def close(self) -> None:
+        """Ends the processes, also those that are rendering a prompt. Nothing can be rendered afterwards."""
+        for worker in self._workers:
+            worker.stop()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().close()
+
+    def encode(
+        self, prompt: Prompt, arguments: Mapping[str, Any] | None = None, *, max_tokens: int | None = None
+    ) -> list[int]:
+        """The tokens that the answer follows. `arguments` are for the chat template, in this prompt only. A text that
+        cannot have at most `max_tokens` is refused before it is tokenized."""
         if isinstance(prompt, str) and not self.has_template:
-            return self.encode_text(prompt)
+            return self.encode_text(prompt, max_tokens=max_tokens)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if not self.has_template:
             raise TrilloraError(
                 "This model has no chat template, so it cannot answer a conversation.",
                 do='use the chat ("instruct") version of the model, or give plain text to continue',
             )
-        return self._encode_script(self._rendered({"messages": messages, "arguments": dict(arguments or {})}, PROMPT))
+        rendered = self._rendered({"messages": messages, "arguments": dict(arguments or {})}, PROMPT)
+        return self._encode_script(rendered, max_tokens)
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """The tokens of a text to continue, without a chat template."""
-        return self._encode_script(self._rendered({"text": text}, "text"))[:-1]  # without the final EOS
+        self._check_length(text, max_tokens)
+        return self._encode_script(self._rendered({"text": text}, "text"), max_tokens)[:-1]  # without the final EOS
 
     def text(self, messages: Sequence[Message]) -> str:
         """The prompt of a conversation, as the chat template writes it."""
@@ -111,14 +137,29 @@ class Prompts:
         except (TypeError, ValueError, RecursionError) as error:
             do = 'write each message as {"role": "user", "content": "..."}'
             raise TrilloraError(f"A prompt must be plain JSON: {error}.", where="messages", do=do) from None
-        with self._one_at_a_time:
-            return self._worker.render([raw], format)[0]
+        worker = self._idle.get()
+        try:
+            return worker.render([raw], format)[0]
+        finally:
+            self._idle.put(worker)
 
-    def _encode_script(self, script: RenderedRow) -> list[int]:
-        encoded = self._encoder.encode([script])[0]
+    def _encode_script(self, script: RenderedRow, max_tokens: int | None) -> list[int]:
+        self._check_length(script.text, max_tokens)
+        with self._tokenizing:
+            encoded = self._encoder.encode([script])[0]
         if isinstance(encoded, BadRow):
             raise TrilloraError(encoded.what, do=encoded.do)
         return [int(token) for token in encoded.tokens]
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            what = f"The prompt has {len(text):,} characters, more than {max_tokens} tokens can have."
+            raise PromptTooLong(what, do="shorten it")
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters, or bytes where the vocabulary is in bytes."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of an answer. Spaces are not cleaned up: that would change text that was already streamed."""
@@ -171,6 +212,11 @@ class Prompts:
         after = outcome.text.rpartition(_ANSWER)[2]
         tokens = self._tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
         return [t for t in tokens[:1] if t in self._tokenizer.added_tokens_decoder]
+
+
+def _close(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.close()
 
 
 def configured_stops(folder: Path, config: Any) -> set[int]:

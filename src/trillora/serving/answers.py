@@ -40,7 +40,7 @@ class ChatForm:
     """`/v1/chat/completions`"""
 
     def __init__(self, model: str, token_text: TokenText, *, with_logprobs: bool) -> None:
-        self._token_text, self._with_logprobs = token_text, with_logprobs
+        self._token_text, self.with_logprobs = token_text, with_logprobs
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class ChatForm:
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
     def _logprobs(self, chosen: Sequence[Chosen]) -> dict[str, Any] | None:
-        if not self._with_logprobs:
+        if not self.with_logprobs:
             return None
         content = [
             {**self._one(one.token, one.logprob), "top_logprobs": [self._one(*top) for top in one.top]}
@@ -98,7 +98,7 @@ class CompletionForm:
     def __init__(
         self, model: str, token_text: TokenText, *, with_logprobs: bool, echo: Sequence[str] | None = None
     ) -> None:
-        self._token_text, self._with_logprobs, self._echo = token_text, with_logprobs, echo
+        self._token_text, self.with_logprobs, self._echo = token_text, with_logprobs, echo
         self._offsets: dict[int, int] = {}
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -122,7 +122,7 @@ class CompletionForm:
         return {**self._head, "object": "text_completion", "choices": [self._choice(index, text, piece)]}
 
     def _choice(self, index: int, text: str, piece: Piece) -> dict[str, Any]:
-        logprobs = self._logprobs(index, piece.prompt + piece.chosen) if self._with_logprobs else None
+        logprobs = self._logprobs(index, piece.prompt + piece.chosen) if self.with_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def _logprobs(self, index: int, chosen: Sequence[Chosen]) -> dict[str, Any]:

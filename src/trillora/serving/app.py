@@ -22,14 +22,16 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route, Router
 
 from trillora.serving.completions import RETRY_SECONDS, Completions
+from trillora.serving.connections import MAX_DISCARDED_BYTES
 from trillora.serving.page.build import Page
 from trillora.serving.protocol import HttpError
 from trillora.serving.served import Service
-from trillora.serving.stream import ClientGone, Receive, Send, as_json
+from trillora.serving.stream import ClientGone, Receive, Send, as_json, impatient
 
 MAX_BODY_BYTES = 4 << 20
-MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: clients read the answer only after they have sent it
+MAX_BODIES_BYTES = 256 << 20  # of all requests that are being read or wait to be
 BODY_SECONDS = 30.0
+RETRY = {"retry-after": str(RETRY_SECONDS)}
 # The report has no scripts and makes no requests, and no site may show it in a frame.
 REPORT_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
@@ -38,7 +40,7 @@ REPORT_HEADERS = {
     "cache-control": "no-cache",
 }
 Scope = Any
-Answer = Callable[[bytes, Receive, Send], Awaitable[dict[str, Any] | None]]
+Answer = Callable[[bytes, Receive, Send], Awaitable[str | None]]
 
 
 class App:
@@ -66,7 +68,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         scope["app"] = self  # so that the router raises for unknown paths
-        started = False
+        started, send = False, impatient(send)
 
         async def noting(message: Any) -> None:
             nonlocal started
@@ -81,7 +83,8 @@ class App:
         except HTTPException as error:
             await _error(HttpError(error.status_code, f"{error.detail}: {scope['path']}"))(scope, receive, send)
         except ClientGone:
-            return
+            scope["drop_connection"]()
+            await asyncio.sleep(0)  # until uvicorn knows
         except Exception:
             if started:
                 raise
@@ -93,18 +96,21 @@ class App:
         self._completions.close()
 
     def _check_sender(self, scope: Scope) -> None:
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get("host", "")
-        if self._only_loopback and not is_loopback(_host_name(host)):
+        """A header that comes several times must be allowed each time."""
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host") or [""]
+        if self._only_loopback and not all(is_loopback(_host_name(host)) for host in hosts):
             raise HttpError(403, "This server only answers requests to localhost.", code="wrong_host")
-        origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
+        if any([origin.partition("://")[2]] != hosts for origin in headers.getlist("origin")):
             raise HttpError(403, "Web pages of other sites may not use this server.", code="wrong_origin")
         if self._key is None or not scope["path"].startswith(("/v1/", "/report")):
             return
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._key.encode()):
+        keys = [value.partition(" ") for value in headers.getlist("authorization")]
+        if not keys or not all(kind.lower() == "bearer" and self._is_key(given) for kind, _, given in keys):
             raise HttpError(401, "The key is missing or wrong.", code="invalid_api_key")
+
+    def _is_key(self, given: str) -> bool:
+        return self._key is not None and hmac.compare_digest(given.strip().encode(), self._key.encode())
 
     async def _health(self, request: Request) -> Response:
         engine = self._service.engine
@@ -131,8 +137,8 @@ class App:
         }
 
     async def _report(self, request: Request) -> Response:
-        report = self._service.report
-        if report is None or not report.is_file():
+        report = self._service.readable_report()
+        if report is None:
             raise HttpError(404, "There is no report: this is not a run, or it has no report.html.")
         return FileResponse(report, headers=REPORT_HEADERS)
 
@@ -145,14 +151,38 @@ class App:
         """Reads and answers a request, unless more are open than the engine can queue."""
         engine = self._service.engine
         if self._num_posts >= engine.num_rows + engine.max_waiting:
-            headers = {"retry-after": str(RETRY_SECONDS)}
-            raise HttpError(429, "Too many requests are open.", code="queue_full", headers=headers)
+            raise HttpError(429, "Too many requests are open.", code="queue_full", headers=RETRY)
         self._num_posts += 1
         try:
-            found = await how(await _read(receive), receive, send)
+            found = await how(await self._read(receive), receive, send)
         finally:
             self._num_posts -= 1
-        return None if found is None else _json(found)
+        return None if found is None else Response(found, media_type="application/json")
+
+    async def _read(self, receive: Receive) -> bytes:
+        """The body of a request, within limits of size and time."""
+        parts: list[bytes] = []
+        size, more = 0, True
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while more and size <= MAX_DISCARDED_BYTES:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    size += len(part)
+                    parts.append(part)
+                    if size > MAX_BODY_BYTES:  # clients read the answer only after they have sent their request
+                        parts.clear()
+                    elif size > MAX_BODIES_BYTES // self._num_posts:
+                        raise HttpError(429, "Too many large requests are open.", code="queue_full", headers=RETRY)
+        except TimeoutError:
+            what = f"The request did not arrive within {BODY_SECONDS:g} seconds."
+            raise HttpError(408, what, headers={"connection": "close"}) from None
+        if size > MAX_BODY_BYTES:
+            what = f"The request is too large: at most {MAX_BODY_BYTES >> 20} MiB are possible."
+            raise HttpError(413, what, headers={"connection": "close"} if more else {})
+        return b"".join(parts)
 
 
 class _Post:
@@ -168,30 +198,6 @@ class _Post:
         response = await self._app.answer(self._how, receive, send)
         if response is not None:
             await response(scope, receive, send)
-
-
-async def _read(receive: Receive) -> bytes:
-    """The body of a request, within limits of size and time."""
-    parts: list[bytes] = []
-    size, more = 0, True
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                part, more = message.get("body", b""), message.get("more_body", False)
-                size += len(part)
-                parts.append(part)
-                if size > MAX_BODY_BYTES:
-                    parts.clear()
-                if size > MAX_DISCARDED_BYTES:
-                    break
-    except TimeoutError:
-        raise HttpError(408, f"The request did not arrive within {BODY_SECONDS:g} seconds.") from None
-    if size > MAX_BODY_BYTES:
-        raise HttpError(413, f"The request is too large: at most {MAX_BODY_BYTES >> 20} MiB are possible.")
-    return b"".join(parts)
 
 
 def is_loopback(host: str) -> bool:

@@ -1,25 +1,28 @@
 """The life of one request: its prompts become jobs, and their answers go to the client, whole or as they come.
 
-The event loop only passes data on: prompts are rendered and tokenized in a thread, and the engine has its own.
+The event loop only passes data on. Requests are parsed, rendered and tokenized in threads, where large ones do not
+delay small ones, and large answers become JSON in threads too. What a request asks for is counted before it is done.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from trillora.engine.sampling import Sampling
-from trillora.errors import TrilloraError
+from trillora.errors import TrilloraError, as_error
+from trillora.generation.prompts import PromptTooLong
 from trillora.serving.answers import ChatForm, CompletionForm, Usage, joined
 from trillora.serving.engine import QueueFull, Stopping
 from trillora.serving.job import Job, Piece
 from trillora.serving.protocol import (
     MOST_CHOICES,
+    MOST_LOGPROBS,
     ChatRequest,
     CompletionRequest,
     HttpError,
@@ -27,25 +30,37 @@ from trillora.serving.protocol import (
     in_words,
     parse,
 )
-from trillora.serving.served import Served, Service
-from trillora.serving.stream import EventSender, Inbox, Receive, Send, watch
+from trillora.serving.served import PROMPTS_AT_ONCE, Served, Service
+from trillora.serving.stream import ClientGone, EventSender, Inbox, Receive, Send, as_events, as_json, watching
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 RETRY_SECONDS = 5
+LARGE_BODY = 64 << 10  # bytes
+LARGE_PIECE = 64  # tokens with their probabilities, which become JSON in a thread
 
 Encoded = list[tuple[int, ...]]
 Form = ChatForm | CompletionForm
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a request asks for, in addition to its options."""
+class Ask:
+    """What a request asks for. Does not hold the request, whose objects may need 30 times the memory of its body."""
 
     served: Served
     prompts: Encoded
+    options: Options
+    form: Form
     limit: int | None  # tokens of an answer
-    num_top: int
+    num_top: int = 0
     scores_prompt: bool = False
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * (self.options.n or 1)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
 
 
 class Completions:
@@ -55,40 +70,25 @@ class Completions:
         self._service = service
         texts = {name: model.prompts.token_text for name, model in service.models.items()}
         self._token_texts = {name: lru_cache(2**16)(text) for name, text in texts.items()}
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")  # tokenizers are not made for several
+        # A template can use its two seconds on a large request, so those have a thread of their own.
+        self._for_small = ThreadPoolExecutor(PROMPTS_AT_ONCE - 1, thread_name_prefix="encoder")
+        self._for_large = ThreadPoolExecutor(1, thread_name_prefix="encoder")
 
     def close(self) -> None:
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._for_small, self._for_large):
+            threads.shutdown(wait=False, cancel_futures=True)
+        for served in self._service.models.values():
+            served.prompts.close()
 
-    async def chat(self, body: bytes, receive: Receive, send: Send) -> dict[str, Any] | None:
-        request: ChatRequest = parse(ChatRequest, body)
-        served = self.served(request.model)
-        messages = [message.plain() for message in request.messages]
-        arguments = request.chat_template_kwargs
-        prompts = await self._encoded(served, lambda: [tuple(served.prompts.encode(messages, arguments))], "messages")
-        num_top = (request.top_logprobs or 0) if request.logprobs else 0
-        limit = request.max_completion_tokens or request.max_tokens
-        form = ChatForm(served.name, self._token_texts[served.name], with_logprobs=bool(request.logprobs))
-        return await self._answer(request, Wanted(served, prompts, limit, num_top), form, receive, send)
+    async def chat(self, body: bytes, receive: Receive, send: Send) -> str | None:
+        ask = await self._prepared(self._ask_chat, body, receive)
+        del body
+        return await self._answer(ask, receive, send)
 
-    async def complete(self, body: bytes, receive: Receive, send: Send) -> dict[str, Any] | None:
-        request: CompletionRequest = parse(CompletionRequest, body)
-        served = self.served(request.model)
-        given = request.prompts
-        prompts = await self._encoded(served, lambda: [_tokens(served, prompt) for prompt in given], "prompt")
-        scores_prompt = bool(request.echo) and request.logprobs is not None
-        if request.max_tokens == 0 and not scores_prompt:
-            raise HttpError(400, "max_tokens may be 0 only with echo and logprobs.", param="max_tokens")
-        limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        echo = [served.prompts.decode(prompt) for prompt in prompts for _ in range(request.n or 1)]
-        form = CompletionForm(
-            served.name,
-            self._token_texts[served.name],
-            with_logprobs=request.logprobs is not None,
-            echo=echo if request.echo else None,
-        )
-        wanted = Wanted(served, prompts, limit, request.logprobs or 0, scores_prompt)
-        return await self._answer(request, wanted, form, receive, send)
+    async def complete(self, body: bytes, receive: Receive, send: Send) -> str | None:
+        ask = await self._prepared(self._ask_completion, body, receive)
+        del body
+        return await self._answer(ask, receive, send)
 
     def served(self, name: str) -> Served:
         if name not in self._service.models:
@@ -98,49 +98,82 @@ class Completions:
             )
         return self._service.models[name]
 
-    async def _encoded(self, served: Served, encode: Callable[[], Encoded], param: str) -> Encoded:
-        """Prompts as tokens that fit the cache. Templates and texts are not trusted: any failure is the request's."""
+    async def _prepared(self, prepare: Callable[[bytes], Ask], body: bytes, receive: Receive) -> Ask:
+        threads = self._for_large if len(body) > LARGE_BODY else self._for_small
+        future = asyncio.get_running_loop().run_in_executor(threads, prepare, body)
         try:
-            prompts = await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
-        except TrilloraError as error:
-            raise HttpError(400, in_words(error), param=param) from None
+            async with watching(receive, future.cancel):
+                return await future
+        except asyncio.CancelledError:
+            if future.cancelled() and not _is_cancelled():
+                raise ClientGone from None
+            raise
+
+    def _ask_chat(self, body: bytes) -> Ask:
+        request: ChatRequest = parse(ChatRequest, body)
+        served, longest = self.served(request.model), self._service.engine.max_length
+        messages = [message.plain() for message in request.messages]
+        with _errors_of("messages"):
+            prompt = served.prompts.encode(messages, request.chat_template_kwargs, max_tokens=longest)
+        num_top = (request.top_logprobs or 0) if request.logprobs else 0
+        limit = request.max_completion_tokens or request.max_tokens
+        form = ChatForm(served.name, self._token_texts[served.name], with_logprobs=bool(request.logprobs))
+        return self._checked(Ask(served, [tuple(prompt)], request.options(), form, limit, num_top), "messages")
+
+    def _ask_completion(self, body: bytes) -> Ask:
+        request: CompletionRequest = parse(CompletionRequest, body)
+        served, n = self.served(request.model), request.n or 1
+        given = request.prompts
+        if n * len(given) > MOST_CHOICES:
+            raise HttpError(400, f"A request may have at most {MOST_CHOICES} answers.", param="n")
+        scores_prompt = bool(request.echo) and request.logprobs is not None
+        if request.max_tokens == 0 and not scores_prompt:
+            raise HttpError(400, "max_tokens may be 0 only with echo and logprobs.", param="max_tokens")
+        with _errors_of("prompt"):
+            prompts = [_tokens(served, prompt, self._service.engine.max_length) for prompt in given]
+        form = CompletionForm(
+            served.name,
+            self._token_texts[served.name],
+            with_logprobs=request.logprobs is not None,
+            echo=[text for prompt in prompts for text in [served.prompts.decode(prompt)] * n] if request.echo else None,
+        )
+        limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        ask = Ask(served, prompts, request.options(), form, limit, request.logprobs or 0, scores_prompt)
+        return self._checked(ask, "prompt")
+
+    def _checked(self, ask: Ask, param: str) -> Ask:
+        """Prompts and answers must fit the cache and the memory."""
         longest = self._service.engine.max_length
-        for prompt in prompts:
+        for prompt in ask.prompts:
             if not prompt:
                 raise HttpError(400, "The prompt is empty.", param=param)
             if len(prompt) >= longest:
                 what = f"The prompt has {len(prompt)} tokens. Prompt and answer together may have {longest}."
                 raise HttpError(400, what, param=param, code="context_length_exceeded")
-        return prompts
+        num_tokens = sum(_answer_length(ask, longest, p) + (len(p) if ask.scores_prompt else 0) for p in ask.prompts)
+        if ask.form.with_logprobs and (ask.options.n or 1) * num_tokens * (1 + ask.num_top) > MOST_LOGPROBS:
+            what = f"A request may ask for at most {MOST_LOGPROBS:,} log-probabilities. Use a smaller max_tokens or n."
+            raise HttpError(400, what, param="max_tokens")
+        return ask
 
-    async def _answer(
-        self,
-        request: Options,
-        wanted: Wanted,
-        form: Form,
-        receive: Receive,
-        send: Send,
-    ) -> dict[str, Any] | None:
+    async def _answer(self, ask: Ask, receive: Receive, send: Send) -> str | None:
         """Runs the jobs of a request and sends their answers, whole or as they come."""
-        inbox = Inbox(len(wanted.prompts) * (request.n or 1))
-        jobs = self._jobs(request, wanted, inbox)
+        inbox = Inbox(ask.num_answers)
+        jobs = self._jobs(ask, inbox)
         self._submit(jobs)
-        watcher = asyncio.create_task(watch(receive, inbox.leave))
-        num_prompt = sum(map(len, wanted.prompts))
         try:
-            if request.stream:
-                await _stream(inbox, len(jobs), num_prompt, form, send, with_usage=request.wants_usage)
-                return None
-            pieces: list[list[Piece]] = [[] for _ in jobs]
-            async for arrived in inbox:
-                for index, piece in arrived:
-                    if piece.error is not None:
-                        raise _as_http(piece.error)
-                    pieces[index].append(piece)
-            answers = [joined(some) for some in pieces]
-            return form.whole(answers, Usage(num_prompt, sum(answer.num_tokens for answer in answers)))
+            async with watching(receive, inbox.leave):
+                if ask.options.stream:
+                    await _stream(inbox, ask, send)
+                    return None
+                pieces: list[list[Piece]] = [[] for _ in jobs]
+                async for arrived in inbox:
+                    for index, piece in arrived:
+                        if piece.error is not None:
+                            raise _as_http(piece.error)
+                        pieces[index].append(piece)
+                return await asyncio.to_thread(_whole, ask, pieces)
         finally:
-            watcher.cancel()
             self._service.engine.cancel(jobs)
 
     def _submit(self, jobs: Sequence[Job]) -> None:
@@ -149,38 +182,56 @@ class Completions:
         except (QueueFull, Stopping) as error:
             raise _as_http(error) from None
 
-    def _jobs(self, request: Options, wanted: Wanted, inbox: Inbox) -> list[Job]:
-        n, longest = request.n or 1, self._service.engine.max_length
-        if n * len(wanted.prompts) > MOST_CHOICES:
-            raise HttpError(400, f"A request may have at most {MOST_CHOICES} answers.", param="n")
+    def _jobs(self, ask: Ask, inbox: Inbox) -> list[Job]:
+        options, longest = ask.options, self._service.engine.max_length
+        n = options.n or 1
         sampling = Sampling(
-            1.0 if request.temperature is None else request.temperature,
-            1.0 if request.top_p is None else request.top_p,
-            request.top_k or 0,
-            secrets.randbits(32) if request.seed is None else request.seed % 2**32,
+            1.0 if options.temperature is None else options.temperature,
+            1.0 if options.top_p is None else options.top_p,
+            options.top_k or 0,
+            secrets.randbits(32) if options.seed is None else options.seed % 2**32,
         )
         return [
             Job(
-                wanted.served.name,
+                ask.served.name,
                 prompt,
-                min(longest if wanted.limit is None else wanted.limit, longest - len(prompt)),
+                _answer_length(ask, longest, prompt),
                 inbox.receiver(number * n + choice),
                 sampling,
                 number=choice,
-                stop_tokens=() if request.ignore_eos else wanted.served.prompts.stops,
-                stop_texts=request.stops,
-                num_top=wanted.num_top,
-                scores_prompt=wanted.scores_prompt,
+                stop_tokens=() if options.ignore_eos else ask.served.prompts.stops,
+                stop_texts=options.stops,
+                num_top=ask.num_top,
+                scores_prompt=ask.scores_prompt,
             )
-            for number, prompt in enumerate(wanted.prompts)
+            for number, prompt in enumerate(ask.prompts)
             for choice in range(n)
         ]
 
 
-async def _stream(inbox: Inbox, num_answers: int, num_prompt: int, form: Form, send: Send, *, with_usage: bool) -> None:
-    sender, num_written = EventSender(send), [0] * num_answers
+def _whole(ask: Ask, pieces: list[list[Piece]]) -> str:
+    answers = [joined(some) for some in pieces]
+    usage = Usage(ask.num_prompt_tokens, sum(answer.num_tokens for answer in answers))
+    whole = ask.form.whole(answers, usage)
+    choices = map(as_json, whole.pop("choices"))  # one by one: other threads stop while Python writes JSON
+    return f'{as_json(whole)[:-1]},"choices":[{",".join(choices)}]}}'
+
+
+async def _stream(inbox: Inbox, ask: Ask, send: Send) -> None:
+    sender = EventSender(send)
     await sender.open()
-    await sender.events([chunk for index in range(num_answers) if (chunk := form.opening(index)) is not None])
+    try:
+        await _send_events(inbox, ask, sender)
+    except ClientGone:
+        raise
+    except Exception as error:
+        await sender.fail(as_error(error))
+        raise
+
+
+async def _send_events(inbox: Inbox, ask: Ask, sender: EventSender) -> None:
+    form, num_written = ask.form, [0] * ask.num_answers
+    await sender.events([chunk for index in range(len(num_written)) if (chunk := form.opening(index)) is not None])
     async for arrived in inbox:
         if not arrived:
             await sender.keep_alive()
@@ -189,22 +240,48 @@ async def _stream(inbox: Inbox, num_answers: int, num_prompt: int, form: Form, s
                 await sender.fail(piece.error)
                 return
             num_written[index] = piece.num_tokens
-            await sender.events(form.parts(index, piece))
-    if with_usage:
-        await sender.events([form.usage(Usage(num_prompt, sum(num_written)))])
+            if len(piece.chosen) + len(piece.prompt) > LARGE_PIECE:
+                await sender.text(await asyncio.to_thread(_as_text, form, index, piece))
+            else:
+                await sender.events(form.parts(index, piece))
+    if ask.options.wants_usage:
+        await sender.events([form.usage(Usage(ask.num_prompt_tokens, sum(num_written)))])
     await sender.close()
 
 
-def _tokens(served: Served, prompt: str | list[int]) -> tuple[int, ...]:
+def _as_text(form: Form, index: int, piece: Piece) -> str:
+    return as_events(form.parts(index, piece))
+
+
+def _tokens(served: Served, prompt: str | list[int], longest: int) -> tuple[int, ...]:
     """A text is continued as it is, without the chat template; token ids must be of the model."""
     if isinstance(prompt, str):
-        return tuple(served.prompts.encode_text(prompt))
-    if any(not 0 <= token < served.num_tokens for token in prompt):
+        return tuple(served.prompts.encode_text(prompt, max_tokens=longest))
+    if len(prompt) < longest and any(not 0 <= token < served.num_tokens for token in prompt):
         raise TrilloraError(
             f"The prompt has token ids that the model does not have: they are 0 to {served.num_tokens - 1}.",
             do="use the tokenizer of this model",
         )
     return tuple(prompt)
+
+
+def _answer_length(ask: Ask, longest: int, prompt: Sequence[int]) -> int:
+    return min(longest if ask.limit is None else ask.limit, longest - len(prompt))
+
+
+@contextlib.contextmanager
+def _errors_of(param: str) -> Iterator[None]:
+    """Templates and texts are not trusted: any failure is the request's."""
+    try:
+        yield
+    except TrilloraError as error:
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        raise HttpError(400, in_words(error), param=param, code=code) from None
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _as_http(error: TrilloraError) -> HttpError:

@@ -12,6 +12,10 @@ from trillora.errors import TrilloraError
 Finish = Literal["stop", "length"]
 
 
+class NotFinite(TrilloraError):
+    """The logits of an answer have overflowed."""
+
+
 @dataclass(frozen=True)
 class Chosen:
     """One generated token with its probability."""

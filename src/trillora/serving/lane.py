@@ -7,6 +7,7 @@ text is made and sent while the device computes.
 from __future__ import annotations
 
 import collections
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,12 +22,13 @@ from trillora.devices.mesh import batch_sharding, replicated
 from trillora.engine.rows import NOTHING, Rows, Written
 from trillora.errors import TrilloraError, as_error
 from trillora.model.layout import Tree
-from trillora.serving.job import Chosen, Finish, Job, Piece
+from trillora.serving.job import Chosen, Finish, Job, NotFinite, Piece
 from trillora.serving.programs import SCORED_AT_ONCE, SHORTEST_PROMPT, TOKENS_PER_CALL, Programs, Shape, rule_of
 from trillora.serving.text import AnswerText
 
 SECONDS_PER_CALL = 0.04  # a call generates as many tokens as fit, so that text arrives evenly and others can join
 SHRINK_AFTER = 8  # calls with rows to spare
+IMPOSSIBLE = -9999.0  # log-probability of a token that the model excludes, as in other servers: JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -207,18 +209,18 @@ class Lane:
         for i, token in enumerate(told.tokens_BN[place].tolist()):
             if token == NOTHING or finish is not None:
                 break
+            chosen = _chosen(told, (place, i), job.num_top)
             if token in job.stop_tokens:
                 finish = "stop"
                 break
-            shown += text.add(_chosen(told, (place, i), job.num_top))
+            shown += text.add(chosen)
             finish = "stop" if text.is_stopped else "length" if text.num_tokens >= job.max_tokens else None
         if finish is not None:
             shown += text.rest()
             finish = "stop" if text.is_stopped else finish
             running.is_done = True
         if shown or finish is not None:
-            chosen = text.chosen(at_end=finish is not None)
-            job.receive(Piece(shown, chosen, (), text.num_tokens, finish))
+            job.receive(Piece(shown, text.chosen(at_end=finish is not None), (), text.num_tokens, finish))
 
     def _fit(self) -> bool:
         """Gives the batch a shape that the next call fits in. False while the programs for it are being compiled."""
@@ -287,8 +289,15 @@ class Lane:
 
 
 def _chosen(told: Written, at: tuple[int, int], num_top: int) -> Chosen:
+    logprob = float(told.logprobs_BN[at])
+    if math.isnan(logprob):
+        raise NotFinite(
+            "The logits of this model are not finite: its numbers have overflowed.",
+            do="check the adapter: it may be damaged or scaled too strongly, or its training diverged",
+        )
     tokens, logprobs = told.top_tokens_BNK[at][:num_top].tolist(), told.top_logprobs_BNK[at][:num_top].tolist()
-    return Chosen(int(told.tokens_BN[at]), float(told.logprobs_BN[at]), tuple(zip(tokens, logprobs, strict=True)))
+    top = tuple((token, max(value, IMPOSSIBLE)) for token, value in zip(tokens, logprobs, strict=True))
+    return Chosen(int(told.tokens_BN[at]), max(logprob, IMPOSSIBLE), top)
 
 
 def _prompt_slots(length: int) -> int:

@@ -18,6 +18,8 @@ from trillora.errors import TrilloraError
 MOST_MESSAGES = 2048
 MOST_CHOICES = 128  # of one request: n, times the number of prompts
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of each
+MOST_LOGPROBS = 2**19  # of one request
+MOST_NODES = 2**18  # lists, objects and keys of a body: Python needs up to a microsecond for each, and stops for it
 
 
 class HttpError(Exception):
@@ -58,7 +60,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
 
     def plain(self) -> dict[str, Any]:
         """With the content as one text, as templates expect it."""
@@ -84,7 +86,7 @@ class Options(BaseModel):
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -92,14 +94,12 @@ class Options(BaseModel):
     # Not supported: refused if they would change the answer.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
 
     @field_validator("stop")
     @classmethod
     def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
         texts = [stop] if isinstance(stop, str) else stop or []
-        if len(texts) > MOST_STOPS:
-            raise ValueError(f"at most {MOST_STOPS} stop strings are possible")
         if any(not text or len(text) > LONGEST_STOP for text in texts):
             raise ValueError(f"a stop string must have 1 to {LONGEST_STOP} characters")
         return stop
@@ -111,6 +111,10 @@ class Options(BaseModel):
                 raise ValueError(f"{name} is not supported")
         return self
 
+    def options(self) -> Options:
+        """Without the messages or prompts."""
+        return Options.model_construct(**{name: getattr(self, name) for name in Options.model_fields})
+
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -121,7 +125,7 @@ class Options(BaseModel):
 
 
 class ChatRequest(Options):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
@@ -142,7 +146,7 @@ class ChatRequest(Options):
 
 
 class CompletionRequest(Options):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[Any]  # a text, token ids, or a list of texts or of lists of token ids
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool | None = None
@@ -155,22 +159,33 @@ class CompletionRequest(Options):
             raise ValueError("suffix is not supported")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of is not supported")
-        if isinstance(self.prompt, list) and not self.prompt:
-            raise ValueError("prompt is empty")
         return self
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, prompt: str | list[Any]) -> str | list[Any]:
+        if isinstance(prompt, str) or _are_token_ids(prompt):
+            return prompt
+        if len(prompt) > MOST_CHOICES:
+            raise ValueError(f"a request may have at most {MOST_CHOICES} prompts")
+        if not prompt or not (all(isinstance(one, str) for one in prompt) or all(map(_are_token_ids, prompt))):
+            raise ValueError("it must be a text, a list of token ids, or a list of one of them, not empty")
+        return prompt
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each a text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        return [self.prompt] if isinstance(self.prompt, str) or _are_token_ids(self.prompt) else self.prompt
+
+
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
 def parse(kind: type[Any], body: bytes) -> Any:
     """A request of this kind from untrusted bytes."""
+    if sum(map(body.count, (b"[", b"{", b":"))) > MOST_NODES:
+        raise HttpError(400, f"The request has more than {MOST_NODES:,} lists, objects and keys.")
     try:
         return kind.model_validate_json(body, strict=True)
     except ValidationError as error:

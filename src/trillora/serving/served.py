@@ -10,6 +10,8 @@ adapter that changes nothing.
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,8 +38,9 @@ from trillora.model.loading.source import base_name
 from trillora.recipe.load import is_run, load_model_section, load_run_recipe
 from trillora.recipe.schema import Quantize
 from trillora.serving.engine import Engine
-from trillora.serving.job import Job, Piece
+from trillora.serving.job import Job, NotFinite, Piece
 from trillora.serving.lane import Lane, Sizes
+from trillora.serving.log import LOGGER
 from trillora.serving.programs import FEWEST_SLOTS, Compiler, Programs, Shape
 from trillora.step.build import shard_adapter
 from trillora.step.decisions import memory_limit
@@ -46,6 +49,7 @@ GIB = 2**30
 LONGEST = 4096  # slots of a row, unless the user asks for more: few conversations are longer
 ROWS = {"cpu": (8, 4, 1)}  # to try, from the most
 ROWS_OF_ACCELERATOR = (32, 16, 8, 4, 1)
+PROMPTS_AT_ONCE = 4  # being rendered, each in a process; the processes start when they are needed
 MARGIN = 0.1  # of a device's memory, for what the programs need in addition to weights and caches
 
 
@@ -68,6 +72,13 @@ class Service:
     base: str  # the name of the base
     engine: Engine
     report: Path | None  # the run's report.html
+
+    def readable_report(self) -> Path | None:
+        """The report, if there is one and it is not a link out of the run's folder."""
+        if self.report is None:
+            return None
+        file = Path(os.path.realpath(self.report))
+        return file if file.is_file() and file.is_relative_to(os.path.realpath(self.report.parent)) else None
 
 
 def open_service(
@@ -112,12 +123,11 @@ def open_service(
         num_rows=shape.num_rows,
         max_length=shape.num_slots,
         max_waiting=max_waiting,
-        report=lambda error: listener(Note(f"A request failed: {error.what}")),
+        report=lambda error: logging.getLogger(LOGGER).error("A request failed: %s", error.what),
     )
     engine.start()
     _warm_up(engine, models, listener)
-    report = run / "report.html" if is_run(run) else None
-    return Service(models, base, engine, report)
+    return Service(models, base, engine, run / "report.html" if is_run(run) else None)
 
 
 def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> None:
@@ -130,7 +140,7 @@ def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> N
     num_open = len(jobs)
     while num_open:
         piece = pieces.get()
-        if piece.error is not None:
+        if piece.error is not None and not isinstance(piece.error, NotFinite):  # fails in its own requests only
             engine.close()
             raise piece.error
         num_open -= piece.is_last
@@ -184,7 +194,7 @@ def _models(generator: Generator, base: str, folders: dict[str, Path], compiler:
         own_prompts = generator.prompts.with_template(template)
         models[name] = Served(name, own_prompts, adapter, alike[1], num_tokens)
     for served in models.values():
-        served.prompts.keep_trying()
+        served.prompts.serve_strangers(PROMPTS_AT_ONCE)
     return models
 
 

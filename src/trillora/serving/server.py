@@ -1,28 +1,35 @@
 """The server as a process: its socket, its signals, and a clean end.
 
 After SIGINT or SIGTERM it takes no new requests, finishes those that run, and ends. Those that take longer than
-`GRACE_SECONDS` end with an error that says so. A second signal ends it at once.
+`GRACE_SECONDS` end with an error that says so. After `END_SECONDS` the process ends, whatever its threads are doing: a
+compiler cannot be interrupted. A second signal ends it at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import math
 import os
+import select
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from trillora.errors import TrilloraError
 from trillora.serving.app import App, is_loopback
+from trillora.serving.connections import ACCEPTED_AT_ONCE, IDLE_SECONDS, Connection, Connections
 from trillora.serving.engine import Engine
+from trillora.serving.log import FailureLog, install
 
-GRACE_SECONDS = 30.0
+GRACE_SECONDS = 2.0
+END_SECONDS = 3.5
 SHORTEST_KEY = 8  # characters
-IDLE_SECONDS = 75  # a connection without a request is closed
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LONGEST_QUEUE = 2048  # connections that wait to be accepted
 
 
 def read_key(host: str, variable: str | None) -> str | None:
@@ -68,7 +75,6 @@ class Server(uvicorn.Server):
     """uvicorn with our end: the engine finishes its work before the connections are closed."""
 
     def __init__(self, app: App, engine: Engine, opened: socket.socket) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -76,16 +82,20 @@ class Server(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                timeout_keep_alive=IDLE_SECONDS,
-                timeout_graceful_shutdown=int(GRACE_SECONDS + 10),  # for clients that do not read the end
-                http="h11",
+                timeout_keep_alive=int(IDLE_SECONDS),
+                timeout_graceful_shutdown=math.ceil(GRACE_SECONDS + 0.5),  # for clients that do not read the end
+                backlog=ACCEPTED_AT_ONCE,
+                http=Connection,
                 ws="none",
             )
         )
+        self.server_state = Connections()
         self._app, self._engine, self._socket = app, engine, opened
+        self._log = FailureLog()
 
     async def run_until_stopped(self, when_ready: Callable[[], None] = lambda: None) -> None:
         """Serves until `should_exit`, and stops the engine."""
+        install(self._log)
         try:
             ready = asyncio.create_task(self._call_when_started(when_ready))
             await self.serve([self._socket])
@@ -93,35 +103,47 @@ class Server(uvicorn.Server):
         finally:
             self._app.close()
             await asyncio.to_thread(self._engine.close)
+            self._log.finish()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.stop(GRACE_SECONDS)
         await super().shutdown(sockets)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._socket.listen(LONGEST_QUEUE)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Two signals end the server; uvicorn would raise them again after its end."""
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        try:
-            for number in numbers:
-                loop.add_signal_handler(number, self._on_signal)
-        except (RuntimeError, ValueError, NotImplementedError):  # not the main thread
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+        """uvicorn's own handlers need the event loop."""
+        yield
 
-    def _on_signal(self) -> None:
-        if self.should_exit:
-            self.force_exit = True
-            self._engine.stop(0.0)
+    def end_on_signals(self) -> None:
+        """From now on, signals end the server and this process, which has nothing else to do afterwards. They arrive in
+        a thread of their own, through a pipe, so they need neither the event loop nor the main thread."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._obey, args=(reader,), name="signals", daemon=True).start()
+
+    def _obey(self, reader: int) -> None:
+        _next_signal(reader, None)
         self.should_exit = True
+        second = _next_signal(reader, END_SECONDS)
+        os._exit(0 if second is None else 128 + second)  # what the threads are doing is lost
 
     async def _call_when_started(self, when_ready: Callable[[], None]) -> None:
         while not self.started:
             await asyncio.sleep(0.01)
         when_ready()
+
+
+def _next_signal(reader: int, seconds: float | None) -> int | None:
+    """The number of the next signal that ends us, or None if none comes within this time."""
+    while select.select([reader], [], [], seconds)[0]:
+        number = os.read(reader, 1)[0]
+        if number in SIGNALS:
+            return number
+    return None

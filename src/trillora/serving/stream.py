@@ -7,8 +7,9 @@ memory than the answer itself. A client that takes nothing for a minute, or is g
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from trillora.errors import TrilloraError
@@ -73,11 +74,20 @@ class Inbox:
         self._arrived.set()
 
 
-async def watch(receive: Receive, when_gone: Callable[[], None]) -> None:
-    """Waits for the end of a connection whose request was read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    when_gone()
+@contextlib.asynccontextmanager
+async def watching(receive: Receive, when_gone: Callable[[], object]) -> AsyncIterator[None]:
+    """Watches for the end of a connection whose request was read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        when_gone()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
 
 
 class EventSender:
@@ -92,32 +102,42 @@ class EventSender:
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        await self._timed({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def events(self, values: list[dict[str, Any]]) -> None:
-        await self._body("".join(f"data: {as_json(value)}\n\n" for value in values))
+    async def events(self, values: Sequence[dict[str, Any]]) -> None:
+        await self.text(as_events(values))
 
     async def keep_alive(self) -> None:
-        await self._body(": waiting\n\n")
+        await self.text(": waiting\n\n")
 
     async def close(self) -> None:
-        await self._body("data: [DONE]\n\n")
-        await self._timed({"type": "http.response.body", "body": b"", "more_body": False})
+        await self.text("data: [DONE]\n\n")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: TrilloraError) -> None:
         """An end without an answer: a stream that just ends looks like a whole answer."""
-        await self._body(f"data: {as_json(HttpError(500, in_words(error)).body())}\n\n")
-        await self._timed({"type": "http.response.body", "body": b"", "more_body": False})
+        await self.events([HttpError(500, in_words(error)).body()])
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _body(self, text: str) -> None:
-        await self._timed({"type": "http.response.body", "body": text.encode(), "more_body": True})
+    async def text(self, text: str) -> None:
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
-    async def _timed(self, message: dict[str, Any]) -> None:
+
+def impatient(send: Send) -> Send:
+    """Sends to a client that must read."""
+
+    async def timed(message: MutableMapping[str, Any]) -> None:
         try:
             async with asyncio.timeout(SLOW_CLIENT_SECONDS):
-                await self._send(message)
+                await send(message)
         except (TimeoutError, OSError) as error:
             raise ClientGone from error
+
+    return timed
+
+
+def as_events(values: Sequence[dict[str, Any]]) -> str:
+    return "".join(f"data: {as_json(value)}\n\n" for value in values)
 
 
 def as_json(value: Any) -> str:

@@ -53,7 +53,8 @@ class Worker:
         self._stderr: IO[bytes] | None = None
         self._is_stopped = False
         self.max_past_limit = max_past_limit
-        self._past_limit: list[BadRow] = []  # rows that used up their limit
+        self._num_past_limit = 0  # rows that used up their limit
+        self._last_past_limit: BadRow | None = None
         self._num_rendered = 0  # all others
 
     def render(self, rows: Sequence[bytes], format: str, cuts: Sequence[Cut] | None = None) -> list[Outcome]:
@@ -62,7 +63,7 @@ class Worker:
         is_searching = False  # a row killed the process: they are sent one by one until it is found
         while (done := len(outcomes)) < len(rows):
             limit = self.max_past_limit if self._num_rendered else min(self.max_past_limit, MAX_AT_START)
-            if len(self._past_limit) >= limit:
+            if self._num_past_limit >= limit:
                 return outcomes + [self._not_tried()] * (len(rows) - done)
             end = done + 1 if is_searching or not self._num_rendered else len(rows)
             some = self._render_until_limit(rows[done:end], format, cuts[done:end] if cuts else None)
@@ -70,7 +71,8 @@ class Worker:
                 is_searching = True
                 continue
             slow = [outcome for outcome in some if isinstance(outcome, BadRow) and outcome.past_limit]
-            self._past_limit += slow
+            if slow:
+                self._num_past_limit, self._last_past_limit = self._num_past_limit + len(slow), slow[-1]
             self._num_rendered += len(some) - len(slow)
             is_searching = is_searching and not slow
             outcomes += some
@@ -91,8 +93,9 @@ class Worker:
         return [BadRow(f"Rendering one row killed the worker: it took {limits}.", do, past_limit=True)]
 
     def _not_tried(self) -> BadRow:
-        last = self._past_limit[-1]
-        why = f"This happened on {len(self._past_limit)} rows, so the template was not tried on this one."
+        last = self._last_past_limit
+        assert last is not None
+        why = f"This happened on {self._num_past_limit} rows, so the template was not tried on this one."
         return BadRow(f"{last.what} {why}", last.do, past_limit=True)
 
     def start(self) -> None:

@@ -341,6 +341,20 @@ def test_run_on_colab_is_followed_and_fetched_and_the_runtime_is_given_back(
     assert TOKEN not in (google.home / "calls.jsonl").read_text() and TOKEN not in str(heard)
 
 
+def test_results_with_a_link_are_refused_and_the_archive_stays(google: Google, bundle: Bundle, tmp_path: Path) -> None:
+    import tarfile
+
+    with tarfile.open(google.home / "chat-results.tar", "w") as archive:
+        link = tarfile.TarInfo("run/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+        archive.addfile(link)
+    files = write_colab(bundle, tmp_path / "out", "colab")
+    with pytest.raises(TrilloraError, match="run/link is a symbolic link") as refused:
+        ColabRun(files, Heard()).run()
+    assert refused.value.exit_code == 2 and Path(str(refused.value.where)).is_file() and not files.results.exists()
+    assert google.verbs[-1] == "stop"
+
+
 def test_lost_connection_does_not_lose_the_run(google: Google, bundle: Bundle, tmp_path: Path) -> None:
     google.plan("finished", lost=True, late=2)
     files = write_colab(bundle, tmp_path / "out", "colab")

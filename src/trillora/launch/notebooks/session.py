@@ -360,7 +360,7 @@ class Session:
             )
 
     def _pack(self, file: Path) -> None:
-        with tarfile.open(file, "w") as archive:
+        with tarfile.open(file, "w", dereference=True) as archive:  # links are refused where it is unpacked
             archive.add(self.results, arcname=".")
         print(f"Packed: {file}")
 

@@ -14,6 +14,7 @@ from trillora.files.digests import bytes_digest, json_digest
 from trillora.files.storage import MARK
 
 FORMAT = 1
+MAX_BYTES = 1 << 24  # of checksums.json
 
 
 def with_checksums(step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -39,16 +40,24 @@ def read_checksums(data: bytes) -> dict[str, Any] | None:
         return None
 
 
+def find_wrong_size(facts: Mapping[str, Any], sizes: Mapping[str, int | None]) -> tuple[str, str] | None:
+    """The first file that is missing or has another size, and how; None if there is none. For files that are not read
+    yet: one that was replaced may be larger than the memory."""
+    for name, expected in facts["files"].items():
+        if name not in sizes:
+            return name, "is missing"
+        if sizes[name] not in (None, expected["size"]):  # None: not known
+            return name, f"has {sizes[name]} bytes instead of {expected['size']}"
+    return None
+
+
 def find_damage(facts: Mapping[str, Any], files: Mapping[str, bytes]) -> tuple[str, str] | None:
     """The first file that differs from its checksum, and how; None if all are as written."""
-    for name, expected in facts["files"].items():
-        if name not in files:
-            return name, "is missing"
-        if len(files[name]) != expected["size"]:
-            return name, f"has {len(files[name])} bytes instead of {expected['size']}"
-        if bytes_digest(files[name]) != expected["sha256"]:
-            return name, "differs from its checksum"
-    return None
+    if found := find_wrong_size(facts, {name: len(data) for name, data in files.items()}):
+        return found
+    different = (name for name, expected in facts["files"].items() if bytes_digest(files[name]) != expected["sha256"])
+    name = next(different, None)
+    return None if name is None else (name, "differs from its checksum")
 
 
 def seal(facts: dict[str, Any]) -> bytes:

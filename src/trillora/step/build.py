@@ -368,8 +368,8 @@ def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def decayed_leaves(layout: Layout) -> dict[str, bool]:
-    """Whether weight decay applies to each leaf of the adapter: not to norms and biases of whole modules. DoRA's vectors
-    decay, as in PyTorch's AdamW with PEFT's parameters and in transformers' Trainer."""
+    """Whether weight decay applies to each leaf of the adapter: not to norms and biases of whole modules. DoRA's
+    vectors decay, as in PyTorch's AdamW with PEFT's parameters and in transformers' Trainer."""
     return {key: kind_of(key).num_dims is not None or len(leaf.part_shape) >= 2 for key, leaf in layout.items()}
 
 

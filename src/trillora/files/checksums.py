@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from trillora.files.digests import bytes_digest, json_digest
+from trillora.files.digests import bytes_digest, file_digest, json_digest
 from trillora.files.storage import MARK
 
 FORMAT = 1
@@ -19,10 +20,23 @@ MAX_BYTES = 1 << 24  # of checksums.json
 
 def with_checksums(step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files, followed by their checksums."""
+    return {**files, MARK: checksums_of(step, files)}
+
+
+def checksums_of(step: int, files: Mapping[str, bytes | Path]) -> bytes:
+    """The content of checksums.json for these files. Those on the disk may be larger than the memory."""
     if MARK in files:
         raise ValueError(f"{MARK} is a reserved name")
-    sums = {name: {"sha256": bytes_digest(data), "size": len(data)} for name, data in files.items()}
-    return {**files, MARK: seal({"format": FORMAT, "step": step, "files": sums})}
+    sums = {name: {"sha256": _digest(file), "size": _size(file)} for name, file in files.items()}
+    return seal({"format": FORMAT, "step": step, "files": sums})
+
+
+def _digest(file: bytes | Path) -> str:
+    return file_digest(file) if isinstance(file, Path) else bytes_digest(file)
+
+
+def _size(file: bytes | Path) -> int:
+    return file.stat().st_size if isinstance(file, Path) else len(file)
 
 
 def read_checksums(data: bytes) -> dict[str, Any] | None:

@@ -193,7 +193,7 @@ def test_a_run_without_an_adapter_is_exported_from_its_last_checkpoint(folder: P
 def test_an_address_that_only_a_run_names_is_not_contacted(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The folder may come from somebody else, and the address would get this user's credentials."""
+    """The folder may come from another person, and the address would get this user's credentials."""
     url, run = "memory://bucket/exported", tmp_path / "run"
     train(load_recipe(tiny_run.recipe(folder, train={"steps": 1, "checkpoint_dir": url})), run)
     [stored] = RemoteStorage(url).names()

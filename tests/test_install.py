@@ -235,7 +235,7 @@ def test_a_notebook_without_network_says_so(tmp_path: Path, monkeypatch: pytest.
     assert "Settings > Internet" in str(caught.value) and UV.startswith("uv==")
 
 
-def test_no_message_tells_people_to_install_a_name_from_the_index_that_is_not_ours() -> None:
+def test_no_message_says_to_install_a_name_from_the_index_that_is_not_ours() -> None:
     sources = [file for file in (Path(install_module.__file__).parents[1]).rglob("*.py") if file.parent.name != "locks"]
     told = [str(file) for file in sources if re.search(r"pip install [\"']?trillora", file.read_text("utf-8"))]
     assert len(sources) > 250 and [file for file in told if "certify" not in file] == []

@@ -253,8 +253,8 @@ class Subject:
 
     @property
     def _checkpoints(self) -> str:
-        """Where the run says that its checkpoints are; next to it, if it was moved. The run may come from somebody
-        else, so an address that it names is not contacted: that would use this user's network and credentials."""
+        """Where the run says that its checkpoints are; next to it, if it was moved. The run may come from another
+        person, so an address that it names is not contacted: that would use this user's network and credentials."""
         assert self.run is not None
         beside, file = self.run / "checkpoints", self.run / "saved.json"
         if beside.is_dir() or not file.is_file():
@@ -263,7 +263,7 @@ class Subject:
         place = str(where).rpartition("/")[0] if where else str(beside)
         if "://" in place:
             shown = visible_line(without_secrets(place))
-            do = f"to compare the adapter with what was trained, copy them to {beside}"
+            do = f"to compare the adapter with what was trained, copy them to {self.run / 'checkpoints'}"
             logger.warning("The run says that its checkpoints are at %s, which is not contacted; %s.", shown, do)
             raise NotHere("The run's checkpoints are not on this machine.", where=shown, do=do)
         return place

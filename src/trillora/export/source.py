@@ -161,19 +161,19 @@ def _adapter_folder(given: Path, run: Path | None, adapter: str | Path | None) -
 
 
 def _checkpoints(run: Path, recipe: Recipe, overrides: Sequence[str]) -> Checkpoints:
-    """The run's checkpoints. Its folder may come from somebody else, so an address that only it names is not contacted:
-    that would use this user's network and credentials."""
-    place, beside = recipe.train.checkpoint_dir or str(run / "checkpoints"), run / "checkpoints"
+    """The run's checkpoints. Its folder may come from another person, so an address that only it names is not
+    contacted: that would use this user's network and credentials."""
+    place, inside = recipe.train.checkpoint_dir or str(run / "checkpoints"), run / "checkpoints"
     is_given = any(override.startswith("train.checkpoint_dir=") for override in overrides)
     if "://" in place and not is_given:
-        if not beside.is_dir():
+        if not inside.is_dir():
             shown = without_secrets(place)
             raise TrilloraError(
                 f"This run has no adapter yet, and its folder says that its checkpoints are at {shown}.",
                 where=str(run),
-                do=f"if you trust this address, add --checkpoints {shown}; or copy the checkpoints to {beside}",
+                do=f"if you trust this address, add --checkpoints {shown}; or copy the checkpoints to {inside}",
             )
-        place = str(beside)
+        place = str(inside)
     return Checkpoints(open_storage(place))
 
 

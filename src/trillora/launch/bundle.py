@@ -281,7 +281,7 @@ def _refuse_name(source: Path) -> None:
 
 
 def _refuse_way_out(source: Path, root: Path) -> None:
-    """A folder from somebody else may have links to private files of this machine, and a bundle is uploaded."""
+    """A folder from another person may have links to private files of this machine, and a bundle is uploaded."""
     target, root = source.resolve(), root.resolve()
     if target.is_relative_to(root) or _is_download(target, root):
         return

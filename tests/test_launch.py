@@ -71,6 +71,9 @@ def test_colab_notebook_is_valid_selects_the_tpu_and_contains_everything(bundle:
     with pytest.raises(TrilloraError, match="another notebook"):
         write_colab(bundle, tmp_path / "out", "colab-v6e")
     assert files.notebook.read_bytes() == before and len(list((tmp_path / "out").iterdir())) == 1
+    files.notebook.write_bytes(b"not UTF-8: \xff")
+    with pytest.raises(TrilloraError, match="another notebook"):
+        write_colab(bundle, tmp_path / "out", "colab")
 
 
 def test_large_bundle_is_a_file_next_to_the_notebook(
@@ -130,6 +133,10 @@ def test_leftover_keys_that_select_a_cpu_are_removed(bundle: Bundle, tmp_path: P
         "metadata.kaggle of the notebook",
     ]
     assert (file.read_text(), notebook.read_text()) == clean
+    for damaged in (b"\xff", b"[]", b"{}", b'{"nbformat": 4, "cells": 1}'):
+        notebook.write_bytes(damaged)
+        with pytest.raises(TrilloraError, match="not a notebook"):
+            clean_kernel(folder)
 
 
 @pytest.mark.parametrize("owner", ["", "a/b", "-me", "me there", "x" * 60])

@@ -140,7 +140,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def _remove_abandoned(path: Path) -> None:
     """Removes hidden folders for `path` whose process is dead. Of a process of another machine, or whose number was
     given to another one, that is not known; then a day without a change counts as death."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}{re.escape(_MAKING)}(\d+)-\d+(?:-([0-9a-f]{{8}}))?")
+    pattern = re.compile(rf"\.{re.escape(path.name)}{re.escape(_MAKING)}(\d{{1,9}})-\d+(?:-([0-9a-f]{{8}}))?")
     with os.scandir(path.parent) as entries:
         found = [(e, m) for e in entries if (m := pattern.fullmatch(e.name)) and e.is_dir(follow_symlinks=False)]
     for entry, match in found:

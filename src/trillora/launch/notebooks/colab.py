@@ -110,7 +110,7 @@ def write_colab(
         packed = pack(bundle, Path(folder) / stored.name, listener)
         is_small = packed.stat().st_size <= LARGEST_EMBEDDED
         text = make_notebook(bundle, packed, target, embed=is_small, export=export, prove=prove)
-        if notebook.exists() and notebook.read_text(encoding="utf-8") != text:
+        if notebook.exists() and notebook.read_bytes() != text.encode():
             what = "This folder has another notebook of this name."
             raise TrilloraError(what, where=str(notebook), do="remove it, or choose another --out")
         if not is_small:

@@ -242,33 +242,6 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_orphan(tmp_path
     assert len(atomic.remove_unfinished(tmp_path)) == 1 and hidden_in(tmp_path) == []
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from trillora.files.atomic import new_folder
-with new_folder(Path(sys.argv[1])) as making:
-    (making / "weights").write_bytes(bytes(1000))
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_the_next_export_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
-    target, elsewhere = tmp_path / "merged", f".merged.making-{2**22 + 1}-1-0123abcd"
-    subprocess.run([sys.executable, "-c", KILLED, str(target)], env={**os.environ, "PYTHONPATH": str(SOURCE)})
-    [left] = os.listdir(tmp_path)
-    kept = {f".merged.making-{os.getppid()}-1-{left[-8:]}", elsewhere, ".merged.making-1", f".other{left[7:]}"}
-    for name in (*kept, ".merged.making-1-2"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").write_text("")
-    for path in (tmp_path / ".merged.making-1-2" / "weights", tmp_path / ".merged.making-1-2"):
-        os.utime(path, (1e9, 1e9))  # years ago, by an older version
-    (tmp_path / f"{left[:-8]}00000000").symlink_to(tmp_path / "other")
-    with atomic.new_folder(target) as making:
-        assert making.name.endswith(left[-8:])
-        assert {*os.listdir(tmp_path)} == {*kept, making.name, f"{left[:-8]}00000000"}
-    assert target.is_dir()
-
-
 @pytest.mark.parametrize("kind", ["link", "broken link", "pipe", "folder"])
 def test_lines_are_appended_to_regular_files_only(tmp_path: Path, kind: str) -> None:
     """L16: a history.jsonl that is a link must not write to another person's file, and a pipe must not block."""

@@ -169,6 +169,57 @@ def test_missing_file_is_refused(tmp_path: Path, sections: dict[str, Any], what:
     assert what in f"{caught.value.what} {caught.value.where}"
 
 
+@pytest.mark.parametrize("link", ["model/notes.txt", "rows/c.jsonl", "adapter/deep/notes.txt"])
+@pytest.mark.parametrize("to", ["private.txt", "chained"])
+def test_a_link_that_leads_out_of_its_folder_is_refused(tmp_path: Path, link: str, to: str) -> None:
+    recipe = write_recipe(tmp_path / "home", lora={"from": "./adapter"})
+    (tmp_path / "private.txt").write_text('{"messages": []}')
+    (tmp_path / "chained").symlink_to("private.txt")
+    (tmp_path / "home" / "adapter" / "deep").mkdir(parents=True)
+    (tmp_path / "home" / "adapter" / "adapter_config.json").write_text("{}")
+    make_bundle(recipe)
+    (tmp_path / "home" / link).symlink_to(tmp_path / to)
+    with pytest.raises(TrilloraError, match="leads out of its folder") as refused:
+        make_bundle(recipe)
+    assert link in str(refused.value.where) and "private.txt" in str(refused.value.where)
+
+
+def test_links_within_a_folder_and_into_the_hubs_cache_are_bundled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    recipe = write_recipe(tmp_path / "home")
+    snapshot, blobs = (tmp_path / "hub" / "models--a--b" / part for part in ("snapshots/3f", "blobs"))
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "12ab").write_text("weights")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/12ab")
+    (tmp_path / "home" / "model" / "same.json").symlink_to("config.json")
+    (tmp_path / "linked").symlink_to(snapshot)
+
+    def bundled(folder: Path) -> list[str]:
+        return [file.name for file in make_bundle(recipe, [f"model.name={folder}"]).files]
+
+    assert "model/model/same.json" in bundled(tmp_path / "home" / "model")
+    assert all("model/3f/model.safetensors" in bundled(folder) for folder in (snapshot, tmp_path / "linked"))
+    (tmp_path / "home" / "model" / "model.safetensors").symlink_to(blobs / "12ab")
+    with pytest.raises(TrilloraError, match="leads out"):
+        bundled(tmp_path / "home" / "model")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert "model/model/model.safetensors" in bundled(tmp_path / "home" / "model")
+
+
+def test_a_line_break_in_a_file_name_is_no_line_of_the_recipe(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "home")
+    hostile = recipe.rename(recipe.with_name('a\ntokens: ["<evil>"]\n#\u2028.yaml'))
+    text = make_bundle(hostile).recipe_text
+    assert "tokens" not in yaml.safe_load(text) and len(text.splitlines()[0]) > 20
+    (tmp_path / "home" / "rows" / "d\n.jsonl").write_text("{}")
+    with pytest.raises(TrilloraError, match="control character"):
+        make_bundle(hostile)
+
+
 def test_folder_with_files_is_never_overwritten(tmp_path: Path) -> None:
     bundle = make_bundle(write_recipe(tmp_path / "home"))
     (tmp_path / "there").mkdir()

@@ -21,10 +21,12 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from trillora.adapters.card import CARD_FILE, CardFacts, adapter_card, is_unedited, model_card, refresh_card
+from trillora.certify.subject import find_subject
 from trillora.cli import app
 from trillora.errors import TrilloraError
 from trillora.export.merged import export_merged
 from trillora.export.source import open_source
+from trillora.files.storage import RemoteStorage
 from trillora.generation.generator import Generator
 from trillora.model.adapters import load_adapter
 from trillora.recipe.load import load_recipe
@@ -186,6 +188,33 @@ def test_a_run_without_an_adapter_is_exported_from_its_last_checkpoint(folder: P
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(TrilloraError, match="no adapter and no checkpoint"):
         open_source(str(tmp_path / "run"))
+
+
+def test_an_address_that_only_a_run_names_is_not_contacted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder may come from another person, and the address would get this user's credentials."""
+    url, run = "memory://bucket/exported", tmp_path / "run"
+    train(load_recipe(tiny_run.recipe(folder, train={"steps": 1, "checkpoint_dir": url})), run)
+    [stored] = RemoteStorage(url).names()
+    copied = RemoteStorage(url).read(stored)
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStorage, "__init__", lambda *_: pytest.fail("an address was contacted"))
+        trained = find_subject(run).trained
+        assert not trained.is_from_run and f"{url}, which is not contacted" in caplog.text
+        shutil.move(run / "adapter", tmp_path / "adapter")
+        with pytest.raises(TrilloraError, match="checkpoints are at memory://bucket/exported") as caught:
+            open_source(str(run))
+        assert f"--checkpoints {url}" in caught.value.do
+        assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 2
+    named = open_source(str(run), overrides=[f"train.checkpoint_dir={url}"])
+    (run / "checkpoints" / stored).mkdir(parents=True)
+    for name, data in copied.items():
+        (run / "checkpoints" / stored / name).write_bytes(data)
+    beside = open_source(str(run))
+    assert named.notes == beside.notes and "checkpoint of step 1" in beside.notes[0]
+    shutil.move(tmp_path / "adapter", run / "adapter")
+    assert find_subject(run).trained.is_from_run
 
 
 def test_another_base_is_refused_unless_the_user_names_it(run: Path, folder: Path, tmp_path: Path) -> None:

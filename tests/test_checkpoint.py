@@ -20,6 +20,7 @@ import pytest
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Saved, ignore_events
+from trillora.files import storage as storage_module
 from trillora.files.checkpoints import Checkpoints, Damaged
 from trillora.files.storage import MARK, LocalStorage, open_storage
 from trillora.training.saver import Saver
@@ -194,14 +195,14 @@ def test_a_bad_sector_is_damage_and_no_permission_is_not(tmp_path: Path, monkeyp
     checkpoints = Checkpoints(LocalStorage(tmp_path))
     for step in (10, 20):
         checkpoints.write(step, files_of(random.Random(step)))
-    real, code = Path.read_bytes, 5
+    real, code = storage_module.read_whole, 5
 
-    def read_bytes(path: Path) -> bytes:
+    def read_whole(path: Path) -> bytes:
         if path.parent.name == "step-00000020" and path.name == "state.json":
             raise OSError(code, os.strerror(code))  # like read(2): without the file name
         return real(path)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(storage_module, "read_whole", read_whole)
     events: list[Event] = []
     found = checkpoints.newest_valid(events.append)
     assert found is not None and found[0] == 10

@@ -220,7 +220,7 @@ def test_harness_tasks_without_the_harness_name_the_command_to_install_it(run: P
     result = CliRunner().invoke(app, ["eval", str(run), "--harness", "no_such_task"])
     assert result.exit_code == 2
     if importlib.util.find_spec("lm_eval") is None:
-        assert 'pip install "trillora[lm-eval]"' in result.stderr
+        assert 'pip install "lm_eval>=' in result.stderr
     for wrong in (["--harness", "a", "--gate", "loss<1"], ["--include-path", "."]):
         assert CliRunner().invoke(app, ["eval", str(run), *wrong]).exit_code == 2
 

@@ -92,3 +92,13 @@ def test_fields_are_known_once_the_rows_are_read() -> None:
         parse_gate("fields.area>0", files)
     with pytest.raises(TrilloraError, match="No expected answer"):
         check_fields(parse_gate("b.jsonl:fields.area>0", files), {"a.jsonl": {"area"}, "b.jsonl": set()})
+
+
+def test_a_long_condition_is_read_in_linear_time() -> None:
+    """With a quadratic pattern this took minutes."""
+    spaces = " " * 200_000
+    [found] = parse_gate(f"{spaces}loss{spaces}<{spaces}1{spaces}")
+    assert (found.metric, found.sign, found.limit) == ("loss", "<", 1.0)
+    for text in ("a" + spaces, spaces + "<1", "a" * 200_000, "loss<" + "1" + spaces + "x"):
+        with pytest.raises(TrilloraError):
+            parse_gate(text)

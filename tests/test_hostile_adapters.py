@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save, save_file
 from trillora.errors import TrilloraError
 from trillora.files.checksums import seal, with_checksums
 from trillora.files.storage import MARK
-from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, load_adapter, read_adapter
+from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, load_adapter, read_adapter, read_head
 
 pytestmark = pytest.mark.core
 
@@ -231,3 +231,17 @@ def test_the_matrices_are_those_of_the_file(tmp_path: Path) -> None:
     stored = load_file(tmp_path / WEIGHTS_FILE)
     assert len(adapter) == len(stored) == 4
     assert np.array_equal(adapter["model.layers.1.self_attn.q_proj.lora_b"], stored[NAME.format(1, "B")])
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+@pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE, MARK])
+def test_a_file_of_terabytes_is_refused_by_its_name_before_it_is_read(
+    file: str, has_checksums: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, checksums=has_checksums, template=True)
+    with open(tmp_path / file, "ab") as target:
+        target.truncate(4 << 40)  # a sparse file: it takes no space
+    assert refusal(tmp_path).where == str(tmp_path / file)
+    if file == CONFIG_FILE:
+        with pytest.raises(TrilloraError, match="larger than 64 MiB"):
+            read_head(tmp_path)

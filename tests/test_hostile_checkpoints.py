@@ -30,8 +30,9 @@ from safetensors.numpy import load, save
 from trillora.engine.step import GradNormStats, TrainState
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Step, to_metrics_line
+from trillora.files.bounded import read_whole
 from trillora.files.checkpoints import Checkpoints
-from trillora.files.storage import open_storage
+from trillora.files.storage import MARK, open_storage
 from trillora.model.layout import Leaf
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import ResolvedRecipe
@@ -265,6 +266,28 @@ def test_other_content_with_new_checksums_is_refused_or_exactly_used(checkpoints
     assert sum(outcomes[file, "previous"] for file in CHANGES) > sum(outcomes.values()) / 2
     assert all(outcomes[file, "previous"] for file in CHANGES)
     assert outcomes[STATE_FILE, "does not fit"]
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, CONFIG, STATE_FILE, METRICS_FILE, MARK, "other"])
+def test_a_file_of_terabytes_is_damage_and_is_not_read(tmp_path: Path, file: str) -> None:
+    made, events = Checkpoints(open_storage(tmp_path)), list[Event]()
+    for step in (1, 2):
+        made.write(step, files_of(step))
+    with open(tmp_path / "step-00000002" / file, "ab") as target:
+        target.truncate(4 << 40)  # a sparse file: it takes no space
+    found = made.newest_valid(events.append, find_fault)
+    assert found is not None and found[0] == 1
+    [alarm] = events
+    assert isinstance(alarm, Alarm) and file in alarm.text
+
+
+def test_a_file_that_does_not_fit_into_memory_is_named(tmp_path: Path) -> None:
+    """Its checksums may be right: the digest of zeros is known."""
+    with open(tmp_path / "state.safetensors", "wb") as target:
+        target.truncate(4 << 40)
+    with pytest.raises(TrilloraError, match=r"4398\.0 GB") as refused:
+        read_whole(tmp_path / "state.safetensors")
+    assert refused.value.where == str(tmp_path / "state.safetensors")
 
 
 @pytest.mark.parametrize(

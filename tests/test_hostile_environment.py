@@ -28,7 +28,7 @@ from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.data.tokenizing.store import ROW, StoreWriter, locked_store, open_store
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Note, Progress
-from trillora.files import hub
+from trillora.files import atomic, hub
 from trillora.files.cache_dir import CacheUnwritable, cache_root, with_cache, writing_cache
 from trillora.model.loading import embedded
 
@@ -66,6 +66,34 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
         write_store(tmp_path / "store")
     assert "No space left on device" in caught.value.what and "TRILLORA_CACHE" in caught.value.do
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trillora.files.atomic import new_folder
+with new_folder(Path(sys.argv[1])) as making:
+    (making / "weights").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_export_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
+    source = str(Path(trillora.__file__).parents[1])
+    target, elsewhere = tmp_path / "merged", f".merged.making-{2**22 + 1}-1-0123abcd"
+    subprocess.run([sys.executable, "-c", KILLED, str(target)], env={**os.environ, "PYTHONPATH": source})
+    [left] = os.listdir(tmp_path)
+    kept = {f".merged.making-{os.getppid()}-1-{left[-8:]}", elsewhere, ".merged.making-1", f".other{left[7:]}"}
+    for name in (*kept, ".merged.making-1-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("")
+    for path in (tmp_path / ".merged.making-1-2" / "weights", tmp_path / ".merged.making-1-2"):
+        os.utime(path, (1e9, 1e9))  # years ago, by an older version
+    (tmp_path / f"{left[:-8]}00000000").symlink_to(tmp_path / "other")
+    with atomic.new_folder(target) as making:
+        assert making.name.endswith(left[-8:])
+        assert {*os.listdir(tmp_path)} == {*kept, making.name, f"{left[:-8]}00000000"}
+    assert target.is_dir()
 
 
 def test_a_cache_that_cannot_be_created_is_replaced_by_a_temporary_one(

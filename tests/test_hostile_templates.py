@@ -134,6 +134,25 @@ def test_an_endless_template_is_found_after_a_few_rows(tmp_path: Path, template:
         assert used < BOUND
 
 
+@pytest.mark.parametrize("grown", ["{{ range(99999) | batch(1) | list }}", "{{ 'x' * 400000 }}"], ids=["batch", "text"])
+def test_a_template_that_makes_much_text_of_short_rows_is_found_after_a_few(tmp_path: Path, grown: str) -> None:
+    """Each row is within the limits of time and memory, but all of them would be tokenized."""
+    with pytest.raises(TrilloraError, match=r"characters of a row of \d+ bytes") as caught:
+        prepared(tmp_path, grown + TOKENIZER.chat_template, 256, on_bad_row="skip")
+    assert "not tried" in caught.value.what
+    with pytest.raises(TrilloraError, match="characters of a row"):
+        Prompts(TOKENIZER, template=grown + TOKENIZER.chat_template).encode("hi")
+
+
+def test_a_template_may_write_long_instructions_and_repeat_a_row() -> None:
+    for template, content in (("x" * 300_000, "hi"), ("{{ messages[0].content * 15 }}", "long " * 50_000)):
+        chat = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Hi"}]}
+        worker = Worker(settings(template + TOKENIZER.chat_template))
+        [row] = worker.render([json.dumps(chat).encode()], "messages")
+        worker.close()
+        assert not isinstance(row, BadRow) and len(row.text) > 300_000
+
+
 def test_rows_past_their_limit_after_good_ones_are_bounded_too() -> None:
     """A template that is slow for some rows: they are skipped, up to a number."""
     slow = "{% if messages[0]['content'] == 'slow' %}{{ 'x' * 10 ** 10 }}{% endif %}" + TOKENIZER.chat_template

@@ -94,6 +94,18 @@ def test_a_split_of_a_config_is_read_without_the_rest(hub: DatasetHub, tmp_path:
     assert hub.num_bytes == sent, "tokens are in the cache"
 
 
+@pytest.mark.parametrize(("config", "file"), [("ro", "ro/data.jsonl"), ("en", "en/train-1.parquet")])
+def test_bytes_that_are_not_those_of_the_hubs_digest_are_refused(
+    hub: DatasetHub, tmp_path: Path, config: str, file: str
+) -> None:
+    other = FILES[file].replace(b"unu 2", b"unu 9").replace(b"more is 1", b"more is 7")
+    assert len(other) == len(FILES[file]) and other != FILES[file]
+    hub.sent_instead[file] = other
+    with pytest.raises(TrilloraError, match="not the one that the hub lists") as caught:
+        opened(tmp_path, Source(NAME, config=config, split="train"), columns=COLUMNS if config == "en" else {})
+    assert file in str(caught.value.where)
+
+
 def test_columns_are_the_keys_of_a_format(hub: DatasetHub, tmp_path: Path) -> None:
     renamed = opened(
         tmp_path, Source(NAME, config="en", split="test"), columns={"question": "question", "answer": "reply"}

@@ -18,8 +18,11 @@ from typer.testing import CliRunner
 from trillora.adapters.card import CARD_FILE
 from trillora.cli import app
 from trillora.errors import TrilloraError
-from trillora.export.hub import adapter_to_push, push, token_of_environment
+from trillora.export.hub import _new_checksums, adapter_to_push, push, token_of_environment
 from trillora.export.source import open_source
+from trillora.files.atomic import write_synced
+from trillora.files.checksums import checksums_of, read_checksums
+from trillora.files.storage import MARK
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, load_adapter
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
@@ -65,6 +68,18 @@ def test_an_adapter_is_pushed_as_a_folder_that_loads(run: Path, hub: Hub, tmp_pa
     for name, data in hub.files.items():
         (tmp_path / name).write_bytes(data)
     load_adapter(tmp_path)  # its checksums are those of the pushed files
+
+
+def test_an_adapter_above_a_gibibyte_has_checksums_and_is_not_read_into_memory(tmp_path: Path) -> None:
+    write_synced(tmp_path / MARK, checksums_of(7, {WEIGHTS_FILE: b"", CONFIG_FILE: b"{}"}))
+    with open(tmp_path / WEIGHTS_FILE, "wb") as file:
+        file.truncate((1 << 30) + 1)
+    facts = read_checksums(_new_checksums(tmp_path, {WEIGHTS_FILE: tmp_path / WEIGHTS_FILE, CONFIG_FILE: b"{}"}))
+    assert facts is not None and facts["step"] == 7 and facts["files"][WEIGHTS_FILE]["size"] == (1 << 30) + 1
+    with open(tmp_path / MARK, "ab") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(TrilloraError, match="larger than 64 MiB"):
+        _new_checksums(tmp_path, {})
 
 
 def test_a_path_is_not_published_as_the_name_of_the_base(run: Path) -> None:

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import zipfile
@@ -28,6 +29,7 @@ from trillora.launch.bundle import Bundle, make_bundle
 from trillora.launch.install import REQUIREMENTS, UV, InstallError, check_machine, explain, find_uv
 from trillora.launch.notebooks.session import Session, SessionError
 from trillora.launch.worker_files import write_files
+from trillora.locks.extras import install_command
 from trillora.locks.sets import find_set, installed_versions, locked_versions
 
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="libtpu has builds for x86-64 only")
@@ -231,3 +233,12 @@ def test_a_notebook_without_network_says_so(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SessionError, match="cannot be reached") as caught:
         session.install()
     assert "Settings > Internet" in str(caught.value) and UV.startswith("uv==")
+
+
+def test_no_message_says_to_install_a_name_from_the_index_that_is_not_ours() -> None:
+    sources = [file for file in (Path(install_module.__file__).parents[1]).rglob("*.py") if file.parent.name != "locks"]
+    told = [str(file) for file in sources if re.search(r"pip install [\"']?trillora", file.read_text("utf-8"))]
+    assert len(sources) > 250 and told == []
+    assert install_command("export") == 'pip install "gguf>=0.17"'
+    assert all(name in install_command("certify") for name in ('"peft>=', '"xllamacpp>='))
+    assert "checkout" in install_command("no-such-extra")

@@ -71,6 +71,9 @@ def test_colab_notebook_is_valid_selects_the_tpu_and_contains_everything(bundle:
     with pytest.raises(TrilloraError, match="another notebook"):
         write_colab(bundle, tmp_path / "out", "colab-v6e")
     assert files.notebook.read_bytes() == before and len(list((tmp_path / "out").iterdir())) == 1
+    files.notebook.write_bytes(b"not UTF-8: \xff")
+    with pytest.raises(TrilloraError, match="another notebook"):
+        write_colab(bundle, tmp_path / "out", "colab")
 
 
 def test_large_bundle_is_a_file_next_to_the_notebook(
@@ -130,6 +133,10 @@ def test_leftover_keys_that_select_a_cpu_are_removed(bundle: Bundle, tmp_path: P
         "metadata.kaggle of the notebook",
     ]
     assert (file.read_text(), notebook.read_text()) == clean
+    for damaged in (b"\xff", b"[]", b"{}", b'{"nbformat": 4, "cells": 1}'):
+        notebook.write_bytes(damaged)
+        with pytest.raises(TrilloraError, match="not a notebook"):
+            clean_kernel(folder)
 
 
 @pytest.mark.parametrize("owner", ["", "a/b", "-me", "me there", "x" * 60])
@@ -339,6 +346,20 @@ def test_run_on_colab_is_followed_and_fetched_and_the_runtime_is_given_back(
     # The token is a file on the runtime, and in no command.
     assert (google.home / "vm" / "content" / "hf-token").read_text() == TOKEN
     assert TOKEN not in (google.home / "calls.jsonl").read_text() and TOKEN not in str(heard)
+
+
+def test_results_with_a_link_are_refused_and_the_archive_stays(google: Google, bundle: Bundle, tmp_path: Path) -> None:
+    import tarfile
+
+    with tarfile.open(google.home / "chat-results.tar", "w") as archive:
+        link = tarfile.TarInfo("run/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+        archive.addfile(link)
+    files = write_colab(bundle, tmp_path / "out", "colab")
+    with pytest.raises(TrilloraError, match="run/link is a symbolic link") as refused:
+        ColabRun(files, Heard()).run()
+    assert refused.value.exit_code == 2 and Path(str(refused.value.where)).is_file() and not files.results.exists()
+    assert google.verbs[-1] == "stop"
 
 
 def test_lost_connection_does_not_lose_the_run(google: Google, bundle: Bundle, tmp_path: Path) -> None:

@@ -293,12 +293,7 @@ def their_optimizer(model: Any, variant: str, settings: dict[str, Any]) -> torch
         return create_loraplus_optimizer(
             model, torch.optim.AdamW, lr=rate, loraplus_lr_ratio=16, loraplus_weight_decay=decay
         )
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for name, p in trained if "magnitude" not in name], "weight_decay": decay},
-        {"params": [p for name, p in trained if "magnitude" in name], "weight_decay": 0.0},  # vectors do not decay
-    ]
-    return torch.optim.AdamW(groups, lr=rate)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=decay)
 
 
 @pytest.mark.parametrize("variant", [n if n in ("dora", "pissa") else slow_case(n) for n in TRAINED])

@@ -108,6 +108,7 @@ def test_colab_notebook_proves_trains_evaluates_exports_and_shows_the_report(
     assert "adapter" in found.of("session.evaluate(")
     assert (found.results / "run" / "exports" / "merged" / "model.safetensors").is_file()
     assert found.html.startswith("<iframe srcdoc=") and "lesson" in found.html
+    assert '" sandbox width=' in found.html  # as on the page of `serve`: nothing in it can run
 
     # The same as without a notebook, bit for bit.
     sections = {"data": data, "train": {"steps": 6}, "evaluate": {"max_tokens": 4, "num_samples": 0}}

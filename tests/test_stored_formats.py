@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -533,6 +534,21 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 DAMAGES: dict[str, tuple[Quantize, dict[str, Any], Callable[[Tensors], Any], str]] = {
     "no scale": (float8(32, 32), FP8, lambda t: t.pop(f"{NAME}_scale_inv"), "stored as F8_E4M3"),
     "wrong grid": (float8(32, 32), FP8, lambda t: t.update({f"{NAME}_scale_inv": torch.ones(5, 7)}), "do not fit"),
+    **{
+        f"scale {value:g}": (
+            float8(32, 32),
+            FP8,
+            lambda t, value=value: t[f"{NAME}_scale_inv"].__setitem__((0, 1), value),
+            f"A scale of the quantized {NAME} is {value:.3g}",
+        )
+        for value in (-1e38, -1.0, 1e38, math.inf, math.nan)
+    },
+    "negative global scale": (
+        fp4("nvfp4"),
+        INTEGERS["nvfp4"][1],
+        lambda t: t.update({f"{NAME}_global_scale": -t[f"{NAME}_global_scale"]}),
+        "A scale of the quantized",
+    ),
     "no global scale": (
         fp4("nvfp4"),
         INTEGERS["nvfp4"][1],

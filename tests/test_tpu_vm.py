@@ -25,6 +25,7 @@ from test_preflight_show import GO, NO_GO
 from typer.testing import CliRunner, Result
 
 from trillora import cli
+from trillora.cli import tpu_vm_commands
 from trillora.errors import TrilloraError
 from trillora.launch import go, worker_files
 from trillora.launch.bundle import Bundle, make_bundle
@@ -427,7 +428,9 @@ def test_command_prints_all_commands_and_costs_and_creates_nothing(
     assert "23.40 h by preflight: $121.91 to $288.99" in shown.stdout
     assert lines[-1] == "Nothing was created. Add --run to execute these commands." and google.calls == []
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    one = launch("chat.yaml", "--on", "v6e-8", "--step", "copy", "--json")
+    unasked = launch("chat.yaml", "--on", "v6e-8", "--step", "copy", "--json")
+    assert len(json.loads(unasked.stdout)["commands"]) == 2 and "hf-token" not in unasked.output
+    one = launch("chat.yaml", "--on", "v6e-8", "--step", "copy", "--json", "--send-token")
     answer = json.loads(one.stdout)
     assert [command["step"] for command in answer["commands"]] == ["copy", "copy", "copy"]
     assert "preempted" in answer["warnings"][0] and TOKEN not in one.output and google.calls == []
@@ -436,11 +439,22 @@ def test_command_prints_all_commands_and_costs_and_creates_nothing(
     assert deleted.exit_code == 0 and google.verbs() == ["delete"]
     lost = launch("chat.yaml", "--on", "v6e-8", "--step", "wait", "--run")
     assert lost.exit_code == 2 and "is lost: there is no such machine" in lost.output
-    job = launch(
-        "chat.yaml", "--on", "v6e-8", "--as", "skypilot", "--out", "job", "train.checkpoint_dir=gs://mine/chat"
-    )
+    managed = ("--as", "skypilot", "--out", "job", "train.checkpoint_dir=gs://mine/chat", "--send-token")
+    job = launch("chat.yaml", "--on", "v6e-8", *managed)
     assert job.exit_code == 0 and "sky jobs launch task.yaml --secret HF_TOKEN" in job.stdout, job.output
     assert TOKEN not in job.output and not any(TOKEN in file.read_text() for file in Path("job").glob("*.[sy]*"))
+
+
+def test_a_token_that_stays_here_is_said_for_models_of_the_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def said(model: str, *, sent: bool = False) -> str:
+        heard = Heard()
+        tpu_vm_commands._say_what_is_not_sent(model, sent, heard)
+        return str(heard)
+
+    assert said("org/gated") == ""  # there is no token
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert "is not sent" in said("org/gated") and TOKEN not in said("org/gated")
+    assert said("org/gated", sent=True) == said(str(folder / "model")) == said("smollm2") == ""
 
 
 def test_no_go_and_secrets_are_refused(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from trillora.errors import TrilloraError
+from trillora.locks.extras import install_command
 
 MAGIC = b"GGUF"
 DO = "export it again, or copy the file again"
@@ -74,7 +75,7 @@ class GgufFile:
 
 def open_gguf(file: Path) -> GgufFile:
     if importlib.util.find_spec("gguf") is None:
-        raise TrilloraError("Reading GGUF files needs the package gguf.", do="pip install 'trillora[certify]'")
+        raise TrilloraError("Reading GGUF files needs the package gguf.", do=install_command("certify"))
     from gguf import GGUFReader
 
     try:

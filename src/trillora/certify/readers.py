@@ -26,6 +26,7 @@ import numpy as np
 from trillora.certify.subject import NotHere
 from trillora.child_process import bare_environment, isolated_python
 from trillora.errors import TrilloraError, in_words
+from trillora.locks.extras import install_command
 from trillora.model.adapter_parameters import is_of_lora, name_in_memory
 from trillora.model.adapters import load_adapter
 from trillora.model.loading.source import load_config
@@ -82,7 +83,7 @@ def listening() -> Iterator[list[str]]:
 def read_with_peft(base: Path, adapter: Path, prompts: Sequence[Sequence[int]]) -> Reading:
     """Base and adapter as PEFT's users load them."""
     if importlib.util.find_spec("peft") is None:
-        raise NotHere("Reading adapters with PEFT needs the package peft.", do="pip install 'trillora[certify]'")
+        raise NotHere("Reading adapters with PEFT needs the package peft.", do=install_command("certify"))
     from peft import PeftModel
 
     with _reader("PEFT"), listening() as heard:
@@ -186,7 +187,7 @@ def read_with_llama_cpp(
     C++ code that reads a file which may be damaged."""
     if importlib.util.find_spec("xllamacpp") is None:
         what = "Reading GGUF files with llama.cpp needs the package xllamacpp."
-        raise NotHere(what, do="pip install 'trillora[certify]'")
+        raise NotHere(what, do=install_command("certify"))
     program = "from trillora.certify.llama_cpp import main; main()"
     child = isolated_python(program, environment=bare_environment())
     request = {

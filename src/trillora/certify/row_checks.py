@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,6 +103,10 @@ def sample_rows(subject: Subject, listener: Listener) -> SampleRows:
         raise NotHere(f"The run's data is larger than {MAX_DATA >> 20} MiB.", do="use `trillora inspect` for it")
     if any(file_digest(path) != digest for path, digest in files):
         raise Changed("The run's data has changed since the training.", do="restore the files of the run")
+    path = subject.stage.data.path
+    named = [path] if isinstance(path, str) else [each.path for each in path]
+    if not all(os.path.exists(each) for each in named):  # the recipe may be another person's: no address is contacted
+        raise NotHere("The run's data is not on this machine.", do="certify it where the data is")
     tokenizer = subject.opened.tokenizer
     recipe = with_token_ids(with_template_date(subject.stage, tokenizer, listener), tokenizer)
     dataset = open_dataset(recipe, tokenizer, listener)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,7 +51,10 @@ from trillora.model.lora_spec import LayerLora, LoraSpec
 from trillora.recipe.group import group_of
 from trillora.recipe.load import is_run, load_run_recipe
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
+from trillora.safe_text import visible_line
+from trillora.secrets import without_secrets
 
+logger = logging.getLogger(__name__)
 TEMPLATE_DATE = "2024-07-26"  # for templates that write the date: a certificate must not depend on the day
 GROUP_CHECKPOINT = "adapters.safetensors"  # of a run that trains several adapters: arrays called NAME/PARAMETER
 MERGE_FACTS = "merge.json"
@@ -251,13 +255,20 @@ class Subject:
 
     @property
     def _checkpoints(self) -> str:
-        """Where the run says that its checkpoints are; next to it, if it was moved."""
+        """Where the run says that its checkpoints are; next to it, if it was moved. The run may come from another
+        person, so an address that it names is not contacted: that would use this user's network and credentials."""
         assert self.run is not None
         beside, file = self.run / "checkpoints", self.run / "saved.json"
         if beside.is_dir() or not file.is_file():
             return str(beside)
         where = read_json(file, dict[str, Any], do=DO).get("where")
-        return str(where).rpartition("/")[0] if where else str(beside)
+        place = str(where).rpartition("/")[0] if where else str(beside)
+        if "://" in place:
+            shown = visible_line(without_secrets(place))
+            do = f"to compare the adapter with what was trained, copy them to {self.run / 'checkpoints'}"
+            logger.warning("The run says that its checkpoints are at %s, which is not contacted; %s.", shown, do)
+            raise NotHere("The run's checkpoints are not on this machine.", where=shown, do=do)
+        return place
 
     @property
     def _step(self) -> int | None:

@@ -44,6 +44,10 @@ def export(
     base: Annotated[
         str | None, typer.Option("--base", metavar="MODEL", help="The base model, if it is not the one of the run.")
     ] = None,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option("--checkpoints", metavar="FOLDER|URL", help="Of a run that has not finished: its checkpoints."),
+    ] = None,
     repo: Annotated[str | None, typer.Option("--repo", metavar="ORG/NAME", help="For hub: the repository.")] = None,
     what: Annotated[str, typer.Option("--what", metavar="WHAT", help="For hub: adapter or merged.")] = "adapter",
     private: Annotated[bool, typer.Option("--private/--public", help="For hub: who can read it.")] = True,
@@ -58,8 +62,9 @@ def export(
         meant = nearest(to, KINDS)
         hint = f"did you mean '{meant}'? " if meant else ""
         raise TrilloraError(f"There is no export to '{to[:40]}'.", where="--to", do=f"{hint}Use {', '.join(KINDS)}")
+    overrides = _overrides(trust, checkpoints)
     if to == "hub":
-        _to_hub(name, adapter, base, repo, what, private=private, trust=trust, as_json=as_json)
+        _to_hub(name, adapter, base, repo, what, private=private, overrides=overrides, as_json=as_json)
         return
     for option, given in (("--repo", repo is not None), ("--what", what != "adapter"), ("--public", not private)):
         if given:
@@ -67,7 +72,7 @@ def export(
     with progress_on_stderr() as listener:
         from trillora.export.source import open_source
 
-        source = open_source(name, adapter=adapter, base=base, overrides=_overrides(trust), listener=listener)
+        source = open_source(name, adapter=adapter, base=base, overrides=overrides, listener=listener)
         kind = f"gguf-{type or DEFAULT_TYPES['gguf']}" if to == "gguf" else to
         exported = _run(source, to, type, _folder(source, kind, out), listener)
         certificate = None
@@ -112,7 +117,7 @@ def _to_hub(
     what: str,
     *,
     private: bool,
-    trust: bool,
+    overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
     if what not in ("adapter", "merged"):
@@ -130,7 +135,7 @@ def _to_hub(
         from trillora.export.source import open_source
 
         opened = base if what == "merged" else None  # to name the base of an adapter, it need not be opened
-        source = open_source(name, adapter=adapter, base=opened, overrides=_overrides(trust), listener=listener)
+        source = open_source(name, adapter=adapter, base=opened, overrides=overrides, listener=listener)
         if what == "adapter":
             pushed = push(adapter_to_push(source, base), repo, token=token, private=private, listener=listener)
         else:
@@ -162,8 +167,9 @@ def _folder(source: ExportSource, kind: str, out: Path | None) -> Path:
     return source.run / EXPORTS / f"{kind}{phase}"
 
 
-def _overrides(trust: bool) -> tuple[str, ...]:
-    return ("model.trust_remote_code=true",) if trust else ()
+def _overrides(trust: bool, checkpoints: str | None) -> tuple[str, ...]:
+    code = ("model.trust_remote_code=true",) if trust else ()
+    return code if checkpoints is None else (*code, f"train.checkpoint_dir={checkpoints}")
 
 
 def _show(exported: Exported, certificate: Certificate | None, as_json: bool) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from trillora.cli.options import Overrides, RecipeFile, Tiny, number_parser
 from trillora.cli.output import print_json, progress_on_stderr, run_events
+from trillora.events import Note
 
 if TYPE_CHECKING:
     from trillora.events import Listener
@@ -64,6 +65,9 @@ As = Annotated[
 Cluster = Annotated[
     str | None, typer.Option("--cluster", metavar="NAME", help="GKE cluster for --as xpk, from `xpk cluster create`.")
 ]
+SendToken = Annotated[
+    bool, typer.Option("--send-token", help="Send this machine's Hugging Face token, for gated models.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Launch although preflight says no, or in an unknown zone.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the commands as JSON; with --run, each event as one line.")]
 
@@ -85,6 +89,7 @@ def tpu_vm(
     max_restarts: Restarts = 10,
     engine: As = None,
     cluster: Cluster = None,
+    send_token: SendToken = False,
     tiny: Tiny = False,
     force: Force = False,
     as_json: Json = False,
@@ -93,17 +98,19 @@ def tpu_vm(
 
     Without --run, prints every command and the cost, and does nothing. The machine is deleted however the command ends,
     unless --keep is given. A preempted run resumes on a new machine if train.checkpoint_dir is in a bucket. The exit
-    code is that of the run. A token in HF_TOKEN is copied to the machine as a file, and removed after the run.
+    code is that of the run. With --send-token, the token in HF_TOKEN is copied to the machine as a file, and removed
+    after the run.
     """
     from trillora.launch.bundle import make_bundle
     from trillora.launch.managed import make_job
     from trillora.launch.tpu_vm import TpuVm, make_plan
 
-    token = os.environ.get("HF_TOKEN") or None
+    token = _token() if send_token else None
     options: dict[str, Any] = {"zone": zone, "project": project, "name": name, "is_spot": not on_demand, "force": force}
     options["has_token"] = token is not None
     with progress_on_stderr() as listener:
         bundle = make_bundle(recipe, overrides or (), tiny=tiny, listener=listener)
+        _say_what_is_not_sent(bundle.recipe.model.name, send_token, listener)
         folder = out or Path("runs") / bundle.name
         if engine is not None:
             job = make_job(bundle, on, **options)
@@ -122,6 +129,18 @@ def tpu_vm(
         code = machine.step(step) if step else machine.launch(keep=keep, max_restarts=max_restarts)
     if code:
         raise typer.Exit(code)
+
+
+def _token() -> str:
+    from trillora.export.hub import token_of_environment
+
+    return token_of_environment()
+
+
+def _say_what_is_not_sent(model: str, send_token: bool, listener: Listener) -> None:
+    is_of_hub = "/" in model and not os.path.isdir(model)
+    if is_of_hub and not send_token and os.environ.get("HF_TOKEN"):
+        listener(Note("The token in HF_TOKEN is not sent. If the model or data is gated or private, add --send-token."))
 
 
 def _hours(bundle: Bundle, slice_name: str, force: bool, listener: Listener) -> float | None:

@@ -49,6 +49,7 @@ from trillora.files.atomic import write_file
 from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
+from trillora.locks.extras import install_command
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.load import RunRecipe, load_run_recipe
@@ -252,7 +253,9 @@ def _answers(file: _TestFile, documents: Documents, models: _Models, seed: int) 
         label=file.label,
         kind=kind,
         intervals={name: difference.interval() for name, difference in compared.items()},
-        notes=(NO_SACREBLEU,) if kind in ("long", "mixed") and not models.comparison.has_sacrebleu else (),
+        notes=(f"{NO_SACREBLEU} {install_command('eval')}",)
+        if kind in ("long", "mixed") and not models.comparison.has_sacrebleu
+        else (),
     )
     return _Tested(result, compared)
 

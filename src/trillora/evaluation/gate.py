@@ -28,7 +28,7 @@ _COMPARED = {
     ">": lambda value, limit: value > limit,
     "<": lambda value, limit: value < limit,
 }
-_CONDITION = re.compile(r"\s*(?P<name>[^<>=]+?)\s*(?P<sign>>=|<=|>|<)\s*(?P<limit>[-+.\w]+)\s*")
+_CONDITION = re.compile(r"(?P<name>[^<>=]+)(?P<sign>>=|<=|>|<)\s*(?P<limit>[-+.\w]+)")
 _FORM = 'write conditions such as "exact_match>=0.6, forgetting<=0.05"'
 
 
@@ -95,10 +95,10 @@ def _value(scores: Scores | None, wanted: Wanted) -> float | None:
 
 
 def _parsed(text: str, files: Collection[str]) -> Wanted:
-    match = _CONDITION.fullmatch(text)
-    if match is None:
+    match = _CONDITION.fullmatch(text.strip())
+    if match is None or not match["name"].strip():
         raise TrilloraError(f"'{text.strip()[:80]}' is not a condition.", where="--gate", do=_FORM)
-    name, sign = match["name"], match["sign"]
+    name, sign = match["name"].strip(), match["sign"]
     limit = _number(match["limit"], text)
     file, colon, rest = name.rpartition(":")
     if colon and file not in files:

@@ -22,6 +22,7 @@ from trillora.evaluation.rows import check_run
 from trillora.events import Listener, ignore_events
 from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
+from trillora.locks.extras import install_command
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.load import load_run_recipe
 
@@ -31,7 +32,7 @@ except ImportError as error:
     raise TrilloraError(
         "Tasks of lm-evaluation-harness need the package lm_eval, which brings about forty others.",
         where="--harness",
-        do='pip install "trillora[lm-eval]"',
+        do=install_command("lm-eval"),
     ) from error
 
 MAX_NEW_TOKENS = 256  # of an answer, if the task does not say: the harness' own default

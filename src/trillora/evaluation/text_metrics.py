@@ -25,9 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TEXT_METRICS = ("f1", "rouge_1", "rouge_2", "rouge_l", "chrf", "bleu")
-NO_SACREBLEU = (
-    'chrF and BLEU are left out: they need the package sacrebleu. To install it: pip install "trillora[eval]"'
-)
+NO_SACREBLEU = "chrF and BLEU are left out: they need the package sacrebleu. To install it:"
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _WORD = re.compile(r"[^\W_]+")

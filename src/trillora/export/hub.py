@@ -20,9 +20,8 @@ from trillora.adapters.card import CARD_FILE, adapter_card, hub_id, is_unedited
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.export.source import ExportSource
-from trillora.files.bounded import read_bounded
-from trillora.files.checksums import read_checksums, with_checksums
-from trillora.files.read_json import parse_json, read_text
+from trillora.files.checksums import checksums_of, read_checksums
+from trillora.files.read_json import parse_json, read_data, read_text
 from trillora.files.storage import MARK
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE
 from trillora.model.loading.source import HUB_ID
@@ -31,7 +30,7 @@ from trillora.secrets import mask_message
 
 VARIABLE = "HF_TOKEN"
 NOT_PUSHED = ("merge.json", "certificate.json", "certificate.html")  # they name folders of this machine
-MAX_BYTES = 1 << 30  # of an adapter's file that is read into memory
+COPY_AGAIN = "copy it again"
 File = Path | bytes
 
 
@@ -71,9 +70,7 @@ def adapter_to_push(source: ExportSource, base: str | None = None) -> dict[str, 
     """The files of an adapter by name. `base` is the id of the base model on the hub, if the adapter names it by a path
     of this machine, which no one else could load. The card has the newest scores, unless a person has edited it."""
     folder = source.adapter
-    config = parse_json(
-        _read(folder / CONFIG_FILE), dict[str, Any], where=str(folder / CONFIG_FILE), do="copy it again"
-    )
+    config = parse_json(_read(folder / CONFIG_FILE), dict[str, Any], where=str(folder / CONFIG_FILE), do=COPY_AGAIN)
     named = hub_id(base) or hub_id(source.base_id)
     if named is None:
         raise TrilloraError(
@@ -194,9 +191,8 @@ def _new_checksums(folder: Path, files: Mapping[str, File]) -> bytes:
     """checksums.json for the pushed files: the config may have changed."""
     facts = read_checksums(_read(folder / MARK)) or {}
     listed = [name for name in facts.get("files", {WEIGHTS_FILE: {}, CONFIG_FILE: {}}) if name in files]
-    contents = {name: file if isinstance(file := files[name], bytes) else _read(file) for name in listed}
-    return with_checksums(int(facts.get("step", 0)), contents)[MARK]
+    return checksums_of(int(facts.get("step", 0)), {name: files[name] for name in listed})
 
 
 def _read(file: Path) -> bytes:
-    return read_bounded(file, MAX_BYTES)
+    return read_data(file, do=COPY_AGAIN)

@@ -37,6 +37,7 @@ from trillora.model.loading.source import OpenModel, load_tokenizer, weight_file
 from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import is_run, load_run_recipe
 from trillora.recipe.schema import Recipe, stages_of
+from trillora.secrets import without_secrets
 
 EXPORTS = "exports"  # the folder of a run that exports go to
 TOKENIZER_FILE = "tokenizer_config.json"  # of a complete tokenizer next to an adapter
@@ -116,8 +117,9 @@ def open_source(
     opened = None
     if folder is None:
         assert run is not None and recipe is not None
+        checkpoints = _checkpoints(run, recipe, overrides)
         opened = _open_named(base, recipe)
-        folder, step = _last_checkpoint(run, recipe, opened, listener)
+        folder, step = _last_checkpoint(run, recipe, opened, checkpoints, listener)
         notes.append(f"The run has not finished: this is its checkpoint of step {step}.")
     spec, matrices = load_adapter(folder)
     base_id = read_head(folder).base_name or ""
@@ -179,10 +181,28 @@ def _adapter_folder(given: Path, run: Path | None, adapter: str | Path | None) -
     return None
 
 
-def _last_checkpoint(run: Path, recipe: Recipe, opened: OpenModel, listener: Listener) -> tuple[Path, int]:
+def _checkpoints(run: Path, recipe: Recipe, overrides: Sequence[str]) -> Checkpoints:
+    """The run's checkpoints. Its folder may come from another person, so an address that only it names is not
+    contacted: that would use this user's network and credentials."""
+    place, inside = recipe.train.checkpoint_dir or str(run / "checkpoints"), run / "checkpoints"
+    is_given = any(override.startswith("train.checkpoint_dir=") for override in overrides)
+    if "://" in place and not is_given:
+        if not inside.is_dir():
+            shown = without_secrets(place)
+            raise TrilloraError(
+                f"This run has no adapter yet, and its folder says that its checkpoints are at {shown}.",
+                where=str(run),
+                do=f"if you trust this address, add --checkpoints {shown}; or copy the checkpoints to {inside}",
+            )
+        place = str(inside)
+    return Checkpoints(open_storage(place))
+
+
+def _last_checkpoint(
+    run: Path, recipe: Recipe, opened: OpenModel, checkpoints: Checkpoints, listener: Listener
+) -> tuple[Path, int]:
     """Writes the adapter of the newest valid checkpoint to a folder of its own, and returns it with its step. The
     checkpoint itself may be elsewhere, and the run may remove it at any time."""
-    checkpoints = Checkpoints(open_storage(recipe.train.checkpoint_dir or run / "checkpoints"))
     found = checkpoints.newest_valid(listener)
     if found is None:
         raise TrilloraError(

@@ -9,15 +9,20 @@ folder. Errors are OSError: the caller knows what the file is for.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import re
 import shutil
+import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _MAKING = ".making-"
+_ABANDONED = 86_400  # seconds without a change of a folder whose process is not known to be alive or dead
 # From file systems that cannot flush a folder: shared folders of virtual machines, old FUSE drivers.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 _NOT_REGULAR = {errno.ELOOP, errno.ENXIO}  # a link; a named pipe without a reader
@@ -108,9 +113,11 @@ def make_folder(path: Path) -> None:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A hidden folder to write files into. It becomes `path` at the end of the block, when all its files are on the
-    disk; if the block raises, nothing remains. `path` must not exist, or be an empty folder."""
+    disk; if the block raises, nothing remains. What a killed process left is removed by the next one with the same
+    `path`. `path` must not exist, or be an empty folder."""
     make_folder(path.parent)
-    making = path.parent / f".{path.name}{_MAKING}{os.getpid()}-{threading.get_ident()}"
+    _remove_abandoned(path)
+    making = path.parent / f".{path.name}{_MAKING}{os.getpid()}-{threading.get_ident()}-{_machine()}"
     shutil.rmtree(making, ignore_errors=True)  # left by a killed process with the same id
     try:
         os.mkdir(making)
@@ -128,6 +135,42 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(making, ignore_errors=True)
         raise
     sync_folder(path.parent)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes hidden folders for `path` whose process is dead. Of a process of another machine, or whose number was
+    given to another one, that is not known; then a day without a change counts as death."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}{re.escape(_MAKING)}(\d{{1,9}})-\d+(?:-([0-9a-f]{{8}}))?")
+    with os.scandir(path.parent) as entries:
+        found = [(e, m) for e in entries if (m := pattern.fullmatch(e.name)) and e.is_dir(follow_symlinks=False)]
+    for entry, match in found:
+        is_dead = match[2] == _machine() and not _is_running(int(match[1]))
+        if is_dead or time.time() - _last_change(entry.path) > _ABANDONED:
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _machine() -> str:
+    """Where process ids have the same meaning: this machine, or this container."""
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
+
+
+def _is_running(process: int) -> bool:
+    import psutil
+
+    return bool(psutil.pid_exists(process))
+
+
+def _last_change(folder: str) -> float:
+    """The newest time of a folder and what is in it, in seconds since 1970."""
+    times = [os.stat(folder).st_mtime]
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with suppress(OSError):  # removed meanwhile
+                times.append(os.lstat(os.path.join(parent, name)).st_mtime)
+    return max(times)
 
 
 def remove_unfinished(folder: Path) -> list[str]:

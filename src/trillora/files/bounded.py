@@ -1,4 +1,5 @@
-"""Reads a file that may be damaged or hostile: a regular file, up to a number of bytes, without waiting."""
+"""Reads a file that may be damaged or hostile: a regular file, up to a number of bytes or to the size of the memory,
+without waiting."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import os
 import stat
 from pathlib import Path
 
+from trillora.errors import TrilloraError
+
 _BLOCK = 1 << 20  # bytes
+_SURELY_FITS = 1 << 28  # bytes
 
 
 def read_bounded(file: Path, max_bytes: int) -> bytes:
@@ -23,3 +27,28 @@ def read_bounded(file: Path, max_bytes: int) -> bytes:
             if size > max_bytes:
                 raise ValueError(f"it is larger than {max_bytes >> 20} MiB")
     return b"".join(parts)
+
+
+def read_whole(file: Path) -> bytes:
+    """The bytes of a file that may be large, such as weights. One that does not fit into memory is a TrilloraError."""
+    size = os.stat(file).st_size
+    try:
+        if size > _SURELY_FITS and size > _memory():
+            raise MemoryError
+        return read_bounded(file, size)
+    except MemoryError as error:
+        raise TrilloraError(
+            f"This file does not fit into the memory of this machine: it has {size / 1e9:.1f} GB.",
+            where=str(file),
+            do="use a machine with more memory; or, if it should be much smaller, restore it from a copy",
+        ) from error
+    except ValueError as error:
+        raise TrilloraError(
+            f"This file cannot be read: {error}.", where=str(file), do="restore it from a copy"
+        ) from error
+
+
+def _memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)

@@ -6,10 +6,11 @@ import errno
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener
-from trillora.files.checksums import FORMAT, find_damage, read_checksums, with_checksums
+from trillora.files.checksums import FORMAT, MAX_BYTES, find_damage, find_wrong_size, read_checksums, with_checksums
 from trillora.files.storage import MARK, Storage
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
@@ -56,7 +57,8 @@ class Checkpoints:
     def read(self, step: int) -> dict[str, bytes]:
         """The files of a checkpoint, verified; raises `Damaged` if one differs from its checksum."""
         try:
-            files = self._storage.read(_name(step))
+            facts = self._facts(step)  # before files of any size are read
+            files = self._storage.read(_name(step), facts["files"])
         except FileNotFoundError:
             if step in (steps := self.steps()):  # a link to a drive that is not mounted
                 raise
@@ -66,10 +68,20 @@ class Checkpoints:
                 where=self._storage.where,
                 do=f"use one of the existing steps: {existing}",
             ) from None
-        if found := _fault(step, files, where=self.where(step)):
+        if found := find_damage(facts, files):
             raise Damaged(_name(step), *found, where=self._storage.where)
-        del files[MARK]
         return files
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        """The checksums of a checkpoint whose files have their names and sizes; raises `Damaged` if not."""
+        sizes = self._storage.sizes(_name(step))
+        is_bounded = (sizes.get(MARK) or 0) <= MAX_BYTES
+        mark = self._storage.read(_name(step), [MARK]).get(MARK) if is_bounded else b""
+        facts = None if mark is None else read_checksums(mark)
+        if found := _fault(step, facts, sizes, where=self.where(step)):
+            raise Damaged(_name(step), *found, where=self._storage.where)
+        assert facts is not None
+        return facts
 
     def newest_valid(
         self, listener: Listener, find_fault: Callable[[int, dict[str, bytes]], str | None] | None = None
@@ -132,11 +144,12 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _fault(step: int, files: Mapping[str, bytes], *, where: str) -> tuple[str, str] | None:
-    """The first damaged file and what is wrong with it, or None."""
-    if MARK not in files:
+def _fault(
+    step: int, facts: Mapping[str, Any] | None, sizes: Mapping[str, int | None], *, where: str
+) -> tuple[str, str] | None:
+    """The first file that is damaged by its name or size and what is wrong with it, or None."""
+    if MARK not in sizes:
         return MARK, "is missing"
-    facts = read_checksums(files[MARK])
     if facts is None:
         return MARK, "differs from its own digest"
     if facts.get("format") != FORMAT:  # the digest is right, so this is no damage
@@ -147,7 +160,7 @@ def _fault(step: int, files: Mapping[str, bytes], *, where: str) -> tuple[str, s
         )
     if facts["step"] != step:
         return MARK, f"belongs to step {facts['step']}"
-    if damage := find_damage(facts, files):
+    if damage := find_wrong_size(facts, sizes):
         return damage
-    extra = sorted(files.keys() - facts["files"].keys() - {MARK})
+    extra = sorted(sizes.keys() - facts["files"].keys() - {MARK})
     return (extra[0], "does not belong there") if extra else None

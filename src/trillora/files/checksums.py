@@ -8,20 +8,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from trillora.files.digests import bytes_digest, json_digest
+from trillora.files.digests import bytes_digest, file_digest, json_digest
 from trillora.files.storage import MARK
 
 FORMAT = 1
+MAX_BYTES = 1 << 24  # of checksums.json
 
 
 def with_checksums(step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files, followed by their checksums."""
+    return {**files, MARK: checksums_of(step, files)}
+
+
+def checksums_of(step: int, files: Mapping[str, bytes | Path]) -> bytes:
+    """The content of checksums.json for these files. Those on the disk may be larger than the memory."""
     if MARK in files:
         raise ValueError(f"{MARK} is a reserved name")
-    sums = {name: {"sha256": bytes_digest(data), "size": len(data)} for name, data in files.items()}
-    return {**files, MARK: seal({"format": FORMAT, "step": step, "files": sums})}
+    sums = {name: {"sha256": _digest(file), "size": _size(file)} for name, file in files.items()}
+    return seal({"format": FORMAT, "step": step, "files": sums})
+
+
+def _digest(file: bytes | Path) -> str:
+    return file_digest(file) if isinstance(file, Path) else bytes_digest(file)
+
+
+def _size(file: bytes | Path) -> int:
+    return file.stat().st_size if isinstance(file, Path) else len(file)
 
 
 def read_checksums(data: bytes) -> dict[str, Any] | None:
@@ -39,16 +54,24 @@ def read_checksums(data: bytes) -> dict[str, Any] | None:
         return None
 
 
+def find_wrong_size(facts: Mapping[str, Any], sizes: Mapping[str, int | None]) -> tuple[str, str] | None:
+    """The first file that is missing or has another size, and how; None if there is none. For files that are not read
+    yet: one that was replaced may be larger than the memory."""
+    for name, expected in facts["files"].items():
+        if name not in sizes:
+            return name, "is missing"
+        if sizes[name] not in (None, expected["size"]):  # None: not known
+            return name, f"has {sizes[name]} bytes instead of {expected['size']}"
+    return None
+
+
 def find_damage(facts: Mapping[str, Any], files: Mapping[str, bytes]) -> tuple[str, str] | None:
     """The first file that differs from its checksum, and how; None if all are as written."""
-    for name, expected in facts["files"].items():
-        if name not in files:
-            return name, "is missing"
-        if len(files[name]) != expected["size"]:
-            return name, f"has {len(files[name])} bytes instead of {expected['size']}"
-        if bytes_digest(files[name]) != expected["sha256"]:
-            return name, "differs from its checksum"
-    return None
+    if found := find_wrong_size(facts, {name: len(data) for name, data in files.items()}):
+        return found
+    different = (name for name, expected in facts["files"].items() if bytes_digest(files[name]) != expected["sha256"])
+    name = next(different, None)
+    return None if name is None else (name, "differs from its checksum")
 
 
 def seal(facts: dict[str, Any]) -> bytes:

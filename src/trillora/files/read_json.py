@@ -35,14 +35,14 @@ def read_json(file: Path, expected: type[T], *, do: str, max_bytes: int = MAX_BY
 
     `allow_infinity` accepts Infinity, which is not JSON but which Python writes into some model configs.
     """
-    data = _read(file, max_bytes, do)
+    data = read_data(file, do=do, max_bytes=max_bytes)
     return parse_json(data, expected, where=str(file), do=do, allow_infinity=allow_infinity)
 
 
 def read_text(file: Path, *, do: str, max_bytes: int = MAX_BYTES) -> str:
     """The content of a UTF-8 file as `Path.read_text` returns it; only a regular file of bounded size is read."""
     try:
-        text = _read(file, max_bytes, do).decode("utf-8")
+        text = read_data(file, do=do, max_bytes=max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
         raise TrilloraError(f"Byte {error.start + 1} of this file is not UTF-8.", where=str(file), do=do) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -63,7 +63,8 @@ def parse_json(data: bytes, expected: type[T], *, where: str, do: str, allow_inf
         raise TrilloraError(f"This file is not as expected: {_first_problem(error)}.", where=where, do=do) from error
 
 
-def _read(file: Path, max_bytes: int, do: str) -> bytes:
+def read_data(file: Path, *, do: str, max_bytes: int = MAX_BYTES) -> bytes:
+    """The bytes of a regular file of bounded size."""
     try:
         return read_bounded(file, max_bytes)
     except OSError as error:

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 from trillora.errors import TrilloraError, nearest
 from trillora.files import atomic
-from trillora.files.bounded import read_bounded
+from trillora.files.bounded import read_bounded, read_whole
 from trillora.secrets import mask_urls, secrets_of_url, without_secrets
 
 MARK = "checksums.json"  # written last; its presence shows that a set is complete
@@ -55,8 +55,12 @@ class Storage(Protocol):
     def write(self, name: str, files: Mapping[str, bytes]) -> None:
         """Adds or replaces a set, whose last file must be `MARK`. Raises OSError; other sets are never affected."""
 
-    def read(self, name: str) -> dict[str, bytes]:
-        """All files of a set except hidden ones. A subfolder is listed as `name/` with no bytes."""
+    def sizes(self, name: str) -> dict[str, int | None]:
+        """The bytes of each file of a set except hidden ones; None if a store does not say. A subfolder is listed as
+        `name/`, with 0."""
+
+    def read(self, name: str, only: Collection[str] | None = None) -> dict[str, bytes]:
+        """The files of a set; all that `sizes` lists, or only these. A subfolder has no bytes."""
 
     def remove(self, name: str) -> None:
         """Removes a set. Readers stop seeing it before its first file is removed."""
@@ -149,20 +153,23 @@ class LocalStorage:
             with suppress(OSError):  # the new set is in place; `clean` removes the rest
                 _remove_tree(old)
 
-    def read(self, name: str) -> dict[str, bytes]:
+    def sizes(self, name: str) -> dict[str, int | None]:
         check_name(name)
-        files: dict[str, bytes] = {}
         with os.scandir(self._root / name) as entries:
             # File managers and notebooks create hidden files. Ours are never hidden.
             listed = sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
-        for entry in listed:
-            if not entry.is_file():
-                files[f"{entry.name}/"] = b""
+        return {e.name if e.is_file() else f"{e.name}/": e.stat().st_size if e.is_file() else 0 for e in listed}
+
+    def read(self, name: str, only: Collection[str] | None = None) -> dict[str, bytes]:
+        files: dict[str, bytes] = {}
+        for file in self.sizes(name):
+            if only is not None and file not in only:
                 continue
+            path = self._root / name / file
             try:
-                files[entry.name] = Path(entry.path).read_bytes()
+                files[file] = b"" if file.endswith("/") else read_whole(path)
             except OSError as error:  # unlike open, read does not name the file
-                raise OSError(error.errno, error.strerror, entry.path) from error
+                raise OSError(error.errno, error.strerror, str(path)) from error
         return files
 
     def remove(self, name: str) -> None:
@@ -277,23 +284,35 @@ class RemoteStorage:
         with suppress(OSError):  # the set is written; `clean` removes the rest
             self._call(self._system.rm_file, self._path(name, ".making"))
 
-    def read(self, name: str) -> dict[str, bytes]:
+    def sizes(self, name: str) -> dict[str, int | None]:
         check_name(name)
-        return self._read(name)
+        return self._sizes(name)
 
-    def _read(self, name: str) -> dict[str, bytes]:
-        files: dict[str, bytes] = {}
+    def read(self, name: str, only: Collection[str] | None = None) -> dict[str, bytes]:
+        check_name(name)
+        return self._read(name, only)
+
+    def _sizes(self, name: str) -> dict[str, int | None]:
         listed = self._list(name)
         if not listed:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.where}/{name}")
+        sizes: dict[str, int | None] = {}
         for file, entry in sorted(listed.items()):
-            if file.startswith("."):
+            if not file.startswith("."):
+                is_folder = entry["type"] == "directory"
+                sizes[f"{file}/" if is_folder else file] = 0 if is_folder else entry.get("size")
+        return sizes
+
+    def _read(self, name: str, only: Collection[str] | None = None) -> dict[str, bytes]:
+        files: dict[str, bytes] = {}
+        for file, size in self._sizes(name).items():
+            if only is not None and file not in only:
                 continue
-            if entry["type"] == "directory":
-                files[f"{file}/"] = b""
+            if file.endswith("/"):
+                files[file] = b""
             else:
-                size = entry.get("size") or 0
-                files[file] = bytes(self._call(self._system.cat_file, self._path(name, file), num_bytes=size))
+                path = self._path(name, file)
+                files[file] = bytes(self._call(self._system.cat_file, path, num_bytes=size or 0))
         return files
 
     def remove(self, name: str) -> None:

@@ -8,8 +8,8 @@
     chat/trillora-0.1.0-py3-none-any.whl
     chat/requirements.txt                      the exact packages, with hashes: the set tpu and the wheel
 
-Overrides are part of the recipe in the bundle. Hub ids and URLs stay as they are. A recipe with a secret is refused,
-because a bundle is uploaded.
+Overrides are part of the recipe in the bundle. Hub ids and URLs stay as they are. A recipe with a secret, and a folder
+with a link that leads out of it, are refused, because a bundle is uploaded.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress, ignore_events
 from trillora.files.atomic import make_folder, new_folder, sync_folder
 from trillora.files.cache_dir import cache_root, writing_cache
+from trillora.files.hub import hub_cache
 from trillora.launch.install import REQUIREMENTS
 from trillora.launch.wheel import build_wheel, wheel_content
 from trillora.locks.sets import read_lock
@@ -41,6 +42,7 @@ from trillora.recipe.data_section import DataSection
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe
 from trillora.recipe.section import Section
+from trillora.safe_text import visible_line
 from trillora.secrets import mask_values, secrets_of_environment
 
 RECIPE = "recipe.yaml"
@@ -143,7 +145,7 @@ def make_bundle(
     return Bundle(
         name=slug(recipe_path.stem),
         recipe=recipe,
-        recipe_text=_as_yaml(moved, f"{recipe_path.name}, with the overrides of the launch"),
+        recipe_text=_as_yaml(moved, f"{visible_line(recipe_path.name)}, with the overrides of the launch"),
         files=tuple(files.files),
         wheel=_cached_wheel(),
     )
@@ -222,6 +224,9 @@ class _Files:
         taken = set(self._places.values())
         place = next(p for n in range(len(taken) + 1) if (p := f"./{home}/{f'{n}-' if n else ''}{name}") not in taken)
         for source in sources:
+            _refuse_name(source)
+            if is_folder:
+                _refuse_way_out(source, root)
             inner = f"/{source.relative_to(root).as_posix()}" if is_folder else ""
             self.files.append(BundledFile(source, f"{place[2:]}{inner}"))
         self._places[path] = place
@@ -267,6 +272,31 @@ def _moved_data(data: DataSection, files: _Files) -> DataSection:
         if (path := getattr(data, option)) is not None:
             changed[option] = files.file(path, f"data.{option}")
     return data.model_copy(update=changed)
+
+
+def _refuse_name(source: Path) -> None:
+    if not source.name.isprintable():
+        what = "This file name has a line break or another control character."
+        raise TrilloraError(what, where=visible_line(str(source)), do="rename the file")
+
+
+def _refuse_way_out(source: Path, root: Path) -> None:
+    """A folder from another person may have links to private files of this machine, and a bundle is uploaded."""
+    target, root = source.resolve(), root.resolve()
+    if target.is_relative_to(root) or _is_download(target, root):
+        return
+    raise TrilloraError(
+        "This link leads out of its folder, and a bundle is uploaded.",
+        where=f"{source} -> {target}",
+        do="remove it; or, if the file is yours and belongs to the folder, copy it to the place of the link",
+    )
+
+
+def _is_download(file: Path, root: Path) -> bool:
+    """Whether it is in the hub's cache. There, the files of a snapshot are links: config.json -> ../../blobs/3f1a…"""
+    repository = file.parent.parent
+    is_known = repository.parent == hub_cache().resolve() or root.is_relative_to(repository / "snapshots")
+    return file.parent.name == "blobs" and is_known
 
 
 def _hidden(path: Path) -> bool:

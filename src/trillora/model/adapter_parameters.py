@@ -22,24 +22,23 @@ class Kind:
     suffix: str  # of the name in memory
     in_file: str  # the suffix in PEFT's file
     num_dims: int | None  # of one array, without the stack of layers; None: any
-    decays: bool  # whether weight decay applies, if it is a matrix
     rank_dim: int | None = None  # which dim is the adapter's rank
     is_zero_at_start: bool = False
     from_base: bool = False  # starts as a copy of the base's values
     is_fast: bool = False  # whether LoRA+ raises its learning rate; PEFT includes vectors
 
 
-LORA_A = Kind(".lora_a", ".lora_A.weight", 2, decays=True, rank_dim=0)  # [R, D]
-LORA_B = Kind(".lora_b", ".lora_B.weight", 2, decays=True, rank_dim=1, is_zero_at_start=True, is_fast=True)  # [E, R]
-MAGNITUDE = Kind(".lora_magnitude", ".lora_magnitude_vector", 1, decays=False, is_fast=True)  # [E], of DoRA
+LORA_A = Kind(".lora_a", ".lora_A.weight", 2, rank_dim=0)  # [R, D]
+LORA_B = Kind(".lora_b", ".lora_B.weight", 2, rank_dim=1, is_zero_at_start=True, is_fast=True)  # [E, R]
+MAGNITUDE = Kind(".lora_magnitude", ".lora_magnitude_vector", 1, is_fast=True)  # [E], of DoRA
 # Of an embedding [V, D], whose inputs are tokens: [R, V] and [D, R]. PEFT starts with A at zero.
-EMBEDDING_A = Kind(".lora_embedding_a", ".lora_embedding_A", 2, decays=True, rank_dim=0, is_zero_at_start=True)
-EMBEDDING_B = Kind(".lora_embedding_b", ".lora_embedding_B", 2, decays=True, rank_dim=1)
+EMBEDDING_A = Kind(".lora_embedding_a", ".lora_embedding_A", 2, rank_dim=0, is_zero_at_start=True)
+EMBEDDING_B = Kind(".lora_embedding_b", ".lora_embedding_B", 2, rank_dim=1)
 # [tokens, D], values of single tokens
-TOKEN_ROWS = Kind(".token_rows", ".token_adapter.trainable_tokens_delta", 2, decays=True, from_base=True)
+TOKEN_ROWS = Kind(".token_rows", ".token_adapter.trainable_tokens_delta", 2, from_base=True)
 # Of modules that are trained as a whole
-SAVED_WEIGHT = Kind(".saved_weight", ".weight", None, decays=True, from_base=True)
-SAVED_BIAS = Kind(".saved_bias", ".bias", None, decays=True, from_base=True)
+SAVED_WEIGHT = Kind(".saved_weight", ".weight", None, from_base=True)
+SAVED_BIAS = Kind(".saved_bias", ".bias", None, from_base=True)
 # In this order: the end of lora_A.weight is also the end of a whole weight.
 KINDS = (LORA_A, LORA_B, MAGNITUDE, EMBEDDING_A, EMBEDDING_B, TOKEN_ROWS, SAVED_WEIGHT, SAVED_BIAS)
 SUFFIXES = tuple(kind.suffix for kind in KINDS)

@@ -26,8 +26,9 @@ from safetensors.torch import load
 from transformers.pytorch_utils import Conv1D
 
 from trillora.errors import TrilloraError
-from trillora.files.checksums import FORMAT, find_damage, read_checksums
-from trillora.files.read_json import parse_json
+from trillora.files.bounded import read_whole
+from trillora.files.checksums import FORMAT, find_damage, find_wrong_size, read_checksums
+from trillora.files.read_json import parse_json, read_data
 from trillora.files.storage import MARK
 from trillora.model.adapter_parameters import (
     EMBEDDING_A,
@@ -233,7 +234,7 @@ class AdapterHead:
 
 def read_head(folder: Path) -> AdapterHead:
     _check_present(folder)
-    config = _read_config((folder / CONFIG_FILE).read_bytes(), folder / CONFIG_FILE)
+    config = _read_config(_read_part(folder / CONFIG_FILE), folder / CONFIG_FILE)
     where = str(folder / WEIGHTS_FILE)
     stored, layers = stored_shapes([folder / WEIGHTS_FILE]), read_layers(folder)
     shapes = {_from_peft(name, layers, where): shape for name, shape in stored.items()}
@@ -371,26 +372,43 @@ def _read_verified(folder: Path) -> dict[str, bytes]:
     """The bytes of every file that Trillora reads from an adapter's folder, compared with their checksums."""
     _check_present(folder)
     names = {name for name in (CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, MARK) if (folder / name).is_file()}
+    mark = _read_part(folder / MARK) if MARK in names else None
     try:
-        if MARK in names:  # a grown tokenizer has files here too
-            listed = (read_checksums((folder / MARK).read_bytes()) or {}).get("files", {})
+        if mark is not None:  # a grown tokenizer has files here too
+            listed = (read_checksums(mark) or {}).get("files", {})
             names |= {name for name in listed if Path(name).name == name and (folder / name).is_file()}
-        files = {name: (folder / name).read_bytes() for name in sorted(names)}
+            _refuse_damage(folder, _find_fault(mark, {name: (folder / name).stat().st_size for name in names}))
+        files = {name: _read_part(folder / name) for name in sorted(names)}
     except OSError as error:
         raise TrilloraError(
             f"The adapter cannot be read: {error.strerror}.", where=str(folder), do="check the disk and the permissions"
         ) from error
-    if MARK not in files:
+    if mark is None:
         logger.warning("%s has no %s, so damage to the adapter cannot be noticed", folder, MARK)
-    elif damage := _find_damage(files):
-        file, fault = damage
-        raise TrilloraError(
-            f"The adapter is damaged: {file} {fault}.",
-            where=str(folder / file),
-            do="restore it from a copy; or remove this folder and run the training command again, which writes it from "
-            f"the last checkpoint; if you changed the file yourself, remove {MARK}",
-        )
+    else:
+        facts = read_checksums(mark)
+        assert facts is not None
+        _refuse_damage(folder, find_damage(facts, files))
     return files
+
+
+def _read_part(file: Path) -> bytes:
+    """Only weights and files of a tokenizer may be large. If there are checksums, their sizes were compared before."""
+    if file.name in (CONFIG_FILE, TEMPLATE_FILE, MARK):
+        return read_data(file, do="restore it from a copy; it should be much smaller")
+    return read_whole(file)
+
+
+def _refuse_damage(folder: Path, damage: tuple[str, str] | None) -> None:
+    if damage is None:
+        return
+    file, fault = damage
+    raise TrilloraError(
+        f"The adapter is damaged: {file} {fault}.",
+        where=str(folder / file),
+        do="restore it from a copy; or remove this folder and run the training command again, which writes it from "
+        f"the last checkpoint; if you changed the file yourself, remove {MARK}",
+    )
 
 
 def _check_present(folder: Path) -> None:
@@ -403,14 +421,15 @@ def _check_present(folder: Path) -> None:
             )
 
 
-def _find_damage(files: dict[str, bytes]) -> tuple[str, str] | None:
-    facts = read_checksums(files[MARK])
+def _find_fault(mark: bytes, sizes: Mapping[str, int]) -> tuple[str, str] | None:
+    """The first file that is damaged by its name or size; None if there is none."""
+    facts = read_checksums(mark)
     if facts is None:
         return MARK, "differs from its own digest"
     if facts.get("format") != FORMAT:
         return MARK, f"has format {facts.get('format')} instead of {FORMAT}"
-    extra = sorted(files.keys() - facts["files"].keys() - {MARK})
-    return (extra[0], "has no checksum") if extra else find_damage(facts, files)
+    extra = sorted(sizes.keys() - facts["files"].keys() - {MARK})
+    return (extra[0], "has no checksum") if extra else find_wrong_size(facts, sizes)
 
 
 def _read_config(data: bytes, path: Path) -> AdapterConfig:

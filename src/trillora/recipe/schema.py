@@ -150,7 +150,9 @@ class TrainSection(StageOptions):
         description="Optimizer. State per parameter: adamw 8 bytes, lion 4, lion-8bit 1, adafactor almost none. Both "
         "lions need a learning rate 3 to 10 times smaller.",
     )
-    weight_decay: float = Field(default=0.0, ge=0, le=1000, description="Weight decay of the adapter's matrices.")
+    weight_decay: float = Field(
+        default=0.0, ge=0, le=1000, description="Weight decay of the adapter, except whole norms and biases."
+    )
     seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of all random choices: same seed, same run.")
     max_bad_steps: Count = Field(
         default=10,

@@ -368,8 +368,9 @@ def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def decayed_leaves(layout: Layout) -> dict[str, bool]:
-    """Whether weight decay applies to each leaf of the adapter."""
-    return {key: kind_of(key).decays and len(leaf.part_shape) >= 2 for key, leaf in layout.items()}
+    """Whether weight decay applies to each leaf of the adapter: not to norms and biases of whole modules. DoRA's
+    vectors decay, as in PyTorch's AdamW with PEFT's parameters and in transformers' Trainer."""
+    return {key: kind_of(key).num_dims is not None or len(leaf.part_shape) >= 2 for key, leaf in layout.items()}
 
 
 def update_factors(layout: Layout, loraplus_ratio: float, *, pissa: bool) -> dict[str, Any] | None:

@@ -72,9 +72,14 @@ class Content(NamedTuple):
     sha256: str  # hex digest
     states: tuple[Any, ...]  # of hashlib, after 0, 1, 2 … blocks; empty for a file of the hub, which gives its digest
 
+    def digest_in_order(self) -> Any:
+        """A state of hashlib for `sha256`, to be updated with the whole file. Of small files, the hub gives git's."""
+        is_of_git = len(self.sha256) == 40
+        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False) if is_of_git else hashlib.sha256()
+
     def has_block(self, number: int, block: bytes) -> bool:
         """Whether `block` is the block of this number."""
-        if not self.states:  # a file that cannot change: one of a commit
+        if not self.states:  # of the hub: compared as a whole (`RawFile`)
             return True
         state = self.states[number].copy()
         state.update(block)

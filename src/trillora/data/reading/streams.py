@@ -22,6 +22,7 @@ MAX_RATIO = 200  # decompressed bytes per compressed byte; text has 3 to 20
 FREE_BYTES = 64 << 20  # every stream may produce this much before the ratio is checked
 FREE_BYTES_OF_FILE = 8 * FREE_BYTES  # the same for all members of one archive together
 _KEPT_BLOCKS = 8  # a Parquet reader alternates between columns
+_MOST_EARLY = 16  # blocks of a file of the hub that wait for those before them
 _ZSTD_SLICE = 1 << 10  # 4 bytes of zstd expand to at most 128 KiB, so one slice to at most 32 MiB
 _ZSTD_WINDOW = 1 << 27  # bytes of history in the decoder; 128 MiB is also the limit of the zstd command
 _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
@@ -90,6 +91,7 @@ class RawFile(io.RawIOBase):
         self._meter = meter
         self._position = 0
         self._blocks: dict[int, bytes] = {}  # the last few
+        self._whole = None if content.states else _WholeFile(content)
 
     def read(self, size: int = -1, /) -> bytes:
         end = self.content.size if size < 0 else min(self.content.size, self._position + size)
@@ -123,6 +125,9 @@ class RawFile(io.RawIOBase):
         except Exception as error:  # remote stores have their own exception types
             raise cannot_read(self._name, error) from None
         self._stream_at = start + len(block)
+        if self._whole is not None and not self._whole.add(number, block):
+            do = "check the connection: a proxy or mirror may change files; then start again"
+            raise TrilloraError("The data file is not the one that the hub lists.", where=self._name, do=do)
         if not self.content.has_block(number, block):
             do = "make sure that nothing writes to this file, then start again"
             raise TrilloraError("The data file changed while it was read.", where=self._name, do=do)
@@ -130,6 +135,29 @@ class RawFile(io.RawIOBase):
             del self._blocks[next(iter(self._blocks))]
         self._blocks[number] = block
         return block
+
+
+class _WholeFile:
+    """Compares a file of the hub with the hub's digest while it is read, since it is not read twice. A block that comes
+    early, such as the end of a Parquet file, waits. A file of which parts are never read cannot be compared."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self._state = content.digest_in_order()
+        self._next = 0  # number of the first block that is not in the digest
+        self._early: dict[int, bytes] = {}
+
+    def add(self, number: int, block: bytes) -> bool:
+        """False if the file is complete and differs."""
+        if number < self._next:
+            return True
+        if number == self._next or len(self._early) < _MOST_EARLY:
+            self._early[number] = block
+        while (following := self._early.pop(self._next, None)) is not None:
+            self._state.update(following)
+            self._next += 1
+        is_whole = self._next * HASHED_BLOCK >= self._content.size
+        return not is_whole or self._state.hexdigest() == self._content.sha256
 
 
 class Decompressed:

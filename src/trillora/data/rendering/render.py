@@ -43,6 +43,9 @@ from trillora.data.rendering.spans import AnswerFinder
 from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 
 MAX_CHARACTERS = 64 * 2**20  # of one rendered row
+# A template may write this many characters for each one of the row, of itself and of its arguments, and some more. One
+# that makes a megabyte of every short row would keep the tokenizer busy for hours.
+MAX_GROWTH, FREE_CHARACTERS = 20, 2**18
 NO_CHAT_TEMPLATE = "The model's tokenizer has no chat template, so conversations cannot be rendered."
 # Placeholder for content that spells a control word: a number between two of Unicode's noncharacters.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -102,6 +105,8 @@ class Renderer:
 
     def __init__(self, settings: RenderSettings) -> None:
         self._settings = settings
+        given = (settings.template, settings.chat_template, settings.chat_words, settings.arguments)
+        self._num_own = len(json.dumps(given))  # characters that do not come from a row
         self._words = ControlWords.of(settings.special_words, settings.added_words, settings.chat_template)
         self._fragments = Fragments(self._words.words)
         self._schema = SchemaCheck(settings.schema) if settings.schema is not None else None
@@ -123,7 +128,15 @@ class Renderer:
         if len(rendered.text) > MAX_CHARACTERS:
             what = f"This row renders to {len(rendered.text):,} characters; the limit is {MAX_CHARACTERS:,}."
             raise BadRow(what, "shorten this row, or split it into several rows")
+        self.check_growth(raw, rendered.text)
         return rendered
+
+    def check_growth(self, raw: bytes, text: str) -> None:
+        """Refuses text that is far longer than what it was made from."""
+        most = FREE_CHARACTERS + MAX_GROWTH * (len(raw) + self._num_own)
+        if len(text) > most:
+            what = f"The template makes {len(text):,} characters of a row of {len(raw):,} bytes; the limit is {most:,}."
+            raise BadRow(what, "fix the part of the template that repeats or multiplies text", past_limit=True)
 
     def example(self, row: dict[str, Any], format: str) -> Example:
         if self._rows is None:

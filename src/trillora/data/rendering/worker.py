@@ -75,6 +75,7 @@ def _rendered(renderer: Renderer, raw: bytes, format: str, cut: list[Any] | None
     if len(row.text) > MAX_CHARACTERS:
         what = f"This conversation renders to {len(row.text):,} characters; the limit is {MAX_CHARACTERS:,}."
         raise BadRow(what, "shorten it")
+    renderer.check_growth(raw, row.text)
     return row
 
 

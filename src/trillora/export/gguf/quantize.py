@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from trillora.errors import TrilloraError
+from trillora.locks.extras import install_command
 
 # Name -> general.file_type, as in llama.cpp's enum llama_ftype.
 FILE_TYPES = {
@@ -45,7 +46,7 @@ def check_type(type: str) -> None:
         raise TrilloraError(
             "The package that writes GGUF files is not installed.",
             where="Python package gguf",
-            do="pip install 'trillora[export]'",
+            do=install_command("export"),
         )
     if type == "q4_k_m":
         _library()
@@ -135,7 +136,7 @@ def _library() -> ctypes.CDLL:
         raise TrilloraError(
             "q4_k_m needs the quantization of llama.cpp, which is not installed.",
             where="Python package xllamacpp",
-            do="pip install 'trillora[certify]', or use --type q4_0 or q5_1",
+            do=f"{install_command('certify')}, or use --type q4_0 or q5_1",
         )
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
     return library

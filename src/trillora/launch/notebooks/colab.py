@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import os
-import tarfile
 import tempfile
 import time
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from trillora.devices.slices import find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.atomic import make_folder, write_file
+from trillora.files.unpack import unpack
 from trillora.launch.bundle import Bundle
 from trillora.launch.notebooks.document import LARGEST_EMBEDDED, SUFFIX, Target, make_notebook, pack
 from trillora.launch.notebooks.program import Answer, call, find_program
@@ -110,7 +110,7 @@ def write_colab(
         packed = pack(bundle, Path(folder) / stored.name, listener)
         is_small = packed.stat().st_size <= LARGEST_EMBEDDED
         text = make_notebook(bundle, packed, target, embed=is_small, export=export, prove=prove)
-        if notebook.exists() and notebook.read_text(encoding="utf-8") != text:
+        if notebook.exists() and notebook.read_bytes() != text.encode():
             what = "This folder has another notebook of this name."
             raise TrilloraError(what, where=str(notebook), do="remove it, or choose another --out")
         if not is_small:
@@ -190,14 +190,18 @@ class ColabRun:
                     break
                 self._listener(Note("The connection was lost; the run continues. Asking again."))
                 time.sleep(self._pace)
-            packed = Path(folder) / "results.tar"
-            self._ask("download", f"content/{self._files.name}-results.tar", str(packed), seconds=TRANSFER)
-            if packed.is_file():
-                with tarfile.open(packed) as archive:
-                    archive.extractall(self._files.results, filter="data")
-                self._listener(Note(f"Results: {self._files.results}"))
+        self._fetch_results()
         self._judge(result, ended)
         return result
+
+    def _fetch_results(self) -> None:
+        packed = self._files.notebook.with_name(f"{self._files.name}-results.tar")
+        packed.unlink(missing_ok=True)  # of an earlier run
+        self._ask("download", f"content/{packed.name}", str(packed), seconds=TRANSFER)
+        if packed.is_file():
+            unpack(packed, self._files.results)  # if it is refused, the archive stays, because the runtime does not
+            packed.unlink()
+            self._listener(Note(f"Results: {self._files.results}"))
 
     def _judge(self, result: dict[str, Any], ended: Answer) -> None:
         output = self._files.notebook.with_name(f"{self._files.name}_output.ipynb")

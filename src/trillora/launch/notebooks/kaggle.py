@@ -163,12 +163,13 @@ def clean_kernel(folder: Path) -> list[str]:
     notebook = folder / os.path.basename(str(kept.get("code_file")))
     if not notebook.is_file():
         raise TrilloraError("The notebook is missing.", where=str(notebook), do="write the folder again")
-    before = notebook.read_text(encoding="utf-8")
     try:
+        before = notebook.read_text(encoding="utf-8")
         after = without_platform_keys(before)
-    except ValueError as error:
+        is_changed = json.loads(after)["metadata"] != json.loads(before)["metadata"]
+    except Exception as error:  # nbformat raises those of several libraries
         raise TrilloraError("This is not a notebook.", where=str(notebook), do="write the folder again") from error
-    if json.loads(after)["metadata"] != json.loads(before)["metadata"]:
+    if is_changed:
         write_file(notebook, after)
         changed.append("metadata.kaggle of the notebook")
     return changed

@@ -212,7 +212,7 @@ class Session:
         if not self._try("report", str(self.run), what="The report failed"):
             return
         page = html.escape((self.run / "report.html").read_text(encoding="utf-8"), quote=True)
-        frame = f'<iframe srcdoc="{page}" width="100%" height="900" style="border:0"></iframe>'
+        frame = f'<iframe srcdoc="{page}" sandbox width="100%" height="900" style="border:0"></iframe>'
         display = importlib.import_module("IPython.display")
         display.display(display.HTML(frame))
 
@@ -360,7 +360,7 @@ class Session:
             )
 
     def _pack(self, file: Path) -> None:
-        with tarfile.open(file, "w") as archive:
+        with tarfile.open(file, "w", dereference=True) as archive:  # links are refused where it is unpacked
             archive.add(self.results, arcname=".")
         print(f"Packed: {file}")
 

@@ -101,11 +101,21 @@ def _dequantized(tensor: Stored, packed: Packed, parts: Parts, index: Index, dty
     return found
 
 
+class WrongScale(ValueError):
+    """A scale of a quantized weight is no positive number of a sensible size. The text is its value."""
+
+
 @contextmanager
 def fitting_parts(tensor: Stored) -> Iterator[None]:
     """Operations on parts of wrong shapes raise several exceptions."""
     try:
         yield
+    except WrongScale as error:
+        raise TrilloraError(
+            f"A scale of the quantized {tensor.name} is {error}, which gives no usable weights.",
+            where=str(tensor.file),
+            do="download the file again, or use the unquantized version of the model",
+        ) from error
     except (ValueError, TypeError, IndexError, KeyError, RuntimeError) as error:
         raise TrilloraError(
             f"The parts of the quantized {tensor.name} do not fit each other.",

@@ -27,7 +27,7 @@ import torch
 from trillora.errors import TrilloraError
 from trillora.model.loading.stored.method import Method
 from trillora.model.loading.stored.mxfp4 import pairs
-from trillora.model.loading.stored.packed import Packed, Parts, Stored, plain
+from trillora.model.loading.stored.packed import Packed, Parts, Stored, WrongScale, plain
 
 _SCALES = ("_scale_inv", "_scale")  # after the name of the weight
 _SCALES_OF_LAYER = ("scale", "qscale_weight")  # in place of "weight"
@@ -40,6 +40,7 @@ _LABELS = {
     ("FP4", "F8_E4M3"): "NVFP4",
 }  # by codes and type of the scales
 _BIAS = 127  # of exponents in uint8
+_LARGEST = 1e18  # of a scale: the product of two larger numbers overflows in float32
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Scaled(Packed):
         codes = pairs(weight[start:stop]) if self.in_pairs else weight[start:stop].to(torch.float32)
         scale = _grid(_factors(parts[_SCALE]), weight.dim())
         if parts[_SCALE].dtype == torch.float8_e4m3fn:
-            scale = scale / parts[_GLOBAL].reshape(()).to(torch.float32)
+            scale = _sound(scale / parts[_GLOBAL].reshape(()).to(torch.float32))
         if scale.dim() != weight.dim() or weight.dim() not in (2, 3):
             raise ValueError("one scale for each block of outputs and inputs is needed")
         num_outputs, num_inputs, own = weight.shape[-2], codes.shape[-1], self.block or (None, None)
@@ -79,8 +80,16 @@ class Scaled(Packed):
 
 def _factors(scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype == torch.uint8:
-        return (scale.to(torch.float32) - _BIAS).exp2()
-    return scale.to(torch.float32)
+        return _sound((scale.to(torch.float32) - _BIAS).exp2())
+    return _sound(scale.to(torch.float32))
+
+
+def _sound(factors: torch.Tensor) -> torch.Tensor:
+    """Refuses factors that no quantization computes. The weights would be finite or not, and every step be skipped."""
+    wrong = factors[~((factors >= 0) & (factors <= _LARGEST))]
+    if wrong.numel():
+        raise WrongScale(f"{wrong[0]:.3g}")
+    return factors
 
 
 def _grid(scale: torch.Tensor, num_dims: int) -> torch.Tensor:

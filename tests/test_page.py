@@ -31,9 +31,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trillora.data.rendering.formats import convert, detect
 from trillora.report.run.write import write_report
 from trillora.serving.app import App
+from trillora.serving.http.server import Server, open_socket
 from trillora.serving.page.build import chat_page
 from trillora.serving.served import open_service
-from trillora.serving.server import Server, open_socket
 
 HOSTILE = (
     '</script></textarea><img src=http://127.0.0.1:9/ onerror=console.log("OWNED")><script>console.log("OWNED")'

@@ -35,12 +35,13 @@ from trillora.data.rendering.chat_templates import NAMED
 from trillora.engine.sampling import Sampling
 from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
-from trillora.serving import served, server
+from trillora.serving import served
 from trillora.serving.app import App
+from trillora.serving.http import server
+from trillora.serving.http.server import Server, open_socket, read_key
 from trillora.serving.lane import Lane
 from trillora.serving.programs import Compiler, Shape
 from trillora.serving.served import Service, open_service
-from trillora.serving.server import Server, open_socket, read_key
 
 Reference = Callable[[list[int]], torch.Tensor]
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]

@@ -16,8 +16,8 @@ import tiny_run
 from safetensors.torch import load_file, save_file
 from test_server import CHAT, QUESTION, Running, wait_until, write_adapter
 
-from trillora.serving import connections
-from trillora.serving.log import FailureLog
+from trillora.serving.http import connections
+from trillora.serving.http.log import FailureLog
 from trillora.serving.served import open_service
 
 

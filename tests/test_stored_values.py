@@ -16,10 +16,10 @@ from dose import slow_case
 from gguf import GGMLQuantizationType, GGUFReader, quants
 from safetensors.numpy import load_file, save_file
 
-from trillora.certify.expected_weights import ExpectedWeights
 from trillora.certify.gguf_file import open_gguf
-from trillora.certify.stored_values import FLOATS, wrong_blocks, wrong_values
-from trillora.certify.weight_checks import Tally, compare_gguf, compare_merged
+from trillora.certify.weights.checks import Tally, compare_gguf, compare_merged
+from trillora.certify.weights.expected import ExpectedWeights
+from trillora.certify.weights.stored_values import FLOATS, wrong_blocks, wrong_values
 from trillora.errors import TrilloraError
 from trillora.export.gguf.write import export_gguf, plan_model
 from trillora.export.merged import export_merged

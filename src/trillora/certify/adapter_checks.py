@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from trillora.certify.certificate import Check, Layer, Status
-from trillora.certify.expected_weights import product_slack
 from trillora.certify.subject import NotHere, Subject, Trained, scale_of
+from trillora.certify.weights.expected import product_slack
 from trillora.files.read_json import read_json
 from trillora.model.adapter_parameters import EMBEDDING_A, EMBEDDING_B, LORA_A, LORA_B
 from trillora.model.adapters import CONFIG_FILE, load_adapter

@@ -41,7 +41,6 @@ from trillora.certify.file_checks import check_files, files_of
 from trillora.certify.gguf_file import open_gguf
 from trillora.certify.logits import Comparison, Reference, compare, compute_reference, with_stored
 from trillora.certify.readers import Reading, read_with_llama_cpp, read_with_peft, read_with_transformers
-from trillora.certify.rounded_model import write_float32_copy, write_rounded
 from trillora.certify.row_checks import Changed, SampleRows, check_masks, check_scores, sample_rows
 from trillora.certify.subject import NotHere, Subject, find_subject
 from trillora.certify.tokenizer_checks import (
@@ -51,7 +50,7 @@ from trillora.certify.tokenizer_checks import (
     check_template_of_run,
     check_tokenizer,
 )
-from trillora.certify.weight_checks import (
+from trillora.certify.weights.checks import (
     check_gguf,
     check_lora_gguf,
     check_merged,
@@ -59,6 +58,7 @@ from trillora.certify.weight_checks import (
     source_of,
     tensors_of,
 )
+from trillora.certify.weights.rounded_model import write_float32_copy, write_rounded
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.export.gguf.write import export_gguf

@@ -22,7 +22,7 @@ import numpy as np
 from trillora.certify.certificate import FILE, PAGE, Check, FileFacts
 from trillora.certify.gguf_file import GgufFile
 from trillora.certify.subject import MERGE_FACTS, Subject
-from trillora.certify.weight_checks import expected_of, source_of, stored_dtype, tensors_of
+from trillora.certify.weights.checks import expected_of, source_of, stored_dtype, tensors_of
 from trillora.export.gguf.lora import lora_values
 from trillora.export.merged import other_files
 from trillora.export.merged_weights import MergedWeights
@@ -146,12 +146,11 @@ _SAME_CLASS = {"TokenizersBackend": "PreTrainedTokenizerFast"}  # its name since
 
 def _as_loaded(name: str, content: dict[str, Any]) -> dict[str, Any]:
     """A configuration with the defaults of its class, and older names of keys as newer ones."""
-    from transformers import CONFIG_MAPPING, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
-    kind = GenerationConfig if name == "generation_config.json" else None
     try:
-        kind = kind or CONFIG_MAPPING[content["model_type"]]
-        loaded: dict[str, Any] = kind.from_dict(dict(content)).to_dict()
+        kind = GenerationConfig if name == "generation_config.json" else AutoConfig.for_model
+        loaded: dict[str, Any] = kind(**content).to_dict()
         return loaded
     except Exception:  # a class that refuses these values, or one that transformers does not have
         return content

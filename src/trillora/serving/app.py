@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route, Router
 
 from trillora.serving.completions import RETRY_SECONDS, Completions
-from trillora.serving.connections import MAX_DISCARDED_BYTES
+from trillora.serving.http.connections import MAX_DISCARDED_BYTES
 from trillora.serving.page.build import Page
 from trillora.serving.protocol import HttpError
 from trillora.serving.served import Service

@@ -38,9 +38,9 @@ from trillora.model.loading.source import base_name
 from trillora.recipe.load import is_run, load_model_section, load_run_recipe
 from trillora.recipe.schema import Quantize
 from trillora.serving.engine import Engine
+from trillora.serving.http.log import LOGGER
 from trillora.serving.job import Job, NotFinite, Piece
 from trillora.serving.lane import Lane, Sizes
-from trillora.serving.log import LOGGER
 from trillora.serving.programs import FEWEST_SLOTS, Compiler, Programs, Shape
 from trillora.step.build import shard_adapter
 from trillora.step.decisions import memory_limit

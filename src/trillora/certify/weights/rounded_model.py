@@ -16,9 +16,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from trillora.certify.gguf_file import GgufFile, open_gguf
-from trillora.certify.stored_values import FLOATS, rounded
 from trillora.certify.subject import NotHere, Subject
-from trillora.certify.weight_checks import Places, expected_of, source_of
+from trillora.certify.weights.checks import Places, expected_of, source_of
+from trillora.certify.weights.stored_values import FLOATS, rounded
 from trillora.events import Listener, Progress, ignore_events
 from trillora.export.gguf.quantize import FILE_TYPES, round_trip
 from trillora.export.gguf.write import FileTensor, write_tensors

@@ -21,9 +21,9 @@ import uvicorn
 
 from trillora.errors import TrilloraError
 from trillora.serving.app import App, is_loopback
-from trillora.serving.connections import ACCEPTED_AT_ONCE, IDLE_SECONDS, Connection, Connections
 from trillora.serving.engine import Engine
-from trillora.serving.log import FailureLog, install
+from trillora.serving.http.connections import ACCEPTED_AT_ONCE, IDLE_SECONDS, Connection, Connections
+from trillora.serving.http.log import FailureLog, install
 
 GRACE_SECONDS = 2.0
 END_SECONDS = 3.5

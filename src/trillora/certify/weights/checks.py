@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from trillora.certify.certificate import Check
-from trillora.certify.expected_weights import ExpectedWeights, Piece, product_slack
 from trillora.certify.gguf_file import GgufFile
-from trillora.certify.stored_values import FLOATS, rounded, wrong_blocks, wrong_values
 from trillora.certify.subject import Subject
+from trillora.certify.weights.expected import ExpectedWeights, Piece, product_slack
+from trillora.certify.weights.stored_values import FLOATS, rounded, wrong_blocks, wrong_values
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.export.carried import LEAST_SHARE, Share

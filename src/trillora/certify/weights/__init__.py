@@ -1,0 +1,1 @@
+"""The weights of an export against what was trained, value by value."""

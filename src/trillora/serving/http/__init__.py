@@ -1,0 +1,1 @@
+"""The HTTP server under the protocol: connections, their limits, and the log."""

@@ -1,4 +1,4 @@
-"""Which planted defects other programs notice by themselves: writes the table of docs/certificates.md.
+"""Which planted defects other programs notice by themselves: writes the tables of docs/certificates.md.
 
     .venv/bin/python tools/planted_defects_table.py
 
@@ -8,8 +8,10 @@ count. Unsloth needs a GPU and is not run.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import conftest  # noqa: E402, F401  (its settings for jax)
+import more_defects  # noqa: E402
 import planted_defects  # noqa: E402
+import small_world  # noqa: E402
 from chat_tokenizers import chat_tokenizer  # noqa: E402
 from planted_defects import DEFECTS, Defect, World  # noqa: E402
 
@@ -27,6 +31,7 @@ from trillora.errors import TrilloraError  # noqa: E402
 
 DOCS = ROOT / "docs" / "certificates.md"
 START, END = "<!-- table: start -->", "<!-- table: end -->"
+COUNTS_START, COUNTS_END = "<!-- counts: start -->", "<!-- counts: end -->"
 
 
 def load_with_peft(base: Path | None, target: Path) -> None:
@@ -96,13 +101,46 @@ def main() -> None:
         }
         assert not any(text.startswith(RAISED) for texts in usual.values() for text in texts), usual
         lines = [_line(defect, world, Path(name) / str(i), usual) for i, defect in enumerate(DEFECTS)]
+        worlds = {"float32": world, "bfloat16": more_defects.write_small_world(Path(name) / "small")}
+        counts = _counts(worlds, Path(name) / "more")
     head = "| defect | in | check that fails | PEFT | transformers | llama.cpp |\n|---|---|---|---|---|---|\n"
     caught = sum("**missed**" not in line for line in lines)
     table = f"{caught} of {len(lines)} are caught by `trillora certify`.\n\n{head}" + "\n".join(lines)
     text = DOCS.read_text("utf-8")
-    before, after = text.partition(START)[0], text.partition(END)[2]
-    DOCS.write_text(f"{before}{START}\n{table}\n{END}{after}", "utf-8")
-    print(table)
+    for start, end, content in ((START, END, table), (COUNTS_START, COUNTS_END, counts)):
+        before, after = text.partition(start)[0], text.partition(end)[2]
+        text = f"{before}{start}\n{content}\n{end}{after}"
+    DOCS.write_text(text, "utf-8")
+    print(table, counts, sep="\n\n")
+
+
+def _counts(worlds: dict[str, World], folder: Path) -> str:
+    """How many of the defects of tests/more_defects.py are noticed, by the kind of file."""
+    rows: dict[str, Counter[str]] = {}
+    usual: dict[tuple[str, str, str], set[str]] = {}
+    for number, defect in enumerate(more_defects.DEFECTS):
+        world, count = worlds[defect.world], rows.setdefault(defect.target.replace("_", " "), Counter())
+        _, target = small_world.plant(defect, world, folder / str(number))
+        count["defects"] += 1
+        try:
+            count["certify"] += not certify(target).passed
+        except TrilloraError:
+            count["certify"] += 1
+        for reader, (load, targets) in READERS.items():
+            if defect.target.partition("_")[0] in targets:
+                place = (reader, defect.world, defect.target)
+                if place not in usual:
+                    usual[place] = heard(load, None, getattr(world, defect.target))
+                count[f"read by {reader}"] += 1
+                count[reader] += bool(heard(load, None, target) - usual[place])
+        shutil.rmtree(folder / str(number))
+    head = "| in | defects | certify | PEFT | transformers | llama.cpp |\n|---|---|---|---|---|---|\n"
+    total = sum(rows.values(), Counter())
+    cells = [
+        [kind, count["defects"], count["certify"], *(count[r] if count[f"read by {r}"] else "" for r in READERS)]
+        for kind, count in [*rows.items(), ("all", total)]
+    ]
+    return head + "\n".join(f"| {' | '.join(map(str, each))} |" for each in cells)
 
 
 def _line(defect: Defect, world: World, folder: Path, usual: dict[tuple[str, str], set[str]]) -> str:

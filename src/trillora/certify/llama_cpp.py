@@ -9,12 +9,16 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import resource
 import sys
 from typing import Any
+
+MEMORY = 16 << 30  # address space in addition to twice the files: libraries, threads, logits
 
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
+    _limit_memory(request)
     answers = os.dup(1)
     os.dup2(2, 1)  # llama.cpp prints to stdout too
     server = _open(request)
@@ -23,6 +27,13 @@ def main() -> None:
     chats = [_chat_tokens(server, chat) for chat in request["chats"]]
     os.write(answers, json.dumps({"logprobs": logprobs, "chats": chats}).encode() + b"\n")
     os._exit(0)  # its threads would keep the process
+
+
+def _limit_memory(request: dict[str, Any]) -> None:
+    """A file whose header asks for absurd sizes must not take the memory of the machine."""
+    size = sum(os.path.getsize(file) for file in (request["model"], request["lora"]) if file is not None)
+    limit = 2 * size + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _open(request: dict[str, Any]) -> Any:

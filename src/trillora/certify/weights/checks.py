@@ -30,7 +30,7 @@ from trillora.certify.weights.stored_values import FLOATS, rounded, wrong_blocks
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.export.carried import LEAST_SHARE, Share
-from trillora.export.gguf.quantize import FILE_TYPES, round_trip
+from trillora.export.gguf.quantize import FILE_TYPES, to_bytes, to_values
 from trillora.export.gguf.tensors import text_name
 from trillora.export.gguf.write import ModelPlan, plan_model
 from trillora.export.merged_weights import MergedWeights
@@ -349,9 +349,10 @@ def _compare_gguf(weights: ExpectedWeights, name: str, place: Place, model: Gguf
             again = rounded(piece.values, kind)
         else:
             type = model.type(place.target)
-            blocks = wrong_blocks(data, found, piece.values, piece.slack, type)
+            bytes_again = to_bytes(piece.values, type).reshape(data.shape)
+            blocks = wrong_blocks(data, bytes_again, found, piece.values, piece.slack, type)
             wrong = int(blocks.sum()) * (piece.values.size // len(blocks))
-            again = round_trip(piece.values.astype(np.float32), type)
+            again = found if np.array_equal(data, bytes_again) else to_values(bytes_again, type).reshape(found.shape)
         size, num_wrong = size + piece.values.size, num_wrong + wrong
         hint = hint or (_hint(found, piece) if wrong else "")
         if piece.base is not None and weights.is_trained(name):

@@ -1,6 +1,6 @@
 """A model with the weights of an export as they are rounded, for our engine and for llama.cpp.
 
-    write_rounded(subject, folder)       # safetensors and config.json: the expected weights in the export's types
+    write_rounded(subject, folder)       # safetensors and config.json: the export's weights, the expected configuration
     write_float32_copy(model, folder)    # the same GGUF file, with its tensors in float32
 
 Both are temporary, and as large as the model in float32.
@@ -9,6 +9,7 @@ Both are temporary, and as large as the model in float32.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from safetensors.numpy import save_file
 
 from trillora.certify.gguf_file import GgufFile, open_gguf
 from trillora.certify.subject import NotHere, Subject
-from trillora.certify.weights.checks import Places, expected_of, source_of
-from trillora.certify.weights.stored_values import FLOATS, rounded
+from trillora.certify.weights.checks import Place, Places, expected_of, source_of
+from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
-from trillora.export.gguf.quantize import FILE_TYPES, round_trip
+from trillora.export.gguf.quantize import FILE_TYPES
 from trillora.export.gguf.write import FileTensor, write_tensors
 from trillora.export.merged_weights import MergedWeights
 from trillora.model.loading.description import CONFIG_FILE, INDEX_FILE
@@ -37,30 +38,33 @@ def write_rounded(subject: Subject, folder: Path, listener: Listener) -> None:
         return
     weights, model = expected_of(subject), open_gguf(next(iter(sorted(subject.folder.glob("*.gguf")))))
     places = Places(model.text("general.architecture") or "", subject.opened.config.get_text_config(), str(model.file))
-    _check_room(folder, sum(int(np.prod(weights.shape(name), dtype=np.int64)) for name in weights.names))
+    _check_room(folder, sum(math.prod(weights.shape(name)) for name in weights.names))
     shards: dict[str, str] = {}
     for number, name in enumerate(weights.names):
-        listener(Progress("Rounding weights", number, len(weights.names)))
-        found = places.find(name, weights.shape(name))
-        if not found:
-            continue  # of a vision tower
-        kind = model.types.get(found[0].target, "F32")
-        parts = [
-            rounded(piece.values, kind)
-            if kind in FLOATS
-            else round_trip(piece.values.astype(np.float32), model.type(found[0].target))
-            for piece in weights.pieces(name)
-        ]
-        shards[name] = f"model-{number:05d}.safetensors"
-        save_file({name: np.ascontiguousarray(np.concatenate(parts))}, folder / shards[name])
+        listener(Progress("Reading weights", number, len(weights.names)))
+        if found := places.find(name, weights.shape(name)):  # empty for a vision tower
+            shards[name] = f"model-{number:05d}.safetensors"
+            save_file({name: _from_gguf(model, found, weights.shape(name))}, folder / shards[name])
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": shards}), "utf-8")
+
+
+def _from_gguf(model: GgufFile, places: list[Place], shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor of the checkpoint from its places in a GGUF file, in float32."""
+    tensor = np.empty(shape, np.float32)
+    for place in places:
+        if place.target not in model.types:
+            raise TrilloraError(f"{place.target} is missing.", where=str(model.file), do="export it again")
+        part = tensor[:, place.columns] if len(shape) > 2 else tensor
+        values = model.rows(place.target, place.rows, part.size // len(place.rows))[1]
+        part[...] = values.reshape(part.shape) - np.float32(place.offset)
+    return tensor
 
 
 def write_float32_copy(model: GgufFile, folder: Path) -> Path:
     """With the header of the file."""
     from gguf import GGMLQuantizationType
 
-    _check_room(folder, sum(int(np.prod(model.shape(name), dtype=np.int64)) for name in model.types))
+    _check_room(folder, sum(math.prod(model.shape(name)) for name in model.types))
     values = {**model.header(), "general.file_type": FILE_TYPES["f32"]}
     tensors = [
         FileTensor(

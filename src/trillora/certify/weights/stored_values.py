@@ -1,7 +1,7 @@
 """Whether the values in a file are the expected ones, rounded to the file's type.
 
     wrong_values(found, piece.values, piece.slack, "BF16")         # a mask of entries
-    wrong_blocks(data, piece.values, piece.slack, GGML.Q8_0)       # a mask of blocks
+    wrong_blocks(data, again, found, piece.values, piece.slack, type)    # a mask of blocks
 
 An export computes in float32 and rounds once, and the expected values are in float64. So a value may be the next one of
 its type, but only where the two roundings are nearly tied: every value must lie between the rounded ends of
@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from trillora.export.gguf.quantize import round_trip, to_bytes
+from trillora.export.gguf.quantize import round_trip
 
 FLOATS: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
@@ -56,12 +56,10 @@ AS_GOOD = 1.01  # how much larger the error of such a block may be
 
 
 def wrong_blocks(
-    data: np.ndarray, found: np.ndarray, values: np.ndarray, slack: np.ndarray | float, type: Any
+    data: np.ndarray, again: np.ndarray, found: np.ndarray, values: np.ndarray, slack: np.ndarray | float, type: Any
 ) -> np.ndarray:
     """Which blocks of a quantized tensor are not the expected values by the rule of their type. `data` are bytes
-    [rows, bytes of a row], `found` their values in float32."""
-    expected = values.astype(np.float32)
-    again = to_bytes(expected, type).reshape(len(data), -1)
+    [rows, bytes of a row], `found` their values in float32, and `again` the bytes of the expected values."""
     size = block_bytes(type)
     is_other = (again != data).reshape(len(data), -1, size).any(axis=-1).reshape(-1)
     if not is_other.any() or (isinstance(slack, float) and slack == 0.0):

@@ -102,11 +102,16 @@ def to_bytes(array: np.ndarray, type: Any, name: str = "tensor") -> np.ndarray:
     return quants.quantize(array, type).view(np.uint8)
 
 
-def round_trip(array: np.ndarray, type: Any) -> np.ndarray:
-    """The values that a reader gets back, in float32."""
+def to_values(data: np.ndarray, type: Any) -> np.ndarray:
+    """The other way: bytes of whole rows as float32."""
     from gguf import quants
 
-    return quants.dequantize(to_bytes(array, type), type).astype(np.float32, copy=False).reshape(array.shape)
+    return np.asarray(quants.dequantize(data, type).astype(np.float32, copy=False))
+
+
+def round_trip(array: np.ndarray, type: Any) -> np.ndarray:
+    """The values that a reader gets back, in float32."""
+    return to_values(to_bytes(array, type), type).reshape(array.shape)
 
 
 def _quantize_k(array: np.ndarray, type: Any) -> np.ndarray:

@@ -30,9 +30,11 @@ from trillora.cli import app
 from trillora.errors import TrilloraError
 from trillora.events import ignore_events
 from trillora.export.gguf.write import export_gguf
+from trillora.export.merged import export_merged
 from trillora.export.source import open_source
 from trillora.recipe.load import load_recipe
 from trillora.report.certificate_page import certificate_page
+from trillora.report.certificate_table import summary
 from trillora.training.trainer import train
 
 
@@ -147,6 +149,36 @@ def test_correct_adapter_passes(kind: str, world: World, tmp_path: Path) -> None
         assert "checkpoint of step" in certificate.trained
         again = verify(target)
         assert again.passed, shown(again)
+
+
+@pytest.mark.parametrize("kind", [name if number == 0 else slow_case(name) for number, name in enumerate(KINDS)])
+def test_correct_export_of_every_kind_passes(kind: str, world: World, tmp_path: Path) -> None:
+    run = trained_kind(kind, world, tmp_path / "run")
+    source = open_source(str(run / "adapter"))
+    export_merged(source, tmp_path / "merged", dtype="bfloat16")
+    export_gguf(source, tmp_path / "gguf", type="q8_0")
+    for folder in (tmp_path / "merged", tmp_path / "gguf"):
+        certificate = certify(folder, run=run)
+        assert certificate.passed and certificate.result == "passed", shown(certificate)
+
+
+def test_a_certificate_without_its_reader_or_run_is_partial(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = tmp_path / "adapter"
+    shutil.copytree(world.adapter, moved)
+    planted_defects.change_json(
+        moved / "adapter_config.json", lambda values: values.update(base_model_name_or_path="some/base")
+    )
+    planted_defects.seal(moved)
+    alone = certify(moved, base=str(world.model))
+    assert alone.passed and alone.result == "partial" and "its run is not known" in summary(alone)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    unread = certify(world.adapter)
+    assert unread.passed and unread.result == "partial"
+    assert "Not proved, reader" in summary(unread) and "pip install" in summary(unread)
+    monkeypatch.undo()
+    assert certify(world.adapter).result == "passed"
 
 
 # ---- verify and the commands

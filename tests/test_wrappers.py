@@ -213,6 +213,9 @@ def test_certificates_of_a_wrapper(folder: Path, run: Path) -> None:
     certificate = certify(run)
     assert certificate.passed, [check for check in certificate.checks if check.status == "failed"]
     assert any("PEFT" in check.name or "PEFT" in check.what for check in certificate.checks)
+    export_merged(open_source(str(run)), folder / "certified", dtype="bfloat16")
+    certificate = certify(folder / "certified", run=run)
+    assert certificate.passed, [check for check in certificate.checks if check.status == "failed"]
 
 
 @full_dose_only

@@ -119,7 +119,7 @@ def _counts(worlds: dict[str, World], folder: Path) -> str:
     rows: dict[str, Counter[str]] = {}
     usual: dict[tuple[str, str, str], set[str]] = {}
     for number, defect in enumerate(more_defects.DEFECTS):
-        world, count = worlds[defect.world], rows.setdefault(defect.target.replace("_", " "), Counter())
+        world, count = worlds[defect.world], rows.setdefault(defect.target.replace("lora_", "lora "), Counter())
         _, target = small_world.plant(defect, world, folder / str(number))
         count["defects"] += 1
         try:

@@ -78,6 +78,8 @@ def open_gguf(file: Path) -> GgufFile:
         raise TrilloraError("Reading GGUF files needs the package gguf.", do=install_command("certify"))
     from gguf import GGUFReader
 
+    if not file.is_file():  # opening a pipe would wait for ever
+        raise TrilloraError("This is not a file.", where=str(file), do=DO)
     try:
         with open(file, "rb") as stream:
             if stream.read(4) != MAGIC:

@@ -1,9 +1,9 @@
 """Random mutations of a run, a model, a recipe, adapters and exports, each followed by a real command.
 
 No command ends with a traceback or an unexpected error, none takes 10 seconds longer than without the mutation, no
-command uses changed weights without saying so, and none connects to another machine because a file says so: only a
-recipe may name a model of the hub. The commands are not told to stay offline (`HF_HUB_OFFLINE`), and each connection
-of their Python code to another machine is recorded and refused.
+command uses changed weights without saying so, none prints or writes a secret of its environment, and none connects to
+another machine because a file names it: only a recipe may name a model of the hub. The commands run without
+`HF_HUB_OFFLINE`, and each connection of their Python code to another machine is recorded and fails.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 import tiny_run
 import yaml
+from canaries import find_secrets
 from dose import dose, log_progress
 from safetensors.numpy import load_file, save
 from warm_process import WarmCommand
@@ -75,11 +76,11 @@ PER_TEST = 9  # mutations; the small dose is one test, because each process prep
 # Made when a command first needs it: export or certificate -> command
 PREPARED: dict[str, tuple[str, ...]] = {
     ADAPTER: ("certify", "run"),
-    MERGED: ("export", "run", "--to", "merged"),
-    GGUF: ("export", "run", "--to", "gguf", "--type", "q8_0"),
-    OLLAMA: ("export", "run", "--to", "ollama", "--type", "q8_0"),
+    MERGED: ("export", "run", "--to", "merged", "--out", MERGED),
+    GGUF: ("export", "run", "--to", "gguf", "--type", "q8_0", "--out", GGUF),
+    OLLAMA: ("export", "run", "--to", "ollama", "--type", "q8_0", "--out", OLLAMA),
 }
-# The folders whose weights a command must not use, or confirm, after a change. A checkpoint of another step is not read.
+# The folders whose weights a command must not use, or confirm, after a change. Other checkpoints are not read.
 LAST = "step-00000004"
 WEIGHTS_OF: dict[str, tuple[str, ...]] = {
     "generate": ("adapter", "model"),
@@ -105,6 +106,7 @@ class Outcome:
     output: str
     seconds: float
     connections: list[str]  # to other machines
+    secrets: list[str]  # where they were found
     wrong: str | None = None  # what a server did wrong
 
 
@@ -145,7 +147,7 @@ class Place:
         for part in sorted(needed - self._prepared):
             self.restore()
             outcome = self._run(PREPARED[part], limit=600)
-            assert outcome.code == 0 and not outcome.connections, outcome
+            assert outcome.code == 0 and not outcome.connections and not outcome.secrets, outcome
             shutil.copytree(self.used / part, self.good / part, symlinks=True, dirs_exist_ok=True)
             self._prepared.add(part)
 
@@ -155,7 +157,7 @@ class Place:
             self.prepare(name)
             self.restore()
             outcome = self.run(name, limit=600)
-            assert outcome.code == 0 and not outcome.connections and not outcome.wrong, outcome
+            assert outcome.code == 0 and not (outcome.connections or outcome.secrets or outcome.wrong), outcome
             self._seconds[name] = outcome.seconds
         return self._seconds[name]
 
@@ -184,7 +186,8 @@ class Place:
         lines = self.audit.read_text().splitlines()
         assert lines[0].startswith("start"), "the command is watched"
         connections = [line for line in lines if line.startswith("connect\t")]
-        return Outcome(process.returncode, output + rest, seconds, connections, wrong)
+        secrets = find_secrets(self.used, output + rest)
+        return Outcome(process.returncode, output + rest, seconds, connections, secrets, wrong)
 
 
 def use_server(process: WarmCommand) -> tuple[str, str | None]:
@@ -275,7 +278,7 @@ def swap(rng: random.Random, file: Path, others: list[Path]) -> None:
     file.write_bytes(rng.choice(others).read_bytes())
 
 
-def hide_beside(rng: random.Random, file: Path, others: list[Path]) -> None:
+def add_hidden(rng: random.Random, file: Path, others: list[Path]) -> None:
     """A hidden file next to it, as a system or an editor leaves it."""
     name = rng.choice((f"._{file.name}", f".{file.name}.swp", ".DS_Store", f".{file.stem}{file.suffix}"))
     (file.parent / name).write_bytes(rng.choice((b"", rng.randbytes(100), rng.choice(others).read_bytes())))
@@ -313,7 +316,7 @@ FILE_MUTATIONS: dict[str, Callable[[random.Random, Path, list[Path]], object]] =
     "link to a file that is not there": instead(lambda file: file.symlink_to("missing")),
     "link to a copy": link_to_copy,
     "hidden": lambda rng, file, _: file.rename(file.with_name(f".{file.name}")),
-    "hidden file beside": hide_beside,
+    "another file, hidden": add_hidden,
     "pipe": instead(os.mkfifo),
 }
 
@@ -339,6 +342,8 @@ def problem(place: Place, name: str, file: Path, outcome: Outcome) -> str | None
         return outcome.wrong
     if outcome.connections and file.name not in MAY_NAME_A_MODEL:
         return f"connects to {outcome.connections[:3]}"
+    if outcome.secrets:
+        return f"shows secrets: {outcome.secrets}"
     if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x7f\u202a-\u202e\u2066-\u2069]", outcome.output):
         return "control characters in the output"
     if outcome.code != 0 or file.suffix not in (".safetensors", ".gguf"):
@@ -384,25 +389,34 @@ def test_a_changed_weight_is_noticed_by_this_test(place: Place, tmp_path: Path) 
     assert same_weights(good, changed)
 
 
+def command_of(seed: int) -> str:
+    """The commands take turns."""
+    return tuple(COMMANDS)[seed % len(COMMANDS)]
+
+
+def failure_after_mutation(place: Place, seed: int) -> str | None:
+    """Changes one file, runs a command, and returns what went wrong."""
+    rng, name = random.Random(f"mutation {seed}"), command_of(seed)
+    limit = place.seconds(name) + EXTRA_SECONDS
+    place.restore()
+    files = files_of(place, rng.choice(COMMANDS[name][0]))
+    file = rng.choice(files)
+    what = mutate(rng, file, files)
+    outcome = place.run(name, limit + 5)
+    where = f"{seed}: {name}, {file.relative_to(place.used)}, {what}"
+    log_progress(f"{where}: exit code {outcome.code} after {outcome.seconds:.1f} s")
+    if (wrong := problem(place, name, file, outcome)) is None:
+        return None
+    log_progress(f"FAILED {where}: {wrong}\n{outcome.output[-1500:]}")
+    return f"{where}: {wrong}\n{outcome.output[-1500:]}"
+
+
 @pytest.mark.parametrize("first", range(0, NUM_MUTATIONS, PER_TEST))
 def test_mutated_files_are_reported_and_never_used_silently(
     place: Place, first: int, record_property: Callable[[str, object], None]
 ) -> None:
-    failures, counts = [], Counter[str]()
-    for seed in range(first, min(first + PER_TEST, NUM_MUTATIONS)):
-        rng = random.Random(f"mutation {seed}")
-        name = tuple(COMMANDS)[seed % len(COMMANDS)]
-        limit = place.seconds(name) + EXTRA_SECONDS
-        place.restore()
-        files = files_of(place, rng.choice(COMMANDS[name][0]))
-        file = rng.choice(files)
-        what = mutate(rng, file, files)
-        outcome = place.run(name, limit + 5)
-        counts[COMMANDS[name][1][0]] += 1
-        where = f"{seed}: {name}, {file.relative_to(place.used)}, {what}"
-        log_progress(f"{where}: exit code {outcome.code} after {outcome.seconds:.1f} s")
-        if wrong := problem(place, name, file, outcome):
-            failures.append(f"{where}: {wrong}\n{outcome.output[-1500:]}")
-            log_progress(f"FAILED {failures[-1]}")
-    record_property("mutations", counts.total())
+    seeds = range(first, min(first + PER_TEST, NUM_MUTATIONS))
+    failures = [failure for seed in seeds if (failure := failure_after_mutation(place, seed))]
+    for verb, count in Counter(COMMANDS[command_of(seed)][1][0] for seed in seeds).items():
+        record_property(f"mutations before {verb}", count)
     assert not failures, "\n\n".join(failures)

@@ -24,6 +24,7 @@ import jax
 import psutil
 import pytest
 import tiny_run
+from canaries import SECRETS
 from dose import FULL, dose, full_dose_only, log_progress
 from run_process import WAIT, trillora
 from tiny_run import checkpoints_of, metrics
@@ -236,11 +237,6 @@ def test_a_long_run_stays_as_it_began(folder: Path, tmp_path: Path, record_prope
 
 # S1, S6, S8: what a run reads, prints and writes
 
-CANARIES = {
-    "HF_TOKEN": "hf_Canary0Canary1Canary2Canary3Canary",
-    "WANDB_API_KEY": "c4a9a12fc4a9a12fc4a9a12fc4a9a12fc4a9a12f",
-    "MY_DATABASE_PASSWORD": "canary-horse-7731-battery",
-}
 IN_ADDRESS = "canary-in-an-address-5150"
 STARTUP = Path(__file__).parent / "startup"
 # Special characters of shells, HTML, paths, terminals, YAML and logs.
@@ -274,7 +270,7 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
     )
     (place / "recipe.yaml").write_text(json.dumps(settings))
     environment = {
-        **CANARIES,
+        **SECRETS,
         "TRILLORA_AUDIT": str(audit),
         "TRILLORA_CACHE": str(place / "cache"),
         "HF_HOME": str(place / "cache" / "hub"),  # the doctor tries whether it can be written
@@ -345,7 +341,7 @@ def test_pickled_weights_are_refused_and_not_opened(folder: Path, tmp_path: Path
 @full_dose_only
 def test_no_secret_is_printed_or_written(watched: Watched, record_property: Record) -> None:
     """S6: nowhere in what was printed, in the run's folder, its checkpoints, its report, or the cache."""
-    secrets = [secret.encode() for secret in (*CANARIES.values(), IN_ADDRESS)]
+    secrets = [secret.encode() for secret in (*SECRETS.values(), IN_ADDRESS)]
     files = [path for path in watched.place.rglob("*") if path.is_file() and path.name != "audit"]
     assert any(path.name == "report.html" for path in files) and any(path.name == "state.json" for path in files)
     resolved = (watched.place / "inner" / "addressed" / "resolved.yaml").read_text("utf-8")

@@ -24,7 +24,8 @@ class WarmCommand:
 
     def __init__(self, *arguments: str, errors: bool = False, audit: Path | None = None) -> None:
         """`errors`: standard error goes to the same pipe. `audit`: file for what the command does, see
-        startup/sitecustomize.py; the command may then use the hub, and connections to other machines are refused."""
+        startup/sitecustomize.py. The command then has secrets in its environment (canaries.py) and may use the hub,
+        but connections to other machines fail."""
         read, write = os.pipe()
         parent, child = CONTEXT.Pipe()
         self._process = CONTEXT.Process(target=_run, args=(child, list(arguments), errors, audit), daemon=True)
@@ -76,9 +77,10 @@ def _run(pipe: connection.Connection, arguments: list[str], errors: bool, audit:
 
 def _watch(audit: Path) -> None:
     """Watches this process and the ones that it starts."""
+    from canaries import SECRETS
     from huggingface_hub import constants
 
-    os.environ.update(TRILLORA_AUDIT=str(audit), TRILLORA_AUDIT_OFFLINE="1", HF_HUB_OFFLINE="0")
+    os.environ.update(TRILLORA_AUDIT=str(audit), TRILLORA_AUDIT_OFFLINE="1", HF_HUB_OFFLINE="0", **SECRETS)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
     constants.HF_HUB_OFFLINE = False
     spec = importlib.util.spec_from_file_location("startup", STARTUP / "sitecustomize.py")

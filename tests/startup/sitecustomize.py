@@ -14,7 +14,7 @@ from typing import Any
 
 _CHANGES = {"os.mkdir": 0, "os.rename": 1, "os.remove": 0, "os.rmdir": 0, "os.symlink": 1, "os.link": 1}
 _CONNECTS = {"socket.connect": 1, "socket.sendto": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0}
-_HERE = ("localhost", "::1", "127.", "0.0.0.0", "None")  # how addresses of this machine start  # noqa: S104
+_HERE = ("localhost", "::1", "127.", "0.0.0.0", "None")  # how addresses of this machine start
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 

@@ -71,8 +71,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "verify ollama": ((OLLAMA,), ("verify", OLLAMA)),
     "launch colab": (("model", "recipe", "chats.jsonl"), ("launch", "colab", "recipe.yaml", "--out", "new")),
 }
-NUM_MUTATIONS = dose(9, 50 * len(COMMANDS))
-PER_TEST = 9  # mutations; the small dose is one test, because each process prepares a folder of its own
+NUM_MUTATIONS = dose(8, 50 * len(COMMANDS))
+PER_TEST = 8  # mutations; the small dose is one test, because each process prepares a folder of its own
 # Made when a command first needs it: export or certificate -> command
 PREPARED: dict[str, tuple[str, ...]] = {
     ADAPTER: ("certify", "run"),
@@ -82,6 +82,7 @@ PREPARED: dict[str, tuple[str, ...]] = {
 }
 # The folders whose weights a command must not use, or confirm, after a change. Other checkpoints are not read.
 LAST = "step-00000004"
+WEIGHT_FILES = (".safetensors", ".gguf")
 WEIGHTS_OF: dict[str, tuple[str, ...]] = {
     "generate": ("adapter", "model"),
     "eval": ("adapter", "model"),
@@ -346,7 +347,7 @@ def problem(place: Place, name: str, file: Path, outcome: Outcome) -> str | None
         return f"shows secrets: {outcome.secrets}"
     if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x7f\u202a-\u202e\u2066-\u2069]", outcome.output):
         return "control characters in the output"
-    if outcome.code != 0 or file.suffix not in (".safetensors", ".gguf"):
+    if outcome.code != 0 or file.suffix not in WEIGHT_FILES:
         return None
     relative = file.relative_to(place.used)
     if same_weights(place.good / relative, file):
@@ -400,8 +401,13 @@ def failure_after_mutation(place: Place, seed: int) -> str | None:
     limit = place.seconds(name) + EXTRA_SECONDS
     place.restore()
     files = files_of(place, rng.choice(COMMANDS[name][0]))
-    file = rng.choice(files)
-    what = mutate(rng, file, files)
+    weights = [file for file in files if file.suffix in WEIGHT_FILES]
+    if weights and rng.random() < 0.25:  # a quarter, because there are few of these files and they matter most
+        file, what = rng.choice(weights), "bits of weights"
+        change_bytes(rng, file, files)
+    else:
+        file = rng.choice(files)
+        what = mutate(rng, file, files)
     outcome = place.run(name, limit + 5)
     where = f"{seed}: {name}, {file.relative_to(place.used)}, {what}"
     log_progress(f"{where}: exit code {outcome.code} after {outcome.seconds:.1f} s")

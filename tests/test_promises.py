@@ -321,6 +321,21 @@ def test_the_audit_sees_an_unpickling(tmp_path: Path) -> None:
     assert text.count("unpickle\t") >= 1 and text.startswith("start\t")
 
 
+def test_the_audit_sees_and_refuses_connections_to_other_machines(tmp_path: Path) -> None:
+    """Checks that tests/test_mutations.py can fail. 192.0.2.1 is an address for documentation."""
+    audit = {"TRILLORA_AUDIT": str(tmp_path / "audit"), "TRILLORA_AUDIT_OFFLINE": "1", "PYTHONPATH": str(STARTUP)}
+    code = (
+        "import socket\n"
+        "for address in [('127.0.0.1', 9), ('localhost', 9), ('192.0.2.1', 9), ('example.org', 80)]:\n"
+        "    try: socket.create_connection(address, timeout=5)\n"
+        "    except OSError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **audit}, check=True, capture_output=True)
+    found = [line for line in (tmp_path / "audit").read_text().splitlines() if line.startswith("connect\t")]
+    assert done.stdout.count(b"no network in this test") == 2
+    assert len(found) == 2 and "192.0.2.1" in found[0] and "example.org" in found[1]
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt"])
 def test_pickled_weights_are_refused_and_not_opened(folder: Path, tmp_path: Path, name: str) -> None:
     model = tmp_path / "model"

@@ -115,7 +115,9 @@ VERBS = [
     ("report", "missing"),
     ("schema",),
     ("doctor",),
+    ("launch", "colab", "missing.yaml"),
     *map(slow_case, (("quickstart", "--help"), ("generate", "--help"), ("chat", "--help"))),
+    *map(slow_case, (("serve", "missing"), ("merge", "missing", "missing-2", "--out", "new"))),
 ]
 REAL_VERBS = [
     ("preflight", "recipe.yaml", "--on", "v5e-1", "--estimate"),
@@ -125,6 +127,14 @@ REAL_VERBS = [
     ("generate", "run", "--prompt", "hi", "--max-tokens", "2"),
     ("chat", "run"),
     ("report", "run"),
+    ("certify", "run"),
+    ("verify", "run"),
+    ("export", "run", "--to", "merged", "--out", "merged"),
+    ("verify", "merged"),
+    ("export", "run", "--to", "ollama", "--type", "q8_0", "--out", "ollama"),
+    ("certify", "ollama", "--run", "run"),
+    ("launch", "tpu-vm", "recipe.yaml", "--on", "v5e-8", "--step", "copy", "--project", "project-1"),
+    ("launch", "kaggle", "recipe.yaml", "--owner", "me", "--out", "kaggle"),
     ("quickstart", "--out", "chats.jsonl/below-a-file"),
 ]
 
@@ -155,7 +165,8 @@ def test_no_verb_runs_code_of_the_working_folder(data_set: Path, words: tuple[st
 
 @full_dose_only
 def test_no_whole_run_runs_code_of_the_working_folder(data_set: Path) -> None:
-    shutil.rmtree(data_set / "run", ignore_errors=True)
+    for name in ("run", "merged", "ollama", "kaggle"):
+        shutil.rmtree(data_set / name, ignore_errors=True)
     for words in REAL_VERBS:
         done = run_there(data_set, COMMAND, *words, environment=environment_of(data_set))
         assert done.returncode == (2 if words[0] == "quickstart" else 0), (words, done.stderr)

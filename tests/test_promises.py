@@ -24,6 +24,7 @@ import jax
 import psutil
 import pytest
 import tiny_run
+from canaries import SECRETS
 from dose import FULL, dose, full_dose_only, log_progress
 from run_process import WAIT, trillora
 from tiny_run import checkpoints_of, metrics
@@ -236,11 +237,6 @@ def test_a_long_run_stays_as_it_began(folder: Path, tmp_path: Path, record_prope
 
 # S1, S6, S8: what a run reads, prints and writes
 
-CANARIES = {
-    "HF_TOKEN": "hf_Canary0Canary1Canary2Canary3Canary",
-    "WANDB_API_KEY": "c4a9a12fc4a9a12fc4a9a12fc4a9a12fc4a9a12f",
-    "MY_DATABASE_PASSWORD": "canary-horse-7731-battery",
-}
 IN_ADDRESS = "canary-in-an-address-5150"
 STARTUP = Path(__file__).parent / "startup"
 # Special characters of shells, HTML, paths, terminals, YAML and logs.
@@ -274,7 +270,7 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
     )
     (place / "recipe.yaml").write_text(json.dumps(settings))
     environment = {
-        **CANARIES,
+        **SECRETS,
         "TRILLORA_AUDIT": str(audit),
         "TRILLORA_CACHE": str(place / "cache"),
         "HF_HOME": str(place / "cache" / "hub"),  # the doctor tries whether it can be written
@@ -325,6 +321,21 @@ def test_the_audit_sees_an_unpickling(tmp_path: Path) -> None:
     assert text.count("unpickle\t") >= 1 and text.startswith("start\t")
 
 
+def test_the_audit_sees_and_refuses_connections_to_other_machines(tmp_path: Path) -> None:
+    """Checks that tests/test_mutations.py can fail. 192.0.2.1 is an address for documentation."""
+    audit = {"TRILLORA_AUDIT": str(tmp_path / "audit"), "TRILLORA_AUDIT_OFFLINE": "1", "PYTHONPATH": str(STARTUP)}
+    code = (
+        "import socket\n"
+        "for address in [('127.0.0.1', 9), ('localhost', 9), ('192.0.2.1', 9), ('example.org', 80)]:\n"
+        "    try: socket.create_connection(address, timeout=5)\n"
+        "    except OSError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **audit}, check=True, capture_output=True)
+    found = [line for line in (tmp_path / "audit").read_text().splitlines() if line.startswith("connect\t")]
+    assert done.stdout.count(b"no network in this test") == 2
+    assert len(found) == 2 and "192.0.2.1" in found[0] and "example.org" in found[1]
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt"])
 def test_pickled_weights_are_refused_and_not_opened(folder: Path, tmp_path: Path, name: str) -> None:
     model = tmp_path / "model"
@@ -345,7 +356,7 @@ def test_pickled_weights_are_refused_and_not_opened(folder: Path, tmp_path: Path
 @full_dose_only
 def test_no_secret_is_printed_or_written(watched: Watched, record_property: Record) -> None:
     """S6: nowhere in what was printed, in the run's folder, its checkpoints, its report, or the cache."""
-    secrets = [secret.encode() for secret in (*CANARIES.values(), IN_ADDRESS)]
+    secrets = [secret.encode() for secret in (*SECRETS.values(), IN_ADDRESS)]
     files = [path for path in watched.place.rglob("*") if path.is_file() and path.name != "audit"]
     assert any(path.name == "report.html" for path in files) and any(path.name == "state.json" for path in files)
     resolved = (watched.place / "inner" / "addressed" / "resolved.yaml").read_text("utf-8")

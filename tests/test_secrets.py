@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import base64
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
 
+import pytest
+import tiny_run
+import yaml
+from canaries import SECRETS, contents, find_secrets
+from typer.testing import CliRunner
+
+from trillora.cli import app
+from trillora.errors import TrilloraError
+from trillora.launch import go
 from trillora.secrets import MASK, mask_secrets, mask_settings, mask_values, secrets_of_environment
 
 CANARIES = {
@@ -86,3 +100,53 @@ def test_secrets_of_the_environment_are_found_by_name() -> None:
         "canary-22",
         "canary-1",
     )
+
+
+# ---- what `launch` writes; test_mutations.py has the other verbs, test_promises.py has `train`, `eval` and `generate`
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("colab",),
+        ("kaggle", "--owner", "me"),
+        ("tpu-vm", "--on", "v5e-8", "--as", "skypilot"),
+        ("tpu-vm", "--on", "v5e-8", "--project", "project-1"),
+    ],
+    ids=["colab", "kaggle", "skypilot", "tpu-vm"],
+)
+def test_no_launch_prints_or_writes_a_secret_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """Notebooks and bundles leave the machine, so they are searched inside. Preflight has no answer here (--force)."""
+
+    def no_answer(*args: Any, **options: Any) -> Any:
+        raise TrilloraError("No compiler.", where="this test", do="nothing")
+
+    monkeypatch.setattr(go, "preflight", no_answer)
+    monkeypatch.setenv("TRILLORA_CACHE", str(tmp_path / "cache"))
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    tiny_run.write_both(tmp_path, tiny_run.llama(num_layers=1, width=32), num_rows=8)
+    (tmp_path / "chat.yaml").write_text(yaml.safe_dump(tiny_run.recipe(tmp_path)))
+    more = ["train.checkpoint_dir=gs://mine/chat"] if words[0] == "tpu-vm" else []
+    more += ["--out", str(tmp_path / "new")] if "--project" not in words else []
+    done = CliRunner().invoke(app, ["launch", words[0], str(tmp_path / "chat.yaml"), *words[1:], *more, "--force"])
+    assert done.exit_code == 0, done.output
+    assert find_secrets(tmp_path, done.output) == []
+    files = [file for file in (tmp_path / "new").rglob("*") if file.is_file()]
+    names = [f"{file}{inner}" for file in files for inner, _ in contents(file.read_bytes())]
+    assert bool(files) == ("--out" in more) and (not files or any("chats.jsonl" in name for name in names))
+
+
+def test_secrets_are_found_in_archives_and_notebooks(tmp_path: Path) -> None:
+    """Checks that the searches can fail."""
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        entry = tarfile.TarInfo("inner.txt")
+        entry.size = len(SECRETS["HF_TOKEN"])
+        archive.addfile(entry, io.BytesIO(SECRETS["HF_TOKEN"].encode()))
+    packed = base64.b64encode((tmp_path / "a.tar.gz").read_bytes()).decode()
+    (tmp_path / "b.ipynb").write_text(json.dumps({"cells": [packed[:100] + "\n", packed[100:]]}, indent=1))
+    found = find_secrets(tmp_path, SECRETS["KAGGLE_KEY"])
+    files = {"the output: KAGGLE_KEY", "a.tar.gz, inner.txt: HF_TOKEN", "b.ipynb, base64, inner.txt: HF_TOKEN"}
+    assert files <= set(found)

@@ -325,7 +325,8 @@ GUARANTEES = (
     Guarantee(
         "S12 changed folders",
         "mutations",
-        "500 changes of run folders, model folders and recipes, each followed by a real command",
+        "1,250 changes of runs, models, recipes, adapters and exports, each followed by a real command of 12 verbs "
+        "with secrets in its environment; connections to other machines are recorded",
         ("test_mutations.py::",),
     ),
 )

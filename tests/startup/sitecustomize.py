@@ -1,16 +1,20 @@
 """Read by every Python that starts with this folder on its PYTHONPATH, before anything else is.
 
-Where TRILLORA_AUDIT names a file, each process writes there what it unpickles and which files it opens for writing,
-makes, renames or removes: one line `what<TAB>which<TAB>where in the code`.
+Where TRILLORA_AUDIT names a file, each process writes there what it unpickles, which files it opens for writing, makes,
+renames or removes, and which other machines it looks up or connects to: one line `what<TAB>which<TAB>where in the
+code`. With TRILLORA_AUDIT_OFFLINE, connections to other machines fail, as without a network.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Any
 
 _CHANGES = {"os.mkdir": 0, "os.rename": 1, "os.remove": 0, "os.rmdir": 0, "os.symlink": 1, "os.link": 1}
+_CONNECTS = {"socket.connect": 1, "socket.sendto": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0}
+_HERE = ("localhost", "::1", "127.", "0.0.0.0", "None")  # how addresses of this machine start
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -29,8 +33,21 @@ def _watch(file: str) -> None:
         elif event in _CHANGES:
             write("change", os.fsdecode(args[_CHANGES[event]]), "")
 
+        elif event in _CONNECTS and not _is_here(args[_CONNECTS[event]]):
+            write("connect", args[_CONNECTS[event]], _callers())
+            if os.environ.get("TRILLORA_AUDIT_OFFLINE"):
+                raise OSError(errno.ENETUNREACH, "no network in this test")
+
     write("start", " ".join(sys.orig_argv), "")
     sys.addaudithook(hook)
+
+
+def _is_here(address: Any) -> bool:
+    """Whether an address, or the name of a host, is this machine. Sockets with a path are, too."""
+    if isinstance(address, tuple):
+        return _is_here(address[0])
+    name = os.fsdecode(address) if isinstance(address, bytes) else str(address)
+    return name.startswith((*_HERE, "/", "\0")) or not name
 
 
 def _callers() -> str:

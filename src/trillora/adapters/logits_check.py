@@ -21,8 +21,9 @@ from trillora.files.hub import find_cached
 from trillora.model.adapters import fit_adapter, fitting
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
+from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
-from trillora.model.loading.source import EMBEDDED, OpenModel
+from trillora.model.loading.source import EMBEDDED, OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
 from trillora.model.lora_spec import AdapterDoesNotFit
@@ -53,12 +54,16 @@ def compare_logits(
     adapter: dict[str, np.ndarray],
     definition: Callable[[str], np.ndarray],
     listener: Listener,
+    base_digest: str | None = None,
 ) -> LogitsCheck | str:
-    """`definition` returns the change [outputs, inputs] of a layer. Returns the reason if the base cannot be used."""
+    """`definition` returns the change [outputs, inputs] of a layer; `base_digest` is what a run recorded. Returns
+    the reason if the base cannot be used."""
     try:
         opened = open_local(base_name)
         if opened is None:
             return f"the base model {base_name} is not on this machine"
+        if base_digest is not None and base_digest != weights_digest(opened.folder, weight_files(opened.folder)):
+            return f"the base model {base_name} has changed since the adapters were trained on it"
         return _compare(opened, base_name, spec, adapter, definition, listener)
     except AdapterDoesNotFit:
         raise

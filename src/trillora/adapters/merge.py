@@ -111,7 +111,8 @@ def merge_adapters(
     parameters, names = names_for_peft(inputs, list(merged), base)
     files = peft_files(matrices, _config(inputs, selection(inputs, list(merged), parameters), rank, base), names)
     _check_files(files, matrices)
-    logits = _compare(base, rank, matrices, layers, options, listener) if with_logits else "not asked for"
+    digest = next((each.base_digest for each in inputs if each.base_digest), None)
+    logits = _compare(base, digest, rank, matrices, layers, options, listener) if with_logits else "not asked for"
     result = _result(folder, inputs, merged, options, rank, base, logits)
     if isinstance(logits, LogitsCheck):
         _check_logits(logits, is_cut=result.lost > ROUNDING**2)
@@ -220,6 +221,7 @@ def _check_files(files: dict[str, bytes], matrices: dict[str, np.ndarray]) -> No
 
 def _compare(
     base: str | None,
+    digest: str | None,
     rank: int,
     matrices: dict[str, np.ndarray],
     layers: dict[str, dict[int, Change]],
@@ -231,7 +233,9 @@ def _compare(
         return "the adapters do not name their base model"
     spec = LoraSpec(rank, float(rank), targets=tuple(layers))
     listener(Note(f"Comparing logits with the definition of the merge on {base}"))
-    return compare_logits(base, spec, matrices, lambda layer: definition(layer, layers[layer], options), listener)
+    return compare_logits(
+        base, spec, matrices, lambda layer: definition(layer, layers[layer], options), listener, base_digest=digest
+    )
 
 
 def _check_logits(logits: LogitsCheck, *, is_cut: bool) -> None:

@@ -15,7 +15,6 @@ from dose import FULL, full_dose_only, slow_case
 from transformers import MixtralConfig
 
 from trillora.devices.mesh import AXES, MeshShape, make_mesh, weight_spec
-from trillora.errors import TrilloraError
 from trillora.events import ignore_events
 from trillora.model.adapters import load_adapter
 from trillora.model.bridge import CausalLM
@@ -23,7 +22,7 @@ from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
 from trillora.step.autotune import micro_batch_sizes
-from trillora.step.build import OFFLOAD_ON_CPUS_SINCE, assemble, shard_adapter, weight_shardings
+from trillora.step.build import assemble, shard_adapter, weight_shardings
 from trillora.step.decisions import Decisions, choose_mesh, decide_by_hardware, decide_mesh, meshes_to_try
 from trillora.training.trainer import train
 
@@ -37,8 +36,6 @@ MESHES = {
     "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
     "fsdp 2 of 2 devices": {"fsdp": 2},
 }
-# `make test` has all axes together in the test of recomputation below and, with an adapter, in test_dropout.py.
-MAIN = () if jax.__version_info__ >= OFFLOAD_ON_CPUS_SINCE else ("data 2 x fsdp 2 x tensor 2",)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +54,7 @@ def alone(folder: Path) -> list[float]:
     return list(train(load_recipe(recipe(folder)), folder / "alone").losses)
 
 
-@pytest.mark.parametrize("name", [name if name in MAIN else slow_case(name) for name in MESHES])
+@pytest.mark.parametrize("name", [slow_case(name) for name in MESHES])
 def test_many_devices_equal_one(folder: Path, alone: list[float], tmp_path: Path, name: str) -> None:
     mesh = MESHES[name]
     settings = recipe(folder, hardware={"devices": int(np.prod(list(mesh.values()))), "mesh": mesh})
@@ -83,11 +80,6 @@ def test_recomputation_on_a_mesh_equals_one_device(
     mesh = {"data": 2, "fsdp": 2, "tensor": 2} if FULL else {"fsdp": 2}
     hardware = {"devices": math.prod(mesh.values()), "mesh": mesh}
     settings = load_recipe(recipe(folder, hardware=hardware, engine={"remat": remat}))
-    if remat == "offload" and jax.__version_info__ < OFFLOAD_ON_CPUS_SINCE:
-        with pytest.raises(TrilloraError, match="offload does not work on several CPU devices") as raised:
-            train(settings, tmp_path / "run")
-        assert raised.value.where == "engine.remat" and "engine.remat=linear" in raised.value.do
-        return
     assert train(settings, tmp_path / "run").losses == pytest.approx(alone, rel=LOSS)
 
 

@@ -59,10 +59,6 @@ BATCH_DTYPES = {
     "positions": jnp.int32,
 }
 WHOLE_SHARE = 0.25  # of a device's experts: if all other weights take no more, they are copied to every device
-# The first jax that compiles remat=offload for several CPU devices; every release from 0.7.2 was tried. Before, the
-# partitioner stops at annotations of memory ("Side-effect HLO must have sharding"). XLA for GPUs converts them first
-# (gpu_compiler.cc, pre-spmd-partitioner). The TPU compilers of that time were not tried.
-OFFLOAD_ON_CPUS_SINCE = (0, 10, 2)
 COPIED_ADAPTER_BYTES = 2**30  # adapter and optimizer state up to this size are copied to every device, not split
 
 
@@ -157,7 +153,6 @@ def assemble(
     )
     check_layers(recipe.lora, spec, model)
     check_kernels(model, mesh, settings.backend)
-    check_offload(settings, mesh)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     chunk = loss_chunk_positions(settings.loss_chunk, settings.micro_batch_size // shards, train.sequence_length)
     factors = update_factors(model.adapter_layout, recipe.lora.loraplus_ratio, pissa=spec.pissa)
@@ -216,18 +211,6 @@ def products_on(device: Any) -> Products:
     """What adds up products if kernels are fused."""
     is_hopper = device.platform == "gpu" and generation_of(device).has_wgmma and has_mosaic()
     return Products(device.core_count) if is_hopper else IN_XLA
-
-
-def check_offload(settings: StepSettings, mesh: Mesh) -> None:
-    """Refuses to move values to the host's memory where XLA would fail with an internal error. Not for estimates: they
-    have a mesh of CPU devices and the backend tpu."""
-    on_cpus = mesh.size > 1 and settings.backend == "cpu"
-    if settings.remat == "offload" and on_cpus and jax.__version_info__ < OFFLOAD_ON_CPUS_SINCE:
-        raise TrilloraError(
-            f"engine.remat: offload does not work on several CPU devices with jax {jax.__version__}.",
-            where="engine.remat",
-            do="use engine.remat=linear, one device (hardware.devices=1), or jax 0.10.2 or newer",
-        )
 
 
 def loss_chunk_positions(tokens: int, rows_per_device: int, sequence_length: int) -> int:

@@ -8,11 +8,12 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all lint style types pytest docs compat harness architectures recipes real-data soak lock audit atlas clouds clean
+.PHONY: help setup quickstart test test-all lint style types pytest docs evidence compat harness architectures recipes real-data soak lock audit atlas clouds clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
 	@echo "make test           run lint, type checks and tests"
+	@echo "make evidence       run what a release rests on in addition to make test: whole runs with scores, every architecture"
 	@echo "make test-all       run every test, including the slow ones"
 	@echo "make lint           run only lint and type checks"
 	@echo "make docs           write the documentation site to build/site"
@@ -43,6 +44,10 @@ test: style
 test-all: export TRILLORA_DOSE = full
 test-all: export TRILLORA_DOSE_SCALE = 0.05
 test-all: test
+
+# The slow tests that promises rest on; .ci/run runs them after make test. dev/EVIDENCE.md has the last recorded run.
+evidence: setup
+	$(BIN)/python tools/evidence.py --workers $(WORKERS)
 
 pytest: setup
 	$(PYTEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q

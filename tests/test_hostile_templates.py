@@ -110,7 +110,7 @@ def test_prompts_that_use_up_their_limits_do_not_stop_later_ones() -> None:
         kept = [each for worker in prompts._workers for each in vars(worker).values()]
         sizes.add(sum(len(each) for each in kept if isinstance(each, bytes | list | dict | set)))
     workers = [prompts._idle.get() for _ in prompts._workers]
-    for worker in workers:  # each of them goes on, whichever was used
+    for worker in workers:  # each of them still works, whichever was used
         prompts._idle.put(worker)
         assert prompts.encode("Hello") == Prompts(TOKENIZER, template=TOKENIZER.chat_template).encode("Hello")
     assert len(workers) == 3 and len(sizes) == 1

@@ -1,4 +1,4 @@
-"""More planted defects: known attacks on exports in bfloat16 and in few bits, new defects, and harmless rewrites.
+"""More planted defects: known attacks on exports in float32, bfloat16 and few bits, new defects, harmless rewrites.
 
     world = write_small_world(folder)
     copy, target = plant(KNOWN_DEFECTS[0], world, other_folder)
@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from new_defects import NEW_DEFECTS as NEW_HUGGING_FACE_DEFECTS
 from new_gguf_defects import NEW_GGUF_DEFECTS
 from planted_defects import World, change_json
 from small_world import (
-    LAYERS,
     QUANTIZED,
     Defect,
     Defects,
@@ -32,6 +32,7 @@ from small_world import (
     plant,
     quantized,
     rewrite_gguf,
+    trained_changes,
     write_small_world,
 )
 
@@ -39,26 +40,33 @@ __all__ = ["DEFECTS", "HARMLESS", "KNOWN_DEFECTS", "NEW_DEFECTS", "Defect", "pla
 
 KNOWN_DEFECTS = Defects()
 ALL = ("merged", *QUANTIZED)
+FLOAT32 = ("merged", "gguf")  # of the world of planted_defects, which has two layers
 
 
 # ---- weights, in every format
 
-FACTORS: dict[str, Callable[[str], float]] = {
-    "half the alpha": lambda name: 0.5,
-    "a quarter of the alpha": lambda name: 0.25,
-    "layers 0 and 1 missing": lambda name: layer_of(name) > 1,
-    "only the last layer merged": lambda name: layer_of(name) == LAYERS - 1,
-    "attention only": lambda name: "self_attn" in name,
-    "one k_proj missing": lambda name: name != "model.layers.1.self_attn.k_proj.weight",
-    "sign of the change flipped": lambda name: -1,
-    "sign of one layer flipped": lambda name: -1 if layer_of(name) == 2 else 1,
-    "layers doubled and others missing": lambda name: 2 * (layer_of(name) % 2),
-    "the base without the adapter": lambda name: 0,
+# By the name of a weight, and the number of the last layer.
+FACTORS: dict[str, Callable[[str, int], float]] = {
+    "half the alpha": lambda name, last: 0.5,
+    "a quarter of the alpha": lambda name, last: 0.25,
+    "the first half of the layers missing": lambda name, last: layer_of(name) > last // 2,
+    "only the last layer merged": lambda name, last: layer_of(name) == last,
+    "attention only": lambda name, last: "self_attn" in name,
+    "one k_proj missing": lambda name, last: name != "model.layers.1.self_attn.k_proj.weight",
+    "sign of the change flipped": lambda name, last: -1,
+    "sign of one layer flipped": lambda name, last: -1 if layer_of(name) == last - 1 else 1,
+    "layers doubled and others missing": lambda name, last: 2 * (layer_of(name) % 2),
+    "the base without the adapter": lambda name, last: 0,
+    "merged twice": lambda name, last: 2,
 }
 
 
-def _merged_with(factor: Callable[[str], float], target: str) -> Callable[[World], None]:
-    return lambda world: merge_by_hand(world, getattr(world, target), factor)
+def _merged_with(factor: Callable[[str, int], float], target: str) -> Callable[[World], None]:
+    def plant(world: World) -> None:
+        last = max(map(layer_of, trained_changes(world)))
+        merge_by_hand(world, getattr(world, target), lambda name: factor(name, last))
+
+    return plant
 
 
 KNOWN_DEFECTS += [
@@ -67,9 +75,12 @@ KNOWN_DEFECTS += [
         plant=_merged_with(factor, target),
         target=target,
         harm="The model answers like another one than the trained one.",
+        world=world,
     )
     for label, factor in FACTORS.items()
-    for target in ALL
+    for world, targets in (("bfloat16", ALL), ("float32", FLOAT32))
+    for target in targets
+    if (world, label) != ("float32", "only the last layer merged")  # with two layers: half of the layers missing
 ]
 
 
@@ -78,7 +89,8 @@ def _add_head(world: Any, folder: Path, noise: Callable[[np.ndarray], np.ndarray
     head = noise(embedding).astype(np.float32)
     if not any(folder.glob("*.gguf")):
         change_json(folder / "config.json", lambda values: values.update(tie_word_embeddings=False))
-        add_stored(folder, {"lm_head.weight": torch.from_numpy(head).bfloat16()})
+        dtype = getattr(torch, json.loads((folder / "config.json").read_text())["dtype"])
+        add_stored(folder, {"lm_head.weight": torch.from_numpy(head).to(dtype)})
         return
 
     def add(tensors: dict[str, Any]) -> None:
@@ -88,6 +100,7 @@ def _add_head(world: Any, folder: Path, noise: Callable[[np.ndarray], np.ndarray
     rewrite_gguf(folder, tensors=add)
 
 
+@KNOWN_DEFECTS.add(*FLOAT32, world="float32")
 @KNOWN_DEFECTS.add(*ALL)
 def untied_random_head(world: Any, folder: Path) -> None:
     """Answers are noise."""
@@ -95,6 +108,7 @@ def untied_random_head(world: Any, folder: Path) -> None:
     _add_head(world, folder, lambda embedding: generator.normal(size=embedding.shape) * embedding.std())
 
 
+@KNOWN_DEFECTS.add(*FLOAT32, world="float32")
 @KNOWN_DEFECTS.add(*ALL)
 def untied_head_with_noise(world: Any, folder: Path) -> None:
     """Each logit is wrong by 5 %."""
@@ -106,12 +120,13 @@ def untied_head_with_noise(world: Any, folder: Path) -> None:
 
 
 def _json(file: str, label: str, options: Mapping[str, Any], harm: str, *, target: str = "merged") -> None:
-    """Adds a defect that sets options in a file."""
+    """Adds a defect that sets options in a file, in both worlds."""
 
     def change(world: Any) -> None:
         change_json(getattr(world, target) / file, lambda values: values.update(options))
 
-    KNOWN_DEFECTS.append(Defect(f"{target}: {file} with {label}", change, target, harm))
+    for world in ("bfloat16", "float32"):
+        KNOWN_DEFECTS.append(Defect(f"{target}: {file} with {label}", change, target, harm, world))
 
 
 def _rope(**values: Any) -> dict[str, Any]:
@@ -125,7 +140,6 @@ _json(CONFIG, "rope_theta 20,000", _rope(rope_theta=20_000.0), POSITIONS)
 _json(CONFIG, "linear rope scaling", _rope(rope_type="linear", factor=2.0), POSITIONS)
 _json(CONFIG, "hidden_act gelu", {"hidden_act": "gelu"}, "Every feed-forward layer computes something else.")
 _json(CONFIG, "rms_norm_eps 1e-3", {"rms_norm_eps": 1e-3}, "Every norm divides by a larger number.")
-_json(CONFIG, "3 of 4 layers", {"num_hidden_layers": 3}, "transformers leaves out the last layer.")
 _json(CONFIG, "max_position_embeddings 32", {"max_position_embeddings": 32}, "vLLM refuses longer conversations.")
 _json(CONFIG, "dtype float16", {"dtype": "float16"}, "Programs load it as float16, with another range of numbers.")
 _json(CONFIG, "other architectures", {"architectures": ["MistralForCausalLM"]}, "vLLM runs the code of another model.")
@@ -156,6 +170,18 @@ _json(ADAPTER, "lora_dropout 0.9", {"lora_dropout": 0.9}, "More training loses m
 _json(ADAPTER, "SEQ_CLS", {"task_type": "SEQ_CLS"}, "PEFT loads a classifier with a random head.", target="adapter")
 
 
+@KNOWN_DEFECTS.add("merged", world="float32")
+@KNOWN_DEFECTS.add("merged")
+def a_layer_less(world: Any, folder: Path) -> None:
+    """transformers leaves out the last layer."""
+
+    def change(values: dict[str, Any]) -> None:
+        values["num_hidden_layers"] -= 1
+
+    change_json(folder / "config.json", change)
+
+
+@KNOWN_DEFECTS.add("merged", world="float32")
 @KNOWN_DEFECTS.add("merged")
 def two_ids_swapped(world: Any, folder: Path) -> None:
     """Two words of the vocabulary are read and written as each other."""
@@ -167,12 +193,14 @@ def two_ids_swapped(world: Any, folder: Path) -> None:
     change_json(folder / "tokenizer.json", swap)
 
 
+@KNOWN_DEFECTS.add("merged", world="float32")
 @KNOWN_DEFECTS.add("merged")
 def last_merge_removed(world: Any, folder: Path) -> None:
     """A word becomes two tokens."""
     change_json(folder / "tokenizer.json", lambda values: values["model"]["merges"].pop())
 
 
+@KNOWN_DEFECTS.add("merged", world="float32")
 @KNOWN_DEFECTS.add("merged")
 def auto_map_with_code(world: Any, folder: Path) -> None:
     """With trust_remote_code, code of the folder runs."""
@@ -183,6 +211,7 @@ def auto_map_with_code(world: Any, folder: Path) -> None:
     (folder / "modeling_evil.py").write_text("from transformers import LlamaForCausalLM as EvilForCausalLM\n")
 
 
+@KNOWN_DEFECTS.add("merged", world="float32")
 @KNOWN_DEFECTS.add("merged")
 def template_for_tools(world: Any, folder: Path) -> None:
     """transformers uses it instead of the trained template when tools are given."""
@@ -196,7 +225,8 @@ def _add_file(name: str, data: bytes, harm: str) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(data)
 
-    KNOWN_DEFECTS.append(Defect(f"merged: with {name}", add, "merged", harm))
+    for world in ("bfloat16", "float32"):
+        KNOWN_DEFECTS.append(Defect(f"merged: with {name}", add, "merged", harm, world))
 
 
 _add_file("sub/pytorch_model.bin", b"\x80\x04N.", "A pickle, which runs code when it is loaded, comes along.")
@@ -207,24 +237,28 @@ _add_file(".evil.bin", b"\x80\x04N.", "A hidden pickle comes along.")
 # ---- metadata of GGUF files
 
 
+@KNOWN_DEFECTS.add("gguf", world="float32")
 @KNOWN_DEFECTS.add(*QUANTIZED)
 def rope_base_20_000(world: Any, folder: Path) -> None:
     """Positions are rotated by other angles than in training."""
     rewrite_gguf(folder, {"llama.rope.freq_base": 20_000.0})
 
 
+@KNOWN_DEFECTS.add("gguf", world="float32")
 @KNOWN_DEFECTS.add(*QUANTIZED)
 def rope_base_500_000(world: Any, folder: Path) -> None:
     """Positions are rotated by other angles than in training."""
     rewrite_gguf(folder, {"llama.rope.freq_base": 500_000.0})
 
 
+@KNOWN_DEFECTS.add("gguf", world="float32")
 @KNOWN_DEFECTS.add(*QUANTIZED)
 def rms_epsilon(world: Any, folder: Path) -> None:
     """Every norm divides by a larger number."""
     rewrite_gguf(folder, {"llama.attention.layer_norm_rms_epsilon": 1e-3})
 
 
+@KNOWN_DEFECTS.add("gguf", world="float32")
 @KNOWN_DEFECTS.add("gguf_q8_0")
 def one_merge_reversed(world: Any, folder: Path) -> None:
     """A pair of letters is not merged, and another one is."""
@@ -234,6 +268,7 @@ def one_merge_reversed(world: Any, folder: Path) -> None:
     file.write_bytes(data.replace(b"\x03\0\0\0\0\0\0\0h e", b"\x03\0\0\0\0\0\0\0e h"))
 
 
+@KNOWN_DEFECTS.add("gguf", world="float32")
 @KNOWN_DEFECTS.add("gguf_q8_0")
 def bos_not_added(world: Any, folder: Path) -> None:
     """llama.cpp's prompts have no BOS."""

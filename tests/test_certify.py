@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
 import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import jax
 import numpy as np
 import planted_defects
+import psutil
 import pytest
 import tiny_run
 from chat_tokenizers import chat_tokenizer
@@ -22,6 +28,7 @@ from typer.testing import CliRunner
 
 from trillora.certify.certificate import Certificate, read_certificate
 from trillora.certify.certify import certify
+from trillora.certify.llama_cpp import MEMORY
 from trillora.certify.logits import TEXTS, compute_reference
 from trillora.certify.readers import read_with_llama_cpp
 from trillora.certify.subject import find_subject
@@ -181,6 +188,63 @@ def test_a_certificate_without_its_reader_or_run_is_partial(
     assert certify(world.adapter).result == "passed"
 
 
+@contextmanager
+def edited(file: Path, change: Callable[[str], str]) -> Iterator[None]:
+    before = file.read_text()
+    assert change(before) != before
+    file.write_text(change(before))
+    try:
+        yield
+    finally:
+        file.write_text(before)
+
+
+def test_rows_that_have_changed_prove_nothing_about_what_was_trained(world: World, tmp_path: Path) -> None:
+    adapter = shutil.copytree(world.adapter, tmp_path / "adapter")
+    assert "only answers were trained" in summary(certify(adapter, run=world.run))
+    with edited(world.folder / "chats.jsonl", lambda text: text.replace("What", "what", 1)):
+        certificate = certify(adapter, run=world.run)
+    assert certificate.passed and certificate.result == "partial"
+    found = summary(certificate)
+    assert "only answers were trained" not in found and "The run's data has changed" in found
+
+
+def test_settings_of_the_base_that_changed_after_training_are_not_certified(world: World, tmp_path: Path) -> None:
+    """An export of today contains the changed file, so the export and its certificate would agree."""
+    name = "generation_config.json"
+    with edited(world.model / name, lambda text: json.dumps({**json.loads(text), "temperature": 50.0})):
+        export_merged(open_source(str(world.run)), tmp_path / "merged")
+        export = certify(tmp_path / "merged", run=world.run)
+        adapter = certify(shutil.copytree(world.adapter, tmp_path / "adapter"), run=world.run)
+    [fault] = [check for check in export.failed if check.name == "base settings"]
+    assert name in fault.what and json.loads((tmp_path / "merged" / name).read_text())["temperature"] == 50
+    [warned] = [check for check in adapter.checks if check.name == "base settings"]
+    assert adapter.passed and warned.status == "warning", "an adapter does not contain the file"
+
+
+def test_llama_cpp_has_a_limit_of_memory_and_answers_no_one_else(world: World) -> None:
+    """It is C++ code that reads a file which may be hostile, and it listens on loopback."""
+    num_tokens = json.loads((world.model / "config.json").read_text("utf-8"))["vocab_size"]
+    (file,) = world.gguf.glob("*.gguf")
+    known = {child.pid for child in psutil.Process().children()}
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_with_llama_cpp, file, [[token % 24] for token in range(300)], num_tokens)
+        ports: list[int] = []
+        while not ports and not reading.done():
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.pid not in known and child.name().startswith("python"):
+                        limit = child.rlimit(psutil.RLIMIT_AS)
+                        listening = [each for each in child.net_connections() if each.status == psutil.CONN_LISTEN]
+                        ports = [each.laddr.port for each in listening]
+        assert ports and limit[0] == 2 * file.stat().st_size + MEMORY
+        status = 503
+        while status == 503 and not reading.done():  # it loads the file
+            status = httpx.post(f"http://127.0.0.1:{ports[0]}/tokenize", json={"content": "a"}, timeout=60).status_code
+        assert status == 401
+        assert len(reading.result()[0].logprobs) == 300
+
+
 # ---- verify and the commands
 
 
@@ -197,10 +261,17 @@ def test_verify_repeats_the_certificate_without_the_run(world: World, tmp_path: 
     ("change", "expected"),
     [
         (lambda folder: (folder / "new.json").write_text("{}"), "same as certified"),
+        (lambda folder: _write_below(folder / "sub" / "evil.py"), "same as certified"),
+        (lambda folder: _write_below(folder / "additional_chat_templates" / "tool_use.jinja"), "same as certified"),
+        (lambda folder: _write_below(folder / ".evil.bin"), "no pickle"),
+        (lambda folder: (folder / "sub").symlink_to(folder.parent), "only files"),
         (lambda folder: _other_alpha(folder), "weights"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"short"), "files"),
     ],
-    ids=["new file", "other alpha", "broken weights"],
+    ids=[
+        *("new file", "in a sub-folder", "template for tools", "hidden pickle", "link to a folder"),
+        *("other alpha", "broken weights"),
+    ],
 )
 def test_verify_notices_a_change(change: Any, expected: str, world: World, tmp_path: Path) -> None:
     moved = tmp_path / "adapter"
@@ -208,6 +279,11 @@ def test_verify_notices_a_change(change: Any, expected: str, world: World, tmp_p
     change(moved)
     failed = {check.name for check in verify(moved).failed}
     assert expected in failed
+
+
+def _write_below(file: Path) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("{}")
 
 
 def _other_alpha(folder: Path) -> None:

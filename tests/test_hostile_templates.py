@@ -99,6 +99,24 @@ def test_prompts_leave_no_process() -> None:
     assert process.poll() is not None and not os.path.exists(f"/proc/{process.pid}")
 
 
+def test_prompts_that_use_up_their_limits_do_not_stop_later_ones() -> None:
+    """A server renders prompts for weeks, and each may use up its limit, also the first ones of a process."""
+    large = "{% if messages[0]['content'] == 'large' %}{{ 'x' * 10 ** 10 }}{% endif %}"
+    prompts, sizes = Prompts(TOKENIZER, template=large + TOKENIZER.chat_template), set()
+    prompts.serve_strangers(3)
+    for _ in range(3 * MAX_PAST_LIMIT):
+        with pytest.raises(TrilloraError, match=r"more than 512 MB for one row\.\n"):
+            prompts.encode("large")
+        kept = [each for worker in prompts._workers for each in vars(worker).values()]
+        sizes.add(sum(len(each) for each in kept if isinstance(each, bytes | list | dict | set)))
+    workers = [prompts._idle.get() for _ in prompts._workers]
+    for worker in workers:  # each of them still works, whichever was used
+        prompts._idle.put(worker)
+        assert prompts.encode("Hello") == Prompts(TOKENIZER, template=TOKENIZER.chat_template).encode("Hello")
+    assert len(workers) == 3 and len(sizes) == 1
+    prompts.close()
+
+
 def test_templates_run_only_in_the_worker() -> None:
     """Only modules of the worker process use what runs a template."""
     source = Path(trillora.__file__).parent

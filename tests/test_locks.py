@@ -111,3 +111,20 @@ def test_these_tests_run_with_the_locked_versions() -> None:
             if installed != version_of(requirement):
                 differing[name] = (installed, version_of(requirement))
     assert not differing, "run `make setup`"
+
+
+# Version with a published hole in code that reads what strangers send -> what it allows.
+HOLES = {
+    "jinja2": ("3.1.5", "a template leaves the sandbox, CVE-2025-27516"),
+    "starlette": ("0.49.0", "a Range header takes quadratic time, CVE-2025-62727"),
+    "h11": ("0.14.0", "malformed chunks are accepted, CVE-2025-43859"),
+}
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_bounds_exclude_versions_with_a_published_hole(name: str) -> None:
+    declared = {canonicalize_name(each.name): each.specifier for each in map(Requirement, PROJECT["dependencies"])}
+    version, hole = HOLES[name]
+    assert version not in declared[name], hole
+    for file in ("cpu.txt", "dev.txt", "tpu.txt", "cuda.txt"):
+        assert version_of(locked(file)[name]) in declared[name], file

@@ -10,7 +10,7 @@ from typing import Any
 import planted_defects
 import pytest
 from dose import slow_case
-from more_defects import DEFECTS, HARMLESS, NEW_DEFECTS, plant, write_small_world
+from more_defects import DEFECTS, HARMLESS, KNOWN_DEFECTS, NEW_DEFECTS, plant, write_small_world
 from planted_defects import World
 from small_world import TYPES, Defect, SmallWorld, read_weights, relative_changes
 
@@ -24,6 +24,7 @@ ALWAYS_ON = {
     "adapter: adapter_config.json with use_dora (float32)",
     "adapter: adapter_config.json with alora (float32)",
     "adapter: one entry of B off by a step of bfloat16 (bfloat16)",
+    "merged: config.json with rms_norm_eps 1e-3 (float32)",
     "merged: half the alpha (bfloat16)",
     "merged: one k_proj missing (bfloat16)",
     "merged: untied head with noise (bfloat16)",
@@ -33,6 +34,7 @@ ALWAYS_ON = {
     "merged: tokenizer.json with a stop that strips (bfloat16)",
     "merged: auto map with code (bfloat16)",
     "merged: base in one file next to the shards (bfloat16)",
+    "gguf: sign of one layer flipped (float32)",
     "gguf_q8_0: sign of one layer flipped (bfloat16)",
     "gguf_q8_0: header of normal type (bfloat16)",
     "gguf_q4_0: a quarter of the alpha (bfloat16)",
@@ -115,6 +117,14 @@ def test_weights_are_the_same_in_every_format(worlds: dict[str, World]) -> None:
     merged, half = read_weights(world.merged), read_weights(world.gguf_bf16)
     assert merged.keys() == half.keys()
     assert all((merged[each] == half[each]).all() for each in merged)
+
+
+def test_the_page_has_the_numbers_of_the_lists() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "certificates.md").read_text("utf-8")
+    assert f"| all | {len(DEFECTS)} | {len(DEFECTS)} |" in text, "run tools/planted_defects_table.py"
+    assert f"{len(planted_defects.DEFECTS)} of {len(planted_defects.DEFECTS)} are caught" in text
+    assert f"{len(KNOWN_DEFECTS)} are attacks" in text and f"{len(NEW_DEFECTS)} were written" in text
+    assert f"{len(HARMLESS)} rewrites that change nothing pass" in text
 
 
 def test_the_lists_are_long_and_without_doubles() -> None:

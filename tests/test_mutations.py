@@ -27,12 +27,14 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import tiny_run
+import typer
 import yaml
 from canaries import find_secrets
 from dose import dose, log_progress
 from safetensors.numpy import load_file, save
 from warm_process import WarmCommand
 
+from trillora.cli import app
 from trillora.files.checksums import with_checksums
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
@@ -70,7 +72,13 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "verify gguf": ((GGUF, "model"), ("verify", GGUF)),
     "verify ollama": ((OLLAMA,), ("verify", OLLAMA)),
     "launch colab": (("model", "recipe", "chats.jsonl"), ("launch", "colab", "recipe.yaml", "--out", "new")),
+    "launch kaggle": (
+        ("model", "recipe", "chats.jsonl"),
+        ("launch", "kaggle", "recipe.yaml", "--owner", "me", "--out", "new"),
+    ),
+    "chat": ((ADAPTER, "run", "model"), ("chat", "run")),  # its input is empty
 }
+READ_NOTHING_OF_OTHERS = {"schema", "doctor", "quickstart"}  # commands
 NUM_MUTATIONS = dose(8, 50 * len(COMMANDS))
 PER_TEST = 8  # mutations; the small dose is one test, because each process prepares a folder of its own
 # Made when a command first needs it: export or certificate -> command
@@ -85,6 +93,7 @@ LAST = "step-00000004"
 WEIGHT_FILES = (".safetensors", ".gguf")
 WEIGHTS_OF: dict[str, tuple[str, ...]] = {
     "generate": ("adapter", "model"),
+    "chat": ("adapter", "model"),
     "eval": ("adapter", "model"),
     "resume": ("checkpoints", "model"),
     "serve": ("adapter", "model"),
@@ -390,6 +399,13 @@ def test_a_changed_weight_is_noticed_by_this_test(place: Place, tmp_path: Path) 
     assert not same_weights(good, changed)
     changed.write_bytes(good.read_bytes())
     assert same_weights(good, changed)
+
+
+def test_every_command_is_mutated() -> None:
+    verbs = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert {words[0] for _, words in COMMANDS.values()} == verbs - READ_NOTHING_OF_OTHERS
+    launches = {words[1] for _, words in COMMANDS.values() if words[0] == "launch"}
+    assert launches == {"colab", "kaggle", "tpu-vm"}
 
 
 def command_of(seed: int) -> str:

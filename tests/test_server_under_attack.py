@@ -265,5 +265,5 @@ def test_a_second_signal_ends_a_busy_server_at_once(folder: Path) -> None:
     command = Command(folder)
     with kept_busy(command):
         code, seconds = command.end(0.5)
-    assert code == 128 + signal.SIGTERM and seconds < 0.5
+    assert code == 128 + signal.SIGTERM and seconds < 1.5  # after one signal it takes 2 s or more
     assert command.text == ""

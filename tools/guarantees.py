@@ -300,7 +300,7 @@ GUARANTEES = (
     Guarantee(
         "S12 changed folders",
         "mutations",
-        "1,250 changes of runs, models, recipes, adapters and exports, each followed by a real command of 12 verbs "
+        "1,350 changes of runs, models, recipes, adapters and exports, each followed by a real command of 13 verbs "
         "with secrets in its environment; connections to other machines are recorded",
         ("test_mutations.py::",),
     ),

@@ -16,6 +16,7 @@ from trillora.certify.weights.expected import product_slack
 from trillora.files.read_json import read_json
 from trillora.model.adapter_parameters import EMBEDDING_A, EMBEDDING_B, LORA_A, LORA_B
 from trillora.model.adapters import CONFIG_FILE, load_adapter
+from trillora.model.loading.digest import SETTINGS_FILES, settings_digests
 from trillora.model.loading.source import EMBEDDED, base_name
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.stored.packed import opened_tensor
@@ -177,8 +178,25 @@ def check_base(subject: Subject) -> Iterator[Check]:
     else:
         what = f"{opened_base.base_name} has the digest that the run recorded, {recorded[:12]}…."
         yield Check("trained", "base weights", "ok", what)
+    yield from _base_settings(subject)
     if subject.kind == "adapter":
         yield _base_id(subject)
+
+
+def _base_settings(subject: Subject) -> Iterator[Check]:
+    """Files of the base that an export copies: one that was edited after training would be in the export."""
+    recorded = None if subject.facts is None else subject.facts.model.get("settings")
+    if not isinstance(recorded, dict):
+        return  # an older run, or the embedded model
+    now = settings_digests(subject.opened.folder)
+    changed = [name for name in SETTINGS_FILES if now.get(name) != recorded.get(name)]
+    if not changed:
+        yield Check("trained", "base settings", "ok", f"{len(now)} other files of the base are as in training.", 0, 0)
+        return
+    status: Status = "warning" if subject.kind == "adapter" else "failed"  # an adapter does not contain them
+    what = f"{', '.join(changed)} of the base have changed since training, and an export copies them."
+    do = "restore the files of the base; if they were changed on purpose, train again"
+    yield Check("trained", "base settings", status, what, len(changed), 0, do)
 
 
 def _base_id(subject: Subject) -> Check:

@@ -22,6 +22,7 @@ import numpy as np
 
 from trillora.certify.adapter_checks import check_base, check_norms, check_servers, check_trained, layers_of
 from trillora.certify.certificate import (
+    CHANGED_ROWS,
     Certificate,
     Check,
     FileFacts,
@@ -37,7 +38,7 @@ from trillora.certify.content_checks import (
     check_modelfile_text,
     nothing_else,
 )
-from trillora.certify.file_checks import check_files, files_of
+from trillora.certify.file_checks import check_files, files_of, only_files
 from trillora.certify.gguf_file import open_gguf
 from trillora.certify.logits import Comparison, Reference, compare, compute_reference, with_stored
 from trillora.certify.readers import Reading, read_with_llama_cpp, read_with_peft, read_with_transformers
@@ -103,6 +104,7 @@ def certify(
     listener(Note(f"Certifying {subject.kind} {subject.folder}"))
     files = files_of(subject.folder)
     is_whole = findings.add("files", "files", lambda: check_files(subject, files))
+    findings.add("files", "only files", lambda: only_files(subject.folder))
     findings.add("trained", "base weights", lambda: check_base(subject))
     rows = _rows(subject, findings, listener)
     reference = _reference(subject, rows, findings, listener)
@@ -201,7 +203,7 @@ def _rows(subject: Subject, findings: Findings, listener: Listener) -> SampleRow
         try:
             found.append(sample_rows(subject, listener))
         except Changed as error:
-            yield Check("masks", "data", "warning", error.what, do=error.do or "")
+            yield Check(*CHANGED_ROWS, "warning", error.what, do=error.do or "")
             return
         yield from check_masks(found[0])
 

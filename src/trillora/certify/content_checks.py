@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,6 @@ def nothing_else(subject: Subject, files: Mapping[str, FileFacts], expected: Map
     weights = {"merged": ".safetensors", "gguf": ".gguf", "lora-gguf": ".gguf", "ollama": ".gguf"}.get(subject.kind)
     extra = [name for name in files if name not in known and not is_document(name)]
     extra = [name for name in extra if weights is None or "/" in name or not name.endswith((weights, ".index.json"))]
-    extra += not_files(subject.folder)
     if extra:
         what = f"{', '.join(extra[:_MANY])} should not be there: an export of this run has no such file."
         do = f"remove {', '.join(extra[:_MANY])}" + (" …" if len(extra) > _MANY else "")
@@ -104,15 +103,6 @@ def nothing_else(subject: Subject, files: Mapping[str, FileFacts], expected: Map
 def is_document(name: str) -> bool:
     path = PurePosixPath(name)
     return path.suffix.lower() in DOCUMENTS or path.name.lower().partition(".txt")[0] in DOCUMENT_NAMES
-
-
-def not_files(folder: Path) -> list[str]:
-    """Links to folders, devices and pipes."""
-    return sorted(
-        each.relative_to(folder).as_posix()
-        for each in folder.rglob("*")
-        if not each.is_file() and (each.is_symlink() or not each.is_dir())
-    )
 
 
 # ---- comparing

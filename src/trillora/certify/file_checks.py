@@ -87,6 +87,20 @@ def check_files(subject: Subject, files: dict[str, FileFacts]) -> Iterator[Check
             yield Check("files", "GGUF", "ok", what, len(found.types))
 
 
+def only_files(folder: Path) -> Iterator[Check]:
+    """Links to folders, devices and pipes have no digest, so what is behind them cannot be certified."""
+    others = sorted(
+        each.relative_to(folder).as_posix()
+        for each in folder.rglob("*")
+        if not each.is_file() and (each.is_symlink() or not each.is_dir())
+    )
+    if others:
+        what = f"{others[0]} is a link to a folder, a broken link, a device or a pipe."
+        yield Check("files", "only files", "failed", what, len(others), 0, f"remove {', '.join(others[:5])}")
+    else:
+        yield Check("files", "only files", "ok", "There are files and folders only.", 0, 0)
+
+
 def _complete(subject: Subject, files: dict[str, FileFacts]) -> Check:
     needed: dict[str, tuple[str, ...]] = {
         "adapter": (CONFIG_FILE, WEIGHTS_FILE),

@@ -10,9 +10,11 @@ import http.client
 import json
 import os
 import resource
+import secrets
 import sys
 from typing import Any
 
+KEY = secrets.token_hex(16)  # of this process
 MEMORY = 16 << 30  # address space in addition to twice the files: libraries, threads, logits
 
 
@@ -42,6 +44,7 @@ def _open(request: dict[str, Any]) -> Any:
     options = xllamacpp.CommonParams()
     options.model.path = request["model"]
     options.n_ctx = options.n_batch = options.n_ubatch = 512
+    options.api_keys = [KEY]  # it listens on loopback, where other users of the machine could ask it
     options.n_parallel, options.warmup, options.verbosity, options.use_jinja = 1, False, 0, True
     options.cpuparams.n_threads = options.cpuparams_batch.n_threads = request["threads"]
     # The defaults round keys and values to float16.
@@ -74,5 +77,9 @@ def _chat_tokens(server: Any, messages: list[dict[str, str]]) -> list[int]:
 def _post(server: Any, path: str, body: dict[str, Any]) -> Any:
     host, _, port = server.listening_address.rpartition("/")[2].partition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-    return json.load(connection.getresponse())
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    connection.request("POST", path, json.dumps(body), headers)
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise RuntimeError(answer.read(400).decode(errors="replace"))
+    return json.load(answer)

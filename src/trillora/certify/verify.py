@@ -16,7 +16,7 @@ from pathlib import Path
 from trillora.certify.adapter_checks import check_servers
 from trillora.certify.certificate import Certificate, Check, read_certificate
 from trillora.certify.certify import Findings, check_layers, check_reader, gguf_of, reader_name, versions
-from trillora.certify.file_checks import check_files, compare_files, files_of
+from trillora.certify.file_checks import check_files, compare_files, files_of, only_files
 from trillora.certify.gguf_file import open_gguf
 from trillora.certify.subject import Subject, Trained, find_subject
 from trillora.certify.tokenizer_checks import check_gguf_tokenizer, check_modelfile, check_tokenizer
@@ -35,6 +35,7 @@ def verify(target: str | Path, *, base: str | None = None, listener: Listener = 
     findings.add("files", "certificate", lambda: _of_the_certificate(known))
     findings.add("files", "same as certified", lambda: [compare_files(files, known.files)])
     is_whole = findings.add("files", "files", lambda: check_files(subject, files))
+    findings.add("files", "only files", lambda: only_files(subject.folder))
     findings.add("trained", "base weights", lambda: _same_base(subject, known))
     if is_whole:
         _repeat(subject, known, findings, listener)

@@ -32,6 +32,7 @@ from trillora.files.bounded import read_bounded
 from trillora.files.read_json import read_json
 from trillora.model.loading.checkpoint import DTYPES
 from trillora.model.loading.description import CONFIG_FILE, INDEX_FILE, stop_tokens
+from trillora.model.loading.digest import SETTINGS_FILES
 from trillora.model.loading.source import SINGLE_FILE, code_files
 from trillora.model.loading.wrapper import auto_class
 
@@ -39,13 +40,6 @@ SHARD_BYTES = 5_000_000_000
 MAX_BYTES = 64 << 20  # of a file that is copied
 FLOATS = {"float32": ("F32", np.float32), "float16": ("F16", np.float16), "bfloat16": ("BF16", ml_dtypes.bfloat16)}
 GENERATION_FILE = "generation_config.json"
-# What a base may have in addition, for its own generation and for the images of a multimodal model.
-OTHER_FILES = (
-    GENERATION_FILE,
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
 _CODES = {name: code for code, name in DTYPES.items()}
 
 
@@ -190,7 +184,7 @@ def other_files(source: ExportSource, weights: MergedWeights, dtype: str | None)
         config["dtype"] = dtype
     base = source.base.folder
     generation = _generation_config(source)
-    copied = [file for file in (base / name for name in OTHER_FILES) if file.is_file()]
+    copied = [file for file in (base / name for name in SETTINGS_FILES) if file.is_file()]
     copied += code_files(base)  # of a model whose code the user trusts
     return {
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),

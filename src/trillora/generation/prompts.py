@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import json
 import queue
-import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -90,7 +89,7 @@ class Prompts:
             self._workers.append(self._new_worker())
             self._idle.put(self._workers[-1])
         for worker in self._workers:
-            worker.max_past_limit = sys.maxsize
+            worker.max_past_limit = None
 
     def close(self) -> None:
         """Ends the processes, also those that are rendering a prompt. Nothing can be rendered afterwards."""

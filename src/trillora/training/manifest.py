@@ -11,6 +11,8 @@ from typing import Any
 
 from trillora.data.stage import StageData
 from trillora.model.layout import stored_weights
+from trillora.model.loading.digest import settings_digests
+from trillora.model.loading.source import EMBEDDED, OpenModel
 from trillora.recipe.resolve import ResolvedRecipe
 from trillora.recipe.schema import Recipe
 from trillora.secrets import mask_values
@@ -34,8 +36,7 @@ def of_run(
     stages: Sequence[StageData],
     assembly: Assembly,
     identity: dict[str, str],
-    tokenizer: Any,
-    base_name: str,
+    opened: OpenModel,
 ) -> dict[str, Any]:
     """The content of `run.json`. `base_name` is what `from_pretrained` loads the base model from."""
     model, mesh = assembly.model, assembly.mesh
@@ -47,7 +48,9 @@ def of_run(
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "model": {
                 "name": recipe.model.name,
-                "base_name": base_name,
+                "base_name": opened.base_name,
+                # The embedded model's are written by the installed libraries, and differ between versions.
+                "settings": None if recipe.model.name == EMBEDDED else settings_digests(opened.folder),
                 "num_parameters": sum(math.prod(leaf.shape) for leaf, _ in stored_weights(model.layout).values()),
                 "num_trained": sum(math.prod(leaf.shape) for leaf in model.adapter_layout.values()),
                 "arithmetic": model.arithmetic,
@@ -63,7 +66,7 @@ def of_run(
             },
             "identity": identity,
             "num_steps": sum(stage.num_steps for stage in stages),
-            "stages": [stage.facts(tokenizer, first) for stage, first in zip(stages, first_steps, strict=True)],
+            "stages": [stage.facts(opened.tokenizer, first) for stage, first in zip(stages, first_steps, strict=True)],
         }
     )
 

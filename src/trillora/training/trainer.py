@@ -199,7 +199,7 @@ class _Training(RunProcess):
         self._folder.write("resolved.yaml", resolved.dump(recipe))
         self._folder.write(run_file.NAME, run_file.dump(filled), mode=run_file.MODE)
         self._opened = opened
-        self._of_run = manifest.of_run(filled, stages, assembly, identity(), opened.tokenizer, opened.base_name)
+        self._of_run = manifest.of_run(filled, stages, assembly, identity(), opened)
         self._folder.write("run.json", json.dumps(self._of_run, indent=1) + "\n")
         left = range(position.stage, len(stages))
         eval_plans = [ahead.eval_plan(number, plans[number].assembly) for number in left]

@@ -45,9 +45,10 @@ class Worker:
 
     A template without end would cost the time limit once for every row. So when rows use up their limits, later ones
     are not tried: after `max_past_limit` of them, or after the first `MAX_AT_START` rows if no row was rendered yet.
+    With None every row is tried: those of a server come from people who have nothing to do with each other.
     """
 
-    def __init__(self, settings: RenderSettings, max_past_limit: int = MAX_PAST_LIMIT) -> None:
+    def __init__(self, settings: RenderSettings, max_past_limit: int | None = MAX_PAST_LIMIT) -> None:
         self._settings = json.dumps(dataclasses.asdict(settings)).encode("utf-8", "surrogatepass")
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
@@ -62,8 +63,7 @@ class Worker:
         outcomes: list[Outcome] = []
         is_searching = False  # a row killed the process: they are sent one by one until it is found
         while (done := len(outcomes)) < len(rows):
-            limit = self.max_past_limit if self._num_rendered else min(self.max_past_limit, MAX_AT_START)
-            if self._num_past_limit >= limit:
+            if self._is_hopeless():
                 return outcomes + [self._not_tried()] * (len(rows) - done)
             end = done + 1 if is_searching or not self._num_rendered else len(rows)
             some = self._render_until_limit(rows[done:end], format, cuts[done:end] if cuts else None)
@@ -91,6 +91,12 @@ class Worker:
         limits = f"more than {SECONDS_PER_ROW:g} seconds or too much memory"
         do = "remove the row, or fix a loop in the template that does not end"
         return [BadRow(f"Rendering one row killed the worker: it took {limits}.", do, past_limit=True)]
+
+    def _is_hopeless(self) -> bool:
+        most = self.max_past_limit
+        if most is None:
+            return False
+        return self._num_past_limit >= (most if self._num_rendered else min(most, MAX_AT_START))
 
     def _not_tried(self) -> BadRow:
         last = self._last_past_limit

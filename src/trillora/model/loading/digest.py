@@ -1,4 +1,5 @@
-"""Digests that tie a run to its model: one of the weights, configuration and code, one of the tokenizer."""
+"""Digests that tie a run to its model: one of the weights, configuration and code, one of the tokenizer, and one of
+each other file that an export of the run copies."""
 
 from __future__ import annotations
 
@@ -13,6 +14,13 @@ from trillora.errors import TrilloraError
 from trillora.files.digests import file_digest, text_digest
 from trillora.model.loading.source import code_files
 
+# Files that an export copies, and that are not in the other digests: how answers are generated and images are read.
+SETTINGS_FILES = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -31,6 +39,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
     """Of everything that decides the tokens of a text or a conversation."""
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     return text_digest(tokenizer.backend_tokenizer.to_str() + template)
+
+
+def settings_digests(folder: Path) -> dict[str, str]:
+    return {name: _file_digest(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()}
 
 
 def _name(file: Path, folder: Path) -> str:

@@ -214,7 +214,7 @@ class GroupTraining(RunProcess):
     ) -> None:
         self._folder.write("resolved.yaml", resolved.dump(self._recipe))
         self._folder.write(run_file.NAME, run_file.dump(filled), mode=run_file.MODE)
-        of_run = manifest.of_run(filled, data, assembly, identity, opened.tokenizer, opened.base_name)
+        of_run = manifest.of_run(filled, data, assembly, identity, opened)
         adapters = [
             {
                 "name": one.name,

@@ -64,7 +64,7 @@ types: setup
 
 # Also part of the tests (tests/test_docs.py). Without the variable, the theme prints a note about its successor.
 docs: setup
-	@for page in recipe api error; do $(BIN)/python tools/$${page}_reference.py || exit 1; done
+	@for page in recipe api; do $(BIN)/python tools/$${page}_reference.py || exit 1; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html; to read it: $(BIN)/python -m http.server --directory build/site"
 

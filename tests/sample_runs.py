@@ -74,9 +74,9 @@ def _metrics(num_steps: int, border: int, dice: random.Random) -> Iterable[dict[
         floor, start = (2.45, 3.6) if stage == "romanian" else (0.42, 2.3)
         calm = floor + (start - floor) * math.exp(-5 * done)
         loss: Any = calm * dice.lognormvariate(0, 0.09)
-        skipped = 0
+        skipped = False
         if step == num_steps * 7 // 10:
-            loss, skipped = "nan", 1
+            loss, skipped = "nan", True
         elif step in (num_steps // 4, num_steps * 11 // 20):
             loss = calm + 9.0
         peak = 5e-4 if stage == "romanian" else 2e-4
@@ -257,7 +257,7 @@ def _samples(step: int, stage: str) -> dict[str, Any]:
 def _adapter(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "adapter_model.safetensors").write_bytes(b"\x08" + bytes(7) + b"{}      ")
-    config = {"base_model_name_or_path": "smollm2"}  # of an older version; run.json has the name on the hub
+    config = {"base_model_name_or_path": "smollm2"}  # run.json has the name on the hub
     (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
 
 

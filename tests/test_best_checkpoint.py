@@ -181,7 +181,6 @@ def test_without_any_other_checkpoint_the_last_weights_are_used(folder: Path, wh
 
 
 def test_resumed_without_its_best_checkpoint_a_run_finds_a_new_best(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """A checkpoint of an older version may name a best step that was never saved."""
     run = unfinished(whole, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / f"step-{BEST:08d}")
     checkpoints_of(run).remove_after(NEXT)
@@ -226,7 +225,7 @@ def test_a_lost_connection_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
     for step in (1, 2):
         checkpoints.write(step, {ADAPTER: b"a"})
 
-    def unreachable(self: LocalStorage, name: str) -> dict[str, bytes]:
+    def unreachable(self: LocalStorage, name: str, files: Any = None) -> dict[str, bytes]:
         raise OSError("the store does not answer")
 
     monkeypatch.setattr(LocalStorage, "read", unreachable)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import trillora
 from trillora.cli import app
-from trillora.cli.errors import OLD_VERBS, Verbs
+from trillora.cli.errors import OTHER_VERBS, Verbs
 from trillora.devices.quiet import quiet_libraries
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Event, Note, Progress, Step, to_json
@@ -169,8 +169,8 @@ def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
     assert (code, "There is no recipe 'no.yaml'" in output) == (2, True)
 
 
-@pytest.mark.parametrize(("verb", "meant"), [("trian", "train"), *OLD_VERBS.items()])
-def test_an_unknown_or_old_command_names_the_right_one(verb: str, meant: str) -> None:
+@pytest.mark.parametrize(("verb", "meant"), [("trian", "train"), *OTHER_VERBS.items()])
+def test_an_unknown_command_names_the_right_one(verb: str, meant: str) -> None:
     code, output = invoke(verb, "r.yaml")
     assert code == 2
     assert output.startswith(f"Unknown command '{verb}'.\n  where: command line\n  do:    did you mean {meant}? ")

@@ -66,8 +66,7 @@ def counting_compiles() -> Iterator[Counter[str]]:
     try:
         yield names
     finally:
-        if hasattr(jax.monitoring, "unregister_event_duration_listener"):
-            jax.monitoring.unregister_event_duration_listener(count)
+        jax.monitoring.unregister_event_duration_listener(count)
 
 
 @dataclass(frozen=True)

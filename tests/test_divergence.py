@@ -168,8 +168,3 @@ def test_the_state_survives_a_checkpoint() -> None:
     for one in (monitor, restored):
         most_bad_steps(one, iter(later), 501, 700)
     assert restored == monitor
-
-
-def test_the_state_of_an_older_version_is_read() -> None:
-    old = {"guessing": 6.0, "num_bad": 2, "first_bad": 7, "smooth": 1.5, "lowest": 1.2}
-    assert DivergenceMonitor.from_dict(old) == DivergenceMonitor(6.0)

@@ -17,7 +17,6 @@ from trillora.recipe.problems import ELSEWHERE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import api_reference
-import error_reference
 import recipe_reference
 from docs_site import LINK, PAGES, ROOT, SOURCES, for_site, with_sections
 from generated import part_of
@@ -129,40 +128,6 @@ def test_the_python_reference_has_every_public_name() -> None:
     assert part == part_of(api_reference.DOCUMENT, api_reference.PART), "run tools/api_reference.py"
     functions = {name for name in trillora.__all__ if callable(getattr(trillora, name)) and name[0].islower()}
     assert functions <= set(re.findall("^### (.*)", part, flags=re.M)) and len(functions) == 4
-
-
-@pytest.fixture(scope="module")
-def code() -> error_reference.Code:
-    return error_reference.Code.read()
-
-
-def test_the_troubleshooting_page_has_every_error_of_the_code(code: error_reference.Code) -> None:
-    part = error_reference.page_part(code.messages)
-    assert part == part_of(error_reference.DOCUMENT, error_reference.PART), "run tools/error_reference.py"
-    # Found without the syntax tree: lines that make an error. A message that several places make has one row.
-    lines = [line for file in error_reference.SOURCE.rglob("*.py") for line in file.read_text("utf-8").splitlines()]
-    makes = [line for line in lines if re.search(r"(raise|return|yield) (TrilloraError|BadRow|conflict|Fault)\(", line)]
-    sites = list(code.sites())
-    assert len(sites) > len(makes) > 400
-    # What has no row passes on the text of another error. These are few; a new one is probably a message that the
-    # generator does not understand.
-    unknown = [f"{m.path}:{call.lineno}" for m, call, what, _ in sites if set(code.texts(what, m)) == {"…"}]
-    assert len(unknown) <= 30, unknown
-
-
-def test_a_message_that_users_see_is_on_the_troubleshooting_page(code: error_reference.Code) -> None:
-    rest = {"model": "smollm2", "data": "x"}
-    recipes = [
-        {"model": "smollm2"},
-        {**rest, "train": {"stepz": 1}},
-        {**rest, "train": {"steps": 1, "epochs": 1}},
-        {**rest, "tokens": ["a", "a"]},
-    ]
-    patterns = [re.escape(message.what).replace("…", ".+") for message in code.messages]
-    for recipe in recipes:
-        with pytest.raises(trillora.TrilloraError) as caught:
-            trillora.load_recipe(recipe)
-        assert [pattern for pattern in patterns if re.fullmatch(pattern, caught.value.what)], caught.value
 
 
 def test_the_page_of_terms_has_every_name_that_recipes_suggest_a_better_one_for() -> None:

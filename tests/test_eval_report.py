@@ -1,4 +1,4 @@
-"""The test set in report.html: changes with their intervals, several files, forgetting, the gate; older and damaged
+"""The test set in report.html: changes with their intervals, several files, forgetting, the gate; a damaged
 eval.json."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_several_files_are_folded_below_their_mean(folder: Path) -> None:
     assert "<summary>q.jsonl, 40 rows: multiple choice 55\u00a0%, base 50\u00a0%</summary>" in text
 
 
-def test_an_older_file_is_shown_as_before(folder: Path) -> None:
+def test_without_intervals_no_change_is_shown(folder: Path) -> None:
     text = page(folder, EVALUATED)
     assert "data/findings-test.jsonl, 200 rows" in text and "41\u00a0%" in text and "change" not in text
     assert "majority guess" in text and "correct values by field" in text

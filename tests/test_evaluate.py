@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,7 @@ from trillora.evaluation.scores import METRICS, Scores
 from trillora.events import Alarm, Progress, ignore_events
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
+from trillora.recipe import run_file
 from trillora.recipe.load import load_recipe, load_run_recipe
 from trillora.report.eval_table import show
 from trillora.training.trainer import train
@@ -303,7 +305,7 @@ def test_what_cannot_be_tested_is_refused_with_a_remedy(run: Path, folder: Path,
     assert "is not a run" in refused(folder, other_chats).what
     unfinished = folder / "unfinished"
     unfinished.mkdir()
-    (unfinished / "resolved.yaml").write_text((run / "resolved.yaml").read_text())
+    shutil.copy(run / "recipe.json", unfinished)
     assert "no adapter yet" in refused(unfinished, other_chats).what
     assert "missing.jsonl" in str(refused(run, folder / "missing.jsonl"))
     empty = folder / "empty.jsonl"
@@ -311,10 +313,8 @@ def test_what_cannot_be_tested_is_refused_with_a_remedy(run: Path, folder: Path,
     assert str(empty) in str(refused(run, empty))
     assert "at least 1" in refused(run, other_chats, max_rows=0).what
     (unfinished / "adapter").symlink_to(run / "adapter")
-    text = (run / "resolved.yaml").read_text()
-    (unfinished / "resolved.yaml").write_text(
-        text.replace('"test": 0.3', '"test": 0.0').replace("test: 0.3", "test: 0.0")
-    )
+    recipe = load_run_recipe(run, ["data.split.test=0.0"]).recipe
+    (unfinished / "recipe.json").write_text(run_file.dump(recipe))
     assert "no test rows" in refused(unfinished).what
     bad = folder / "bad.jsonl"
     bad.write_text('{"messages": "no"}\n')

@@ -373,7 +373,7 @@ def test_streamed_spaces_are_not_cleaned_up_later() -> None:
 
 
 def test_the_template_a_run_was_trained_with_is_used(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "resolved.yaml").write_text((run / "resolved.yaml").read_text())
+    shutil.copy(run / "recipe.json", tmp_path)
     (tmp_path / "adapter").mkdir()
     for file in (run / "adapter").iterdir():
         (tmp_path / "adapter" / file.name).write_bytes(file.read_bytes())
@@ -384,7 +384,7 @@ def test_the_template_a_run_was_trained_with_is_used(run: Path, tmp_path: Path) 
 
 
 def test_an_unfinished_run_is_reported(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "resolved.yaml").write_text((run / "resolved.yaml").read_text())
+    shutil.copy(run / "recipe.json", tmp_path)
     with pytest.raises(TrilloraError, match="no adapter yet") as error:
         Generator.open(str(tmp_path))
     assert "--base" in error.value.do

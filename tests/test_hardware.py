@@ -33,18 +33,12 @@ from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Dtype
 from trillora.step.decisions import Decisions, choose_dtype, decide_by_hardware, decide_kernels, fastest_attention
 
-# jax 0.7.2 has no table of chips, 0.10.2 has one.
-jax_has_a_table = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10, 2) and not hasattr(pallas, "ChipVersion"), reason="this jax has no table of chips"
-)
-
 
 def tensor_cores_per_device(version: pallas.ChipVersion) -> int:
     """Megacore joins the two cores of a chip to one JAX device."""
     return 2 if version.supports_megacore else 1
 
 
-@jax_has_a_table
 def test_the_number_in_a_slices_name_counts_chips_or_cores() -> None:
     """Cloud counts chips where a chip has one core, else cores. The cores per chip come from jax."""
     for name, place in SLICES.items():
@@ -134,7 +128,6 @@ def test_larger_slices_are_of_the_same_chip_and_ascend() -> None:
     assert larger_slices(find_slice("v6e-256")) == []
 
 
-@jax_has_a_table
 def test_figures_agree_with_those_in_jax() -> None:
     """jax has its own table, per core. Its figures for v3 and v5p differ by 12 % from Google's pages, ours are from the
     pages; a wrong unit or a core taken for a chip would be a factor of two or more. Memory: usable against built in."""

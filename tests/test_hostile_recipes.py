@@ -347,7 +347,7 @@ def test_no_recipe_ends_in_a_traceback_and_an_accepted_one_survives_its_file(tmp
             num_accepted += 1
             (run / run_file.NAME).write_text(run_file.dump(recipe))
             again = load_run_recipe(run)
-            if again.saved is not None and not again.saved.withheld:
+            if not again.saved.withheld:
                 assert again.recipe == recipe, f"{number}: {tree} {overrides}"[:2000]
             else:
                 with pytest.raises(TrilloraError, match="credentials"):

@@ -13,7 +13,6 @@ from dose import slow_case
 from transformers import AutoConfig
 
 from trillora.devices.chips import GPUS
-from trillora.engine.kernels import product_sum as module
 from trillora.engine.kernels.joined_linear import joined_linear, linear_and_low, lora_linear
 from trillora.engine.kernels.product_sum import IN_XLA, Products, Tiles, is_supported, product_sum
 from trillora.model.bridge import CausalLM
@@ -56,7 +55,6 @@ def in_numpy(pairs: Any, addend: Any, *, transposed: bool) -> np.ndarray:
 # ---- the kernel
 
 
-@pytest.mark.skipif(not module.has_mosaic(), reason="Mosaic GPU kernels need jax 0.10.2 or newer")
 @pytest.mark.parametrize(
     ("inner", "transposed", "is_added"),
     [([320, 64, 64], False, True), slow_case([320, 64], True, False), slow_case([64], False, False)],
@@ -111,14 +109,9 @@ def test_xla_computes_the_sum_elsewhere(transposed: bool) -> None:
     ("platform", "capability", "expected"),
     [("gpu", "9.0", 132), ("gpu", "8.0", 0), ("gpu", "10.0", 0), ("gpu", "12.0", 0), ("cpu", "", 0), ("tpu", "", 0)],
 )
-def test_only_hopper_gpus_use_the_kernel(
-    platform: str, capability: str, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_hopper_gpus_use_the_kernel(platform: str, capability: str, expected: int) -> None:
     device = SimpleNamespace(platform=platform, compute_capability=capability, core_count=132)
-    monkeypatch.setattr("trillora.step.build.has_mosaic", lambda: True)
     assert products_on(device) == Products(expected)
-    monkeypatch.setattr("trillora.step.build.has_mosaic", lambda: False)  # an older jax
-    assert products_on(device) == IN_XLA
 
 
 # ---- linear layers
@@ -188,7 +181,6 @@ def test_a_simulated_program_counts_all_products_of_a_sum() -> None:
     assert simulate(PROGRAM, GPUS["H200"], 1).flops == 2 * 8192 * 4096 * (4096 + 64)
 
 
-@pytest.mark.skipif(not module.has_mosaic(), reason="Mosaic GPU kernels need jax 0.10.2 or newer")
 def test_a_model_uses_the_kernel_and_an_estimate_counts_all_products() -> None:
     """Traced for a GPU with one processor, and not run."""
     config = AutoConfig.for_model("llama", **SIZES, pad_token_id=0)

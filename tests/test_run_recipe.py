@@ -114,14 +114,6 @@ def test_a_masked_recipe_is_refused_with_the_options_to_set(run: Path, folder: P
     assert again == load_recipe(run / "recipe.json")
 
 
-def test_a_run_without_recipe_json_is_read_from_its_yaml(run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run, old := tmp_path / "old")
-    (old / "recipe.json").unlink()
-    assert "contains" in refused(lambda: load_run_recipe(old)).what, "it is masked"
-    (old / "resolved.yaml").write_text("model: smollm2\ndata: x.jsonl\n")
-    assert load_run_recipe(old).recipe == load_recipe({"model": "smollm2", "data": str(old / "x.jsonl")})
-
-
 def test_a_changed_recipe_json_is_noticed(run: Path, tmp_path: Path) -> None:
     data, dice, copy = (run / "recipe.json").read_bytes(), random.Random(4), tmp_path / "recipe.json"
     exact = load_run_recipe(run).recipe
@@ -271,7 +263,10 @@ def test_a_run_of_a_stranger_runs_no_code(file: str, own_code: tuple[Path, Path]
             ["eval", str(run)],
         ):
             result = CliRunner().invoke(app, arguments)
-            assert result.exit_code == 2 and "--trust-remote-code" in result.output, result.output
+            is_run = file == "recipe.json"
+            why = "--trust-remote-code" if is_run else "There is no config.json"
+            why = "is not a run" if arguments[0] == "eval" and not is_run else why
+            assert result.exit_code == 2 and why in result.output, result.output
         data = f"data={tmp_path}"
         for arguments in (
             ["train", str(run / file), data, "--out", str(tmp_path / "out")],

@@ -120,21 +120,6 @@ def test_metrics_are_read_back_as_the_events_that_were_written(run: Path) -> Non
     assert to_metrics_line(Note("not a metric")) is None
 
 
-def test_metrics_of_older_versions_are_read(run: Path) -> None:
-    """They have no num_steps and seconds_left, and `skipped` is 0, 1 or 2."""
-    old = [
-        '{"kind": "step", "step": 1, "stage": "a", "loss": 2.5, "num_tokens": 90.0, "grad_norm": 1.0, '
-        '"learning_rate": 0.01, "skipped": 2, "padding": 0.25, "tokens_per_second": 10.0, "seconds": 1.5}',
-        '{"kind": "evaluation", "step": 1, "stage": "a", "loss": 2.0, "perplexity": 7.4, "accuracy": 0.5, '
-        '"num_tokens": 9, "is_best": true}',
-    ]
-    (run / "metrics.jsonl").write_text("\n".join(old) + "\n")
-    read = read_run(run)
-    (step,), (evaluated,) = read.steps, read.evaluations
-    assert (step.loss, step.num_tokens, step.skipped, step.seconds) == (2.5, 90, True, 1.5)
-    assert evaluated == Evaluated(1, "a", 2.0, 7.4, 0.5, 9, True) and read.num_unreadable == 0
-
-
 def test_repeated_steps_replace_earlier_lines(run: Path) -> None:
     again = [{"kind": "step", "step": step, "stage": "chat", "loss": 7.0} for step in (299, 300)]
     with (run / "metrics.jsonl").open("a") as file:

@@ -306,8 +306,7 @@ def test_stacks_compile_once_per_shape(tmp_path: Path) -> None:
     try:
         load_weights(tmp_path, module, layout, sharded(layout))
     finally:
-        if hasattr(jax.monitoring, "unregister_event_duration_listener"):
-            jax.monitoring.unregister_event_duration_listener(listen)
+        jax.monitoring.unregister_event_duration_listener(listen)
     num_shapes = len({(leaf.shape, sharded(layout)[key]) for key, leaf in layout.items()})
     assert 0 < len(compiled) <= 2 * num_shapes  # one creates the zeros, one writes a layer
     assert len(layout) > num_shapes

@@ -194,7 +194,7 @@ Event = Note | Alarm | Chosen | Progress | Saved | AdaptersStarted | Metric
 Listener = Callable[[Event], None]
 QUIET_SECONDS = 2.0  # people see progress only for work that takes longer
 
-# The `kind` of a line of metrics.jsonl. The names are part of the file format: old files use them too.
+# The `kind` of a line of metrics.jsonl. The names are part of the file format.
 METRICS: dict[str, type[Metric]] = {
     "step": Step,
     "skipped": Skipped,

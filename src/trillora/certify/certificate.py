@@ -137,7 +137,9 @@ class _Stored(Certificate):
 
     format: Literal[1] = 1
     passed: bool = False
-    result: Literal["passed", "partial", "failed"] = "failed"  # missing in older certificates
+    result: Literal["passed", "partial", "failed"] = (
+        "failed"  # a default, because `Certificate` has a property of this name
+    )
     digest: Digest = ""
 
 

@@ -26,7 +26,7 @@ EXIT_INTERRUPTED = 130
 OWN_PROCESS = "own process"  # the context's obj under `main`: nothing else runs in this process afterwards
 TRACEBACK = "show_traceback"  # the option, and its value in the context
 ANYWHERE = {"doctor", "schema"}  # verbs that work in a folder with any name
-OLD_VERBS = {"data": "inspect", "version": "--version"}
+OTHER_VERBS = {"version": "--version"}  # of other programs
 USAGE_ERROR = typer.BadParameter.__mro__[1]  # typer has no public name for it
 
 
@@ -51,7 +51,7 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         verb = args[0]
         if self.get_command(ctx, verb) is None:
-            meant = OLD_VERBS.get(verb) or nearest(verb, self.list_commands(ctx))
+            meant = OTHER_VERBS.get(verb) or nearest(verb, self.list_commands(ctx))
             hint = f"did you mean {meant}? " if meant else ""
             raise TrilloraError(f"Unknown command '{verb}'.", where="command line", do=f"{hint}See `trillora --help`.")
         if verb not in ANYWHERE:

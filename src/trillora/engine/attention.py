@@ -15,7 +15,7 @@ Example: four tokens, one head of width 1. Queries and keys are zero, so each ou
 | implementation | where | what it does not support (`xla` is used instead) |
 |---|---|---|
 | `xla` | everywhere | nothing |
-| `splash` | TPU: the kernel of jax (`engine.splash`) | an additive bias; attention sinks in older versions of jax |
+| `splash` | TPU: the kernel of jax (`engine.splash`) | an additive bias |
 | `cudnn` | NVIDIA GPUs from Ampere on | soft caps, sinks, float32, E other than D, odd T, D > 256 (Ampere: D > 128) |
 
 Segment ids keep the documents of a packed sequence apart. Chunked attention uses them too: each chunk of a document
@@ -28,7 +28,6 @@ Legend: B sequences, T query tokens, S key tokens, H query heads, K key/value he
 from __future__ import annotations
 
 import functools
-import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -166,8 +165,6 @@ def unsupported(
     if query.shape[1] != key.shape[1]:
         return "queries and keys of different length"
     if implementation == "splash":
-        if sinks is not None and not _splash_has_sinks():
-            return "attention sinks (this jax's kernel has none)"
         return None if rule.causal else "a mask that is not causal"
     if scores.softcap is not None or sinks is not None:
         return "soft-capped scores or attention sinks"
@@ -305,8 +302,3 @@ def _splash(
     in_axes = (0, 0, 0, None if segments_BT is None else 0)
     out = jax.vmap(one_sequence, in_axes=in_axes)(query, heads_first(key_BSKD), heads_first(value_BSKE), segments_BT)
     return out.swapaxes(1, 2)[:, :T].astype(value_BSKE.dtype)
-
-
-@functools.cache
-def _splash_has_sinks() -> bool:
-    return "sinks" in inspect.signature(splash.attention_reference).parameters

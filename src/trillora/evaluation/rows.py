@@ -14,7 +14,8 @@ from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener
 from trillora.model.adapters import TEMPLATE_FILE
-from trillora.recipe.load import RECIPE_FILES, RunRecipe, is_run
+from trillora.recipe.load import RunRecipe, is_run
+from trillora.recipe.run_file import NAME as RECIPE_FILE
 from trillora.recipe.schema import StageRecipe, stages_of
 
 PHASES = "adapters"  # the folder with the adapters of the phases
@@ -23,7 +24,7 @@ PHASES = "adapters"  # the folder with the adapters of the phases
 def check_run(folder: Path, adapter: Path | None = None) -> Path:
     """Checks that the folder holds a run, which is finished unless another adapter is given."""
     if not is_run(folder):
-        others = sorted({file.parent.name for name in RECIPE_FILES for file in folder.parent.glob(f"*/{name}")})
+        others = sorted(file.parent.name for file in folder.parent.glob(f"*/{RECIPE_FILE}"))
         do = "give the folder that `trillora train --out` wrote"
         raise TrilloraError(
             "This folder is not a run: it has no recipe.json." if folder.is_dir() else "There is no such run.",

@@ -52,7 +52,7 @@ class Owner:
     pid: int
     host: str
     since: float  # seconds since 1970
-    machine: str = ""  # where `pid` means this process; empty in notes of older versions
+    machine: str  # where `pid` means this process
     beat: float = field(default=0.0, compare=False)  # the last sign of life, in seconds since 1970
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        return self.machine == _machine() if self.machine else self.host == socket.gethostname()
+        return self.machine == _machine()
 
     def is_gone(self) -> bool:
         """True if the process has certainly ended, or gave no sign of life for a long time."""
@@ -280,9 +280,9 @@ def _parse(data: bytes) -> Owner | None:
     try:
         values = json.loads(data)
         pid, since = int(values["pid"]), float(values["since"])
-        beat = float(values.get("beat", since))
+        beat = float(values["beat"])
         if not (0 < pid < 2**31 and 0 <= since < 2**33 and 0 <= beat < 2**33):
             return None
-        return Owner(pid, str(values["host"]), since, str(values.get("machine", "")), beat)
+        return Owner(pid, str(values["host"]), since, str(values["machine"]), beat)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None

@@ -43,8 +43,7 @@ from trillora.recipe.tiny import APPLIED, require_local_data, shrunk, tiny_overr
 from trillora.safe_text import visible_line
 from trillora.secrets import MASK
 
-RECIPE_FILES = (run_file.NAME, "resolved.yaml")  # of a run: for programs; for people and older versions
-RUN_FILES = (*RECIPE_FILES, "run.json", "metrics.jsonl")  # a recipe next to one of them came with a run
+RUN_FILES = (run_file.NAME, "resolved.yaml", "run.json", "metrics.jsonl")  # a recipe next to one came with a run
 MAX_BYTES = 1 << 20  # of a recipe; PyYAML reads about 200 kB per second
 
 
@@ -78,29 +77,23 @@ class RunRecipe:
 
     recipe: Recipe
     file: Path
-    saved: RunFile | None  # None for runs of older versions, which have no recipe.json
+    saved: RunFile
 
     def require(self, option: str) -> None:
         """Refuses to open an address whose credentials were not saved, unless it was given again."""
-        if self.saved is not None:
-            self.saved.require(option, self.recipe, self.file)
+        self.saved.require(option, self.recipe, self.file)
 
 
 def is_run(folder: Path) -> bool:
     """Whether this is the folder of a run, finished or not."""
-    return any(os.path.isfile(folder / name) for name in RECIPE_FILES)
+    return os.path.isfile(folder / run_file.NAME)
 
 
 def load_run_recipe(folder: Path, overrides: Sequence[str] = ()) -> RunRecipe:
     """The recipe that the run in this folder was trained with, and overrides typed by the user."""
-    file, saved = folder / run_file.NAME, None
-    if os.path.lexists(file):
-        saved = run_file.read(file)
-        tree: Mapping[str, Any] = saved.recipe
-    else:
-        file = folder / RECIPE_FILES[1]
-        tree = _read_mapping(file)
-    return RunRecipe(_checked(tree, str(file), folder, overrides, "--trust-remote-code"), file, saved)
+    file = folder / run_file.NAME
+    saved = run_file.read(file)
+    return RunRecipe(_checked(saved.recipe, str(file), folder, overrides, "--trust-remote-code"), file, saved)
 
 
 def load_model_section(name: str, overrides: Sequence[str] = ()) -> ModelSection:

@@ -61,16 +61,6 @@ ELSEWHERE = {
     "gradient_checkpointing": "engine.remat",
     "attn_implementation": "engine.attention",
 }
-# Our own earlier names, by their full path: most are common words that other sections may use.
-RENAMED = {
-    "data.rows": "data.row_path",
-    "data.today": "data.template_date",
-    "data.too_long": "data.on_too_long",
-    "data.buckets": "data.num_length_buckets",
-    "evaluate.every": "evaluate.every_steps",
-    "evaluate.samples": "evaluate.num_samples",
-    "train.checkpoint_to": "train.checkpoint_dir",
-}
 
 
 @dataclass(frozen=True)
@@ -121,8 +111,7 @@ class Origins:
 
 
 def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> RecipeProblem:
-    """Suggests an option: our new name for it, the same name in another section, another trainer's name, or the nearest
-    spelling."""
+    """Suggests an option: the same name in another section, another trainer's name, or the nearest spelling."""
     if len(path) > MAX_LETTERS:
         return RecipeProblem(path, f"Unknown option {shown(path)}.", origins.recipe, "remove it")
     parent, _, name = path.rpartition(".")
@@ -130,11 +119,7 @@ def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> 
     siblings = [leaf for p, leaf in leaves.items() if p.rpartition(".")[0] == parent]
     listing = f"{f'Options of {parent}' if parent else 'Options'}: {' '.join(siblings)}"
     homes = {leaf: p for p, leaf in reversed(leaves.items())}  # if several sections have the name, the first one
-    part = next((f"{name}." for name in ("stages", "phases") if path.startswith(f"{name}.data.")), "")
-    meant = RENAMED.get(path.removeprefix(part))
-    if meant is not None:
-        meant = f"{part}{meant}"
-    meant = meant or homes.get(name) or ELSEWHERE.get(name)
+    meant = homes.get(name) or ELSEWHERE.get(name)
     if meant is None and (close := nearest(name, siblings)):
         meant = f"{parent}.{close}" if parent else close
     elif meant is None and (close := nearest(name, leaves.values())):

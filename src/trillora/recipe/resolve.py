@@ -54,9 +54,9 @@ class StepSettings:
     remat: Remat
     micro_batch_size: int  # sequences, over all devices; of each adapter, if several are trained together
     adapters_at_once: int = 1
-    quantize: Quantize = "none"  # a default for checkpoints of versions that did not have it
-    matmul: Matmul = "full"  # the same
-    kernels: Kernels = "xla"  # the same
+    quantize: Quantize = "none"
+    matmul: Matmul = "full"
+    kernels: Kernels = "xla"
     document_room: DocumentRoom | None = None  # where attention uses it; given by the data, not by an option
 
     OPTIONS: ClassVar[dict[str, str]] = {
@@ -95,7 +95,7 @@ class StepSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepSettings:
-        room = values.get("document_room")
+        room = values["document_room"]
         own = {"mesh": MeshSection(**values["mesh"]), "document_room": None if room is None else DocumentRoom(*room)}
         return cls(**{**values, **own})
 

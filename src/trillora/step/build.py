@@ -22,7 +22,7 @@ from trillora.devices.chips import generation_of
 from trillora.devices.mesh import AXES, FSDP_AXIS, batch_sharding, replicated, weight_spec
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.kernels.cross_entropy import PLAIN, Kernel
-from trillora.engine.kernels.product_sum import IN_XLA, Products, has_mosaic
+from trillora.engine.kernels.product_sum import IN_XLA, Products
 from trillora.engine.kernels.triton_call import has_triton
 from trillora.engine.loss import (
     TokenScores,
@@ -209,7 +209,7 @@ def check_kernels(model: CausalLM, mesh: Mesh, backend: Backend) -> None:
 
 def products_on(device: Any) -> Products:
     """What adds up products if kernels are fused."""
-    is_hopper = device.platform == "gpu" and generation_of(device).has_wgmma and has_mosaic()
+    is_hopper = device.platform == "gpu" and generation_of(device).has_wgmma
     return Products(device.core_count) if is_hopper else IN_XLA
 
 

@@ -97,9 +97,7 @@ class CompileWatch:
             yield
         finally:
             self._thread = None
-            # Older versions of jax cannot remove a listener: there it stays and ignores everything.
-            if hasattr(jax.monitoring, "unregister_event_duration_listener"):
-                jax.monitoring.unregister_event_duration_listener(self._on_event)
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     @contextlib.contextmanager
     def allowing(self) -> Iterator[None]:

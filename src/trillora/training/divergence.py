@@ -89,6 +89,4 @@ class DivergenceMonitor:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DivergenceMonitor:
-        if "recent" not in values:  # a checkpoint of an older version: start with an empty window
-            return cls(values["guessing"])
         return cls(**{item.name: values[item.name] for item in fields(cls)})

@@ -138,7 +138,7 @@ class RunProcess:
                 where=self._checkpoints.where(steps[-1]),
                 do="restore one from a backup; or, to start from scratch, remove the folder or use another --out",
             )
-        run_id = self.read_facts(found[1]).get("run") if found else None
+        run_id = self.read_facts(found[1])["run"] if found else None
         self._record.compare(steps, run_id, self._checkpoints.place, self._listener)
         if not same_everywhere(found[0] if found else -1):
             raise TrilloraError(

@@ -54,7 +54,7 @@ class RunRecord:
 
     def compare(self, steps: Sequence[int], run_id: str | None, place: str, listener: Listener) -> None:
         """Compare the record with the steps of the existing checkpoints, ascending, and the id in the newest valid one,
-        which is None if there is none, or if an older version wrote it."""
+        which is None if there is none."""
         found = self._found
         if not steps:
             self._refuse_if_started(place)

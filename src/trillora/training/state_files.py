@@ -67,7 +67,7 @@ class MeshFacts(StrictFacts):
     data: PositiveInt
     fsdp: PositiveInt
     tensor: PositiveInt
-    adapter: PositiveInt = 1
+    adapter: PositiveInt = 1  # not written if there is one
 
 
 class SettingsFacts(StrictFacts):
@@ -82,11 +82,11 @@ class SettingsFacts(StrictFacts):
     loss_chunk: PositiveInt
     remat: Remat
     micro_batch_size: PositiveInt
-    adapters_at_once: PositiveInt = 1
-    quantize: Quantize = "none"
-    document_room: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
-    matmul: Matmul = "full"
-    kernels: Kernels = "xla"
+    adapters_at_once: PositiveInt
+    quantize: Quantize
+    document_room: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None
+    matmul: Matmul
+    kernels: Kernels
 
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:
@@ -127,7 +127,7 @@ def check_health() -> Any:
             read = TypeAdapter(DivergenceMonitor).validate_python(health)
         except ValidationError as error:
             raise ValueError(f"its {error.errors()[0]['loc'][0]} has a wrong type") from None
-        if "recent" in health and facts_json(read.to_dict()) != facts_json(health):
+        if facts_json(read.to_dict()) != facts_json(health):
             raise ValueError("it has a wrong type or an unknown field")
         return health
 
@@ -164,7 +164,7 @@ class PositionFacts(StrictFacts):
 class CheckpointFacts(StrictFacts):
     """The content of `FACTS_FILE`. See `manifest.of_checkpoint` for what it is used for."""
 
-    run: str | None = None  # the id of the run; older versions wrote none
+    run: str  # the id of the run
     identity: dict[str, str]
     options: dict[str, Any]
     resolved: ResolvedFacts

@@ -22,7 +22,6 @@ Legend: M rows, N columns of the result, K what is summed over.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,7 +34,6 @@ from jax.experimental import pallas as pl
 from trillora.engine.kernels.triton_call import LARGEST
 
 Pair = tuple[jax.Array, jax.Array]
-SINCE = (0, 10, 2)  # the first jax with which the kernel was compiled
 FEW = 64  # columns of LoRA's terms are padded to a multiple of this: the kernel's step along K
 
 
@@ -66,11 +64,6 @@ class Tiles:
 
 
 USUAL = Tiles()
-
-
-def has_mosaic() -> bool:
-    """Whether this jax has Pallas for Mosaic GPU, as the kernel uses it."""
-    return jax.__version_info__ >= SINCE and importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is not None
 
 
 def product_sum(

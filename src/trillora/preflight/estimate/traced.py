@@ -301,9 +301,7 @@ class _Reader:
 
 def _kernel_name(parameters: dict[str, Any]) -> str:
     """Without the block sizes that may follow: they contain the names of other kernels."""
-    name = parameters.get("name") or parameters.get("name_and_src_info")
-    name = name or parameters["jaxpr"].debug_info.func_src_info  # jax 0.7
-    return str(name or "").partition("_block_")[0]
+    return str(parameters["name"] or "").partition("_block_")[0]
 
 
 def _attention_work(

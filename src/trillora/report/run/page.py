@@ -109,7 +109,7 @@ def _distinct(stages: Iterable[StageRecord]) -> list[StageRecord]:
 
 def _model_name(run: RunRecord) -> str:
     model = run.manifest.model
-    name = words(model.get("base_name")) or words(model.get("name")) or run.folder.resolve().name
+    name = words(model.get("base_name")) or run.folder.resolve().name
     return name.rstrip("/").rpartition("/")[2] or name
 
 
@@ -249,7 +249,7 @@ def _load_code(run: RunRecord, folder: Path) -> str:
     """Python code that loads the adapter. With absolute paths it runs from any directory."""
     base = os.path.abspath(run.base) if os.path.isdir(run.base) else run.base
     adapter = mask_secrets(os.path.abspath(folder), secrets_of_environment())
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()  # not in a checkpoint, nor of an older version
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()  # not in a checkpoint
     base, adapter = (json.dumps(name, ensure_ascii=False) for name in (base, adapter))
     grown = "base.resize_token_embeddings(len(tokenizer))  # the run added tokens\n"
     grown = grown if _ADDED_TOKENS.search(run.recipe) else ""
@@ -278,7 +278,7 @@ def _history(run: RunRecord) -> str:
 
 def _model_facts(run: RunRecord) -> dict[str, Any]:
     model = run.manifest.model
-    facts: dict[str, Any] = {"base model": words(model.get("base_name")) or words(model.get("name"))}
+    facts: dict[str, Any] = {"base model": words(model.get("base_name"))}
     total, trained = count(model.get("num_parameters")), count(model.get("num_trained"))
     if total:
         facts["parameters"] = f"{total:,}"

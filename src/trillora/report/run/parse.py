@@ -67,7 +67,7 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
     float | None: finite,
     int: lambda value: count(value) or 0,
     int | None: count,
-    bool: lambda value: value in (True, 1, 2),  # older metrics files store the reason of a skipped step: 1 or 2
+    bool: lambda value: value is True,
     str: words,
     str | None: lambda value: None if value is None else words(value),
     dict[str, Any]: mapping,
@@ -85,7 +85,7 @@ def _converters(cls: Any) -> list[tuple[str, Callable[[Any], Any]]]:
 def _converter(hint: Any) -> Callable[[Any], Any]:
     if hint in _CONVERTERS:
         return _CONVERTERS[hint]
-    if typing.get_origin(hint) is typing.Literal:  # of strings; newer versions may write others
+    if typing.get_origin(hint) is typing.Literal:  # of strings
         return words
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return lambda value: parse(hint, mapping(value))

@@ -139,7 +139,7 @@ def read_run(folder: Path) -> RunRecord:
 def _again(folder: Path) -> tuple[str, ...]:
     try:
         return run_file.NAME, *(f"{name}=ADDRESS" for name in run_file.read(folder / run_file.NAME).withheld)
-    except TrilloraError:  # of an older version, or damaged
+    except TrilloraError:  # missing or damaged
         return ("resolved.yaml",)
 
 
@@ -199,8 +199,7 @@ def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
             named = words(config.get("base_model_name_or_path"))
             run.is_multimodal = bool(mapping(config.get("auto_mapping")))
             break
-    model = run.manifest.model  # runs of older versions have no base_name
-    run.base = mask_secrets(words(model.get("base_name")) or named or words(model.get("name")), known)
+    run.base = mask_secrets(words(run.manifest.model.get("base_name")) or named, known)
 
 
 def _is_inside(folder: str) -> bool:

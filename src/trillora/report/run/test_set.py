@@ -1,6 +1,6 @@
 """The test set scores of `trillora eval` in report.html: base and adapter, with the change and its interval.
 
-`eval.json` may be of an older version, or damaged: what is missing is not shown.
+`eval.json` may be damaged: what is missing is not shown.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all lint style types pytest docs evidence compat harness architectures recipes real-data soak lock audit atlas clouds clean
+.PHONY: help setup quickstart test test-all lint style types pytest docs release evidence compat harness architectures recipes real-data soak lock audit atlas clouds clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-all       run every test, including the slow ones"
 	@echo "make lint           run only lint and type checks"
 	@echo "make docs           write the documentation site to build/site"
+	@echo "make release        build wheel and sdist in dist/, and try them in a new environment"
 	@echo "make compat         run the core tests with the oldest and the newest libraries that pip may choose"
 	@echo "make harness        test the interface to lm-evaluation-harness, with its forty packages"
 	@echo "make clouds         give launch files to the real SkyPilot and xpk, with their two hundred packages"
@@ -67,6 +68,11 @@ docs: setup
 	@for page in recipe api; do $(BIN)/python tools/$${page}_reference.py || exit 1; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html; to read it: $(BIN)/python -m http.server --directory build/site"
+
+# The tests build their own; they are also part of make test.
+release: setup
+	$(BIN)/python tools/release.py
+	$(PYTEST_ENV) $(BIN)/python -m pytest -q tests/test_release.py
 
 compat: compat-oldest compat-newest
 

@@ -29,6 +29,7 @@ LONGEST = (
     "test_notebooks.py",
     "test_tpu_vm.py",
     "test_quickstart.py",
+    "test_release.py",
     "test_smollm2.py",
     "test_recipes.py",
     "test_interruptions.py",

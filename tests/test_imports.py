@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "trillora"
 # Packages and top-level modules from low to high. Each may import what is in the tiers above its own line here, and
 # nothing in its own tier or below. A new package needs a place in this list.
 TIERS: tuple[tuple[str, ...], ...] = (
-    ("child_process", "errors", "events", "locks", "safe_text", "secrets", "version"),
+    ("child_process", "errors", "events", "locks", "own_command", "safe_text", "secrets", "version"),
     ("files",),
     ("recipe", "devices", "engine"),
     ("model",),

@@ -23,6 +23,7 @@ from test_fresh_process import FILES
 from trillora.devices.chips import has_accelerator
 from trillora.quickstart import run
 from trillora.recipe.load import load_recipe
+from trillora.report.next_steps import after_quickstart
 
 NUM_ROWS = 2
 QUICKSTART = f"""
@@ -91,7 +92,7 @@ def test_quickstart_prints_nothing_of_the_libraries(finished: Finished) -> None:
 def test_the_recipe_of_a_quickstart_can_be_used_as_it_is(finished: Finished) -> None:
     recipe = load_recipe(finished.folder / "recipe.yaml")
     assert recipe.data is not None and recipe.data.path == str(finished.folder / "train.jsonl")
-    text = run.next_steps(finished.folder)
+    text = after_quickstart(finished.folder)
     adapter = str(finished.folder / "adapter")
     assert adapter in text and "report.html" in text and "trillora chat" in text and "data=FILE" in text
 

@@ -16,8 +16,9 @@ from warm_process import WarmCommand
 
 from trillora.cli import app
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+TUTORIAL = ROOT / "recipes" / "tutorial"
+PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 SLOW = {"certify", "serve"}  # run at full dose only: they import the libraries of others, or start a process
 # What makes the commands small. The model of the recipe is replaced by a tiny random one.
 SMALL = {
@@ -62,8 +63,8 @@ def serve_and_ask(run: Path) -> str:
 
 def test_the_files_on_the_page_are_those_that_come_with_it() -> None:
     [recipe] = blocks("yaml")
-    assert recipe == (DOCS / "tutorial" / "recipe.yaml").read_text(encoding="utf-8")
-    rows = (DOCS / "tutorial" / "messages.csv").read_text(encoding="utf-8")
+    assert recipe == (TUTORIAL / "recipe.yaml").read_text(encoding="utf-8")
+    rows = (TUTORIAL / "messages.csv").read_text(encoding="utf-8")
     [shown] = blocks("csv")
     assert rows.startswith(shown) and shown.count("\n") > 3
     assert f"{rows.count(chr(10)) - 1} rows" in PAGE
@@ -79,7 +80,7 @@ def test_every_command_in_the_text_can_be_parsed() -> None:
 
 
 def test_every_command_of_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(DOCS / "tutorial", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(TUTORIAL, tmp_path, dirs_exist_ok=True)
     model = tiny_run.write_model(tmp_path / "model", tiny_run.llama(num_layers=1))
     monkeypatch.chdir(tmp_path)
     done = []

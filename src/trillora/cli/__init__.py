@@ -24,6 +24,7 @@ from trillora.cli import (
     run_commands,
     serve_commands,
     setup_commands,
+    shipped_commands,
 )
 from trillora.cli.errors import EXIT_MISTAKE, OWN_PROCESS, TRACEBACK, Verbs
 from trillora.report.output import flush_output
@@ -86,6 +87,7 @@ app.command()(certify_commands.verify)
 app.command()(setup_commands.quickstart)
 app.command()(setup_commands.doctor)
 app.command()(run_commands.report)
+app.add_typer(shipped_commands.recipes, name="recipes")
 app.command()(recipe_commands.schema)
 
 

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 import trillora
 from trillora.errors import Bug, TrilloraError, as_error, nearest
+from trillora.own_command import runnable
 from trillora.report.output import closed_pipe_safe, guarded_output
 from trillora.safe_text import visible
 from trillora.secrets import mask_message, secrets_of_url
@@ -95,6 +96,7 @@ def _errors_as_text(ctx: Any) -> Iterator[None]:
             raise  # the reader of the output is gone; typer exits silently
         else:
             shown = as_error(error)
+        shown.do = runnable(shown.do)
         if ctx.meta.get(TRACEBACK) or os.environ.get("TRILLORA_TRACEBACK", "0") not in ("", "0"):
             _print_error("".join(traceback.format_exception(error)).rstrip(), ctx)
         _print_error(f"{shown}{_for_the_report(ctx)}" if isinstance(shown, Bug) else str(shown), ctx)

@@ -64,6 +64,14 @@ def show_evaluation(evaluation: Evaluation, as_json: bool) -> None:
     show(evaluation, SafeConsole())
 
 
+def show_stopped(as_json: bool) -> None:
+    """The last line of a run that was interrupted."""
+    if not as_json:
+        from trillora.report.next_steps import RESUME
+
+        print(RESUME)
+
+
 def print_json(value: Any) -> None:
     print(json.dumps(value, allow_nan=False))
 

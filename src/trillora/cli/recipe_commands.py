@@ -12,7 +12,7 @@ import typer
 
 from trillora.cli.errors import EXIT_MISTAKE, OWN_PROCESS
 from trillora.cli.options import JsonEvents, JsonResult, Overrides, RecipeFile, RunFolder, Tiny, parse_price
-from trillora.cli.output import only_progress, print_json, progress_on_stderr, run_events
+from trillora.cli.output import only_progress, print_json, progress_on_stderr, run_events, show_stopped
 from trillora.errors import TrilloraError
 
 EXIT_NO_GO = 1
@@ -43,7 +43,12 @@ def train(
 
         result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
     if result.stopped is not None:
+        show_stopped(as_json)
         raise typer.Exit(EXIT_STOPPED)
+    if not as_json:
+        from trillora.report.next_steps import after_training
+
+        print(after_training(result.run, loaded), end="")
 
 
 def preflight(

@@ -10,7 +10,7 @@ import typer
 
 from trillora.cli.errors import EXIT_MISTAKE
 from trillora.cli.options import JsonEvents, JsonResult, RunFolder
-from trillora.cli.output import print_json, progress_on_stderr, run_events, show_evaluation
+from trillora.cli.output import print_json, progress_on_stderr, run_events, show_evaluation, show_stopped
 
 EXIT_REFUSED = 1
 
@@ -23,10 +23,13 @@ def quickstart(out: RunFolder = Path("runs/quickstart"), as_json: JsonEvents = F
 
         result, evaluation = lesson.run(out, listener)
     if evaluation is None:
+        show_stopped(as_json)
         raise typer.Exit(EXIT_STOPPED)
     show_evaluation(evaluation, as_json)
     if not as_json:
-        print(lesson.next_steps(result.run))
+        from trillora.report.next_steps import after_quickstart
+
+        print(after_quickstart(result.run))
 
 
 def doctor(

@@ -205,6 +205,32 @@ def own_checkpoints(storage: Storage, run: Path, listener: Listener = ignore_eve
         yield owned
 
 
+@contextmanager
+def removed_if_unused(*folders: Path) -> Iterator[None]:
+    """If the block fails, folders that it has created are removed again, unless there is more in them than a lock."""
+    created = [folder for named in folders for folder in (named, *named.parents) if not os.path.lexists(folder)]
+    try:
+        yield
+    except BaseException:
+        for folder in sorted(created, key=lambda folder: -len(folder.parts)):  # inner ones first
+            with suppress(OSError):  # one that is in use stays
+                _remove_unused(folder)
+        raise
+
+
+def _remove_unused(folder: Path) -> None:
+    file = folder / ".lock"
+    if os.listdir(folder) == [file.name]:
+        lock = _lock(file)
+        lock.acquire()  # a Timeout is an OSError: another process has just started here
+        try:
+            if os.listdir(folder) == [file.name]:
+                os.unlink(file)
+        finally:
+            lock.release()
+    os.rmdir(folder)
+
+
 def _acquire(lock: filelock.BaseFileLock, folder: Path) -> bool | None:
     """True if the lock is ours now, False if another process has it, None if this file system has no locks."""
     try:

@@ -5,7 +5,7 @@
 
     chat/recipe.yaml                           its local paths point into this folder: path: ./data/chats.jsonl
     chat/data/chats.jsonl
-    chat/trillora-0.1.0-py3-none-any.whl
+    chat/trillora-0.2.0-py3-none-any.whl
     chat/requirements.txt                      the exact packages, with hashes: the set tpu and the wheel
 
 Overrides are part of the recipe in the bundle. Hub ids and URLs stay as they are. A recipe with a secret, and a folder

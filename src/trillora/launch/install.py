@@ -1,6 +1,6 @@
 """Installs a bundle into the environment of the running Python: exactly the packages of its set.
 
-    PYTHONPATH=job/trillora-0.1.0-py3-none-any.whl venv/bin/python -P -m trillora.launch.install job
+    PYTHONPATH=job/trillora-0.2.0-py3-none-any.whl venv/bin/python -P -m trillora.launch.install job
 
 reads `job/requirements.txt`, lets uv install it with its hashes, and compares what is there with the file. Nothing is
 resolved to "newest". Imported from the wheel before anything is installed: standard library only.

@@ -1,6 +1,6 @@
 """A wheel of this very package, so that another machine can install what runs here: Trillora is not on PyPI.
 
-    build_wheel(Path("out"))  ->  out/trillora-0.1.0-py3-none-any.whl
+    build_wheel(Path("out"))  ->  out/trillora-0.2.0-py3-none-any.whl
 
 It is made from the installed files, so it works from an editable install and without the sources' build tools. Equal
 files make equal wheels, byte by byte: all times in it are fixed.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from trillora.errors import TrilloraError
 from trillora.files.atomic import make_folder, write_file
+from trillora.recipe.shipped import HOME, shipped_files
 from trillora.version import __version__
 
 PACKAGE = Path(__file__).parents[1]
@@ -64,8 +65,12 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
     for path in sorted(PACKAGE.rglob("*")):
         inside = path.relative_to(PACKAGE)
         is_hidden = any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
+        if inside.parts[0] == HOME.name:  # a link in a checkout, which has more than the recipes
+            continue
         if path.is_file() and not is_hidden and path.suffix != ".pyc":
             yield f"trillora/{inside.as_posix()}", path.read_bytes()
+    for path in shipped_files():
+        yield f"trillora/recipes/{path.relative_to(HOME).as_posix()}", path.read_bytes()
 
 
 def _info_files(installed: importlib.metadata.Distribution) -> dict[str, str]:

@@ -20,7 +20,7 @@ object, or a list for several slices. Sizes are GiB of one device, times are sec
      "smallest_go": "v5e-8",                    # smallest slice of this chip known to fit; null if none was found
      "problem": null,                           # NO-GO: why the step does not fit
      "notes": ["..."],
-     "versions": {"trillora": "0.1.0", "jax": "0.10.2", "libtpu": "0.0.42.1", "transformers": "5.22.2", ...},
+     "versions": {"trillora": "0.2.0", "jax": "0.10.2", "libtpu": "0.0.42.1", "transformers": "5.22.2", ...},
      "from_cache": false,
      "step": {"seconds": 6.14, "error": 0.17, "roofline_seconds": 3.74, "flops": 2.8e15,
               "unit_seconds": {"compute": 4.54, "hbm": 1.86, "interconnect": 0.38, "exposed_interconnect": 0.02,

@@ -59,15 +59,6 @@ def run(out: Path, listener: Listener) -> tuple[TrainResult, Evaluation | None]:
     return result, evaluation
 
 
-def next_steps(run: Path) -> str:
-    return f"""\
-Adapter  {run / "adapter"}   (PEFT format)
-Report   {run / "report.html"}
-
-Chat with it:           trillora chat {run}
-Train on your own data: trillora train {run / "recipe.yaml"} data=FILE --out my-run"""
-
-
 def _findings(name: str) -> list[str]:
     text = (resources.files("trillora.quickstart") / "data" / name).read_text("utf-8")
     return text.splitlines(keepends=True)

@@ -12,6 +12,7 @@ markup in it has no effect.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import threading
@@ -21,7 +22,8 @@ from contextlib import contextmanager
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from trillora.events import QUIET_SECONDS, Event, Listener, Progress
+from trillora.events import QUIET_SECONDS, Alarm, Event, Listener, Note, Progress
+from trillora.own_command import runnable
 from trillora.report.adapter_text import Adapters, Collector
 from trillora.report.live_panel import LivePanel
 from trillora.report.output import closed_pipe_safe, masked, unguarded
@@ -59,6 +61,8 @@ def console_listener(console: Console | None = None, every_steps: int | None = N
 
     def listen(event: Event) -> None:
         event = masked(event)
+        if isinstance(event, Note | Alarm):
+            event = dataclasses.replace(event, text=runnable(event.text))
         with lock:
             if isinstance(event, Progress):
                 slow.update(event)

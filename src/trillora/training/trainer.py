@@ -31,7 +31,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.checksums import with_checksums
-from trillora.files.owner import lock_run, own_checkpoints
+from trillora.files.owner import lock_run, own_checkpoints, removed_if_unused
 from trillora.files.storage import LocalStorage, open_storage
 from trillora.model.adapters import check_changes_something, check_written, fit_adapter, read_adapter
 from trillora.model.layout import Tree
@@ -59,6 +59,7 @@ from trillora.training.signals import Interrupted, Stop
 from trillora.training.state_files import (
     ADAPTER_FILES,
     CONFIG_FILE,
+    METRICS_FILE,
     WEIGHTS_FILE,
     from_files,
     make_copier,
@@ -75,19 +76,31 @@ def train(
     limit = recipe.train.time_limit
     stop = Stop(seconds_of(limit) if limit else None)
     is_writer = jax.process_index() == 0
-    folder = RunFolder(out, writes=is_writer, listener=listener)
-    if folder.is_finished:
-        raise TrilloraError(
-            "This folder already contains a finished run.", where=str(out), do="use another --out, or remove the folder"
-        )
     with stop.listening():
         try:
-            kind = _Training if group_of(recipe) is None else GroupTraining
-            with _owned_checkpoints(recipe, folder, is_writer, listener) as checkpoints, compiling_in_background():
-                return kind(recipe, folder, checkpoints, stop, listener, accept_changes).run()
+            with _new_folders(recipe, out) if is_writer else contextlib.nullcontext():
+                folder = RunFolder(out, writes=is_writer, listener=listener)
+                return _train(recipe, folder, is_writer, stop, listener, accept_changes)
         except Interrupted as signal:
             listener(Note(f"Stopped by {signal} before the first step of this start; nothing was lost"))
-            return TrainResult(out, None, tuple(losses(folder.metrics_file)), 0, stopped=str(signal))
+            return TrainResult(out, None, tuple(losses(out / METRICS_FILE)), 0, stopped=str(signal))
+
+
+def _train(
+    recipe: Recipe, folder: RunFolder, is_writer: bool, stop: Stop, listener: Listener, accept_changes: bool
+) -> TrainResult:
+    if folder.is_finished:
+        what = "This folder already contains a finished run."
+        raise TrilloraError(what, where=str(folder.path), do="use another --out, or remove the folder")
+    kind = _Training if group_of(recipe) is None else GroupTraining
+    with _owned_checkpoints(recipe, folder, is_writer, listener) as checkpoints, compiling_in_background():
+        return kind(recipe, folder, checkpoints, stop, listener, accept_changes).run()
+
+
+def _new_folders(recipe: Recipe, out: Path) -> contextlib.AbstractContextManager[None]:
+    """A start that fails before it has written anything leaves no folders."""
+    place = recipe.train.checkpoint_dir or ""
+    return removed_if_unused(out, out / "checkpoints" if not place or "://" in place else Path(place).expanduser())
 
 
 @contextlib.contextmanager

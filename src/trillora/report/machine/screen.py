@@ -13,6 +13,7 @@ from rich.text import Text
 from trillora.devices.chips import CHIPS
 from trillora.devices.measured import MeasuredChip
 from trillora.doctor import Finding
+from trillora.own_command import runnable
 from trillora.report.console import SafeConsole
 from trillora.report.numbers import format_count
 from trillora.safe_text import visible
@@ -28,7 +29,7 @@ def show_findings(findings: Iterable[Finding], console: Console | None = None) -
         word, style = looks[finding.state]
         console.print(Text.assemble((word, style), f"  {finding.name:<15} {finding.what}"), soft_wrap=True)
         if finding.do:
-            console.print(Text.assemble(" " * 25, ("do: ", "dim"), finding.do), soft_wrap=True)
+            console.print(Text.assemble(" " * 25, ("do: ", "dim"), runnable(finding.do)), soft_wrap=True)
 
 
 def show_proof(record: MeasuredChip, path: Path | None, console: Console | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from trillora.data.excerpt import shortened
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
+from trillora.own_command import runnable
 from trillora.report.html import card, coloured, document, text, tiles
 from trillora.report.numbers import (
     format_duration,
@@ -238,8 +239,9 @@ def _use(run: RunRecord) -> str:
     newest = " This is the newest checkpoint; the run is not finished." if is_checkpoint else ""
     code = _load_code(run, folder)
     is_one_of_many = run.adapters and run.adapter != "adapter" and not is_checkpoint
+    chat = runnable(f"trillora chat {quoted(folder if is_one_of_many else run.folder)}")
     return (
-        f"<div>Chat with it:</div><pre>trillora chat {text(quoted(folder if is_one_of_many else run.folder))}</pre>"
+        f"<div>Chat with it:</div><pre>{text(chat)}</pre>"
         f"<p>Load it in Python; the adapter is in PEFT's format.{newest}</p>"
         f'<pre class="code">{text(code)}</pre>'
     )

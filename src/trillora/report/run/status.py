@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trillora.events import Evaluated, Step
+from trillora.own_command import runnable
 from trillora.report.numbers import format_count, format_duration, format_number, format_percent
 from trillora.report.run.adapter_tables import summary
 from trillora.report.run.read import RunRecord
@@ -33,7 +34,8 @@ def run_status(run: RunRecord) -> RunStatus:
     total = f" of {num_steps:,}" if num_steps else ""
     reason = f": {last.reason.rstrip('.')}." if last and last.reason else "."
     recipe, *addresses = run.again
-    again = " ".join(["trillora train", quoted(run.folder / recipe), *addresses, "--out", quoted(run.folder)])
+    words = ["trillora train", quoted(run.folder / recipe), *addresses, "--out", quoted(run.folder)]
+    again = runnable(" ".join(words))
     saved = f"The newest checkpoint is from step {run.checkpoints[-1]:,}." if run.checkpoints else "No checkpoint yet."
     if event == "finished":
         note = (f"{last.reason[:1].upper()}{last.reason[1:].rstrip('.')}.",) if last and last.reason else ()

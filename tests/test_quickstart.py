@@ -58,7 +58,7 @@ def tiny_model(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """In a process of its own, as a user runs it: what conftest.py sets could hide a warning. Only XLA's optimizations
-    are off, except at full dose; test_golden.py always has them."""
+    are off, except at full dose; test_smollm2.py always trains with them."""
     place = tmp_path_factory.mktemp("quickstart")
     folder, changes = place / "first", {} if FULL else tiny_model(place / "model")
     environment = {name: os.environ[name] for name in (*FILES, "PYTHONPATH") if name in os.environ}

@@ -235,10 +235,12 @@ def test_an_adapter_that_is_not_plain_lora_is_refused(key: str, value: Any, tmp_
 
 
 def test_values_that_mean_not_used_are_accepted(tmp_path: Path) -> None:
-    save(tmp_path)
+    _, adapter = save(tmp_path)
     unused = {"modules_to_save": None, "rank_pattern": {}, "alpha_pattern": None, "use_dora": False, "bias": "none"}
     change_config(tmp_path, **unused)
-    load_adapter(tmp_path)
+    spec, loaded = load_adapter(tmp_path)
+    assert not (spec.whole or spec.rank_pattern or spec.alpha_pattern or spec.dora)
+    assert loaded.keys() == adapter.keys()
 
 
 def test_other_matrices_are_refused_by_name(tmp_path: Path) -> None:

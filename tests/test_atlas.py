@@ -253,6 +253,18 @@ def test_models_with_older_answers_are_named() -> None:
         )
 
 
+def test_the_pages_begin_with_the_versions_that_made_them() -> None:
+    steps = [
+        example("Qwen/Qwen3-8B", "v5e-8"),
+        example("Qwen/Qwen3-4B", "v5e-8", made_with="trillora a, libtpu 2; day"),
+    ]
+    steps.append(example("Qwen/Qwen3-8B", "v5e-8", tokens=4096, is_long=True))
+    for page in render(steps).values():
+        assert "Steps of 2048 tokens: 1 with libtpu 1, 2026-11-16; 1 with trillora a, libtpu 2, day. Longest" in page
+        assert "Of 2 of these 3 steps, the commit of Trillora was not recorded." in page
+    assert "All by one version: libtpu 1; 2026-11-16." in render([steps[0], steps[2]])["ATLAS.md"]
+
+
 def test_hours_and_cost_follow_from_the_step() -> None:
     """By hand: 64 sequences of 2048 tokens in half a second on eight chips of 1.20 dollars per hour."""
     [cell] = cells_of([example("Qwen/Qwen3-8B", "v5e-8")])

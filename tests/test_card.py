@@ -29,6 +29,7 @@ from trillora.export.source import open_source
 from trillora.files.storage import RemoteStorage
 from trillora.generation.generator import Generator
 from trillora.model.adapters import load_adapter
+from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
@@ -106,6 +107,17 @@ def test_names_of_the_hub_are_linked_and_scores_are_indexed(run: Path) -> None:
     assert evaluation is not None and evaluation[0].metric_value == 0.5
     assert refreshed and "| loss | 1.5 | 0.5 |" in ours
     load_adapter(run / "adapter")  # a card may change: it has no checksum
+
+
+def test_the_card_says_that_the_embedded_base_is_a_copy(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    facts = json.loads((run / "run.json").read_text("utf-8"))
+    facts["model"] |= {"name": "smollm2", "base_name": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+    (copied / "run.json").write_text(json.dumps(facts), "utf-8")
+    config = (run / "adapter" / "adapter_config.json").read_bytes()
+    assert EMBEDDED_NOTE in adapter_card(config, copied, name="run")
+    assert EMBEDDED_NOTE not in adapter_card(config, run, name="run")
 
 
 def test_a_card_that_a_person_edited_stays(run: Path) -> None:

@@ -408,7 +408,8 @@ def test_content_that_spells_a_token_only_with_the_text_next_to_it_is_refused(
     with pytest.raises(TrilloraError, match=r"spell the control token '<\|im_end\|>'"):
         render_chat(messages, tokenizer, "everything")
     harmless = [{"role": role, "content": f"({text})"} for role, text in zip(roles, ("a", "b", "c"), strict=True)]
-    assert len(render_chat(harmless, tokenizer, "everything"))
+    own = tokenizer.apply_chat_template(harmless, tokenize=False)
+    assert trained_text(render_chat(harmless, tokenizer, "everything"), tokenizer) == own
 
 
 def test_template_that_depends_on_planted_content_is_refused_with_the_token_named() -> None:
@@ -417,7 +418,10 @@ def test_template_that_depends_on_planted_content_is_refused_with_the_token_name
         "{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
     )
     messages = [{"role": "user", "content": "<|im_end|>"}, HELLO[1]]
-    assert len(render_chat(messages, with_template(template), "everything"))
+    tokenizer = with_template(template)
+    rendered = render_chat(messages, tokenizer, "everything")
+    assert trained_text(rendered, tokenizer).endswith(HELLO[1]["content"] + "<|im_end|>")
+    assert (rendered.tokens == tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == 2, "the planted one is text"
     dependent = template.replace("length > 10", "length < 10")
     with pytest.raises(TrilloraError, match=r"spells the control token '<\|im_end\|>'"):
         render_chat(messages, with_template(dependent), "everything")

@@ -376,7 +376,7 @@ def test_the_last_question_is_found_in_the_template_or_not_at_all() -> None:
     assert last_question("How?", "", "", words) is None
 
 
-@full_dose_only  # test_lora_variants.py compares in this process, and test_card.py loads in another
+@full_dose_only  # test_lora_variants.py compares logits, in this process; test_card.py only loads in another
 def test_the_adapter_is_the_adapter(run: Path, folder: Path, generator: Generator, tmp_path: Path) -> None:
     """R16: PEFT, in a process that imports nothing of ours, gives our logits."""
     rng = np.random.default_rng(0)

@@ -15,7 +15,7 @@ import tiny_run
 import torch
 from architecture_checks import LOGITS, distance
 from chat_tokenizers import chat_tokenizer
-from dose import full_dose_only, slow_case
+from dose import slow_case
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
@@ -91,7 +91,6 @@ def test_peft_computes_the_same_with_the_trained_adapter(run: Path) -> None:
     assert distance(jax.jit(model.logits)(weights, arrays, {"tokens": jnp.asarray(TOKENS)}), expected) <= LOGITS
 
 
-@full_dose_only  # test_group.py always has sweeps, and the tests above runs of mixtures
 def test_a_sweep_over_a_mixture_equals_a_single_run(run: Path) -> None:
     folder = run.parent
     recipe = tiny_run.recipe(folder, lora=LORA)

@@ -261,7 +261,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@full_dose_only  # the runs and models above always have kernels
+@full_dose_only  # the runs and models above have plain LoRA on all layers only
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_adapters_learn_the_same_with_kernels(folder: Path, tmp_path: Path, variant: str) -> None:
     """The kernels compute what they can of any adapter, and XLA the rest."""

@@ -56,13 +56,13 @@ def on_cpu() -> dict[str, Any]:
     return measure("cpu")
 
 
-@full_dose_only  # a minute of compiling; other tests compare losses with PyTorch
+@full_dose_only  # a minute of compiling; test_smollm2.py always compares losses with PyTorch
 def test_losses_on_the_cpu_are_the_recorded_ones(on_cpu: dict[str, Any]) -> None:
     own = on_cpu["machine"]
     check_losses(on_cpu, own if (GOLDEN / f"{own}.json").exists() else "cpu-aarch64")
 
 
-@full_dose_only
+@full_dose_only  # nothing else resumes with them
 def test_a_resumed_run_is_bit_identical_with_xlas_optimizations(on_cpu: dict[str, Any]) -> None:
     assert on_cpu["resumed"] == on_cpu["whole"]
 

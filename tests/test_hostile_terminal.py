@@ -198,10 +198,9 @@ def test_a_problem_of_the_machine_is_not_called_a_bug(error: Exception, shown: s
 
 
 def test_a_bug_names_the_line_of_our_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
+    with pytest.raises(AttributeError) as caught:
         visible(5)  # type: ignore[arg-type]
-    except AttributeError as error:
-        assert re.fullmatch(r"trillora/safe_text\.py, line \d+", as_error(error).where or "")
+    assert re.fullmatch(r"trillora/safe_text\.py, line \d+", as_error(caught.value).where or "")
 
 
 @pytest.mark.parametrize(

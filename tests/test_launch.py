@@ -467,7 +467,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-@full_dose_only  # the search that ends with NO-GO is also run by tests/test_preflight.py
+@full_dose_only  # test_tpu_vm.py always has a refusal and --force, of `launch tpu-vm`
 def test_recipe_that_cannot_fit_is_refused_without_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fourteen billion parameters on one chip of 16 GiB."""
     monkeypatch.setenv("TRILLORA_CACHE", str(tmp_path / "cache"))

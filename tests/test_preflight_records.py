@@ -25,8 +25,8 @@ import preflight_records
 
 RECORDS: list[dict[str, Any]] = json.loads(preflight_records.RECORDS.read_text())
 SAME_COMPILER = 0.02  # relative: the same compiler gives the same layout on another machine
-MEMORY_ERROR = 0.15  # as docs/preflight.md states
-TIME_ERROR = 0.25
+MEMORY_ERROR, TIME_ERROR = 0.0375, 0.2395  # the largest of docs/preflight.md, before rounding
+WHOLE_ERROR = 0.25  # of a program compiled to the end, timed with the compiler's own cycle counts
 RECOMPILED = range(len(RECORDS)) if FULL else (11,)  # Gemma-3-270M for v5e-8
 # Compiled to machine code: Mistral-7B for v5e-8 takes four minutes on two cores, Qwen3-0.6B for v5e-1 two.
 TO_THE_END = (0, 14)
@@ -72,8 +72,7 @@ def test_compiled_to_the_end_it_needs_the_memory_of_the_early_layout(number: int
     assert result.step is not None
     if record["versions"]["libtpu"] == versions()["libtpu"]:
         assert result.hbm_peak_gib == pytest.approx(record["hbm_peak_gib"], rel=SAME_COMPILER)
-    # Timed with the compiler's own cycle counts, which the early layout does not have.
-    assert result.step.seconds == pytest.approx(record["step_seconds"], rel=TIME_ERROR)
+    assert result.step.seconds == pytest.approx(record["step_seconds"], rel=WHOLE_ERROR)
 
 
 @pytest.fixture(scope="module")

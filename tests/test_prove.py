@@ -111,15 +111,13 @@ def _name(name: str) -> str:
     return name.replace("lora_A", "lora_a").replace("lora_B", "lora_b")
 
 
-def test_stored_proofs_pass_the_bars() -> None:
-    files = sorted((Path(__file__).parents[1] / "benchmarks" / "proofs").glob("*.json"))
-    assert len(files) >= 1
-    for file in files:
-        record = measured.read(file)
-        assert record.ok and record.golden
-        for dtype, figures in record.golden.items():
-            assert figures.expected == list(RECORD.losses), "made with this record"
-            assert all(check.state == "ok" for check in judge(figures, dtype))
+def test_what_an_h200_computed_is_accepted() -> None:
+    """Judged again: the figures in the file are measured, the verdict is today's."""
+    file = Path(__file__).parents[1] / "benchmarks" / "proofs" / "NVIDIA-H200-1.json"
+    figures = measured.read(file).golden
+    assert set(figures) == {"bfloat16", "float32"}
+    for dtype, found in figures.items():
+        assert all(check.state == "ok" for check in judge(found, dtype)), dtype
 
 
 # ---- wrong gradients

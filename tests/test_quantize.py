@@ -330,7 +330,7 @@ def test_a_model_without_linear_layers_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers at full dose, which are scanned; `stacked` always has them."""
+    """Two layers at full dose, which are scanned. The small dose scans in the tests of gradients and loading only."""
     config = tiny_run.wide_llama(num_layers=NUM_LAYERS)
     return tiny_run.write_both(tmp_path_factory.mktemp("quantized"), config)
 

@@ -21,6 +21,7 @@ from run_process import WAIT
 from test_fresh_process import FILES
 
 from trillora.devices.chips import has_accelerator
+from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.quickstart import run
 from trillora.recipe.load import load_recipe
 from trillora.report.next_steps import after_quickstart
@@ -59,7 +60,7 @@ def tiny_model(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """In a process of its own, as a user runs it: what conftest.py sets could hide a warning. Only XLA's optimizations
-    are off, except at full dose; test_golden.py always has them."""
+    are off, except at full dose; test_smollm2.py always trains with them."""
     place = tmp_path_factory.mktemp("quickstart")
     folder, changes = place / "first", {} if FULL else tiny_model(place / "model")
     environment = {name: os.environ[name] for name in (*FILES, "PYTHONPATH") if name in os.environ}
@@ -82,6 +83,8 @@ def test_quickstart_trains_evaluates_and_reports(finished: Finished) -> None:
     assert json.loads((finished.folder / "eval.json").read_text())["num_rows"] == NUM_ROWS
     assert "severity" in (finished.folder / "report.html").read_text()
     assert (finished.folder / "adapter" / "adapter_model.safetensors").is_file()
+    card = (finished.folder / "adapter" / "README.md").read_text("utf-8")
+    assert EMBEDDED_NOTE in finished.lines[0]["text"] and (EMBEDDED_NOTE in card) == FULL, "not for another base"
 
 
 def test_quickstart_prints_nothing_of_the_libraries(finished: Finished) -> None:

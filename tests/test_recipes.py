@@ -182,12 +182,9 @@ def test_the_table_and_the_heads_of_recipes_show_the_measured_results() -> None:
     for entry in recipes.SHOWN:
         recipe = entry.file.read_text("utf-8")
         assert recipe == recipes.with_figures(recipe, recipes.figures(results[entry.name]))
-    for name, measured in results.items():
-        places = measured["preflight"]["slices"]
-        assert {(place["verdict"], place["method"]) for place in places} == {("GO", "compiler")}, name
-        assert measured["tiny"]["test"]
-        for test in measured["tiny"]["test"].values():
-            assert test["adapter"]["loss"] < test["base"]["loss"], name
+    (colab,) = results["gemma-3-270m-chat"]["preflight"]["slices"]
+    row = f"{1000 * colab['step_seconds']:.0f} ms | {colab['tokens_per_second']:,.0f} |"
+    assert (recipes.ROOT / "docs" / "recipes.md").read_text("utf-8").count(row) == 3, "the rows of its own options"
 
 
 def test_an_estimate_does_not_replace_the_compilers_answer() -> None:

@@ -19,6 +19,7 @@ from test_secrets import CANARIES
 
 from trillora.errors import TrilloraError
 from trillora.events import Evaluated, Note, Sample, Sampled, Skipped, Step, to_metrics_line
+from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.report.run.charts import calmed, nice_ticks, smoothed, thinned
 from trillora.report.run.read import read_run
 from trillora.report.run.status import total_seconds
@@ -95,9 +96,12 @@ def snippet(page: str) -> str:
 
 def test_snippet_names_the_adapter_and_the_base_on_the_hub(run: Path) -> None:
     code = snippet(report(run))
-    compile(code, "report", "exec")
+    compile(code.partition(EMBEDDED_NOTE)[0], "report", "exec")
     assert json.dumps(str(run / "adapter")) in code and '"HuggingFaceTB/SmolLM2-135M-Instruct"' in code
     assert '"smollm2"' not in code, "a short name of ours, unknown to the hub"
+    assert EMBEDDED_NOTE in code, "the base on the hub is not the one that was trained on"
+    (run / "run.json").write_text((run / "run.json").read_text().replace('"smollm2"', '"owner/other"'))
+    assert EMBEDDED_NOTE not in report(run)
 
 
 def test_equal_json_counts_as_the_expected_answer(run: Path) -> None:

@@ -1,17 +1,22 @@
-"""Simulated step times of GPU programs, written by hand in the format of XLA's GPU compiler.
+"""Simulated step times of GPU programs in the format of XLA's GPU compiler, compared with times measured on an H200.
 
-benchmarks/preflight_gpu.py measures the error on a real card."""
+benchmarks/preflight_gpu.py compares whole steps on a real card.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from trillora.devices.chips import GPUS
-from trillora.preflight.hlo.kernels import CUDNN_BACKWARD_PASSES, CUDNN_BLOCK
-from trillora.preflight.hlo.simulate import GPU, simulate
+from trillora.preflight.hlo.kernels import CUDNN_BLOCK
+from trillora.preflight.hlo.simulate import simulate
 
 H200 = GPUS["H200"]
-
+GEMM = """
+  %{name} = (bf16[{rows},{outputs}]{{1,0}}, s8[4194304]{{0}}) custom-call(bf16[{rows},{inputs}]{{1,0}} %x, \
+bf16[{inputs},{outputs}]{{1,0}} %w), custom_call_target="__cublas$gemm", backend_config={{"gemm_backend_config":\
+{{"beta":0,"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}}}}"""
 GPU_PROGRAM = """
 HloModule jit_step, is_scheduled=true
 
@@ -62,73 +67,83 @@ backend_config={"cudnn_fmha_backend_config":{"fmha_scale":0.125,"intermediate_te
 """
 
 
-def test_a_gpu_program_is_timed_by_flops_and_memory() -> None:
-    time = simulate(GPU_PROGRAM, H200, 1)
-    gemm = 2 * 8192 * 4096 * 4096
-    # Two products; the causal mask hides half of them, but blocks on its edge are computed whole.
-    attention = 2 * (2 * 4 * 32 * 2048 * 2048 * 64) * (1 / 2 + CUDNN_BLOCK / 2048 / 2)
-    thin = 2 * 8192 * 4096 * 16
-    thin_bytes = 2 * (8192 * 4096 + 4096 * 16 + 8192 * 16)  # bound by HBM: rank 16
-    assert time.flops == 16 * gemm + attention + thin
-    expected = (
-        16 * gemm / (989e12 * GPU.product)
-        + attention / (989e12 * GPU.kernel * GPU.narrow)
-        + thin_bytes / (4800e9 * GPU.hbm)
-        + 18 * GPU.launch_seconds
-    )
-    assert time.seconds == pytest.approx(expected, rel=1e-3)
-    assert time.kernel_seconds == pytest.approx(attention / (989e12 * GPU.kernel * GPU.narrow) + GPU.launch_seconds)
-    assert time.warnings == ()
+def visible_pairs(num_tokens: int, window: int = 0) -> int:
+    query, key = np.indices((num_tokens, num_tokens))
+    return int(((key <= query) & (query - key < (window or num_tokens))).sum())
 
 
-def attention_program(target: str, num_tokens: int, window: int = 0) -> str:
-    shape = f"bf16[4,{num_tokens},32,128]{{3,2,1,0}}"
+def test_the_arithmetic_of_loops_kernels_and_command_buffers_is_counted() -> None:
+    found = simulate(GPU_PROGRAM, H200, 1)
+    products = 16 * 2 * 8192 * 4096 * 4096 + 2 * 8192 * 4096 * 16
+    attention = 2 * 2 * 4 * 32 * 64 * visible_pairs(2048)
+    # Blocks on the edge of the mask are computed whole: half a block more for each query.
+    edge = 2 * 2 * 4 * 32 * 64 * 2048 * CUDNN_BLOCK / 2
+    assert found.flops == pytest.approx(products + attention + edge, rel=1e-3)
+    assert found.warnings == ()
+
+
+def attention_program(target: str, num_tokens: int, *, rows: int = 4, width: int = 128, window: int = 0) -> str:
+    shape = f"bf16[{rows},{num_tokens},32,{width}]{{3,2,1,0}}"
     return f"""
 HloModule jit_step, is_scheduled=true
 
-ENTRY %main (q: bf16[4,{num_tokens},32,128]) -> bf16[4,{num_tokens},32,128] {{
+ENTRY %main (q: bf16[{rows},{num_tokens},32,{width}]) -> bf16[{rows},{num_tokens},32,{width}] {{
   %q = {shape} parameter(0)
   ROOT %fmha = ({shape}, u8[0]{{0}}) custom-call(%q, %q, %q), custom_call_target="{target}", \
 backend_config={{"cudnn_fmha_backend_config":{{"intermediate_tensor_shape":{{"element_type":"BF16",\
-"dimensions":["4","32","{num_tokens}","{num_tokens}"]}},"mask_type":"CAUSAL","sliding_window_length":{window}}}}}
+"dimensions":["{rows}","32","{num_tokens}","{num_tokens}"]}},"mask_type":"CAUSAL","sliding_window_length":{window}}}}}
 }}
 """
 
 
-def test_the_backward_attention_kernel_includes_its_helper_kernels() -> None:
-    forward = simulate(attention_program("__cudnn$fmhaSoftmax", 2048), H200, 1)
-    backward = simulate(attention_program("__cudnn$fmhaSoftmaxBackward", 2048), H200, 1)
-    assert backward.flops == pytest.approx(2.5 * forward.flops)  # five products instead of two
-    queries = 4 * 2048 * 32 * 128 * 2
-    helpers = CUDNN_BACKWARD_PASSES * queries / (4800e9 * GPU.hbm)
-    assert backward.seconds == pytest.approx(
-        2.5 * (forward.seconds - GPU.launch_seconds) + GPU.launch_seconds + helpers
-    )
-    assert backward.kernel_seconds == pytest.approx(backward.seconds)
+def one(shapes: str, line: str) -> str:
+    return f"\nHloModule jit_step, is_scheduled=true\n\nENTRY %main {shapes} {{\n{line}\n}}\n"
 
 
-def test_attention_with_a_mask_in_memory_is_slower() -> None:
+def gemm_program(rows: int, inputs: int, outputs: int) -> str:
+    arrays = f"  %x = bf16[{rows},{inputs}]{{1,0}} parameter(0)\n  %w = bf16[{inputs},{outputs}]{{1,0}} parameter(1)"
+    product = GEMM.format(name="y", rows=rows, inputs=inputs, outputs=outputs)
+    last = f"\n  ROOT %z = bf16[{rows},{outputs}]{{1,0}} get-tuple-element(%y), index=0"
+    shapes = f"(x: bf16[{rows},{inputs}], w: bf16[{inputs},{outputs}]) -> bf16[{rows},{outputs}]"
+    return one(shapes, arrays + product + last)
+
+
+MIDDLE = one(  # of a gated MLP, forward: reads gate and up, writes their product
+    "(g: bf16[16384,8192], u: bf16[16384,8192]) -> bf16[16384,8192]",
+    "  %g = bf16[16384,8192]{1,0} parameter(0)\n  %u = bf16[16384,8192]{1,0} parameter(1)\n"
+    '  ROOT %y = bf16[16384,8192]{1,0} custom-call(%g, %u), custom_call_target="__gpu$xla.gpu.triton"',
+)
+
+
+def attention_of_a_step() -> float:
+    kinds = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+    programs = [attention_program(kind, 2048, rows=8, width=64) for kind in kinds]
+    return 16 * sum(simulate(program, H200, 1).seconds for program in programs)
+
+
+def test_kernels_take_about_as_long_as_measured_on_an_h200() -> None:
+    """Milliseconds of benchmarks/RESULTS.md: products by themselves ("Low-precision products"), attention in a step of
+    the 1.2B shape with 8 x 2,048 tokens, and the kernel in the middle of a gated MLP ("What fused kernels gain").
+
+    Within 16 %: products by themselves reach 0.80 of the peak, in the long steps that the constants are for 0.70."""
+    measured_and_simulated = [
+        (0.695, 1e3 * simulate(gemm_program(16384, 2048, 8192), H200, 1).seconds),
+        (0.703, 1e3 * simulate(gemm_program(16384, 8192, 2048), H200, 1).seconds),
+        (27.6, 1e3 * attention_of_a_step()),
+        (0.275, 1e3 * simulate(MIDDLE, H200, 1).seconds),
+    ]
+    for measured, simulated in measured_and_simulated:
+        assert simulated == pytest.approx(measured, rel=0.16), (measured, simulated)
+
+
+def test_attention_with_a_mask_in_memory_is_slower_with_the_same_arithmetic() -> None:
     causal = simulate(attention_program("__cudnn$fmhaSoftmax", 2048), H200, 1)
     masked = simulate(attention_program("__cudnn$fmhaScaleBiasSoftmax", 2048), H200, 1)
-    arithmetic = causal.seconds - GPU.launch_seconds
-    assert masked.seconds - GPU.launch_seconds == pytest.approx(arithmetic / GPU.masked)
+    assert masked.seconds > 1.2 * causal.seconds and masked.flops == causal.flops
 
 
-def test_kernels_in_triton_are_timed_by_their_memory() -> None:
-    program = """
-HloModule jit_step, is_scheduled=true
-
-ENTRY %main (x: bf16[16384,8192]) -> bf16[16384,8192] {
-  %x = bf16[16384,8192]{1,0} parameter(0)
-  ROOT %y = bf16[16384,8192]{1,0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton"
-}
-"""
-    seconds = 2 * 16384 * 8192 * 2 / (4800e9 * GPU.hbm * GPU.triton)
-    assert simulate(program, H200, 1).seconds == pytest.approx(seconds + GPU.launch_seconds)
-
-
-def test_a_window_reduces_attention_flops() -> None:
-    whole = simulate(attention_program("__cudnn$fmhaSoftmax", 8192), H200, 1)
-    narrow = simulate(attention_program("__cudnn$fmhaSoftmax", 8192, window=1024), H200, 1)
-    edge = CUDNN_BLOCK / 2 / 8192
-    assert narrow.flops / whole.flops == pytest.approx((1 / 8 - 1 / 128 + edge) / (1 / 2 + edge))
+@pytest.mark.parametrize("window", [0, 1024])
+def test_attention_counts_the_pairs_that_its_mask_shows(window: int) -> None:
+    found = simulate(attention_program("__cudnn$fmhaSoftmax", 4096, window=window), H200, 1)
+    pairs = visible_pairs(4096, window) + 4096 * CUDNN_BLOCK / 2  # blocks on the edge are computed whole
+    assert found.flops == pytest.approx(2 * 2 * 4 * 32 * 128 * pairs, rel=1e-3)

@@ -22,12 +22,13 @@ from chat_tokenizers import chat_tokenizer
 from dose import FULL, full_dose_only, slow_case
 from safetensors.torch import load_file, save_file
 from tiny_wrappers import WRAPPERS
+from typer.testing import CliRunner
 
 from trillora.certify.certify import certify
+from trillora.cli import app
 from trillora.errors import TrilloraError
 from trillora.export.merged import export_merged
 from trillora.export.source import open_source
-from trillora.export.text_adapter import export_text_adapter
 from trillora.model.adapters import adapter_files, fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.limits import check_rows
@@ -196,7 +197,8 @@ def test_the_trained_adapter_works_on_the_wrapper_and_in_a_merged_model(folder: 
 def test_an_adapter_for_the_text_model_alone(folder: Path, run: Path) -> None:
     from peft import PeftModel
 
-    export_text_adapter(open_source(str(run)), folder / "text")
+    told = CliRunner().invoke(app, ["export", str(run), "--to", "text-adapter", "--out", str(folder / "text")])
+    assert told.exit_code == 0 and "Not certified: its base is a text model" in told.output, told.output
     whole = wrapper_of(folder / "model")
     text = transformers.MistralForCausalLM(whole.config.get_text_config()).eval()
     text.model.load_state_dict(whole.model.language_model.state_dict())

@@ -224,7 +224,9 @@ class Sweep:
 def made_with(method: Method) -> str:
     found = versions()
     names = ("libtpu", "jax", "transformers") if method == "compiler" else ("jax", "transformers")
-    return f"{', '.join(f'{name} {found[name]}' for name in names)}; {time.strftime('%Y-%m-%d')}"
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    code = f"trillora {commit.stdout.strip() or 'of an unknown commit'}"
+    return f"{', '.join([code, *(f'{name} {found[name]}' for name in names)])}; {time.strftime('%Y-%m-%d')}"
 
 
 def selected(patterns: Sequence[str]) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +205,7 @@ def markdown(cells: Sequence[Cell], steps: Sequence[Step]) -> str:
 
     return _filled(
         "page.md",
-        counts=counts_text(cells),
+        counts=f"{counts_text(cells)} {_escaped(versions_text(steps))}",
         sources="\n".join(f"- {_escaped(line)}" for line in sources(cells)),
         tokens=TOKENS,
         prices=", ".join(f"{chip} ${price:.2f}" for chip, price in PRICES.items()),
@@ -307,6 +308,19 @@ def counts_text(cells: Sequence[Cell]) -> str:
     return f"{len(models)} models on {len(slices)} TPU slices: {len(cells)} combinations, {how}. {num_go} fit."
 
 
+def versions_text(steps: Sequence[Step]) -> str:
+    """One sentence: what the answers were made with, and how many with each."""
+    kinds = {"first": [step for step in steps if not step.is_long], "long": [step for step in steps if step.is_long]}
+    made = {kind: Counter(step.made_with.replace("; ", ", ") for step in found) for kind, found in kinds.items()}
+    if len({versions for counter in made.values() for versions in counter}) < 2:
+        return f"All by one version: {steps[0].made_with}." if steps else ""
+    listed = {kind: "; ".join(f"{number} with {by}" for by, number in sorted(c.items())) for kind, c in made.items()}
+    longer = f". Longest sequences: {listed['long']}" if listed["long"] else ""
+    unknown = sum("trillora" not in step.made_with for step in steps)
+    lost = f". Of {unknown} of these {len(steps)} steps, the commit of Trillora was not recorded" if unknown else ""
+    return f"They are not all by one version of the program. Steps of {TOKENS} tokens: {listed['first']}{longer}{lost}."
+
+
 def sources(cells: Sequence[Cell]) -> list[str]:
     """Versions and dates of the answers, with their numbers; for older ones also the models."""
     how = {"compiler": "compiled", "estimate": "estimated"}
@@ -345,7 +359,7 @@ def page(cells: Sequence[Cell], steps: Sequence[Step]) -> str:
         "page.html",
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         style=STYLE + _template("page.css"),
-        counts=text(counts_text(cells)),
+        counts=text(f"{counts_text(cells)} {versions_text(steps)}"),
         tokens=TOKENS,
         prices_of=PRICES_OF,
         options=options,

@@ -31,8 +31,9 @@ from trillora.files.bounded import read_bounded
 from trillora.files.digests import text_digest
 from trillora.files.read_json import MAX_BYTES, parse_json, read_json, read_text
 from trillora.model.adapters import CONFIG_FILE
+from trillora.model.loading.description import EMBEDDED, EMBEDDED_NOTE
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
-from trillora.model.loading.source import EMBEDDED, HUB_ID
+from trillora.model.loading.source import HUB_ID
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.recipe.load import is_run, load_run_recipe
 from trillora.recipe.schema import Recipe, stages_of
@@ -97,6 +98,7 @@ def model_card(facts: CardFacts) -> str:
     sections = [
         f"# {_plain(facts.name)}",
         f"{facts.form} of {_base_text(facts.base)}, made with Trillora {__version__}.",
+        EMBEDDED_NOTE if _mapping(manifest, "model").get("name") == EMBEDDED else "",
         *(_plain(note) for note in facts.notes),
         _section("Use", facts.usage or _peft_usage(base, facts.config)),
         _section("Scores", _scores_table(evaluated, scores, manifest)),

@@ -16,8 +16,9 @@ from trillora.certify.weights.expected import product_slack
 from trillora.files.read_json import read_json
 from trillora.model.adapter_parameters import EMBEDDING_A, EMBEDDING_B, LORA_A, LORA_B
 from trillora.model.adapters import CONFIG_FILE, load_adapter
+from trillora.model.loading.description import EMBEDDED
 from trillora.model.loading.digest import SETTINGS_FILES, settings_digests
-from trillora.model.loading.source import EMBEDDED, base_name
+from trillora.model.loading.source import base_name
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.stored.packed import opened_tensor
 from trillora.model.loading.stored.view import unquantized

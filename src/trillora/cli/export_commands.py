@@ -76,12 +76,20 @@ def export(
         kind = f"gguf-{type or DEFAULT_TYPES['gguf']}" if to == "gguf" else to
         exported = _run(source, to, type, _folder(source, kind, out), listener)
         certificate = None
-        # A certificate runs no code of the model, and compares with the base: not with a text model of another folder.
-        if with_certificate and not trust and to != "text-adapter":
+        why_not = _why_not_certified(to, trust)
+        if with_certificate and why_not is None:
             from trillora.cli.certify_commands import certify_with_page
 
             certificate = certify_with_page(exported.folder, run=source.adapter, base=base, listener=listener)
     _show(exported, certificate, as_json)
+    if with_certificate and why_not is not None and not as_json:
+        print(f"Not certified: {why_not}.")
+
+
+def _why_not_certified(to: str, trust: bool) -> str | None:
+    if trust:
+        return "a certificate runs no code of the model"
+    return "its base is a text model in another folder than the run's" if to == "text-adapter" else None
 
 
 def _run(source: ExportSource, to: str, type: str | None, out: Path, listener: Listener) -> Exported:

@@ -21,8 +21,9 @@ from trillora.events import Listener
 from trillora.files.atomic import write_file
 from trillora.files.cache_dir import with_cache, writing_cache
 from trillora.files.digests import file_digest, text_digest
+from trillora.model.loading.description import EMBEDDED
 from trillora.model.loading.growth import grow
-from trillora.model.loading.source import EMBEDDED, find_model, load_config, load_tokenizer
+from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.model.loading.stored.method import read_method
 from trillora.preflight.client import versions
 from trillora.recipe.group import Group, group_of

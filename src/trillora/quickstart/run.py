@@ -17,6 +17,7 @@ from trillora.adapters.card import refresh_card
 from trillora.evaluation.evaluate import Evaluation, evaluate
 from trillora.events import Listener, Note
 from trillora.files.atomic import write_file
+from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.recipe.load import load_recipe
 from trillora.report.run.write import write_report
 from trillora.training.run_process import TrainResult
@@ -46,7 +47,8 @@ def run(out: Path, listener: Listener) -> tuple[TrainResult, Evaluation | None]:
     listener(
         Note(
             f"Quickstart: SmolLM2-135M learns to classify findings of the cloud scanner prowler (Apache-2.0). It "
-            f"trains on {NUM_TRAINED} rows, which takes about six minutes on two cores. All files are in {out}"
+            f"trains on {NUM_TRAINED} rows, which takes about six minutes on two cores. {EMBEDDED_NOTE} "
+            f"All files are in {out}"
         )
     )
     result = train(load_recipe(out / "recipe.yaml"), out, listener=listener)

@@ -24,6 +24,7 @@ from trillora.errors import TrilloraError, nearest
 from trillora.files.hub import download, list_files
 from trillora.model.loading.description import (
     CONFIG_FILE,
+    EMBEDDED,
     INDEX_FILE,
     check_tokenizer_config,
     check_weights,
@@ -39,7 +40,6 @@ from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_
 
 logger = logging.getLogger(__name__)
 
-EMBEDDED = "smollm2"
 SINGLE_FILE = "model.safetensors"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

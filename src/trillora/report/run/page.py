@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.excerpt import shortened
+from trillora.model.loading.description import EMBEDDED, EMBEDDED_NOTE
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.own_command import runnable
 from trillora.report.html import card, coloured, document, text, tiles
@@ -240,10 +241,11 @@ def _use(run: RunRecord) -> str:
     code = _load_code(run, folder)
     is_one_of_many = run.adapters and run.adapter != "adapter" and not is_checkpoint
     chat = runnable(f"trillora chat {quoted(folder if is_one_of_many else run.folder)}")
+    copied = f"<p>{EMBEDDED_NOTE}</p>" if run.manifest.model.get("name") == EMBEDDED else ""
     return (
         f"<div>Chat with it:</div><pre>{text(chat)}</pre>"
         f"<p>Load it in Python; the adapter is in PEFT's format.{newest}</p>"
-        f'<pre class="code">{text(code)}</pre>'
+        f'<pre class="code">{text(code)}</pre>{copied}'
     )
 
 

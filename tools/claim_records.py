@@ -45,11 +45,11 @@ class Record:
     versions: Mapping[str, str] = field(default_factory=dict)
     transcribed: str = ""  # where the values were copied from, if no script wrote this file
 
-    def at(self, path: str) -> float:
-        """The number at a path such as `1b-2048.trillora.step_ms`. Names in a path may contain dots."""
+    def at(self, path: str) -> Any:
+        """The value at a path such as `1b-2048.trillora.step_ms`. Names in a path may contain dots."""
         found = _find(self.values, path)
-        if not isinstance(found, int | float):
-            raise Missing(f"{self.file} has no number {path}")
+        if found is None:
+            raise Missing(f"{self.file} has no value {path}")
         return found
 
 

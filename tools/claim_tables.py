@@ -9,8 +9,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-Show = Callable[[str, str], str]
+if TYPE_CHECKING:
+    from claims import Show
+
 GPU_WORKS = {
     "1b-2048": "1.2B, 8 x 2,048 tokens",
     "1b-packed": "1.2B, documents of 512 tokens",
@@ -131,9 +134,54 @@ def tpu_steps(show: Show) -> str:
     return table(("", "step", "tokens/s/device", "against Tunix"), map(row, (*against, *others)))
 
 
+def preflight_gpu(show: Show) -> str:
+    """Steps predicted by preflight and measured."""
+    head = "model|sequences x tokens|remat|GiB predicted|measured|s predicted|measured|error|with new constants"
+    columns = {"gib_predicted": "1.00", "gib": "1.00", "seconds_predicted": "1.000", "seconds": "1.000"}
+    columns |= {"error": "+1.0 %", "refitted_error": "+1.0 %"}
+
+    def row(name: str) -> list[str]:
+        path = f"preflight-h200.rows.{name}"
+        texts = [show.text(f"{path}.{column}") for column in ("model", "sequences", "remat")]
+        return [*texts, *(show(sample, f"{path}.{column}") for column, sample in columns.items())]
+
+    return table(head.split("|"), map(row, show.names("preflight-h200.rows")))
+
+
+def tpu_anchors(show: Show) -> str:
+    """Published rates and what the simulation gives for the same step."""
+    head = "model, slice|sequences x tokens|published|simulated|error|roofline|HBM peak|what differs"
+    columns = {"published": "1,000", "simulated": "1,000", "error": "+1.0%", "roofline": "1,000", "peak_gib": "1.0"}
+
+    def row(name: str) -> list[str]:
+        path = f"tpu-anchors.rows.{name}"
+        numbers = [show(sample, f"{path}.{column}") for column, sample in columns.items()]
+        sizes, differs = show.text(f"{path}.sequences"), show.text(f"{path}.differs")
+        return [name.replace("@", ", "), sizes, *numbers[:-1], f"{numbers[-1]} GiB", differs]
+
+    return table(head.split("|"), map(row, show.names("tpu-anchors.rows")))
+
+
+def seed_advice(show: Show) -> str:
+    """One option changed at a time; the recipe's own values in bold."""
+    own = ("train.batch_size=128", "train.sequence_length=512", "model.dtype=bfloat16")
+
+    def row(option: str) -> list[str]:
+        path = f"seed-advice.{option}"
+        rows, remat = show("1", f"{path}.micro_batch_size"), show.text(f"{path}.remat")
+        numbers = f"{show('1.0', f'{path}.peak_gib')} GiB", f"{show('1', f'{path}.step_ms')} ms"
+        rate = show("1,000", f"{path}.tokens_per_second")
+        return [f"**`{option}`**" if option in own else f"`{option}`", f"{rows}, {remat}", *numbers, rate]
+
+    return table(("option", "micro-batch, remat", "memory", "step", "tokens/s"), map(row, show.names("seed-advice")))
+
+
 TABLES: dict[str, Callable[[Show], str]] = {
     "quickstart": quickstart,
     "speed": speed,
     "speed pairs": speed_pairs,
     "tpu steps": tpu_steps,
+    "preflight gpu": preflight_gpu,
+    "tpu anchors": tpu_anchors,
+    "seed advice": seed_advice,
 }

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from claim_records import Missing, Record, changed_since, read_records
 from claim_tables import TABLES
@@ -111,27 +112,14 @@ class Document:
 
     def _claim(self, line: int, what: str, make: Callable[[Show], str], otherwise: str) -> str:
         """The text that `make` gives, and a note of the records that it took its numbers from."""
-        used: dict[str, Record] = {}
-        numbers: list[str] = []
-
-        def show(sample: str, path: str) -> str:
-            values = []
-            for one in path.split(" / "):
-                name, _, rest = one.partition(".")
-                if name not in self.records:
-                    raise Missing(f"there is no record {name}")
-                used[name] = self.records[name]
-                values.append(used[name].at(rest))
-            numbers.append(in_the_form_of(sample, values[0] if len(values) == 1 else values[0] / values[1]))
-            return numbers[-1]
-
+        show = Show(self.records)
         try:
             text = make(show)
         except Missing as missing:
             self.problems.append(f"{self.name}:{line}: {missing}")
             return otherwise
         is_table = what.startswith("table ")
-        self._use(line, f"{len(numbers)} figures" if is_table else text, what, list(used.values()))
+        self._use(line, f"{show.num_figures} figures" if is_table else text, what, list(show.used.values()))
         return text
 
     def _use(self, line: int, shown: str, what: str, records: list[Record]) -> None:
@@ -139,7 +127,35 @@ class Document:
         self._not_named |= {record.name: record for record in records}
 
 
-Show = Callable[[str, str], str]
+@dataclass
+class Show:
+    """Values of records as text, with a note of the records that they came from."""
+
+    records: dict[str, Record]
+    used: dict[str, Record] = field(default_factory=dict)
+    num_figures: int = 0
+
+    def __call__(self, sample: str, path: str) -> str:
+        """A number, or the quotient of two (`A / B`), in the form of the sample."""
+        values = [self._value(one) for one in path.split(" / ")]
+        if not all(isinstance(value, int | float) for value in values):
+            raise Missing(f"{path} is not a number")
+        self.num_figures += 1
+        return in_the_form_of(sample, values[0] if len(values) == 1 else values[0] / values[1])
+
+    def text(self, path: str) -> str:
+        return str(self._value(path))
+
+    def names(self, path: str) -> list[str]:
+        """What a record has below a path, in its order."""
+        return list(self._value(path))
+
+    def _value(self, path: str) -> Any:
+        name, _, rest = path.partition(".")
+        if name not in self.records:
+            raise Missing(f"there is no record {name}")
+        self.used[name] = self.records[name]
+        return self.records[name].at(rest)
 
 
 def in_the_form_of(sample: str, value: float) -> str:

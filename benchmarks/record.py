@@ -30,8 +30,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from claim_records import RESULTS, measured_commit  # noqa: E402
+from claim_records import MODEL_CODE, RESULTS, measured_commit  # noqa: E402
 
+__all__ = ["MODEL_CODE", "PACKAGES", "add_record_option", "record_if"]
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "transformers")
 
 

@@ -22,7 +22,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from claim_records import MODEL_CODE, RESULTS, measured_commit  # noqa: E402
 
-__all__ = ["MODEL_CODE", "PACKAGES", "add_record_option", "record_if"]
+__all__ = ["MODEL_CODE", "PACKAGES", "ROOT", "add_record_option", "by_name", "record_if"]
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "transformers")
 
 
@@ -53,9 +53,13 @@ def record_if(
     sources: Sequence[str],
     *,
     packages: Sequence[str] = PACKAGES,
+    on: str = "",
     root: Path = ROOT,
 ) -> None:
-    """Writes the record NAME if the option was given; its value is the commit, or empty for git's."""
+    """Writes the record NAME if the option was given; its value is the commit, or empty for git's.
+
+    `on` says what measured, if it was not this machine.
+    """
     if option is None:
         return
     missing = [source for source in sources if not (root / source).exists()]
@@ -65,7 +69,7 @@ def record_if(
         "command": command(root),
         "commit": option or measured_commit(root, sources),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
+        "machine": on or machine(),
         "versions": versions(packages),
         "sources": list(sources),
         "values": values,
@@ -74,6 +78,17 @@ def record_if(
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"wrote {file}; `python tools/claims.py --write` puts its figures into README and docs", file=sys.stderr)
+
+
+def by_name(rows: Iterable[Mapping[str, Any]], *names: str) -> dict[str, Any]:
+    """Rows as a tree: by the values of these columns, one below the other. Of equal rows the last one stays."""
+    found: dict[str, Any] = {}
+    for row in rows:
+        place = found
+        for name in names:
+            place = place.setdefault(str(row[name]), {})
+        place |= {name: value for name, value in row.items() if name not in (*names, "versions")}
+    return found
 
 
 def machine() -> str:

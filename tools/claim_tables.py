@@ -64,10 +64,10 @@ def speed(show: Show) -> str:
     rows.append(
         [
             "7.2B, 4 x 2,048 tokens, products with the base in fp8, another day",
-            cell(fp8, "trillora-fp8"),
+            cell(fp8, "trillora, fp8"),
             f"bfloat16: {cell(fp8, 'unsloth')}",
             *("", ""),
-            ratio(show, fp8, "unsloth", "trillora-fp8"),
+            ratio(show, fp8, "unsloth", "trillora, fp8"),
         ]
     )
     return table(("tokens/s, GiB", *ENGINES.values(), "against Unsloth"), rows)
@@ -96,9 +96,10 @@ def speed_pairs(show: Show) -> str:
     ]
     fp8, bfloat16 = "7.2B with `engine.matmul: fp8` (numbers change)", "ours in bfloat16 on that day"
     packed = [show("1,000", f"packed.16.{how}") for how in ("lengths", "mask")]
-    chats = [show("1.0", f"data-prep.200000.{engine}.seconds") for engine in ("trillora", "trl-2")]
+    paths = [f"data-prep.200000.{engine}.seconds" for engine in ("trillora", "trl, num_proc 2")]
+    chats = [show("1.0", path) for path in paths]
     rows += [
-        row(fp8, "peers-fp8.7b-2048", "trillora", bfloat16, "trillora-fp8"),
+        row(fp8, "peers-fp8.7b-2048", "trillora", bfloat16, "trillora, fp8"),
         row("mixture of 32 experts, H200", "peers-mixture.mixture", "trl", "TRL"),
         [
             "packed, 16 documents in a sequence, H200",
@@ -110,7 +111,7 @@ def speed_pairs(show: Show) -> str:
             "200,000 chats to batches, two cores",
             f"{chats[0]} s",
             f"TRL with two processes {chats[1]} s",
-            f"{show('1.00', 'data-prep.200000.trillora.seconds / data-prep.200000.trl-2.seconds')} of the time",
+            f"{show('1.00', ' / '.join(paths))} of the time",
         ],
     ]
     return table(("", "ours", "other", "ratio"), rows)
@@ -126,9 +127,10 @@ def tpu_steps(show: Show) -> str:
 
     def row(case: str) -> list[str]:
         model, place, size = case.split(" ", 2)
-        step = show("1.0000", f"tpu-steps.{case}.step_seconds")
-        rate = show("1,000", f"tpu-steps.{case}.tokens_per_second_per_device")
-        tunix = others.get(case) or f"{show('1.00', f'tpu-steps.{case}.of_tunix')} of its time"
+        path = f"tpu-steps.{case}"
+        step = show("1.0000", f"{path}.seconds")
+        rate = show("1,000", f"{path}.tokens_per_second_per_device")
+        tunix = others.get(case) or f"{show('1.00', f'{path}.seconds / {path}.tunix_seconds')} of its time"
         return [f"{model}, {place}, {size}", f"{step} s", rate, tunix]
 
     return table(("", "step", "tokens/s/device", "against Tunix"), map(row, (*against, *others)))
@@ -141,11 +143,11 @@ def preflight_gpu(show: Show) -> str:
     columns |= {"error": "+1.0 %", "refitted_error": "+1.0 %"}
 
     def row(name: str) -> list[str]:
-        path = f"preflight-h200.rows.{name}"
+        path = f"preflight-gpu.rows.{name}"
         texts = [show.text(f"{path}.{column}") for column in ("model", "sequences", "remat")]
         return [*texts, *(show(sample, f"{path}.{column}") for column, sample in columns.items())]
 
-    return table(head.split("|"), map(row, show.names("preflight-h200.rows")))
+    return table(head.split("|"), map(row, show.names("preflight-gpu.rows")))
 
 
 def tpu_anchors(show: Show) -> str:
@@ -169,7 +171,7 @@ def seed_advice(show: Show) -> str:
     def row(option: str) -> list[str]:
         path = f"seed-advice.{option}"
         rows, remat = show("1", f"{path}.micro_batch_size"), show.text(f"{path}.remat")
-        numbers = f"{show('1.0', f'{path}.peak_gib')} GiB", f"{show('1', f'{path}.step_ms')} ms"
+        numbers = f"{show('1.0', f'{path}.memory_gib')} GiB", f"{show('1', f'{path}.step_ms')} ms"
         rate = show("1,000", f"{path}.tokens_per_second")
         return [f"**`{option}`**" if option in own else f"`{option}`", f"{rows}, {remat}", *numbers, rate]
 

@@ -238,14 +238,16 @@ def problems_of(root: Path, name: str, records: dict[str, Record]) -> list[str]:
     return document.problems
 
 
-def show_list(root: Path, records: dict[str, Record]) -> int:
-    """Prints every figure with its state. Returns how many documents' figures have no record."""
+def show_list(root: Path, records: dict[str, Record]) -> None:
+    """Prints every figure with its state, and every record."""
     counts = {"fresh": 0, "stale": 0, "unknown commit": 0}
     used: set[str] = set()
+    num_bare = {}
     for name in documents(root):
         document = read(root, name, records)
         document.as_it_should_be()
         bare = list(without_record(document.text, name))
+        num_bare[name] = len(bare)
         print(f"\n{name}: {len(document.claims)} figures and tables with a record, {len(bare)} numbers without one")
         for claim in document.claims:
             states = sorted({state_of(record, root) for record in claim.records})
@@ -265,8 +267,11 @@ def show_list(root: Path, records: dict[str, Record]) -> int:
             print(f"    stale: {len(changed)} of its files changed, such as {changed[0]}")
         elif changed is None:
             print("    unknown commit")
-    print("\nFigures and tables: " + ", ".join(f"{number} {state}" for state, number in counts.items()))
-    return sum(counts.values())
+    in_docs = sum(number for name, number in num_bare.items() if name != README)
+    print("\nFigures and tables with a record: " + ", ".join(f"{number} {state}" for state, number in counts.items()))
+    print(
+        f"Numbers without a record: {num_bare[README]} in README; {in_docs} in docs, where limits and options count too"
+    )
 
 
 def state_of(record: Record, root: Path) -> str:

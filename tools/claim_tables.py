@@ -178,6 +178,35 @@ def seed_advice(show: Show) -> str:
     return table(("option", "micro-batch, remat", "memory", "step", "tokens/s"), map(row, show.names("seed-advice")))
 
 
+def one_chip(show: Show) -> str:
+    """A 7B model on one v5e chip, by the format of its base."""
+
+    def row(name: str) -> list[str]:
+        path = f"one-chip-7b.formats.{name}"
+        has_step = "step_seconds" in show.names(path)
+        forms = {"peak": "1.00", "base": "1.00" if has_step else "1.0", "estimate": "1.00"}
+        memory = [f"{show(form, f'{path}.{what}_gib')} GiB" for what, form in forms.items()]
+        step = f"{show('1.00', f'{path}.step_seconds')} s" if has_step else ""
+        estimate = f", {show('1.0', f'{path}.estimate_seconds')} s" if has_step else ""
+        return [name, show.text(f"{path}.verdict"), memory[0], memory[1], step, memory[2] + estimate]
+
+    head = "format|verdict|memory|of it the base|step|estimate without the compiler"
+    return table(head.split("|"), map(row, show.names("one-chip-7b.formats")))
+
+
+def quantized(show: Show) -> str:
+    """Losses and times of SmolLM2 by the format of its base, next to bfloat16."""
+
+    def row(name: str) -> list[str]:
+        path = f"quantized.formats.{name}"
+        before, after = show("1.000", f"{path}.before"), show("1.0000", f"{path}.after")
+        loss = show("1.00", f"{path}.after / quantized.formats.bfloat16.after")
+        return [name, before, after, loss, show("1.00", f"{path}.relative_step")]
+
+    head = "base|held-out loss before|after|relative to bfloat16|step time, relative"
+    return table(head.split("|"), map(row, show.names("quantized.formats")))
+
+
 TABLES: dict[str, Callable[[Show], str]] = {
     "quickstart": quickstart,
     "speed": speed,
@@ -186,4 +215,6 @@ TABLES: dict[str, Callable[[Show], str]] = {
     "preflight gpu": preflight_gpu,
     "tpu anchors": tpu_anchors,
     "seed advice": seed_advice,
+    "one chip": one_chip,
+    "quantized": quantized,
 }

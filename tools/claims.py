@@ -298,7 +298,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     else:
         show_list(root, records)
     problems = [problem for name in documents(root) for problem in problems_of(root, name, records)]
-    print(*problems, sep="\n", file=sys.stderr)
+    for problem in problems:
+        print(problem, file=sys.stderr)
     return 1 if problems else 0
 
 

@@ -177,6 +177,7 @@ def test_a_figure_that_differs_from_its_record_is_found_and_written(project: Pat
         ("speed.ratio", "pace.ratio", "there is no record pace"),
         ("speed.ratio", "speed.rat", "benchmarks/results/speed.json has no value rat"),
         ("2.50<!-- claim: speed.ratio -->", "2.50", "README.md:1: 2.50 comes from no record"),
+        ("2.50<!--", "2.50 times<!--", "no figure right before <!-- claim: speed.ratio -->"),
         ("<!-- measured: start -->", "", "figures of speed have no line 'measured' after them"),
     ],
 )

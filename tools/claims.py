@@ -82,6 +82,8 @@ class Document:
 
     def as_it_should_be(self) -> str:
         written = PARTS.sub(self._part, self.text)
+        for mark in re.findall(r"<!-- claim: .*?-->", PARTS.sub("", self.text)):
+            self.problems.append(f"{self.name}: no figure right before {mark}")
         if self._not_named:
             self.problems.append(
                 f"{self.name}: figures of {', '.join(self._not_named)} have no line 'measured' after them"

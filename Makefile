@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST_ENV := OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all lint style types pytest docs release evidence compat harness architectures recipes real-data soak lock audit atlas clouds clean
+.PHONY: help setup quickstart test test-all lint style types pytest docs release evidence compat harness architectures recipes real-data soak lock audit atlas clouds claims clean
 
 help:
 	@echo "make quickstart     fine-tune a small chat model on the CPU"
@@ -27,6 +27,7 @@ help:
 	@echo "make real-data      download public data sets and run trillora inspect on each"
 	@echo "make soak           run the reliability tests at full scale (hours; PART=kills for one part); writes dev/SOAK.md"
 	@echo "make lock           update the locks, the exact packages with their hashes (UPGRADE=1: newest versions)"
+	@echo "make claims         list the figures in README and docs: fresh, stale or without a record (WRITE=1: write them)"
 	@echo "make audit          look up known vulnerabilities of the locked packages"
 	@echo "make clean          remove environments and caches"
 
@@ -108,6 +109,10 @@ soak: setup
 
 lock: setup
 	@$(BIN)/python tools/lock.py $(if $(UPGRADE),--upgrade)
+
+# Needs only git and Python.
+claims:
+	@$(PYTHON) tools/claims.py $(if $(WRITE),--write)
 
 audit: setup
 	@$(BIN)/python -m pip install --quiet pip-audit

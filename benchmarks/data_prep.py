@@ -41,10 +41,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from record import add_record_option, by_name, record_if
+
 SEED = 20261115
 BATCH_SIZE = 8
 SAMPLE_SECONDS = 0.05
 UNBACKED_EVERY = 10  # samples: the kernel needs some milliseconds to walk all pages
+SOURCES = ("benchmarks/data_prep.py", "src/trillora/data")
 PACKAGES = ("trl", "datasets", "transformers", "tokenizers", "numpy")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
 FUNCTION_WORDS = """the of and to a in is that it for you on with as are this be can or by not from have if your at an
@@ -129,6 +132,7 @@ def main() -> int:
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer (default: that of the embedded model)")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--num-proc", type=int, help=argparse.SUPPRESS)
+    add_record_option(parser)
     args = parser.parse_args()
     if args.run:
         return run_candidate(args)
@@ -144,6 +148,8 @@ def main() -> int:
         print(json.dumps({"template": args.template, "sequence_length": args.sequence_length, "results": results}))
     else:
         print_table(results)
+    values = by_name([{**result, "num_rows": result["rows"]} for result in results], "num_rows", "engine")
+    record_if(args.record, "data-prep", values, SOURCES, packages=PACKAGES)
     return 0
 
 

@@ -35,6 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from random_model import SHAPES, write_model
+from record import add_record_option, by_name, record_if
+
+SOURCES = ("benchmarks/generate.py", "src/trillora/generation", "src/trillora/model")
 
 Prompts = list[list[int]]
 
@@ -52,6 +55,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", default=["ours", "dynamic", "static", "vllm"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch on CPU")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    add_record_option(parser)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -63,6 +67,7 @@ def main() -> None:
     print(table(rows))
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, **facts}, indent=1) + "\n")
+    record_if(args.record, "generate-gpu" if on_gpu() else "generate", by_name(rows, "batch", "engine"), SOURCES)
 
 
 def find_model(name: str, work: Path) -> Path:

@@ -28,9 +28,11 @@ from statistics import fmean
 from typing import Any
 
 from random_model import SHAPES, write_model
+from record import MODEL_CODE, PACKAGES, add_record_option, record_if
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "src" / "trillora" / "quickstart" / "data" / "train.jsonl"
+SOURCES = ("benchmarks/parity.py", "tests/peft_reference.py", "src/trillora/training", "src/trillora/data", *MODEL_CODE)
 SAME = 1e-4  # losses of the first ten steps, in float32
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("--bfloat16", action="store_true", help="on a GPU")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, instead of SmolLM2")
     parser.add_argument("overrides", nargs="*", help="recipe overrides")
+    add_record_option(parser)
     args = parser.parse_args()
     if args.bfloat16:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")  # PyTorch needs room on the same GPU
@@ -72,7 +75,8 @@ def compare(args: argparse.Namespace, work: Path) -> int:
     )
     started = time.perf_counter()
     ours = train(recipe, work / "run").losses
-    print(f"Trillora took {time.perf_counter() - started:.0f} s, compilation included.", flush=True)
+    seconds = time.perf_counter() - started
+    print(f"Trillora took {seconds:.0f} s, compilation included.", flush=True)
     layout = CausalLM(load_config(folder), lora=lora_spec(recipe.lora)).adapter_layout
     data = read_data(recipe, load_tokenizer(folder))
     batches = [data.batch(step) for step in range(args.steps)]
@@ -85,7 +89,11 @@ def compare(args: argparse.Namespace, work: Path) -> int:
         low, other = (theirs("cuda", "bfloat16", "bfloat16", seed=recipe.train.seed + n) for n in range(2))
         found = check_bfloat16(ours, low, other, theirs("cuda", "bfloat16", "float32"))
     else:
-        found = check_float32(ours, theirs("cpu", "float32", "float32"))
+        reference = theirs("cpu", "float32", "float32")
+        found = check_float32(ours, reference)
+        values = {"steps": args.steps, "largest": max(apart(ours, reference)), "seconds": round(seconds)}
+        values |= {"pytorch_seconds": round(time.perf_counter() - started)}
+        record_if(args.record, "parity", values, SOURCES, packages=(*PACKAGES, "peft"))
     print(f"PyTorch with PEFT took {time.perf_counter() - started:.0f} s.")
     return found
 

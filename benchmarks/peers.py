@@ -16,18 +16,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from peer_engines import FIRST_TOKEN, WORKS
 from random_model import write_model
+from record import MODEL_CODE, PACKAGES, add_record_option, by_name, record_if
 
 CAPPED, FP8 = "trillora, capped", "trillora, fp8"
 ENGINES = ("trillora", "unsloth", CAPPED, FP8, "unsloth-packed", "trl-liger", "trl")
 HERE = Path(__file__).parent
+SOURCES = ("benchmarks/peers.py", "benchmarks/peer_engines.py", *MODEL_CODE)
+PEERS = ("unsloth", "trl", "peft", "liger-kernel")
 
 
 def main() -> None:
@@ -42,6 +47,8 @@ def main() -> None:
     parser.add_argument("--peer-path", default="", help="folder with the packages of the others")
     parser.add_argument("--set", nargs="*", default=[], help="recipe overrides for trillora")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    add_record_option(parser)
+    parser.add_argument("--name", default="peers", help="of the record: peers, peers-fp8 or peers-mixture")
     args = parser.parse_args()
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
@@ -61,6 +68,27 @@ def main() -> None:
                     if args.json:
                         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
+    record_if(args.record, args.name, values_of(rows), SOURCES, packages=(*PACKAGES, *PEERS))
+
+
+def values_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By work and engine. Speeds and times are means over the orders, peaks the larger one."""
+    good = [row for row in rows if "error" not in row]
+    values = by_name(good, "work", "engine")
+    for work, engines in values.items():
+        for engine, one in engines.items():
+            same = [row for row in good if row["work"] == work and row["engine"] == engine]
+            one |= {key: fmean(row[key] for row in same) for key in ("tokens_per_second", "step_ms")}
+            one |= {"peak_gib": max(row["peak_gib"] for row in same), "orders": len(same)}
+        engines["tokens"] = sum(WORKS[work].lengths)
+    compiled = [
+        int(found[1])
+        for row in good
+        if row["work"].startswith("1b-") and (found := re.search(r"compiled (\d+) s", row["notes"]))
+    ]
+    if compiled:
+        values["compile"] = {"1b_seconds_least": min(compiled), "1b_seconds_most": max(compiled)}
+    return values
 
 
 def model_folder(models: Path, shape: str) -> Path:

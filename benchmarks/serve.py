@@ -33,6 +33,9 @@ from random import Random
 from typing import Any
 
 from random_model import SHAPES, write_model
+from record import add_record_option, by_name, record_if
+
+SOURCES = ("benchmarks/serve.py", "src/trillora/serving", "src/trillora/generation", "src/trillora/model")
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--peer", choices=("transformers", "none"), default="transformers")
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    add_record_option(parser)
     parser.add_argument("options", nargs="*", help="more options of trillora serve, after --")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -203,6 +207,7 @@ def main() -> None:
         print(f"{result.num_clients:3} clients  {result.engine:32} {result.tokens_per_second:9.1f} tokens/s  {delay}")
     if arguments.json:
         arguments.json.write_text(json.dumps(shown, indent=1))
+    record_if(arguments.record, "serve", by_name(shown, "num_clients", "engine"), SOURCES)
 
 
 if __name__ == "__main__":

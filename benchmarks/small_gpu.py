@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from random_model import SHAPES, write_model
+from record import add_record_option, by_name, record_if
 
+SOURCES = ("benchmarks/small_gpu.py", "src/trillora/generation", "src/trillora/model")
 OUTSIDE_GB = 0.8  # of the CUDA context and the kernels, which are not in jax's pool
 
 
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a folder with a model; default: random weights")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    add_record_option(parser)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure(args)), flush=True)
@@ -52,6 +55,7 @@ def main() -> None:
     print(table(rows))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    record_if(args.record, "small-gpu", by_name(rows, "format"), SOURCES)
 
 
 def in_child(format: str, args: argparse.Namespace) -> dict[str, Any]:

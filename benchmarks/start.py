@@ -27,6 +27,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from record import MODEL_CODE, add_record_option, record_if
+
 from trillora.files.cache_dir import cache_root
 
 RECIPE = """\
@@ -37,6 +39,7 @@ train: {sequence_length: 512, batch_size: 4, steps: 8, learning_rate: 1.0e-3, wa
 evaluate: {num_samples: 2, max_tokens: 32, every_steps: 1000}
 hardware: {devices: 1}
 """
+SOURCES = ("benchmarks/start.py", "src/trillora/training", "src/trillora/data", *MODEL_CODE)
 NUM_ROWS = 400  # of the quickstart's data
 SHORT = 0.3  # seconds; a shorter line of the timeline is joined with the next one
 JAX_EVENTS = {
@@ -55,6 +58,7 @@ def main() -> None:
     parser.add_argument("--starts", nargs="*", default=["cold", "warm"], help="names; the first has an empty cache")
     parser.add_argument("--json", type=Path, help="also write the timelines to this file")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
+    add_record_option(parser)
     args = parser.parse_args()
     if args.child is not None:
         print(json.dumps(measure(args.child, args.overrides)), flush=True)
@@ -69,6 +73,8 @@ def main() -> None:
     print(f"\n{found_on(next(iter(found.values())))}\n\n{table(found)}")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+    where = "cpu" if "cpu" in next(iter(found.values()))["device"].lower() else "gpu"
+    record_if(args.record, f"start-{where}", {name: one["summary"] for name, one in found.items()}, SOURCES)
 
 
 def write_recipe(folder: Path) -> None:

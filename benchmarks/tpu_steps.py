@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from record import MODEL_CODE, add_record_option, by_name, record_if
+
 from trillora.devices.slices import find_slice
 from trillora.errors import TrilloraError
 from trillora.preflight.inputs import KNOWN_MODELS
@@ -30,6 +32,7 @@ from trillora.preflight.verdict import preflight
 from trillora.recipe.load import load_recipe
 
 MIXTURE, DENSE = "Qwen/Qwen3-30B-A3B", "dense with the active parameters of Qwen3-30B-A3B"
+SOURCES = ("benchmarks/tpu_steps.py", "src/trillora/preflight", *MODEL_CODE)
 SLICES = ("v5e-1", "v6e-1", "v5e-4", "v5e-8", "v6e-8")  # by memory
 
 
@@ -101,6 +104,7 @@ def main() -> None:
     parser.add_argument("table", choices=CASES)
     parser.add_argument("--only", default="")
     parser.add_argument("--estimate", action="store_true")
+    add_record_option(parser)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -112,6 +116,12 @@ def main() -> None:
             rows.append(first_that_fits(case, Path(temporary), estimate=args.estimate))
             print(json.dumps(rows[-1]), flush=True)
     print_table(rows)
+    good = [row for row in rows if row["slice"] is not None]
+    cases = [{"case": f"{row['model']} {row['slice']} {row['batch_size']} x {row['tokens']}", **row} for row in good]
+    name = "tpu-steps" if args.table == "shapes" else f"tpu-{args.table}"
+    methods = {row["method"] for row in good}
+    on = "TPU compiler" if methods == {"compiler"} else "estimate"
+    record_if(args.record, name, by_name(cases, "case"), SOURCES, on=on)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -17,6 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from record import MODEL_CODE, add_record_option, by_name, record_if
+
+SOURCES = ("benchmarks/variants.py", *MODEL_CODE)
 DATA = Path(__file__).resolve().parents[1] / "src" / "trillora" / "quickstart" / "data"
 VARIANTS: dict[str, dict[str, Any]] = {
     "LoRA": {},
@@ -38,6 +41,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--only", nargs="*", help="names of variants (default: all)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    add_record_option(parser)
     parser.add_argument("overrides", nargs="*", help="recipe overrides, as in train.batch_size=8")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -51,6 +55,8 @@ def main() -> None:
     print("| variant | step ms | relative to LoRA | last loss |\n|---|---|---|---|")
     for row in rows:
         print(f"| {row['variant']} | {row['step_ms']:.1f} | {row['step_ms'] / plain:.2f} | {row['loss']:.3f} |")
+    shown = [{**row, "relative": row["step_ms"] / plain} for row in rows]
+    record_if(args.record, "variants", by_name(shown, "variant"), SOURCES)
 
 
 def measure(name: str, sections: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -26,6 +26,10 @@ from trillora.quickstart import run
 from trillora.recipe.load import load_recipe
 from trillora.report.next_steps import after_quickstart
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import quickstart as benchmark
+
+ROOT = Path(__file__).parents[1]
 NUM_ROWS = 2
 QUICKSTART = f"""
 import json, sys
@@ -85,6 +89,16 @@ def test_quickstart_trains_evaluates_and_reports(finished: Finished) -> None:
     assert (finished.folder / "adapter" / "adapter_model.safetensors").is_file()
     card = (finished.folder / "adapter" / "README.md").read_text("utf-8")
     assert EMBEDDED_NOTE in finished.lines[0]["text"] and (EMBEDDED_NOTE in card) == FULL, "not for another base"
+
+
+def test_the_benchmark_reads_the_scores_of_a_quickstart(finished: Finished, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart").symlink_to(finished.folder)
+    scores = benchmark.scores(tmp_path)
+    assert (scores["num_trained"], scores["num_tested"]) == (NUM_ROWS, NUM_ROWS)
+    assert 0 < scores["provider"]["most_frequent"] <= 1 and set(scores["json"]) == {"before", "after"}
+    shown = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text())["values"]
+    assert set(shown) == {*scores, "seconds", "setup_seconds"}
 
 
 def test_quickstart_prints_nothing_of_the_libraries(finished: Finished) -> None:

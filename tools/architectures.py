@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from claim_records import measured_commit
+
 ROOT = Path(__file__).parents[1]
 ANSWERS = ROOT / ".architectures"
 PAGE = ROOT / "docs" / "ARCHITECTURES.md"
@@ -84,7 +86,8 @@ def check_case(name: str) -> tuple[str, str]:
             except Exception as error:
                 answers[question] = {"passed": False, "detail": _first_line(error)}
     jax.clear_caches()
-    ran_on = f"{_versions()}, {platform.machine()}, {time.strftime('%Y-%m-%d')}"
+    commit = measured_commit(ROOT, ("src/trillora/engine", "src/trillora/model", "tests/architecture_checks.py"))
+    ran_on = f"{_versions()}, {platform.machine()}, {time.strftime('%Y-%m-%d')}, commit {commit}"
     seconds = round(time.perf_counter() - started, 1)
     record = {"seconds": seconds, "ran_on": ran_on, "code": code_fingerprint(), "answers": answers}
     unfinished = ANSWERS / f"{name}.unfinished"  # a run may be stopped at any time

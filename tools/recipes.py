@@ -34,6 +34,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from claim_records import measured_commit
 from sys_scan_findings import scans, write_archive
 
 from trillora.devices.versions import installed_version
@@ -191,7 +192,8 @@ def _trillora(run: Path, *words: str) -> str:
 
 
 def _provenance(versions: dict[str, str]) -> dict[str, Any]:
-    return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": versions}
+    commit = measured_commit(ROOT, ("recipes", "src/trillora"))
+    return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit, "versions": versions}
 
 
 # ---- the file and the table

@@ -29,6 +29,10 @@ from trillora.recipe.load import load_recipe
 from trillora.report.console import console_listener
 from trillora.tracking import tracking_listener
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from record import MODEL_CODE, add_record_option, by_name, record_if
+
+SOURCES = ("tools/seed_advice.py", "recipes/gemma-3-270m-chat.yaml", "src/trillora/preflight", *MODEL_CODE)
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "gemma-3-270m-chat.yaml"
 # What is changed, and the values. The recipe's own are 128 sequences, 512 tokens and bfloat16.
 CASES: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -43,6 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", default="colab", metavar="SLICE", help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to this file")
+    add_record_option(parser)
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"  # shapes and sample come with Trillora
     rows = []
@@ -61,6 +66,10 @@ def main() -> int:
     if args.json:
         logging = {"every step": every, "every 50th": sparse}
         args.json.write_text(json.dumps({"rows": rows, "logging_microseconds": logging}, indent=1) + "\n", "utf-8")
+    timed = [{**row, "step_ms": 1000 * row["seconds"]} for row in rows if "seconds" in row]
+    methods = {row["method"] for row in timed}
+    on = "TPU compiler" if methods == {"compiler"} else "estimate"
+    record_if(args.record, "seed-advice", by_name(timed, "option"), SOURCES, on=on)
     return 0
 
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tpu_published_rates import PUBLISHED, Published
 
@@ -30,6 +30,13 @@ from trillora.devices.chips import CHIPS
 from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT, find_slice
 from trillora.files.cache_dir import cache_root
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from record import add_record_option, by_name, record_if
+
+SOURCES = (
+    *("tools/tpu_anchors.py", "tools/full_training.py", "tools/tpu_published_rates.py", "src/trillora/preflight/hlo"),
+    *("src/trillora/engine", "src/trillora/model"),
+)
 PACKAGES = ("jax", "libtpu", "transformers")
 HEADER = """| model, slice | rows x tokens | published | simulated | error | roofline | HBM peak | what differs |
 |---|---|---|---|---|---|---|---|"""
@@ -42,6 +49,7 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="compile to the end, machine code included")
     parser.add_argument("--table-only", action="store_true", help="compile nothing")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # for the child process
+    add_record_option(parser)
     args = parser.parse_args()
     cases = [case for case in PUBLISHED if args.only in (None, case.name)]
     if not cases:
@@ -55,7 +63,11 @@ def main() -> int:
     for case in cases:
         if not args.table_only and (args.only or not record_file(case).exists()):
             num_failed += not compile_apart(case, whole=args.whole)
-    print_table([case for case in cases if record_file(case).exists()])
+    rows = print_table([case for case in cases if record_file(case).exists()])
+    sizes = [abs(row["error"]) for row in rows]
+    if sizes:
+        values = {"count": len(sizes), "mean_error": sum(sizes) / len(sizes), "largest_error": max(sizes)}
+        record_if(args.record, "tpu-anchors", {**values, "rows": by_name(rows, "case")}, SOURCES, on="TPU compiler")
     return 1 if num_failed else 0
 
 
@@ -99,12 +111,15 @@ def compile_and_keep(case: Published, *, whole: bool) -> NoReturn:
     os._exit(0)
 
 
-def print_table(cases: list[Published]) -> None:
-    """Print a Markdown table. Rates are tokens per second and device; a positive error is too optimistic."""
+def print_table(cases: list[Published]) -> list[dict[str, Any]]:
+    """Print a Markdown table and return its rows.
+
+    Rates are tokens per second and device; a positive error is too optimistic.
+    """
     from trillora.preflight.hlo.simulate import simulate
 
     print(HEADER)
-    errors = []
+    rows: list[dict[str, Any]] = []
     for case in cases:
         record = json.loads(record_file(case).read_text())
         place = find_slice(case.slice_name)
@@ -112,23 +127,33 @@ def print_table(cases: list[Published]) -> None:
             step = simulate(file.read(), CHIPS[place.chip], place.num_devices, case.kind_shares)
         num_tokens = case.rows * case.tokens
         published = case.as_tokens_per_second(record["num_weights"])
-        errors.append(num_tokens / step.seconds / published - 1)
+        row = {
+            "case": case.name,
+            "sequences": f"{case.rows} x {case.tokens}",
+            "published": published,
+            "simulated": num_tokens / step.seconds,
+            "error": num_tokens / step.seconds / published - 1,
+            "roofline": num_tokens / step.roofline_seconds,
+            "peak_gib": record["hbm_peak_bytes"] / 2**30,
+            "differs": case.differs,
+        }
+        rows.append(row)
         cells = (
             f"{case.model}, {case.slice_name}",
-            f"{case.rows} x {case.tokens}",
-            f"{published:,.0f}",
-            f"{num_tokens / step.seconds:,.0f}",
-            f"{errors[-1]:+.1%}",
-            f"{num_tokens / step.roofline_seconds:,.0f}",
-            f"{record['hbm_peak_bytes'] / 2**30:.1f} GiB",
+            row["sequences"],
+            *(f"{row[name]:,.0f}" for name in ("published", "simulated")),
+            f"{row['error']:+.1%}",
+            f"{row['roofline']:,.0f}",
+            f"{row['peak_gib']:.1f} GiB",
             case.differs,
         )
         print(f"| {' | '.join(cells)} |")
         for warning in step.warnings:
             print(f"{case.name}: {warning}", file=sys.stderr)
-    if errors:
-        sizes = sorted(abs(error) for error in errors)
+    if rows:
+        sizes = sorted(abs(row["error"]) for row in rows)
         print(f"\nErrors of {len(sizes)} cases: mean size {sum(sizes) / len(sizes):.1%}, largest {sizes[-1]:.1%}.")
+    return rows
 
 
 def program_file(case: Published) -> Path:

@@ -29,13 +29,13 @@ from trillora.errors import TrilloraError
 from trillora.files.atomic import write_file
 from trillora.files.bounded import read_bounded
 from trillora.files.digests import text_digest
+from trillora.files.hub import HUB_ID
 from trillora.files.read_json import MAX_BYTES, parse_json, read_json, read_text
 from trillora.model.adapters import CONFIG_FILE
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
-from trillora.model.loading.source import EMBEDDED, HUB_ID
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.recipe.load import is_run, load_run_recipe
-from trillora.recipe.schema import Recipe, stages_of
+from trillora.recipe.schema import EMBEDDED, Recipe, stages_of
 from trillora.safe_text import visible_line
 from trillora.secrets import mask_secrets, secrets_of_environment
 from trillora.version import __version__

@@ -23,10 +23,11 @@ from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
-from trillora.model.loading.source import EMBEDDED, OpenModel, weight_files
+from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
 from trillora.model.lora_spec import AdapterDoesNotFit
+from trillora.recipe.schema import EMBEDDED
 from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import memory_limit
 

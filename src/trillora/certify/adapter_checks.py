@@ -16,13 +16,14 @@ from trillora.certify.weights.expected import product_slack
 from trillora.files.read_json import read_json
 from trillora.model.adapter_parameters import EMBEDDING_A, EMBEDDING_B, LORA_A, LORA_B
 from trillora.model.adapters import CONFIG_FILE, load_adapter
-from trillora.model.loading.source import EMBEDDED, base_name
+from trillora.model.loading.source import base_name
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.stored.packed import opened_tensor
 from trillora.model.loading.stored.view import unquantized
 from trillora.model.loading.weights import PLAIN_FLOATS, read_headers
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.parts.expert_parameters import INNER, by_expert
+from trillora.recipe.schema import EMBEDDED
 
 LARGEST_SCALE = 100.0  # of B A; usual ones are 0.5 to 16
 RETRAIN = "copy the adapter from its run again; the run's training command writes it again from the checkpoint"

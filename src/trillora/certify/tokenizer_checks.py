@@ -13,7 +13,8 @@ from typing import Any
 
 from trillora.certify.certificate import Check, Status
 from trillora.certify.gguf_file import GgufFile
-from trillora.certify.subject import TEMPLATE_DATE, Subject
+from trillora.certify.subject import Subject
+from trillora.data.rendering.render import TEMPLATE_DATE
 from trillora.files.digests import text_digest
 from trillora.files.read_json import read_text
 from trillora.generation.prompts import Prompts

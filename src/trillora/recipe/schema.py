@@ -43,6 +43,7 @@ from trillora.recipe.section import (
 )
 
 _DURATION = r"^([0-9]{1,6}h([0-9]{1,6}m)?|[0-9]{1,6}m([0-9]{1,6}s)?|[0-9]{1,6}s)$"
+EMBEDDED = "smollm2"  # the model that needs no hub
 MAX_STEPS = 10**9  # of a stage
 MAX_NEW_TOKENS = 1000
 MAX_TOKENS_PER_STEP = 2**31 - 1

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from trillora.devices.slices import find_slice
 from trillora.preflight.result import HostLine, MeasuredSpeeds, PreflightResult, RunForecast, StepForecast
-from trillora.report.numbers import format_count, format_duration, format_percent, format_seconds
+from trillora.report.numbers import format_count, format_duration, format_percent
+from trillora.step.search import format_seconds
 
 STYLES = {"GO": "bold green", "GO WITH CHANGES": "bold yellow", "NO-GO": "bold red"}
 MEANING = {

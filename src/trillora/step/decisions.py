@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import psutil
 
-from trillora.devices.chips import chip_of, generation_of
+from trillora.devices.chips import GIB, chip_of, generation_of
 from trillora.engine.kernels.triton_call import has_triton
 from trillora.engine.quantize import item_bytes
 from trillora.engine.ragged import MOST_OF_TOKENS, documents_bucket, why_masked
@@ -25,7 +25,7 @@ from trillora.events import Chosen, Listener
 from trillora.model.layout import Tree
 from trillora.recipe.resolve import DocumentRoom, StepSettings
 from trillora.recipe.schema import Attention, Dtype, Matmul, MeshSection, Quantize, StageRecipe
-from trillora.step.search import GIB, format_gib
+from trillora.step.search import format_gib
 
 # Where nothing is predicted: of a device's memory; a base up to this size is copied to every device, not split.
 REPLICATED_BASE_SHARE = 0.25

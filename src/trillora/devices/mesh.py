@@ -45,10 +45,6 @@ class MeshShape:
     def size(self) -> int:
         return self.data * self.fsdp * self.tensor * self.adapter
 
-    @property
-    def num_batch_shards(self) -> int:
-        return self.data * self.fsdp
-
     def __str__(self) -> str:
         adapter = f"adapter {self.adapter} x " if self.adapter > 1 else ""
         return f"{adapter}data {self.data} x fsdp {self.fsdp} x tensor {self.tensor}"

@@ -238,7 +238,7 @@ def _recipe_table(recipe: Recipe | None, facts: CardFacts) -> str:
     if recipe is not None and recipe.model.quantize not in ("auto", "none"):
         values["base in memory"] = recipe.model.quantize
     if recipe is not None and recipe.engine.matmul != "full":
-        values["products with the base"] = f"{recipe.engine.matmul}, in training and in its evaluations"
+        values["matmuls with the base"] = f"{recipe.engine.matmul}, in training and in its evaluations"
     lines = [f"| {_plain(name)} | {_plain(value)} |" for name, value in values.items() if value is not None]
     return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
 

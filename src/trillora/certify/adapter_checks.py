@@ -47,11 +47,11 @@ def check_trained(subject: Subject) -> Iterator[Check]:
 
 
 def check_arithmetic(subject: Subject) -> Iterator[Check]:
-    """Says what was rounded in training. Everything that is certified is computed with the base as it is stored."""
+    """Says what was rounded in training. All checks use the base in its stored precision."""
     recipe = subject.recipe
     if recipe is None or recipe.model.quantize in ("auto", "none"):
         return
-    products = "" if recipe.engine.matmul == "full" else f" and products with it in {recipe.engine.matmul}"
+    products = "" if recipe.engine.matmul == "full" else f" and matmuls with it in {recipe.engine.matmul}"
     what = f"Training used a base in {recipe.model.quantize}{products}; the figures here use full precision."
     yield Check("trained", "arithmetic", "ok", what)
 
@@ -297,7 +297,7 @@ def _ratios(layers: tuple[Layer, ...], unusual: Status) -> Iterator[Check]:
     if ratio <= 1:
         yield Check("norms", "against the base", "ok", what, ratio, 1)
     else:
-        do = "lower the learning rate or alpha: this layer's own weight hardly counts any more"
+        do = "lower the learning rate or alpha: the update is larger than the base weight"
         yield Check("norms", "against the base", unusual, what, ratio, 1, do)
 
 

@@ -116,7 +116,7 @@ def _differ(one: dict[int, str], other: dict[int, str]) -> list[int]:
 
 def _same_template(own: str | None, expected: str | None, name: str) -> Check:
     if own == expected:
-        what = "There is none, as in training." if own is None else "It is the one of training, letter by letter."
+        what = "There is none, as in training." if own is None else "It is identical to the template used in training."
         return Check("tokenizer", name, "ok", what)
     if own is None or expected is None:
         what = "It is missing." if own is None else "There is one, but training used none."

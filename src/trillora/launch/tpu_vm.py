@@ -4,7 +4,7 @@
     plan.commands()                 # every command, for the dry run
     TpuVm(plan, listener).launch()  # all steps; returns the exit code of the run
 
-The machine is deleted however this ends, unless it is to be kept. A spot machine may be taken away at any time: then
+The machine is always deleted, unless --keep is set. A spot machine may be taken away at any time: then
 it is deleted, created again, and the run resumes from its checkpoints in a bucket.
 """
 

@@ -187,7 +187,7 @@ def _settings(result: PreflightResult) -> list[RenderableType]:
         return []
     mesh = settings.mesh
     base = settings.dtype if settings.quantize == "none" else f"{settings.dtype} with an {settings.quantize} base"
-    base += "" if settings.matmul == "full" else f" and products in {settings.matmul}"
+    base += "" if settings.matmul == "full" else f" and matmuls in {settings.matmul}"
     return [
         Text(f"mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"),
         Text(

@@ -124,20 +124,20 @@ def decide_kernels(decisions: Decisions, config: Any, devices: list[Any], *, in_
     elif decisions["dtype"] != "bfloat16" or not generation_of(devices[0]).widest_head or not has_triton():
         why_not = "fused kernels need bfloat16, a GPU of Ampere or newer, and a jax with Pallas for Triton"
     elif num_experts(config.get_text_config()) > 1:
-        why_not = "fused kernels were not measured with mixtures"
+        why_not = "fused kernels were not measured with MoE models"
     elif decisions.values.get("quantize", "none") != "none" and decisions.values.get("matmul") != "fp8":
         why_not = "fused kernels were not measured with a quantized base"
     decisions.decide("kernels", "xla" if why_not else "fused", why_not or "fastest on one GPU, with the least memory")
 
 
 def check_products(device: Any, matmul: Matmul) -> None:
-    """Refuses rounded products on a chip where they are not faster. A CPU computes them for tests and comparisons."""
+    """Refuses rounded matmuls on a chip where they are not faster. A CPU computes them for tests and comparisons."""
     chip = None if device.platform == "cpu" else chip_of(device.device_kind)
     if matmul == "full" or chip is None or matmul in chip.doubled:
         return
     other = " or ".join(f"engine.matmul={format}" for format in ("full", *chip.doubled))
     raise TrilloraError(
-        f"Products in {matmul} are not faster on {device.device_kind}, only less exact.",
+        f"Matmuls in {matmul} are not faster on {device.device_kind}, only less exact.",
         where="engine.matmul",
         do=f"use {other}",
     )

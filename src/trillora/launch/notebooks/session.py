@@ -198,7 +198,7 @@ class Session:
 
     def evaluate(self) -> None:
         """Base model and adapter on the held-out rows."""
-        if self._skipped("Evaluation"):
+        if self._skipped("evaluation"):
             return
         self._try("eval", str(self.run), what="The evaluation failed")
 
@@ -213,7 +213,7 @@ class Session:
 
     def export(self, kind: str) -> None:
         """Exports the adapter in another form, in `run/exports`."""
-        if self._skipped("Export"):
+        if self._skipped("export"):
             return
         self._try("export", str(self.run), "--to", kind, what="The export failed, but the adapter is complete")
 
@@ -285,7 +285,7 @@ class Session:
 
     def _skipped(self, what: str) -> bool:
         if not self.is_finished:
-            print(f"{what} comes when the run is finished.")
+            print(f"Skipping {what}: the run is not finished yet.")
         return not self.is_finished
 
     def _devices(self) -> dict[str, Any]:

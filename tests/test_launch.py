@@ -25,6 +25,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from trillora.cli import app
+from trillora.devices import listed
 from trillora.errors import TrilloraError
 from trillora.launch.bundle import Bundle, make_bundle
 from trillora.launch.notebooks import session as session_module
@@ -406,7 +407,7 @@ def test_session_without_tpu_is_refused_and_says_so_in_its_record(
 ) -> None:
     session = Session("chat", tmp_path / "chat", devices=count)
     monkeypatch.setattr(session, "platform", platform)
-    monkeypatch.setattr(session_module, "LIST_DEVICES", f"print('{json.dumps(CPU)}')")
+    monkeypatch.setattr(listed, "CODE", f"print('{json.dumps(CPU)}')")
     with pytest.raises(SessionError, match="no TPU"):
         session.check()
     with pytest.raises(SessionError, match="has not passed"):  # `colab exec` runs the next cell all the same

@@ -273,7 +273,7 @@ def test_only_linear_layers_of_the_base_round() -> None:
     products = [line for line in lowered.splitlines() if "stablehlo.dot_general" in line]
     assert sum("xi8>" in line for line in products) == 7
     assert sum("xf32>" in line and "xi8>" not in line for line in products) >= 2 * 7 + 1 + 2
-    assert model.arithmetic == "float32, base in int8, products with it in int8"
+    assert model.arithmetic == "float32, base in int8, matmuls with it in int8"
 
 
 # ---- recipes and chips
@@ -441,12 +441,12 @@ def run(folder: Path, matmul: str, seed: int) -> Path:
 
 def test_a_run_says_how_it_computed(folder: Path) -> None:
     out = run(folder, "int8", 0)
-    said = "float32, base in int8, products with it in int8"
+    said = "float32, base in int8, matmuls with it in int8"
     assert json.loads((out / "run.json").read_text())["model"]["arithmetic"] == said
     assert said in (out / "report.html").read_text()
     assert "matmul: int8" in (out / "resolved.yaml").read_text()
     card = (out / "adapter" / "README.md").read_text()
-    assert "| base in memory | int8 |" in card and "| products with the base | int8" in card
+    assert "| base in memory | int8 |" in card and "| matmuls with the base | int8" in card
     assert load_run_recipe(out).recipe.engine.matmul == "int8"
     assert Generator.open(str(out)).model.arithmetic == "float32, base in int8"  # the same base, full products
 
@@ -475,7 +475,7 @@ def test_a_certificate_says_how_training_computed() -> None:
 
     assert said() == []
     assert said("model.quantize=nf4")[0].startswith("Training used a base in nf4; ")
-    assert said("engine.matmul=int8")[0].startswith("Training used a base in int8 and products with it in int8; ")
+    assert said("engine.matmul=int8")[0].startswith("Training used a base in int8 and matmuls with it in int8; ")
 
 
 def apart(one: list[float], other: list[float]) -> float:

@@ -373,7 +373,7 @@ def test_lion_8bit_stays_as_close_to_lion_as_documented(noise: float) -> None:
 # Weight decay
 
 
-def test_matrices_decay_and_vectors_do_not_stacked_or_separate() -> None:
+def test_lora_and_dora_decay_and_other_vectors_do_not_stacked_or_separate() -> None:
     def leaf(shape: tuple[int, ...], *, stacked: bool) -> Leaf:
         return Leaf(("name",) * (shape[0] if stacked else 1), stacked, shape, np.dtype(np.float32))
 
@@ -383,9 +383,10 @@ def test_matrices_decay_and_vectors_do_not_stacked_or_separate() -> None:
         "layers.0:3:1.lora_magnitude": leaf((3, 10), stacked=True),
         "head.lora_a": leaf((4, 10), stacked=False),
         "head.lora_magnitude": leaf((10,), stacked=False),
+        "norm.weight": leaf((10,), stacked=False),
     }
     decayed = decayed_leaves(layout)
-    assert {key for key, yes in decayed.items() if yes} == {key for key in layout if "magnitude" not in key}
+    assert {key for key, yes in decayed.items() if yes} == layout.keys() - {"norm.weight"}
     params = {key: jnp.ones(leaf.shape) for key, leaf in layout.items()}
     nothing = jax.tree.map(jnp.zeros_like, params)
     for name in OPTIMIZERS:

@@ -167,13 +167,13 @@ def test_one_result_shows_every_value() -> None:
         "9.43 of 15.75 GiB per device (60 %)",
         "activations 6.97 GiB",
         "MLP up projection, saved for the backward pass, 2.50 GiB",
-        "0.90 s estimated, error up to ±15 %",
-        "compute 0.61 s",
-        "HBM traffic 0.40 s",
-        "interconnect 0.20 s",
-        "attention kernels 0.10 s",
+        "900 ms estimated, error up to ±15 %",
+        "compute 610 ms",
+        "HBM traffic 400 ms",
+        "interconnect 200 ms",
+        "attention kernels 100 ms",
         "The step waits 50 ms for the interconnect",
-        "Roofline (lower bound at the chip's peak rates): 0.60 s",
+        "Roofline (lower bound at the chip's peak rates): 600 ms",
         "18,204 tokens/s, 42 % of peak FLOP/s, 2 programs to compile (about 31.2 s)",
         "23 h 24 min 13,000 steps, 4,915,200 tokens, 5 % padding",
         "4 sessions of at most 9 hours, in 2 weeks of 20 hours; each session resumes the run.",
@@ -255,9 +255,9 @@ def test_the_part_beyond_the_limit_looks_different_without_color() -> None:
 def test_several_results_are_a_table_and_then_the_reasons() -> None:
     text = words(shown(PAGES["several"], 120))
     assert "slice verdict HBM GiB step tokens/s run sessions cost" in text
-    assert "kaggle GO WITH CHANGES 9.4/15.8 0.90 s 18,204 23 h 24 min 4 free" in text
+    assert "kaggle GO WITH CHANGES 9.4/15.8 900 ms 18,204 23 h 24 min 4 free" in text
     assert "v5e-1 NO-GO 19.2/15.8" in text
-    assert "v5e-8 GO 9.4/15.8 0.90 s 18,204 23 h 24 min 61.20" in text
+    assert "v5e-8 GO 9.4/15.8 900 ms 18,204 23 h 24 min 61.20" in text
     assert NO_GO.problem is not None
     assert text.index("Smallest slice that fits: v5e-4") < text.index(NO_GO.problem)
     assert "train.micro_batch_size=8" in text

@@ -97,7 +97,7 @@ def test_first_steps_equal_pefts(lora: dict[str, Any], folder: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("lora", "what", "where"),
     [
-        ({"modules_to_save": ["lm_hed"]}, "'lm_hed' is no module of LlamaForCausalLM", "lora.modules_to_save[0]"),
+        ({"modules_to_save": ["lm_hed"]}, "LlamaForCausalLM has no module named 'lm_hed'", "lora.modules_to_save[0]"),
         ({"modules_to_save": ["q_proj"]}, "q_proj cannot be both a target of LoRA", "lora.modules_to_save"),
         ({"modules_to_save": ["lm_head"], "targets": ["lm_head"]}, "is both in lora.targets and in", "modules_to_save"),
         ({"targets": ["embed_tokens"], "dora": True}, "can be a target of plain LoRA only", "lora.targets"),

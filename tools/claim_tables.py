@@ -100,7 +100,7 @@ def speed_pairs(show: Show) -> str:
     chats = [show("1.0", path) for path in paths]
     rows += [
         row(fp8, "peers-fp8.7b-2048", "trillora", bfloat16, "trillora, fp8"),
-        row("mixture of 32 experts, H200", "peers-mixture.mixture", "trl", "TRL"),
+        row("MoE with 32 experts, H200", "peers-mixture.mixture", "trl", "TRL"),
         [
             "packed, 16 documents in a sequence, H200",
             f"{packed[0]} tokens/s",

@@ -1,4 +1,4 @@
-"""Starts the Python processes of this program, so that no folder decides what they import but those of this process.
+"""Starts child Python processes with the parent's import path only, never the working directory.
 
     child = isolated_python("from trillora.preflight.compiler_process import main; main()", environment=os.environ)
     subprocess.Popen(child.command, env=child.environment)

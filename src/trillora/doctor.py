@@ -12,12 +12,10 @@ chips away from a run. Tokens are never shown, only whether there is one and whe
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import urllib.error
@@ -30,6 +28,8 @@ from typing import Any, Literal
 import psutil
 
 from trillora.child_process import isolated_python
+from trillora.devices import listed
+from trillora.devices.chips import GIB
 from trillora.devices.versions import matches_pin, outside_bounds, pinned_version
 from trillora.errors import TrilloraError
 from trillora.files.cache_dir import cache_root, why_unwritable
@@ -37,17 +37,10 @@ from trillora.files.hub import hub_cache
 from trillora.locks.sets import TORCH_INDEX, installed_versions, lock_file, set_for
 
 State = Literal["ok", "warning", "broken"]
-GIB = 2**30
 MIN_MEMORY, MIN_DISK = 4 * GIB, 8 * GIB
 OLDEST_PYTHON = (3, 11)
 NEEDED = ("torch", "torchax", "jax", "jaxlib", "optax", "transformers", "tokenizers", "safetensors", "huggingface_hub")
 JAX_TIMEOUT = 120  # seconds
-# Prints the devices that jax finds, as JSON.
-LIST_DEVICES = """\
-import json, jax
-devices = jax.devices()
-print(json.dumps({"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}))
-"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class Machine:
     libtpu_pin: str | None  # the version of libtpu that jax requires: "==0.0.42.*"
     outside: Mapping[str, str]  # packages that are not within our bounds -> the bounds: "jax" -> "<0.13,>=0.10.2"
     environment: Mapping[str, str]
-    devices: Mapping[str, Any]  # what `LIST_DEVICES` printed, or {"error": text}
+    devices: Mapping[str, Any]  # what jax finds, or {"error": text}
     chip_files: tuple[str, ...]  # device files of accelerators
     free_memory: int
     free_disk: int
@@ -268,16 +261,8 @@ def _drive(machine: Machine) -> Iterator[Finding]:
 
 
 def _list_devices() -> dict[str, Any]:
-    child = isolated_python(LIST_DEVICES, environment=os.environ)
-    try:
-        done = subprocess.run(
-            child.command, env=child.environment, capture_output=True, text=True, timeout=JAX_TIMEOUT, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {JAX_TIMEOUT} seconds"}
-    if done.returncode:
-        return {"error": done.stderr[-4000:] or f"exit code {done.returncode}"}
-    return dict(json.loads(done.stdout.strip().rpartition("\n")[2]))
+    child = isolated_python(listed.CODE, environment=os.environ)
+    return listed.found_by(child.command, child.environment, JAX_TIMEOUT)
 
 
 def _ask_hub() -> str:

@@ -18,6 +18,8 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+EXIT_STOPPED = 75  # exit code of `trillora train`: saved before its end; the same command resumes the run
+
 
 class TrilloraError(Exception):
     """An error that the user can fix. The command line prints it without a traceback."""

@@ -29,14 +29,14 @@ from trillora.errors import TrilloraError
 from trillora.files.atomic import write_file
 from trillora.files.bounded import read_bounded
 from trillora.files.digests import text_digest
+from trillora.files.hub import HUB_ID
 from trillora.files.read_json import MAX_BYTES, parse_json, read_json, read_text
 from trillora.model.adapters import CONFIG_FILE
-from trillora.model.loading.description import EMBEDDED, EMBEDDED_NOTE
+from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
-from trillora.model.loading.source import HUB_ID
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.recipe.load import is_run, load_run_recipe
-from trillora.recipe.schema import Recipe, stages_of
+from trillora.recipe.schema import EMBEDDED, Recipe, stages_of
 from trillora.safe_text import visible_line
 from trillora.secrets import mask_secrets, secrets_of_environment
 from trillora.version import __version__
@@ -240,7 +240,7 @@ def _recipe_table(recipe: Recipe | None, facts: CardFacts) -> str:
     if recipe is not None and recipe.model.quantize not in ("auto", "none"):
         values["base in memory"] = recipe.model.quantize
     if recipe is not None and recipe.engine.matmul != "full":
-        values["products with the base"] = f"{recipe.engine.matmul}, in training and in its evaluations"
+        values["matmuls with the base"] = f"{recipe.engine.matmul}, in training and in its evaluations"
     lines = [f"| {_plain(name)} | {_plain(value)} |" for name, value in values.items() if value is not None]
     return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
 

@@ -28,13 +28,13 @@ from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
 from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, is_end, load_adapter, read_layers
 from trillora.model.bridge import build_module
-from trillora.model.loading.description import EMBEDDED
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.source import weight_files
 from trillora.model.lora import LoraSpec
 from trillora.model.parts.peft_names import by_parameter, names_in_file
 from trillora.recipe.load import is_run
+from trillora.recipe.schema import EMBEDDED
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 TOKENIZER_FILES = (*TOKEN_FILES, "tokenizer_config.json", "special_tokens_map.json")

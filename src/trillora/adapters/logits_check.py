@@ -21,13 +21,13 @@ from trillora.files.hub import find_cached
 from trillora.model.adapters import fit_adapter, fitting
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree
-from trillora.model.loading.description import EMBEDDED
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
 from trillora.model.lora_spec import AdapterDoesNotFit
+from trillora.recipe.schema import EMBEDDED
 from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import memory_limit
 

@@ -37,7 +37,15 @@ from trillora.files.bounded import read_bounded
 from trillora.files.checksums import with_checksums
 from trillora.files.storage import LocalStorage
 from trillora.files.user_path import user_path
-from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, check_written, peft_files, read_adapter
+from trillora.model.adapters import (
+    CONFIG_FILE,
+    TEMPLATE_FILE,
+    WEIGHTS_FILE,
+    check_written,
+    peft_files,
+    peft_task,
+    read_adapter,
+)
 from trillora.model.lora import LoraSpec
 from trillora.recipe.merge_options import MergeOptions
 
@@ -187,18 +195,18 @@ def _as_adapter(merged: dict[str, MergedLayer], rank: int) -> dict[str, np.ndarr
     return matrices
 
 
-def _task(config: Mapping[str, Any]) -> dict[str, Any]:
+def _task_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """As in an adapter's own config: for a multimodal base, the class that PEFT's AutoPeftModel builds."""
     match config.get("auto_mapping"):
         case {"base_model_class": str() as name, "parent_library": str() as library} if library.startswith(_LIBRARY):
-            return {"task_type": None, "auto_mapping": {"base_model_class": name, "parent_library": library}}
-    return {"task_type": "CAUSAL_LM"}
+            return peft_task(name, library)
+    return peft_task()
 
 
 def _config(inputs: Sequence[AdapterInput], selected: Mapping[str, Any], rank: int, base: str | None) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
-        **_task(inputs[0].config),
+        **_task_of(inputs[0].config),
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": rank,

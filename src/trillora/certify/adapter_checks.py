@@ -16,7 +16,6 @@ from trillora.certify.weights.expected import product_slack
 from trillora.files.read_json import read_json
 from trillora.model.adapter_parameters import EMBEDDING_A, EMBEDDING_B, LORA_A, LORA_B
 from trillora.model.adapters import CONFIG_FILE, load_adapter
-from trillora.model.loading.description import EMBEDDED
 from trillora.model.loading.digest import SETTINGS_FILES, settings_digests
 from trillora.model.loading.source import base_name
 from trillora.model.loading.stored.method import read_method
@@ -25,6 +24,7 @@ from trillora.model.loading.stored.view import unquantized
 from trillora.model.loading.weights import PLAIN_FLOATS, read_headers
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.parts.expert_parameters import INNER, by_expert
+from trillora.recipe.schema import EMBEDDED
 
 LARGEST_SCALE = 100.0  # of B A; usual ones are 0.5 to 16
 RETRAIN = "copy the adapter from its run again; the run's training command writes it again from the checkpoint"
@@ -48,11 +48,11 @@ def check_trained(subject: Subject) -> Iterator[Check]:
 
 
 def check_arithmetic(subject: Subject) -> Iterator[Check]:
-    """Says what was rounded in training. Everything that is certified is computed with the base as it is stored."""
+    """Says what was rounded in training. All checks use the base in its stored precision."""
     recipe = subject.recipe
     if recipe is None or recipe.model.quantize in ("auto", "none"):
         return
-    products = "" if recipe.engine.matmul == "full" else f" and products with it in {recipe.engine.matmul}"
+    products = "" if recipe.engine.matmul == "full" else f" and matmuls with it in {recipe.engine.matmul}"
     what = f"Training used a base in {recipe.model.quantize}{products}; the figures here use full precision."
     yield Check("trained", "arithmetic", "ok", what)
 
@@ -315,7 +315,7 @@ def _ratios(layers: tuple[Layer, ...], unusual: Status) -> Iterator[Check]:
     if ratio <= 1:
         yield Check("norms", "against the base", "ok", what, ratio, 1)
     else:
-        do = "lower the learning rate or alpha: this layer's own weight hardly counts any more"
+        do = "lower the learning rate or alpha: the update is larger than the base weight"
         yield Check("norms", "against the base", unusual, what, ratio, 1, do)
 
 

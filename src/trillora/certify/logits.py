@@ -28,6 +28,7 @@ import numpy as np
 from trillora.certify.certificate import PromptLogits
 from trillora.certify.subject import NotHere, Subject
 from trillora.data.tokenizing.encode import TokenizedDocument
+from trillora.devices.chips import GIB
 from trillora.devices.mesh import MeshShape, find_devices, make_mesh
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note
@@ -133,7 +134,7 @@ def _check_memory(model: CausalLM) -> None:
     limit = memory_limit(find_devices("cpu", None)[:1])
     if limit is not None and needed > FULL_MEMORY * limit:
         raise NotHere(
-            f"The model needs {needed / 2**30:.1f} GiB in float32, and {limit / 2**30:.1f} GiB are free.",
+            f"The model needs {needed / GIB:.1f} GiB in float32, and {limit / GIB:.1f} GiB are free.",
             do="certify it on a machine with more memory",
         )
 

@@ -29,6 +29,7 @@ from trillora.adapters.inputs import find_adapter
 from trillora.adapters.logits_check import open_local
 from trillora.certify.certificate import Kind
 from trillora.data.open import chat_template
+from trillora.data.rendering.render import TEMPLATE_DATE
 from trillora.errors import TrilloraError
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.digests import json_digest
@@ -55,7 +56,6 @@ from trillora.safe_text import visible_line
 from trillora.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
-TEMPLATE_DATE = "2024-07-26"  # for templates that write the date: a certificate must not depend on the day
 GROUP_CHECKPOINT = "adapters.safetensors"  # of a run that trains several adapters: arrays called NAME/PARAMETER
 MERGE_FACTS = "merge.json"
 DO = "restore it from a copy, or train again"

@@ -13,7 +13,8 @@ from typing import Any
 
 from trillora.certify.certificate import Check, Status
 from trillora.certify.gguf_file import GgufFile
-from trillora.certify.subject import TEMPLATE_DATE, Subject
+from trillora.certify.subject import Subject
+from trillora.data.rendering.render import TEMPLATE_DATE
 from trillora.files.digests import text_digest
 from trillora.files.read_json import read_text
 from trillora.generation.prompts import Prompts
@@ -115,7 +116,7 @@ def _differ(one: dict[int, str], other: dict[int, str]) -> list[int]:
 
 def _same_template(own: str | None, expected: str | None, name: str) -> Check:
     if own == expected:
-        what = "There is none, as in training." if own is None else "It is the one of training, letter by letter."
+        what = "There is none, as in training." if own is None else "It is identical to the template used in training."
         return Check("tokenizer", name, "ok", what)
     if own is None or expected is None:
         what = "It is missing." if own is None else "There is one, but training used none."

@@ -13,7 +13,7 @@ import typer
 from trillora.cli.errors import EXIT_MISTAKE, OWN_PROCESS
 from trillora.cli.options import JsonEvents, JsonResult, Overrides, RecipeFile, RunFolder, Tiny, parse_price
 from trillora.cli.output import only_progress, print_json, progress_on_stderr, run_events, show_stopped
-from trillora.errors import TrilloraError
+from trillora.errors import EXIT_STOPPED, TrilloraError
 
 EXIT_NO_GO = 1
 
@@ -39,7 +39,6 @@ def train(
     loaded = load_recipe(recipe, overrides or (), tiny=tiny or is_tiny_run(out))
     with run_events(as_json, loaded.hardware.backend, loaded.track.every_steps) as listener:
         from trillora.training import trainer
-        from trillora.training.signals import EXIT_STOPPED
 
         result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
     if result.stopped is not None:

@@ -55,7 +55,7 @@ def serve(
     queue: Annotated[
         int,
         typer.Option(
-            "--queue", metavar="N", parser=number_parser(int, 0, 100_000), help="Answers that may wait for a row."
+            "--queue", metavar="N", parser=number_parser(int, 0, 100_000), help="Maximum number of queued requests."
         ),
     ] = 256,
     quantize: QuantizeBase = None,

@@ -11,6 +11,7 @@ import typer
 from trillora.cli.errors import EXIT_MISTAKE
 from trillora.cli.options import JsonEvents, JsonResult, RunFolder
 from trillora.cli.output import print_json, progress_on_stderr, run_events, show_evaluation, show_stopped
+from trillora.errors import EXIT_STOPPED
 
 EXIT_REFUSED = 1
 
@@ -19,7 +20,6 @@ def quickstart(out: RunFolder = Path("runs/quickstart"), as_json: JsonEvents = F
     """Train a small model offline, in minutes on a laptop."""
     with run_events(as_json) as listener:
         from trillora.quickstart import run as lesson
-        from trillora.training.signals import EXIT_STOPPED
 
         result, evaluation = lesson.run(out, listener)
     if evaluation is None:

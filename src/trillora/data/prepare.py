@@ -37,7 +37,7 @@ from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.readers import RowChoice, read_rows
 from trillora.data.rendering import formats
 from trillora.data.rendering.pool import MAX_PAST_LIMIT, Batch, Outcome, Pool
-from trillora.data.rendering.render import NO_CHAT_TEMPLATE, Cut, RenderedRow, RenderSettings, parse
+from trillora.data.rendering.render import NO_CHAT_TEMPLATE, TEMPLATE_DATE, Cut, RenderedRow, RenderSettings, parse
 from trillora.data.rows import BadRow, Fault, RawRow, place, refused
 from trillora.data.tokenizing.encode import EncodedRow, Encoder, TokenizedDocument, Tokenizer
 from trillora.data.tokenizing.store import KINDS, MAKING, ROW, Store, StoreWriter, locked_store, open_store
@@ -75,7 +75,7 @@ class DataOptions:
     train_on: str = "auto"
     on_too_long: str = "auto"
     on_bad_row: str = "refuse"
-    template_date: str = "2024-07-26"
+    template_date: str = TEMPLATE_DATE
     template_arguments: dict[str, Any] = field(default_factory=dict)
     weight_key: str | None = None
     columns: dict[str, str] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from trillora.data.excerpt import pieces_of
 from trillora.data.open import chat_template, open_dataset, with_template_date, with_token_ids
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
-from trillora.events import Alarm, Listener, Note, ignore_events
+from trillora.events import Alarm, Listener, Note
 from trillora.files.digests import text_digest
 from trillora.model.loading.growth import tokenizer_files
 from trillora.model.loading.source import OpenModel
@@ -121,11 +121,6 @@ def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
         num_steps=train.num_steps(batches.steps_per_epoch),
         template=None if recipe.data.chat_template is None else chat_template(recipe.data, tokenizer),
     )
-
-
-def read_data(recipe: StageRecipe, tokenizer: Any, listener: Listener = ignore_events) -> Batches:
-    """The training batches of a recipe."""
-    return training_batches(open_dataset(recipe, tokenizer, listener), recipe)
 
 
 def training_batches(dataset: Dataset, recipe: StageRecipe) -> Batches:

@@ -10,6 +10,8 @@ from typing import Any
 
 from trillora.errors import TrilloraError
 
+GIB = 2**30  # bytes
+
 
 @dataclass(frozen=True)
 class Chip:

@@ -23,13 +23,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from trillora.devices.chips import has_accelerator
+from trillora.devices.chips import GIB, has_accelerator
 from trillora.errors import TrilloraError
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, ADAPTER_AXIS = "data", "fsdp", "tensor", "adapter"
 AXES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
-PROGRAM_CACHE_BYTES = 4 * 2**30
+PROGRAM_CACHE_BYTES = 4 * GIB
 CACHED_SECONDS = 0.3  # programs that took longer to compile are cached; jax's own limit is 1 s
 SMALL = 2**16  # elements; replicating a smaller weight costs less than gathering it
 
@@ -44,10 +44,6 @@ class MeshShape:
     @property
     def size(self) -> int:
         return self.data * self.fsdp * self.tensor * self.adapter
-
-    @property
-    def num_batch_shards(self) -> int:
-        return self.data * self.fsdp
 
     def __str__(self) -> str:
         adapter = f"adapter {self.adapter} x " if self.adapter > 1 else ""

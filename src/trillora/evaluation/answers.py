@@ -117,7 +117,7 @@ def loss_chunk(recipe: StageRecipe) -> int:
 
 
 def token_sums(scores: DocumentScores, documents: Documents) -> dict[str, Sums]:
-    """The sums of each row, of which a split text has several documents."""
+    """Per-row sums. A text that was split has several documents per row."""
     rows_N, row_of = np.unique(documents.rows_N, return_inverse=True)
     loss, correct, tokens = (
         np.bincount(row_of, part, len(rows_N)).astype(np.float64)

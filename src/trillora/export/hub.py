@@ -21,10 +21,10 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.export.source import ExportSource
 from trillora.files.checksums import checksums_of, read_checksums
+from trillora.files.hub import HUB_ID
 from trillora.files.read_json import parse_json, read_data, read_text
 from trillora.files.storage import MARK
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE
-from trillora.model.loading.source import HUB_ID
 from trillora.safe_text import visible_line
 from trillora.secrets import mask_message
 

@@ -130,7 +130,7 @@ def open_source(
     if base is None and recipe is not None:
         _check_base(opened, folder, run)
     if recipe is not None and recipe.model.quantize not in ("auto", "none"):
-        products = "" if recipe.engine.matmul == "full" else f" with products in {recipe.engine.matmul}"
+        products = "" if recipe.engine.matmul == "full" else f" with matmuls in {recipe.engine.matmul}"
         trained = f"The run trained on a base in {recipe.model.quantize}{products}"
         notes.append(f"{trained}; this uses its full-precision weights.")
     for note in notes:

@@ -7,6 +7,7 @@ Files are kept in the hub's own cache. Without a connection, a download that is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import Any, Literal, NamedTuple, overload
 from trillora.errors import TrilloraError, nearest
 
 Kind = Literal["model", "dataset"]
+# The hub's own rule: ASCII letters, digits, "_", "-" and "."; a name neither begins nor ends with "-" or ".".
+_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+HUB_ID = re.compile(rf"{_NAME}/{_NAME}")
+HUB_ID_AT = re.compile(rf"(?P<id>{HUB_ID.pattern})(?:@(?P<revision>[\w-][\w./-]*))?")  # with or without a revision
 
 
 def download(

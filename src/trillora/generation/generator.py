@@ -260,7 +260,8 @@ class Generator:
         at_least: int = 0,
     ) -> list[tuple[list[int], bool]]:
         """The tokens after each prompt up to its stop token, and whether a stop token was reached. Prompts of similar
-        length are batched. Programs are those of prompts of `at_least` this many tokens."""
+        length are batched. Prompts are padded to at least `at_least` tokens, so that they
+        share programs."""
         self._check(prompts, max_tokens, sampling)
         answers: dict[int, tuple[list[int], bool]] = {}
         for rows, num_rows in self._batches(prompts):

@@ -40,14 +40,13 @@ from trillora.locks.sets import read_lock
 from trillora.recipe import run_file, yaml
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.load import load_recipe
-from trillora.recipe.schema import Recipe
+from trillora.recipe.schema import EMBEDDED, Recipe
 from trillora.recipe.section import Section
 from trillora.safe_text import visible_line
 from trillora.secrets import mask_values, secrets_of_environment
 
 RECIPE = "recipe.yaml"
 MAX_SLUG = 40
-EMBEDDED_MODEL = "smollm2"
 PLACES_SET = "tpu"  # Colab, Kaggle and Cloud TPUs install the same packages
 _BLOCK = 1 << 20
 
@@ -79,8 +78,8 @@ class Bundle:
     def requirements(self) -> str:
         """What `launch.install` installs: a set that was tested, what the recipe needs in addition, and the wheel."""
         more: list[str] = [*self.recipe.track.services]
-        if self.recipe.model.name == EMBEDDED_MODEL:
-            more.append(EMBEDDED_MODEL)
+        if self.recipe.model.name == EMBEDDED:
+            more.append(EMBEDDED)
         digest = hashlib.sha256(self.wheel.read_bytes()).hexdigest()
         locks = _joined([read_lock(name) for name in (PLACES_SET, *more)])
         return f"{locks}./{self.wheel.name} --hash=sha256:{digest}\n"

@@ -34,6 +34,6 @@ def require_go(
         larger = f"use --on {result.smallest_go}, which is large enough; or " if result.smallest_go else ""
         do = f"{larger}see `trillora preflight RECIPE --on {slice_name}` for what takes the memory"
     if not force:
-        raise TrilloraError(what, where="preflight", do=f"{do}; --force launches it all the same")
+        raise TrilloraError(what, where="preflight", do=f"{do}; pass --force to launch it anyway")
     listener(Alarm(f"{what} It is launched because of --force."))
     return result

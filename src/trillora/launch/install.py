@@ -22,6 +22,7 @@ from pathlib import Path
 from trillora.locks.sets import PYTHONS, TORCH_INDEX, installed_versions, locked_versions
 
 REQUIREMENTS = "requirements.txt"
+TOKEN_FILE = "hf-token"  # noqa: S105, the name of a file
 UV = "uv==0.13.7"
 SHOWN = ("jax", "libtpu", "torch", "torchax", "transformers")
 NO_TORCH = re.compile(r"no version of torch==")

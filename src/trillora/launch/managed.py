@@ -16,7 +16,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from trillora.errors import TrilloraError
+from trillora.errors import EXIT_STOPPED, TrilloraError
 from trillora.events import Listener, ignore_events
 from trillora.files.atomic import new_folder
 from trillora.launch.bundle import Bundle
@@ -24,7 +24,6 @@ from trillora.launch.offers import Offer, checked_name, checked_project, choose_
 from trillora.launch.worker_files import job_script, setup_script
 from trillora.recipe import yaml
 
-EXIT_STOPPED = 75  # of a run that was saved before its end
 MAX_RESTARTS = 5
 IMAGE = "python:3.12"  # xpk adds the folder to it
 

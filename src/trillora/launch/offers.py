@@ -173,7 +173,7 @@ def choose_zone(offer: Offer, asked: str | None, *, force: bool) -> str:
         raise TrilloraError(
             f"Zone {asked} has no {offer.slice.chip} that we know of.",
             where="--zone",
-            do=f"use one of {' '.join(offer.zones)}; --force tries {asked} all the same",
+            do=f"use one of {' '.join(offer.zones)}; pass --force to try {asked} anyway",
         )
     return asked
 

@@ -4,7 +4,7 @@
     plan.commands()                 # every command, for the dry run
     TpuVm(plan, listener).launch()  # all steps; returns the exit code of the run
 
-The machine is deleted however this ends, unless it is to be kept. A spot machine may be taken away at any time: then
+The machine is always deleted, unless --keep is set. A spot machine may be taken away at any time: then
 it is deleted, created again, and the run resumes from its checkpoints in a bucket.
 """
 
@@ -28,10 +28,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from trillora.errors import TrilloraError
+from trillora.errors import EXIT_STOPPED, TrilloraError
 from trillora.events import Alarm, Listener, Note, Progress, ignore_events
 from trillora.launch.bundle import Bundle
 from trillora.launch.gcloud import TABLES, TIMED_OUT, Gcloud, Phase, Refused, explain, said_by
+from trillora.launch.install import TOKEN_FILE
 from trillora.launch.offers import (
     Offer,
     checked_name,
@@ -41,12 +42,11 @@ from trillora.launch.offers import (
     default_name,
     find_offer,
 )
-from trillora.launch.worker_files import EXIT_MARK, TOKEN_FILE, write_files
+from trillora.launch.worker_files import EXIT_MARK, write_files
 from trillora.safe_text import visible
 from trillora.secrets import mask_message
 
 STEPS = ("create", "wait", "copy", "setup", "run", "follow", "fetch", "delete")
-EXIT_STOPPED = 75  # of a run that was saved before its end
 ASK, CREATE, COPY, SET_UP, DELETE = 120.0, 900.0, 3600.0, 3600.0, 900.0  # seconds for a command to end
 BOOT_SECONDS = 900.0  # from ACTIVE to a machine that answers to ssh
 MAX_FAILURES = 5  # questions in a row that gcloud does not answer

@@ -22,10 +22,9 @@ from pathlib import Path
 from trillora.devices.cluster import PORT, Cluster
 from trillora.events import Listener, ignore_events
 from trillora.launch.bundle import RECIPE, Bundle
-from trillora.launch.install import UV
+from trillora.launch.install import TOKEN_FILE, UV
 from trillora.locks.sets import PREFERRED_PYTHON
 
-TOKEN_FILE = "hf-token"  # noqa: S105, the name of a file
 EXIT_MARK = "trillora-exit-code"
 KILLED = 137  # the exit code of a process that could not write its own
 

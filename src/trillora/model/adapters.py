@@ -101,9 +101,10 @@ def adapter_files(
     parameters = by_parameter(module, targets)
     layers = {parameters.get(name, name): spec.in_file(layer) for name, layer in chosen_layers(module, spec).items()}
     modules = [name for name in targets if name not in parameters]
+    wrapper = (type(module).__name__, type(module).__module__) if removed_modules(module) else ()
     config = {
         "peft_type": "LORA",
-        **_task(module),
+        **peft_task(*wrapper),
         "base_model_name_or_path": base_name,
         "r": usual.rank,
         "lora_alpha": _whole(usual.alpha),
@@ -127,14 +128,12 @@ def _layers(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[0] for name in names if is_of_lora(name)})
 
 
-def _task(module: torch.nn.Module) -> dict[str, Any]:
-    """What PEFT's AutoPeftModel builds. The layers' names are those of the wrapper, which is not always the class that
-    AutoModelForCausalLM builds, so its class is given."""
-    if not removed_modules(module):
+def peft_task(wrapper: str = "", library: str = "") -> dict[str, Any]:
+    """What PEFT's AutoPeftModel builds. The layers of a multimodal model have the names of its wrapper, which is not
+    always the class that AutoModelForCausalLM builds, so its class is given."""
+    if not wrapper:
         return {"task_type": "CAUSAL_LM"}
-    wrapper = type(module)
-    mapping = {"base_model_class": wrapper.__name__, "parent_library": wrapper.__module__}
-    return {"task_type": None, "auto_mapping": mapping}
+    return {"task_type": None, "auto_mapping": {"base_model_class": wrapper, "parent_library": library}}
 
 
 def _whole(alpha: float) -> float:

@@ -344,10 +344,10 @@ def _arithmetic(dtype: str, quantize: Format | None, matmul: Matmul) -> str:
     """How the model computes, for people.
 
     >>> _arithmetic("bfloat16", "int8", "int8")
-    'bfloat16, base in int8, products with it in int8'
+    'bfloat16, base in int8, matmuls with it in int8'
     """
     base = "" if quantize is None else f", base in {quantize.partition('_')[0]}"
-    return dtype + base + ("" if matmul == "full" else f", products with it in {matmul}")
+    return dtype + base + ("" if matmul == "full" else f", matmuls with it in {matmul}")
 
 
 def find_decoder(module: Any, stack: LayerStack) -> torch.nn.Module | None:

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from trillora.errors import TrilloraError, nearest
 
@@ -28,7 +28,6 @@ ALL_LINEAR = "all-linear"
 EXPERTS = "experts"  # as a target: all parameters of experts
 REGEX = "re:"
 Initial = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16"]
-INITIAL: tuple[str, ...] = get_args(Initial)
 # A repeated group can make a regular expression take years, and every further repetition multiplies the time.
 _REPEATED_GROUP = re.compile(r"\)[*+{]|\(\?(?!:)|\\[1-9]")
 _REPETITION = re.compile(r"[*+{?]")

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from trillora.devices.chips import CHIPS, DEVICE_KINDS
+from trillora.devices.chips import CHIPS, DEVICE_KINDS, GIB
 from trillora.devices.slices import Slice, find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Listener, Note, to_json
@@ -35,7 +35,7 @@ from trillora.model.layout import stored_weights
 from trillora.model.loading.source import load_config
 from trillora.preflight.early_exit import CompileResult, compile_until_layout
 from trillora.preflight.estimate.estimate import Estimate, argument_bytes
-from trillora.preflight.hlo.memory import GIB, StepShapes, largest, logits_bytes, out_of_memory
+from trillora.preflight.hlo.memory import StepShapes, largest, logits_bytes, out_of_memory
 from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown
 from trillora.preflight.predict import FLOPS_AGREE, Estimates, Predictor
 from trillora.preflight.result import StageResult, StepTimes, Trial, UnitSeconds

@@ -6,10 +6,10 @@ depends on the largest tensor, not on the size of the model.
 
 from __future__ import annotations
 
+from trillora.devices.chips import GIB
 from trillora.devices.slices import Platform
 from trillora.preflight.result import HostLine
 
-GIB = 2**30
 # Python with torch, jax, the tokenizer and a running compiler: at most 3.4 GiB was measured.
 PROCESS_GIB = 4.0
 # Copies of the tensor being loaded: as read from the file, converted (stacked experts, another dtype), cut into pieces

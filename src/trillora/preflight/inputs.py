@@ -21,13 +21,12 @@ from trillora.events import Listener
 from trillora.files.atomic import write_file
 from trillora.files.cache_dir import with_cache, writing_cache
 from trillora.files.digests import file_digest, text_digest
-from trillora.model.loading.description import EMBEDDED
 from trillora.model.loading.growth import grow
 from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.model.loading.stored.method import read_method
 from trillora.preflight.client import versions
 from trillora.recipe.group import Group, group_of
-from trillora.recipe.schema import Recipe, Stage, StageRecipe, stages_of
+from trillora.recipe.schema import EMBEDDED, Recipe, Stage, StageRecipe, stages_of
 from trillora.step.group_plan import segments, selections
 
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"

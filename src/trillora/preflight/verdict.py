@@ -266,8 +266,8 @@ def _evaluation_seconds(stage: StageInput, step_seconds: float) -> float:
 
 
 def ladder(stages: Sequence[StageInput]) -> Iterator[tuple[str, ...]]:
-    """Settings to take out of the user's hands, by field name: first none, then one more each time, the cheapest first.
-    The last one is a small loss chunk."""
+    """Settings to relax, by field name and in order of cost: first none, then one more each time. The last one is a
+    small loss chunk."""
     given = [given_settings(stage.recipe) for stage in stages]
     relaxed: tuple[str, ...] = ()
     yield relaxed

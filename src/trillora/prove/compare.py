@@ -1,4 +1,4 @@
-"""Compares a training of the golden model with the record of a CPU in float32, and refuses it below a bar. No jax.
+"""Compares a training of the golden model with the record of a CPU in float32; refused below a threshold. No jax.
 
 For each adapter matrix, of its gradient in the first step:
 
@@ -15,9 +15,9 @@ The loss alone proves little: it hardly changes when attention sees the wrong to
     attention across documents                   -0.39 %    0.33           0.66    0.89 to 1.06
     attention to later tokens                    -0.24 %    0.13           0.54    0.93 to 1.06
 
-The bars follow from the first line. bfloat16 has eight bits, and chips round in other places than a CPU: ten times its
-error in the cosine, and in the norm, is still a correct chip. In float32 we ask for the most exact products a chip has,
-but a kernel may use bfloat16 inside; the bar lets even that pass, with twice the error.
+The thresholds follow from the first line. bfloat16 has eight bits, and chips round in other places than a CPU: ten
+times its error in the cosine, and in the norm, is still a correct chip. In float32 we ask for the most exact matmuls a
+chip has, but a kernel may use bfloat16 inside; the threshold lets even that pass, with twice the error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Bars:
+class Thresholds:
     """What a correct chip reaches."""
 
     loss: float  # largest relative difference
@@ -50,9 +50,9 @@ class Bars:
     norm: float  # largest relative difference
 
 
-BARS = {
-    "bfloat16": Bars(loss=0.01, cosine=0.99, signs=0.98, norm=0.03),
-    "float32": Bars(loss=0.005, cosine=0.998, signs=0.99, norm=0.01),
+THRESHOLDS = {
+    "bfloat16": Thresholds(loss=0.01, cosine=0.99, signs=0.98, norm=0.03),
+    "float32": Thresholds(loss=0.005, cosine=0.998, signs=0.99, norm=0.01),
 }
 
 
@@ -103,30 +103,30 @@ def compare(found: Array, expected: Array) -> list[float]:
 
 def judge(figures: GoldenFigures, dtype: str) -> list[ProofCheck]:
     """The lines of the proof for one number format."""
-    bars = BARS[dtype]
+    limits = THRESHOLDS[dtype]
     off = [abs(found / expected - 1) for found, expected in zip(figures.losses, figures.expected, strict=True)]
     worst = max(range(len(off)), key=lambda step: off[step])
     loss = ProofCheck(
         f"loss of {len(off)} steps, {dtype}",
-        "ok" if off[worst] <= bars.loss else "refused",
-        f"off by {off[worst]:.2%} at most (bar {bars.loss:.1%})",
+        "ok" if off[worst] <= limits.loss else "refused",
+        f"off by {off[worst]:.2%} at most (threshold {limits.loss:.1%})",
         f"step {worst + 1}: {figures.losses[worst]:.4f}, expected {figures.expected[worst]:.4f}",
     )
-    return [loss, *_gradient_checks(figures.matrices, bars, dtype)]
+    return [loss, *_gradient_checks(figures.matrices, limits, dtype)]
 
 
-def _gradient_checks(matrices: Mapping[str, Sequence[float]], bars: Bars, dtype: str) -> list[ProofCheck]:
-    def check(what: str, place: int, bar: float, text: str, distance: float) -> ProofCheck:
+def _gradient_checks(matrices: Mapping[str, Sequence[float]], limits: Thresholds, dtype: str) -> list[ProofCheck]:
+    def check(what: str, place: int, limit: float, text: str, distance: float) -> ProofCheck:
         name = max(matrices, key=lambda n: abs(matrices[n][place] - 1))
         found = matrices[name][place]
         passes = abs(found - 1) <= distance
-        shown = f"{found:.4f} at worst (bar {text.format(bar=bar)})"
+        shown = f"{found:.4f} at worst (threshold {text.format(limit=limit)})"
         return ProofCheck(f"gradients, {dtype}: {what}", "ok" if passes else "refused", shown, name)
 
     return [
-        check("cosine", 0, bars.cosine, "{bar:g}", 1 - bars.cosine),
-        check("signs", 1, bars.signs, "{bar:g}", 1 - bars.signs),
-        check("norm ratio", 2, bars.norm, "1 ± {bar:g}", bars.norm),
+        check("cosine", 0, limits.cosine, "{limit:g}", 1 - limits.cosine),
+        check("signs", 1, limits.signs, "{limit:g}", 1 - limits.signs),
+        check("norm ratio", 2, limits.norm, "1 ± {limit:g}", limits.norm),
     ]
 
 

@@ -107,7 +107,7 @@ def _speed(devices: list[Any], dtype: Dtype, listener: Listener, found: list[Rat
         return ProofCheck("speed", "skipped", "failed with an error", _text_of(error))
     finally:
         listener(Progress(label, 1, 1))
-    shown = [f"{rates.matrix_tflops:.4g} TFLOP/s ({dtype} products)", f"{rates.memory_gb_per_second:.4g} GB/s memory"]
+    shown = [f"{rates.matrix_tflops:.4g} TFLOP/s ({dtype} matmuls)", f"{rates.memory_gb_per_second:.4g} GB/s memory"]
     if rates.gather_gb_per_second and rates.reduce_gb_per_second:
         shown.append(f"all-gather {rates.gather_gb_per_second:.4g}, all-reduce {rates.reduce_gb_per_second:.4g} GB/s")
     found.append(rates)

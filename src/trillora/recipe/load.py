@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
+from trillora.files.hub import HUB_ID_AT
 from trillora.files.user_path import check_letters, user_path
 from trillora.recipe import run_file, yaml
 from trillora.recipe.data_section import DataSection, SourceSection
@@ -306,7 +307,6 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
     return value
 
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _DATA_SUFFIX = re.compile(r"\.(jsonl|ndjson|json|txt|md|csv|tsv|parquet|gz|zst|tar|tgz|zip)$")
 
 
@@ -367,7 +367,7 @@ def _located_source(source: Any, folder: Path, where: str) -> Any:
 
 def _data_path(path: str, folder: Path, where: str) -> str:
     located = _located(path, folder, where)
-    is_hub_id = _HUB_ID.fullmatch(path) and not _DATA_SUFFIX.search(path) and not os.path.exists(located)
+    is_hub_id = HUB_ID_AT.fullmatch(path) and not _DATA_SUFFIX.search(path) and not os.path.exists(located)
     return path if is_hub_id else located
 
 

@@ -77,7 +77,7 @@ class StepSettings:
 
     def __str__(self) -> str:
         adapters = f"{self.adapters_at_once} adapters, " if self.adapters_at_once > 1 else ""
-        products = "" if self.matmul == "full" else " and products"
+        products = "" if self.matmul == "full" else " and matmuls"
         base = "" if self.quantize == "none" else f", {self.quantize} base{products}"
         whole = ", whole base on every device" if self.mesh.data > 1 and self.mesh.fsdp == 1 else ""
         split = ", split base" if self.mesh.fsdp > 1 else ""

@@ -43,6 +43,7 @@ from trillora.recipe.section import (
 )
 
 _DURATION = r"^([0-9]{1,6}h([0-9]{1,6}m)?|[0-9]{1,6}m([0-9]{1,6}s)?|[0-9]{1,6}s)$"
+EMBEDDED = "smollm2"  # the model that needs no hub
 MAX_STEPS = 10**9  # of a stage
 MAX_NEW_TOKENS = 1000
 MAX_TOKENS_PER_STEP = 2**31 - 1
@@ -298,7 +299,7 @@ class MeshSection(Section):
     fsdp: Devices = Field(
         default=1, description="Shards of the base, gathered layer by layer; sequences are sharded too."
     )
-    tensor: Devices = Field(default=1, description="Shards of each matrix product (tensor parallelism).")
+    tensor: Devices = Field(default=1, description="Shards of each matmul (tensor parallelism).")
     adapter: Devices = Field(
         default=1, description="Groups of devices that train different adapters, in a run that trains several together."
     )
@@ -353,15 +354,15 @@ class EngineSection(Section):
     )
     matmul: Matmul = Field(
         default="full",
-        description="Products with the frozen linear layers. full: in model.dtype. int8 (TPU v5e, v5p, v6e) and fp8 "
+        description="Matmuls with the frozen linear layers. full: in model.dtype. int8 (TPU v5e, v5p, v6e) and fp8 "
         "(NVIDIA since Ada and Hopper): activations and their gradients are rounded to 8 bits too, which is faster "
         "and less exact. Both set model.quantize to the same format.",
     )
     kernels: Auto | Kernels = Field(
         default="auto",
-        description="What computes the operations between matrix products. xla: the compiler. fused (one NVIDIA GPU): "
-        "kernels for norms, the loss, and the middle of a gated MLP with its adapters; on Hopper also for sums of "
-        "products. auto: fused for dense models in bfloat16 on one GPU, Ampere or newer, else xla.",
+        description="Kernels for everything except the matmuls. xla: the compiler. fused (one NVIDIA GPU): Triton "
+        "kernels for RMSNorm, the loss and the gated MLP with LoRA; on Hopper also fused matmul + LoRA + residual. "
+        "auto: fused for dense models in bfloat16 on one GPU, Ampere or newer, else xla.",
     )
 
 

@@ -23,20 +23,19 @@ from typing import Any
 from trillora.errors import TrilloraError
 from trillora.files.user_path import user_path
 from trillora.recipe import run_file
-from trillora.recipe.schema import LISTS
+from trillora.recipe.schema import EMBEDDED, LISTS
 
 APPLIED = "applied"  # the value of `tiny` in the recipe of a run
 MOST = {"sequence_length": 256, "batch_size": 4, "warmup_steps": 4}
 STEPS = 40
 _LENGTH = ("steps", "epochs")
-_MODEL = {"name": "smollm2"}
 _EVALUATE = {"max_documents": 16, "num_samples": 1, "max_tokens": 64}
 
 
 def shrunk(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe with the built-in changes. `tree` is a recipe with its shorthand sections written out."""
     small = {name: part for name, part in tree.items() if name not in ("tiny", "hardware", "engine", "track")}
-    small["model"] = _MODEL
+    small["model"] = {"name": EMBEDDED}
     small["hardware"] = {"devices": 1}
     train = _smaller(_mapping(tree, "train"))
     small["train"] = {"sequence_length": MOST["sequence_length"], "batch_size": MOST["batch_size"], **train}

@@ -69,15 +69,6 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def format_seconds(seconds: float) -> str:
-    """A short time with three significant digits: 18.7 ms, 0.90 s, 20.4 s, 2.5 min."""
-    if seconds >= 120:
-        return f"{seconds / 60:.1f} min"
-    if seconds >= 0.1:
-        return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
-    return f"{1000 * seconds:.3g} ms"
-
-
 def format_time(text: str, how: str = "%d %B %Y, %H:%M %Z") -> str:
     """Formats an ISO 8601 time. Returns any other text unchanged."""
     try:

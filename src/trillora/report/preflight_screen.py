@@ -17,7 +17,8 @@ from rich.text import Text
 
 from trillora.devices.slices import find_slice
 from trillora.preflight.result import HostLine, MeasuredSpeeds, PreflightResult, RunForecast, StepForecast
-from trillora.report.numbers import format_count, format_duration, format_percent, format_seconds
+from trillora.report.numbers import format_count, format_duration, format_percent
+from trillora.step.search import format_seconds
 
 STYLES = {"GO": "bold green", "GO WITH CHANGES": "bold yellow", "NO-GO": "bold red"}
 MEANING = {
@@ -186,7 +187,7 @@ def _settings(result: PreflightResult) -> list[RenderableType]:
         return []
     mesh = settings.mesh
     base = settings.dtype if settings.quantize == "none" else f"{settings.dtype} with an {settings.quantize} base"
-    base += "" if settings.matmul == "full" else f" and products in {settings.matmul}"
+    base += "" if settings.matmul == "full" else f" and matmuls in {settings.matmul}"
     return [
         Text(f"mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"),
         Text(

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from trillora.adapters.inputs import find_adapter
 from trillora.data.rendering.chat_templates import find_template
+from trillora.devices.chips import GIB
 from trillora.devices.mesh import remember_programs
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
@@ -45,7 +46,6 @@ from trillora.serving.programs import FEWEST_SLOTS, Compiler, Programs, Shape
 from trillora.step.build import shard_adapter
 from trillora.step.decisions import memory_limit
 
-GIB = 2**30
 LONGEST = 4096  # slots of a row, unless the user asks for more: few conversations are longer
 ROWS = {"cpu": (8, 4, 1)}  # to try, from the most
 ROWS_OF_ACCELERATOR = (32, 16, 8, 4, 1)

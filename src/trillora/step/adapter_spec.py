@@ -114,7 +114,7 @@ def _check_readable(spec: LoraSpec, parameters: Collection[str], refused: Sequen
     if spec.dora and parameters:
         names = sorted({name.rpartition(".")[2] for name in parameters})
         raise TrilloraError(
-            f"DoRA is not possible for {', '.join(names)} of this mixture of experts: PEFT could not load the adapter.",
+            f"DoRA is not possible for {', '.join(names)} of this MoE model: PEFT could not load the adapter.",
             where="lora.dora",
             do=f"remove lora.dora, or add lora.exclude: [{', '.join(names)}]",
         )

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import psutil
 
-from trillora.devices.chips import chip_of, generation_of
+from trillora.devices.chips import GIB, chip_of, generation_of
 from trillora.engine.kernels.triton_call import has_triton
 from trillora.engine.quantize import item_bytes
 from trillora.engine.ragged import MOST_OF_TOKENS, documents_bucket, why_masked
@@ -25,7 +25,7 @@ from trillora.events import Chosen, Listener
 from trillora.model.layout import Tree
 from trillora.recipe.resolve import DocumentRoom, StepSettings
 from trillora.recipe.schema import Attention, Dtype, Matmul, MeshSection, Quantize, StageRecipe
-from trillora.step.search import GIB, format_gib
+from trillora.step.search import format_gib
 
 # Where nothing is predicted: of a device's memory; a base up to this size is copied to every device, not split.
 REPLICATED_BASE_SHARE = 0.25
@@ -124,20 +124,20 @@ def decide_kernels(decisions: Decisions, config: Any, devices: list[Any], *, in_
     elif decisions["dtype"] != "bfloat16" or not generation_of(devices[0]).widest_head or not has_triton():
         why_not = "fused kernels need bfloat16, a GPU of Ampere or newer, and a jax with Pallas for Triton"
     elif num_experts(config.get_text_config()) > 1:
-        why_not = "fused kernels were not measured with mixtures"
+        why_not = "fused kernels were not measured with MoE models"
     elif decisions.values.get("quantize", "none") != "none" and decisions.values.get("matmul") != "fp8":
         why_not = "fused kernels were not measured with a quantized base"
     decisions.decide("kernels", "xla" if why_not else "fused", why_not or "fastest on one GPU, with the least memory")
 
 
 def check_products(device: Any, matmul: Matmul) -> None:
-    """Refuses rounded products on a chip where they are not faster. A CPU computes them for tests and comparisons."""
+    """Refuses rounded matmuls on a chip where they are not faster. A CPU computes them for tests and comparisons."""
     chip = None if device.platform == "cpu" else chip_of(device.device_kind)
     if matmul == "full" or chip is None or matmul in chip.doubled:
         return
     other = " or ".join(f"engine.matmul={format}" for format in ("full", *chip.doubled))
     raise TrilloraError(
-        f"Products in {matmul} are not faster on {device.device_kind}, only less exact.",
+        f"Matmuls in {matmul} are not faster on {device.device_kind}, only less exact.",
         where="engine.matmul",
         do=f"use {other}",
     )

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-EXIT_STOPPED = 75  # exit code: saved but not finished; the same command resumes the run
+from trillora.errors import EXIT_STOPPED
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 PATIENCE = 4.0  # seconds for the main thread to react to a signal before the process is ended
 

@@ -129,8 +129,7 @@ class StageWork:
 
 
 class _Ahead:
-    """What a run needs in addition to its steps: the other programs, and the base. They are traced and read while the
-    compiler works on a step."""
+    """Compiles the remaining programs and loads the base while the compiler works on a step."""
 
     def __init__(
         self, stages: list[StageData], opened: OpenModel, seed: int, first: int, is_new: bool, listener: Listener
@@ -159,7 +158,7 @@ class _Ahead:
 
     def base(self, assembly: Assembly) -> Tree:
         if self._base is None or self._base[0] != assembly.base_shapes:
-            self._base = None  # not both of them at once
+            self._base = None  # free the old base before loading the new one
             self._base = assembly.base_shapes, read_base(self._opened.folder, assembly, self._listener)
         return self._base[1]
 

@@ -17,6 +17,7 @@ from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.questions import Question, question_of
 from trillora.data.stage import StageData, evaluation_batches
+from trillora.devices.chips import GIB
 from trillora.devices.mesh import local_rows, put_batch
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
@@ -214,6 +215,6 @@ def peak_memory_gib(mesh: Mesh, process_bytes: Callable[[], int]) -> float | Non
     """Peak memory of a device; on a CPU, the memory of this process."""
     device: Any = mesh.local_devices[0]
     if device.platform == "cpu":
-        return process_bytes() / 2**30
+        return process_bytes() / GIB
     stats = device.memory_stats()
-    return stats["peak_bytes_in_use"] / 2**30 if stats and "peak_bytes_in_use" in stats else None
+    return stats["peak_bytes_in_use"] / GIB if stats and "peak_bytes_in_use" in stats else None

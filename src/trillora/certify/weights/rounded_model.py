@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from trillora.certify.gguf_file import GgufFile, open_gguf
 from trillora.certify.subject import NotHere, Subject
 from trillora.certify.weights.checks import Place, Places, expected_of, source_of
+from trillora.devices.chips import GIB
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.export.gguf.quantize import FILE_TYPES
@@ -84,7 +85,7 @@ def _check_room(folder: Path, num_values: int) -> None:
     free = shutil.disk_usage(folder).free
     if 4 * num_values > 0.9 * free:
         raise NotHere(
-            f"The weights need {4 * num_values / 2**30:.1f} GiB on the disk of {folder.parent}, and "
-            f"{free / 2**30:.1f} GiB are free.",
+            f"The weights need {4 * num_values / GIB:.1f} GiB on the disk of {folder.parent}, and "
+            f"{free / GIB:.1f} GiB are free.",
             do="set TMPDIR to a folder with more room, and certify again",
         )

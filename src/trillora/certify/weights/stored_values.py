@@ -50,7 +50,6 @@ RULES = {
     "Q4_1": BlockRule(16, is_centred=False),
     "Q5_1": BlockRule(32, is_centred=False),
 }
-BLOCK = 32
 RARE = 0.05  # of the blocks of a K-type may differ: their scales are searched, and a search can end elsewhere
 AS_GOOD = 1.01  # how much larger the error of such a block may be
 

@@ -24,7 +24,7 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from trillora.errors import TrilloraError
-from trillora.files.hub import download
+from trillora.files.hub import HUB_ID_AT, download
 from trillora.secrets import without_secrets
 
 FORMATS = {
@@ -41,7 +41,6 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
 KNOWN = " ".join([*FORMATS, *ARCHIVES]) + ", each format also with .gz or .zst"
 
-HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w-][\w./-]*))?")
 _HUB_URL = re.compile(r"hf://datasets/(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.*))?")
 _ABOUT_DATA = re.compile(
     r"(?:readme|licen[cs]e|changelog|citation)(?:\.\w+)?|dataset_infos?\.json|dataset_dict\.json|state\.json", re.I
@@ -193,7 +192,7 @@ def _local(entry: str, source: int) -> list[DataFile]:
         if not chosen:
             raise _nothing_there(entry, len(matches))
         return [_local_file(path, path, source) for path in chosen]
-    hub_id = HUB_ID.fullmatch(entry)
+    hub_id = HUB_ID_AT.fullmatch(entry)
     if hub_id and kind_of(entry) is None:
         return _hub(entry, hub_id["id"], hub_id["revision"], None, source)
     do = "check the path; a relative path in a recipe starts at the recipe's folder"

@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from trillora.data.reading.files import HUB_ID, Content, DataFile, found_data, kind_of
+from trillora.data.reading.files import Content, DataFile, found_data, kind_of
 from trillora.errors import TrilloraError, nearest
-from trillora.files.hub import dataset_files
+from trillora.files.hub import HUB_ID_AT, dataset_files
 
 CONVERTED = "refs/convert/parquet"  # the hub's own branch with CONFIG/SPLIT/0000.parquet
 DEFAULT = "default"  # the configuration of a data set without several
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 def hub_files(path: str, part: Part, source: int) -> list[DataFile]:
     """The files of a configuration and split, sorted by name. All splits, if none is given."""
-    match = HUB_ID.fullmatch(path)
+    match = HUB_ID_AT.fullmatch(path)
     if match is None or kind_of(path) is not None:
         what = f"{path} is not the id of a Hugging Face data set, so it has no config and no split."
         raise TrilloraError(what, where="data.path", do="write owner/name, or remove config and split")

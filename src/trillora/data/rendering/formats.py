@@ -25,8 +25,6 @@ from trillora.errors import nearest
 Row = dict[str, Any]
 MAX_WEIGHT = 1000.0  # of a row
 
-FORMATS = ("messages", "sharegpt", "ultrachat", "prompt-completion", "alpaca", "question-answer", "text", "template")
-
 # Role names in ShareGPT-like data sets, in lower case. A function call is an assistant turn that is all call.
 _CALL_ROLES = ("function_call", "function-call", "tool_call")
 _ROLE_NAMES = {

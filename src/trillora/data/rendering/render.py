@@ -42,6 +42,7 @@ from trillora.data.rendering.schema import SchemaCheck
 from trillora.data.rendering.spans import AnswerFinder
 from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 
+TEMPLATE_DATE = "2024-07-26"  # for templates that write the date, where a result must not depend on the day
 MAX_CHARACTERS = 64 * 2**20  # of one rendered row
 # A template may write this many characters for each one of the row, of itself and of its arguments, and some more. One
 # that makes a megabyte of every short row would keep the tokenizer busy for hours.
@@ -70,7 +71,7 @@ class RenderSettings:
     template: dict[str, str] | None = None  # data.template of the recipe, instead of a format
     chat_template: str | None = None
     chat_words: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token and others, for the chat template
-    template_date: str = "2024-07-26"  # date returned by the template's `strftime_now`
+    template_date: str = TEMPLATE_DATE  # returned by the template's `strftime_now`
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the chat template, in every row
     weight_key: str | None = None  # key of a row's weight in the loss
     columns: dict[str, str] = dataclasses.field(

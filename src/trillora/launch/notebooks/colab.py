@@ -26,9 +26,10 @@ from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.atomic import make_folder, write_file
 from trillora.files.unpack import unpack
 from trillora.launch.bundle import Bundle
+from trillora.launch.install import TOKEN_FILE
 from trillora.launch.notebooks.document import LARGEST_EMBEDDED, SUFFIX, Target, make_notebook, pack
 from trillora.launch.notebooks.program import Answer, call, find_program
-from trillora.launch.notebooks.session import HEADLESS, RESULT, TOKEN_FILE, read_result
+from trillora.launch.notebooks.session import HEADLESS, RESULT, read_result
 
 INSTALL = "install Google's Colab command line: uv tool install google-colab-cli (0.7.4 or newer, Python 3.12)"
 LOGIN = "log in with `colab whoami`, which prints a link"

@@ -5,7 +5,7 @@
     out/session-2/…                     its input is the output of session 1
 
 A session stops half an hour before Kaggle's limit of nine hours, and its output has the checkpoints. The next kernel
-resumes from them. Some keys make Kaggle run a notebook on a CPU, without a word; `clean_kernel` removes them.
+resumes from them. Some metadata keys make Kaggle silently fall back to CPU; `clean_kernel` removes them.
 """
 
 from __future__ import annotations

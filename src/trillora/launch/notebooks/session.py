@@ -33,24 +33,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from trillora.launch.install import InstallError, find_uv
+from trillora.devices import listed
+from trillora.errors import EXIT_STOPPED
+from trillora.launch.install import TOKEN_FILE, InstallError, find_uv
 from trillora.locks.sets import PREFERRED_PYTHON, PYTHONS
 from trillora.version import __version__
 
 Platform = Literal["colab", "kaggle", "local"]
 RESULT = "trillora-session.json"
-TOKEN_FILE = "hf-token"  # noqa: S105, the name of a file
 HEADLESS = "TRILLORA_HEADLESS"  # set by `trillora launch colab --run`: no person can answer Colab's questions
-STOPPED = 75  # exit code of `trillora train`: saved before its end
 RESERVE = 1800  # seconds before the end of a session, for evaluation and export
 LAST = 300  # seconds before it, when every process is stopped: what a platform ends by force may be lost
 LEAST = 60  # seconds of training that are worth starting
 DRIVE = Path("/content/drive")
-LIST_DEVICES = """\
-import json, jax
-devices = jax.devices()
-print(json.dumps({"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}))
-"""
 HELP = {
     "colab": "choose Runtime > Change runtime type > TPU, and run all cells again",
     "kaggle": "check Settings > Accelerator > TPU v5e-8 and the weekly quota. Kaggle gives TPUs only to accounts with "
@@ -194,16 +189,16 @@ class Session:
             options.append(f"train.time_limit={left - RESERVE:.0f}s")
         recipe = str(self.folder / "recipe.yaml")
         code = self._call([*self._command("train"), recipe, *options, "--out", str(self.run)])
-        self._save(state={0: "finished", STOPPED: "stopped"}.get(code, "failed"), exit_code=code)
+        self._save(state={0: "finished", EXIT_STOPPED: "stopped"}.get(code, "failed"), exit_code=code)
         self._copy_run()
-        if code == STOPPED:
+        if code == EXIT_STOPPED:
             print("The run is saved, but not finished. The next session resumes it.")
         elif code != 0:
             raise SessionError(f"Training ended with exit code {code}.\n  do: see its last lines above.")
 
     def evaluate(self) -> None:
         """Base model and adapter on the held-out rows."""
-        if self._skipped("Evaluation"):
+        if self._skipped("evaluation"):
             return
         self._try("eval", str(self.run), what="The evaluation failed")
 
@@ -218,7 +213,7 @@ class Session:
 
     def export(self, kind: str) -> None:
         """Exports the adapter in another form, in `run/exports`."""
-        if self._skipped("Export"):
+        if self._skipped("export"):
             return
         self._try("export", str(self.run), "--to", kind, what="The export failed, but the adapter is complete")
 
@@ -290,20 +285,13 @@ class Session:
 
     def _skipped(self, what: str) -> bool:
         if not self.is_finished:
-            print(f"{what} comes when the run is finished.")
+            print(f"Skipping {what}: the run is not finished yet.")
         return not self.is_finished
 
     def _devices(self) -> dict[str, Any]:
         """What jax finds, in a process of its own: this one must not hold the chips."""
-        command = [self._python, "-P", "-c", LIST_DEVICES]
-        try:
-            done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=300)
-        except subprocess.TimeoutExpired:
-            return {"error": "jax did not start within 300 s"}
-        if done.returncode != 0:
-            return {"error": (done.stderr.strip().splitlines() or ["jax does not start"])[-1][:300]}
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return found
+        found = listed.found_by([self._python, "-P", "-c", listed.CODE], self._environment, timeout=300)
+        return {"error": found["error"].splitlines()[-1][:300]} if "error" in found else found
 
     def _has_trillora(self) -> bool:
         code = f"import importlib.metadata as m; assert m.version('trillora') == {__version__!r}; m.version('torchax')"

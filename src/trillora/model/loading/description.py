@@ -26,7 +26,6 @@ from trillora.files.read_json import read_json
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
-EMBEDDED = "smollm2"  # the model that comes with Trillora; see embedded.py
 EMBEDDED_NOTE = (
     "The base is the 4-bit copy (Q4_1) of SmolLM2-135M-Instruct that comes with Trillora. "
     "With the original weights of the hub, the adapter was not measured."

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from trillora.errors import TrilloraError, nearest
-from trillora.files.hub import download, list_files
+from trillora.files.hub import HUB_ID, HUB_ID_AT, download, list_files
 from trillora.model.loading.description import (
     CONFIG_FILE,
-    EMBEDDED,
     INDEX_FILE,
     check_tokenizer_config,
     check_weights,
@@ -37,6 +36,7 @@ from trillora.model.loading.growth import grow
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_class, text_class
+from trillora.recipe.schema import EMBEDDED
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "*.txt")  # sentencepiece, tiktoken, merges and vocabularies
 DESCRIPTION_FILES = ("*.json", "*.jinja", *TOKENIZER_FILES)
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -95,7 +94,7 @@ def find_model(
         if with_weights:
             weight_files(folder)
         return folder
-    if not HUB_ID.fullmatch(name) or name.startswith((".", "~")):
+    if not HUB_ID.fullmatch(name):
         raise _no_such_folder(name, folder)
     return _from_hub(name, revision, trust_remote_code, with_weights)
 
@@ -107,14 +106,15 @@ def find_adapter(name: str) -> Path:
     if folder.is_dir():
         inside = folder / "adapter"  # of a run
         return inside if inside.is_dir() and not (folder / ADAPTER_FILES[0]).is_file() else folder
-    hub_id, _, revision = name.partition("@")
-    if not HUB_ID.fullmatch(hub_id) or name.startswith((".", "~")):
+    on_hub = HUB_ID_AT.fullmatch(name)
+    if on_hub is None:
         raise TrilloraError(
             f"There is no adapter '{name}'.",
             where=f"lora.from: {folder} is not a folder, and a hub id has the form org/name",
             do="give the folder with adapter_config.json, a run's folder, or a hub id",
         )
-    found = download(hub_id, "model", revision=revision or None, allow=ADAPTER_FILES)
+    hub_id, revision = on_hub["id"], on_hub["revision"]
+    found = download(hub_id, "model", revision=revision, allow=ADAPTER_FILES)
     if missing := [file for file in ADAPTER_FILES if not (found / file).is_file()]:
         files = list_files(hub_id, revision or "main") or set()
         pickled = next((file for file in sorted(files) if file.endswith(PICKLE_SUFFIXES)), None)

@@ -101,7 +101,7 @@ def select_modules(model: Any, spec: LoraSpec) -> list[str]:
             short = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in known))
             guess = nearest(wanted, [*short, *known])
             raise TrilloraError(
-                f"{wanted!r} is no module of {type(model).__name__}.",
+                f"{type(model).__name__} has no module named {wanted!r}.",
                 where=spec.file or f"lora.modules_to_save[{number}]",
                 do=(f"did you mean {guess!r}? " if guess else "")
                 + f"Modules here: {' '.join(name for name in short if not name.isdigit())}",

@@ -16,10 +16,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trillora.devices.chips import GIB
 from trillora.preflight.result import LargeBuffer
 
-GIB = 2**30
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 NUM_LARGEST = 5
 _TOTAL = re.compile(r"Memory Space: default.*?Total bytes: (\d+)", re.DOTALL)
 _ROW = re.compile(r"^\s*[\d.]+(?:[KMGT]i)?B\(\s*\d+%\);\s*([\d.]+)((?:[KMGT]i)?B);\s*\d+;\s*\d+; (.*)$")

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.excerpt import shortened
-from trillora.model.loading.description import EMBEDDED, EMBEDDED_NOTE
+from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.own_command import runnable
+from trillora.recipe.schema import EMBEDDED
 from trillora.report.html import card, coloured, document, text, tiles
 from trillora.report.numbers import (
     format_duration,

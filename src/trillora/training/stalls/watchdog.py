@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from trillora.events import Alarm, Listener
-from trillora.report.numbers import format_seconds
+from trillora.step.search import format_seconds
 from trillora.training.stalls.waits import Wait, all_stacks, find_wait
 
 FACTOR = 5.0  # times the median

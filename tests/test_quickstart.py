@@ -23,7 +23,7 @@ from test_fresh_process import FILES
 from trillora.devices.chips import has_accelerator
 from trillora.quickstart import run
 from trillora.recipe.load import load_recipe
-from trillora.report.next_steps import after_quickstart
+from trillora.report.run.next_steps import after_quickstart
 
 NUM_ROWS = 2
 QUICKSTART = f"""

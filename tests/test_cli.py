@@ -21,6 +21,7 @@ from trillora.cli.errors import OTHER_VERBS, Verbs
 from trillora.devices.quiet import quiet_libraries
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Event, Note, Progress, Step, to_json
+from trillora.own_command import runnable
 from trillora.recipe.load import recipe_schema
 
 HEAVY = {"jax", "jaxlib", "torch", "torchax", "transformers", "numpy", "tokenizers", "huggingface_hub"}
@@ -191,7 +192,7 @@ def test_wrong_arguments_are_errors_with_what_where_and_do(arguments: list[str],
     lines = result.output.splitlines()
     assert result.exit_code == 2
     assert len(lines) == 3 and what in lines[0]
-    assert lines[1:] == [f"  where: {where}", f"  do:    see `{where} --help`"]
+    assert lines[1:] == [f"  where: {where}", f"  do:    see `{runnable(where + ' --help')}`"]
 
 
 def test_without_a_command_the_help_is_printed() -> None:

@@ -23,7 +23,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("files",),
     ("recipe", "devices", "engine"),
     ("model",),
-    ("data",),
+    ("data", "shipped"),
     ("step",),
     ("prove", "generation"),
     ("evaluation",),

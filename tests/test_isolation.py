@@ -24,6 +24,7 @@ CANARIES = ("json", "jax", "jinja2", "types", "numpy", "typing", "trillora")
 OTHER_PROGRAMS = ("launch/gcloud.py", "launch/notebooks/program.py")  # start gcloud, colab and kaggle
 # Start Python before our packages are there -> how often.
 BEFORE_INSTALLING = {"launch/notebooks/session.py": 4, "launch/install.py": 2}
+PRINTED = "own_command.py"  # how a user starts it; nothing is started there
 CLIENT = "launch/notebooks/kaggle_client.py"
 STARTS_PROCESSES = re.compile(
     r"sys\.executable|\bmultiprocessing\b|ProcessPoolExecutor|os\.(system|popen|exec|spawn|posix_spawn|fork)|\bpty\b"
@@ -82,13 +83,14 @@ def test_only_one_module_starts_python() -> None:
                 continue
             assert ast.unparse(call.args[0]) == "child.command", f"{name}:{call.lineno}"
             assert "child.environment" in [ast.unparse(k.value) for k in call.keywords if k.arg == "env"], name
-    assert found == {"child_process.py", *BEFORE_INSTALLING, CLIENT}
+    assert found == {"child_process.py", *BEFORE_INSTALLING, CLIENT, PRINTED}
     for name, starts in BEFORE_INSTALLING.items():
         own = (SOURCE / name).read_text("utf-8")
         assert re.findall(r'\[(?:self\._python|sys\.executable), "(.*?)"', own) == ["-P"] * starts, (
             "nothing from the notebook's folder"
         )
     assert (SOURCE / CLIENT).read_text("utf-8").count("sys.executable") == 1, "only to find the program next to it"
+    assert PRINTED not in starters
     assert {"doctor.py", "preflight/client.py", "data/rendering/pool.py"} <= starters
 
 
@@ -114,6 +116,7 @@ VERBS = [
     ("eval", "--help"),
     ("report", "missing"),
     ("schema",),
+    ("recipes", "copy", "tutorial"),
     ("doctor",),
     ("launch", "colab", "missing.yaml"),
     *map(slow_case, (("quickstart", "--help"), ("generate", "--help"), ("chat", "--help"))),

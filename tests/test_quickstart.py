@@ -24,7 +24,7 @@ from trillora.devices.chips import has_accelerator
 from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.quickstart import run
 from trillora.recipe.load import load_recipe
-from trillora.report.next_steps import after_quickstart
+from trillora.report.run.next_steps import after_quickstart
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import quickstart as benchmark

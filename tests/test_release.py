@@ -29,7 +29,7 @@ from trillora.cli import app
 from trillora.launch.install import find_uv
 from trillora.launch.wheel import wheel_content
 from trillora.locks.sets import TORCH_INDEX
-from trillora.recipe.shipped import HOME, shipped_recipes
+from trillora.shipped import HOME, shipped_recipes
 from trillora.version import __version__
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))

@@ -13,7 +13,7 @@ from trillora.data.reading.files import expand
 from trillora.errors import TrilloraError
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
-from trillora.recipe.shipped import HOME, copy_recipe, shipped_files, shipped_recipes
+from trillora.shipped import HOME, copy_recipe, shipped_files, shipped_recipes
 
 ROOT = Path(__file__).parents[1]
 

@@ -2,9 +2,9 @@
 
     python tools/release.py         # dist/trillora-0.2.0.tar.gz and dist/trillora-0.2.0-py3-none-any.whl
 
-The wheel is built from the unpacked sdist, so the sdist is complete. Times in both are the last commit's: equal commits
-make equal wheels. It refuses changes that are not committed, and a version without a section in CHANGELOG.md.
-tests/test_release.py installs the wheel in a new environment.
+The wheel is built from the unpacked sdist, so the sdist is complete. Times in the wheel are the last commit's: equal
+commits make equal wheels, byte by byte. It refuses changes that are not committed, and a version without a section in
+CHANGELOG.md. tests/test_release.py installs the wheel in a new environment.
 """
 
 from __future__ import annotations

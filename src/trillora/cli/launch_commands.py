@@ -15,6 +15,7 @@ from trillora.cli.export_commands import KINDS
 from trillora.cli.options import JsonResult, Overrides, RecipeFile, Tiny, number_parser
 from trillora.cli.output import print_json, progress_on_stderr
 from trillora.errors import TrilloraError
+from trillora.own_command import runnable
 
 if TYPE_CHECKING:
     from trillora.events import Listener
@@ -141,9 +142,10 @@ def kaggle(
         if push or status or pull:
             _use_client(KaggleClient(files, listener), as_json, push=push, pull=pull)
             return
+    command = shlex.join(["trillora", "launch", "kaggle", str(recipe), "--out", str(folder), "--push"])
     kernels = [str(files.session(number)) for number in range(1, files.num_sessions + 1)]
     lines = [f"Data set: {files.dataset}", *(f"Kernel: {kernel}" for kernel in kernels)]
-    _say({"dataset": str(files.dataset), "kernels": kernels}, as_json, *lines, "Start it with this command and --push.")
+    _say({"dataset": str(files.dataset), "kernels": kernels}, as_json, *lines, f"Start it: {runnable(command)}")
 
 
 def _use_client(client: KaggleClient, as_json: bool, *, push: bool, pull: bool) -> None:

@@ -67,7 +67,7 @@ def show_evaluation(evaluation: Evaluation, as_json: bool) -> None:
 def show_stopped(as_json: bool) -> None:
     """The last line of a run that was interrupted."""
     if not as_json:
-        from trillora.report.next_steps import RESUME
+        from trillora.report.run.next_steps import RESUME
 
         print(RESUME)
 

@@ -45,7 +45,7 @@ def train(
         show_stopped(as_json)
         raise typer.Exit(EXIT_STOPPED)
     if not as_json:
-        from trillora.report.next_steps import after_training
+        from trillora.report.run.next_steps import after_training
 
         print(after_training(result.run, loaded), end="")
 

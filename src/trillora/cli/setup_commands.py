@@ -27,7 +27,7 @@ def quickstart(out: RunFolder = Path("runs/quickstart"), as_json: JsonEvents = F
         raise typer.Exit(EXIT_STOPPED)
     show_evaluation(evaluation, as_json)
     if not as_json:
-        from trillora.report.next_steps import after_quickstart
+        from trillora.report.run.next_steps import after_quickstart
 
         print(after_quickstart(result.run))
 

@@ -22,7 +22,7 @@ recipes = typer.Typer(
 def list_all(as_json: JsonResult = False) -> None:
     """Show all recipes, with one sentence about each."""
     from trillora.own_command import runnable
-    from trillora.recipe.shipped import shipped_recipes
+    from trillora.shipped import shipped_recipes
 
     known = shipped_recipes()
     if as_json:
@@ -45,7 +45,7 @@ def copy(
     """Copy a recipe with its sample data and schemas into a folder."""
     from trillora.files.user_path import user_path
     from trillora.own_command import runnable
-    from trillora.recipe.shipped import copy_recipe
+    from trillora.shipped import copy_recipe
 
     copied = copy_recipe(name, user_path(to, where="--to"))
     if as_json:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trillora.errors import TrilloraError
 from trillora.files.atomic import make_folder, write_file
-from trillora.recipe.shipped import HOME, shipped_files
+from trillora.shipped import HOME, shipped_files
 from trillora.version import __version__
 
 PACKAGE = Path(__file__).parents[1]

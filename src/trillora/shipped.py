@@ -24,7 +24,7 @@ from trillora.errors import TrilloraError, nearest
 from trillora.files.atomic import make_folder, write_file
 from trillora.recipe import yaml
 
-HOME = Path(__file__).parents[1] / "recipes"
+HOME = Path(__file__).parent / "recipes"
 NOTICE = "NOTICE"  # next to samples of others: their licences
 
 

@@ -1,7 +1,7 @@
 """Compares simulated step times with published TPU training rates: the table of docs/preflight.md.
 
     python tools/tpu_anchors.py --list
-    python tools/tpu_anchors.py --only llama-3.1-8b@v6e-8     compiles one case: half a minute; with --whole some minutes
+    python tools/tpu_anchors.py --only llama-3.1-8b@v6e-8     compiles one case: half a minute, with --whole minutes
     python tools/tpu_anchors.py                               compiles all cases
     python tools/tpu_anchors.py --fit                         fits the constants without each model in turn: 5 minutes
     python tools/tpu_anchors.py --table-only                  only simulates the recorded programs again
@@ -9,7 +9,7 @@
 All of them then write the table. The real TPU compiler compiles the published step for the published slice
 (full_training.py), as far as preflight does: until the memory layout and the instruction order are known. With --whole
 it compiles to the end, and the simulator uses the compiler's own cycle counts. Compiling needs libtpu and therefore
-x86-64 Linux. The scheduled programs are kept in benchmarks/tpu_anchors.json.xz, so the table can be made on any machine.
+x86-64 Linux. The scheduled programs are kept in benchmarks/tpu_anchors.json.xz: any machine can make the table.
 
 Three constants of the simulator were set with all rates in view: the share of the peak that products reach, for matrix
 units of 128 and of 256, and the share of its time in which the attention kernel does not wait. --fit shows what such
@@ -46,10 +46,8 @@ from trillora.preflight.hlo import simulate as simulator
 RECORDS = ROOT / "benchmarks" / "tpu_anchors.json.xz"
 PAGE, PART = "docs/preflight.md", "published rates"
 PACKAGES = ("jax", "libtpu", "transformers")
-HEADER = """\
-| model, slice | sequences x tokens | published | simulated | error | held-out error | roofline | HBM peak | what differs |
-|---|---|---|---|---|---|---|---|---|
-"""
+COLUMNS = ("model, slice", "sequences x tokens", "published", "simulated", "error", "held-out error", "roofline")
+COLUMNS += ("HBM peak", "what differs")
 SAMPLED = (0.75, 0.85, 1.0)  # values of each constant that programs are simulated with; between them times are smooth
 
 
@@ -270,9 +268,9 @@ def table(records: Mapping[str, Any]) -> str:
     shown = [f"{values[0]:.2f} to {values[-1]:.2f}" for values in ranges]
     versions = sorted({record["versions"]["libtpu"] for record in records["cases"].values()})
     return (
-        f"{HEADER}{''.join(lines)}\n"
+        f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n{''.join(lines)}\n"
         f"With the constants of today ({TODAY.small:.2f}, {TODAY.large:.2f}, {TODAY.attention:.2f}): {sizes(errors)}. "
-        f"With constants fitted without this model ({', '.join(shown)}): {sizes(held_out)}. libtpu {', '.join(versions)}.\n"
+        f"With constants fitted without the model ({', '.join(shown)}): {sizes(held_out)}. libtpu {', '.join(versions)}.\n"
     )
 
 

@@ -266,11 +266,11 @@ def table(records: Mapping[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |\n")
     ranges = [sorted(values) for values in zip(*records["fitted_without"].values(), strict=True)]
     shown = [f"{values[0]:.2f} to {values[-1]:.2f}" for values in ranges]
-    versions = sorted({record["versions"]["libtpu"] for record in records["cases"].values()})
+    versions = ", ".join(sorted({record["versions"]["libtpu"] for record in records["cases"].values()}))
     return (
         f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n{''.join(lines)}\n"
         f"With the constants of today ({TODAY.small:.2f}, {TODAY.large:.2f}, {TODAY.attention:.2f}): {sizes(errors)}. "
-        f"With constants fitted without the model ({', '.join(shown)}): {sizes(held_out)}. libtpu {', '.join(versions)}.\n"
+        f"With constants fitted without the model ({', '.join(shown)}): {sizes(held_out)}. libtpu {versions}.\n"
     )
 
 

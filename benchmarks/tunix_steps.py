@@ -1,6 +1,8 @@
 """Tunix' own LoRA steps, compiled for a TPU slice that is not attached and simulated like ours.
 
-    python -m pip install --no-deps --target TUNIX google-tunix==0.1.7 flax qwix …   (in a folder of its own)
+    python -m pip install --no-deps --target TUNIX google-tunix==0.1.7 flax==0.12.8 qwix==0.1.8 clu einops etils \\
+        google-metrax humanize jaxtyping msgpack orbax-checkpoint pandas perfetto sentencepiece simplejson \\
+        tensorboardX tensorstore treescope wadler-lindig wrapt
     PYTHONPATH=TUNIX JAX_PLATFORMS=cpu python benchmarks/tunix_steps.py Llama-3.2-1B
 
 The model, LoRA (by qwix), loss and training step are Tunix' code, with its default options: no rematerialization, no

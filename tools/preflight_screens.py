@@ -19,8 +19,9 @@ from trillora.preflight.result import PreflightResult
 from trillora.report.preflight_screen import show
 
 PAGE, ANSWERS = "docs/preflight.md", ROOT / "docs" / "preflight_screens.json"
-RECIPE = "recipes/sys-scan-mistral-7b.yaml"
-FIRST, SLICES = "v5e-8", ("v5e-1", "v5e-8", "v6e-1")
+RECIPE = "recipes/gemma-3-270m-chat.yaml"
+OPTIONS = {"train.micro_batch_size": 8, "engine.remat": "linear"}  # as auto on colab; so one step is compiled
+FIRST, SLICES = "colab", ("colab", "colab-v6e")
 WIDTH = 88  # columns of the page
 
 
@@ -28,13 +29,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true", help="ask nothing")
     if not parser.parse_args().show:
-        from recipes import make_findings
         from trillora.preflight.verdict import preflight
         from trillora.recipe.load import load_recipe
 
         os.environ["HF_HUB_OFFLINE"] = "1"  # shapes come with Trillora
-        make_findings()
-        results = preflight(load_recipe(ROOT / RECIPE), SLICES, use_cache=False)
+        results = preflight(load_recipe(ROOT / RECIPE, OPTIONS), SLICES, use_cache=False)
         ANSWERS.write_text(json.dumps([result.to_dict() for result in results], indent=1) + "\n", "utf-8")
     for name, text in screens().items():
         write_part(PAGE, name, text)
@@ -46,8 +45,9 @@ def screens() -> dict[str, str]:
     results = [PreflightResult.from_dict(tree) for tree in json.loads(ANSWERS.read_text("utf-8"))]
     asked = {"one slice": ([result for result in results if result.slice == FIRST], FIRST)}
     asked["several slices"] = results, ",".join(SLICES)
+    options = " ".join(f"{name}={value}" for name, value in OPTIONS.items())
     return {
-        name: f"```\n$ trillora preflight {RECIPE} --on {slices}\n{printed(shown)}```\n"
+        name: f"```\n$ trillora preflight {RECIPE} --on {slices} \\\n    {options}\n{printed(shown)}```\n"
         for name, (shown, slices) in asked.items()
     }
 

@@ -9,7 +9,8 @@
 Each case is a run of `trillora preflight` with everything on auto that is not in the table. Prints one JSON line for
 each case and a table at the end. A mixture of experts is compared with a dense model that has its active parameters.
 In `scaling` one size grows at a time, with fixed settings: the share of peak shows whether time grows as arithmetic
-does. Tunix' times were simulated in the same way from its compiled program (version 0.1.7, libtpu 0.0.42.1).
+does. Tunix' times were simulated in the same way from its compiled program (version 0.1.7, libtpu 0.0.42.1);
+benchmarks/tunix_steps.py repeats them, which was done for Llama-3.2-1B.
 """
 
 from __future__ import annotations

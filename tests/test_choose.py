@@ -1,6 +1,6 @@
 """`autotune.choose` with tables in place of the predictor and the compiler: what is compiled, chosen and said.
 
-test_search.py has the search alone, with recorded steps.
+test_search.py has the search alone.
 """
 
 from __future__ import annotations

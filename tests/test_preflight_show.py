@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -25,6 +27,10 @@ from trillora.preflight.result import (
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import MeshSection
 from trillora.report.preflight_screen import show
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import preflight_screens
+from generated import part_of
 
 STEP = StepForecast(
     seconds=0.9,
@@ -189,6 +195,11 @@ def test_one_result_shows_every_value() -> None:
         "libtpu 0.0.42.1",
     ):
         assert part in text
+
+
+def test_the_screens_in_the_guide_are_what_is_printed_today() -> None:
+    for name, text in preflight_screens.screens().items():
+        assert part_of(preflight_screens.PAGE, name) == text, "run tools/preflight_screens.py --show"
 
 
 def test_changes_can_be_pasted_after_the_recipe() -> None:

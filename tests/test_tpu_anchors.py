@@ -8,7 +8,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import transformers
+from dose import full_dose_only
 
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.devices.slices import find_slice
@@ -17,6 +19,8 @@ from trillora.model.bridge import CausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import full_training
+import tpu_anchors
+from generated import part_of
 from tpu_published_rates import MODELS, PUBLISHED
 
 ROUNDING = 1e-5  # relative, float32: chunks are summed in another order than whole logits
@@ -30,6 +34,26 @@ def test_every_published_rate_can_be_compiled_and_compared() -> None:
         assert find_slice(case.slice_name).num_devices > 1
         assert case.source and case.differs
         assert (case.tokens_per_second is None) != (case.tflops is None)
+
+
+def test_the_page_shows_the_errors_of_the_recorded_programs() -> None:
+    """Of today's simulator: with its own constants, and with those that were fitted without the model."""
+    records = tpu_anchors.read_records()
+    assert set(records["cases"]) == {case.name for case in PUBLISHED}
+    assert set(records["fitted_without"]) == {case.model for case in PUBLISHED}
+    assert part_of(tpu_anchors.PAGE, tpu_anchors.PART) == tpu_anchors.table(records), "run it with --table-only"
+
+
+@full_dose_only  # a hundred simulations; the test above always has the errors that follow from these constants
+def test_the_constants_of_a_model_are_fitted_to_the_others() -> None:
+    records = tpu_anchors.read_records()
+    found = {model: list(constants) for model, constants in tpu_anchors.fit_without_each_model(records)}
+    assert found == records["fitted_without"]
+
+
+def test_times_between_samples_follow_the_inverse_of_both_shares() -> None:
+    times = {(a, b): 3 / a + 5 / b for a in tpu_anchors.SAMPLED for b in tpu_anchors.SAMPLED}
+    assert tpu_anchors.between(times, 0.8, 0.93) == pytest.approx(3 / 0.8 + 5 / 0.93)
 
 
 def test_tflops_are_converted_with_parameters_and_attention() -> None:

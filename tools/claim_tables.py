@@ -150,20 +150,6 @@ def preflight_gpu(show: Show) -> str:
     return table(head.split("|"), map(row, show.names("preflight-gpu.rows")))
 
 
-def tpu_anchors(show: Show) -> str:
-    """Published rates and what the simulation gives for the same step."""
-    head = "model, slice|sequences x tokens|published|simulated|error|roofline|HBM peak|what differs"
-    columns = {"published": "1,000", "simulated": "1,000", "error": "+1.0%", "roofline": "1,000", "peak_gib": "1.0"}
-
-    def row(name: str) -> list[str]:
-        path = f"tpu-anchors.rows.{name}"
-        numbers = [show(sample, f"{path}.{column}") for column, sample in columns.items()]
-        sizes, differs = show.text(f"{path}.sequences"), show.text(f"{path}.differs")
-        return [name.replace("@", ", "), sizes, *numbers[:-1], f"{numbers[-1]} GiB", differs]
-
-    return table(head.split("|"), map(row, show.names("tpu-anchors.rows")))
-
-
 def seed_advice(show: Show) -> str:
     """One option changed at a time; the recipe's own values in bold."""
     own = ("train.batch_size=128", "train.sequence_length=512", "model.dtype=bfloat16")
@@ -213,7 +199,6 @@ TABLES: dict[str, Callable[[Show], str]] = {
     "speed pairs": speed_pairs,
     "tpu steps": tpu_steps,
     "preflight gpu": preflight_gpu,
-    "tpu anchors": tpu_anchors,
     "seed advice": seed_advice,
     "one chip": one_chip,
     "quantized": quantized,

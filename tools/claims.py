@@ -43,6 +43,7 @@ PARTS = re.compile(
 OTHERS = {
     (README, "recipes"): "recipe-",
     ("docs/preflight.md", "compile matrix"): "compile-matrix-",
+    ("docs/preflight.md", "published rates"): "tpu-anchors",
 }
 PAGES = {"docs/ARCHITECTURES.md": "architectures", "docs/ATLAS.md": "atlas-"}
 # Numbers in README that no one measured: names, versions, bounds and the conditions of a measurement.

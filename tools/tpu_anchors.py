@@ -1,54 +1,79 @@
 """Compares simulated step times with published TPU training rates: the table of docs/preflight.md.
 
     python tools/tpu_anchors.py --list
-    python tools/tpu_anchors.py --only llama-3.1-8b@v6e-8     one case: half a minute; with --whole some minutes
-    python tools/tpu_anchors.py                               all cases not compiled yet, then the table
-    python tools/tpu_anchors.py --table-only                  the table of compiled cases, simulated again
+    python tools/tpu_anchors.py --only llama-3.1-8b@v6e-8     compiles one case: half a minute, with --whole minutes
+    python tools/tpu_anchors.py                               compiles all cases
+    python tools/tpu_anchors.py --fit                         fits the constants without each model in turn: 5 minutes
+    python tools/tpu_anchors.py --table-only                  only simulates the recorded programs again
 
-The real TPU compiler compiles the published step for the published slice (full_training.py), as far as preflight does:
-until the memory layout and the instruction order are known. With --whole it compiles to the end, and the simulator uses
-the compiler's own cycle counts. Scheduled programs are kept in Trillora's cache folder, so a change of the simulator
-can be tested without compiling again. Needs libtpu and therefore x86-64 Linux.
+All of them then write the table. The real TPU compiler compiles the published step for the published slice
+(full_training.py), as far as preflight does: until the memory layout and the instruction order are known. With --whole
+it compiles to the end, and the simulator uses the compiler's own cycle counts. Compiling needs libtpu and therefore
+x86-64 Linux. The scheduled programs are kept in benchmarks/tpu_anchors.json.xz: any machine can make the table.
+
+Three constants of the simulator were set with all rates in view: the share of the peak that products reach, for matrix
+units of 128 and of 256, and the share of its time in which the attention kernel does not wait. --fit shows what such
+constants are worth for a model that was not in view: it fits them to the other models, and simulates this one.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import importlib.metadata
 import json
+import lzma
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from statistics import mean
+from typing import Any, NamedTuple, NoReturn
 
+from generated import ROOT, write_part
 from tpu_published_rates import PUBLISHED, Published
 
 from trillora.devices.chips import CHIPS
 from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT, find_slice
-from trillora.files.cache_dir import cache_root
+from trillora.preflight.hlo import simulate as simulator
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from record import add_record_option, by_name, record_if
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from record import add_record_option, record_if
 
-SOURCES = (
-    *("tools/tpu_anchors.py", "tools/full_training.py", "tools/tpu_published_rates.py", "src/trillora/preflight/hlo"),
-    *("src/trillora/engine", "src/trillora/model"),
-)
+SOURCES = ("benchmarks/tpu_anchors.json.xz", "src/trillora/preflight/hlo", "tools/tpu_published_rates.py")
+RECORDS = ROOT / "benchmarks" / "tpu_anchors.json.xz"
+PAGE, PART = "docs/preflight.md", "published rates"
 PACKAGES = ("jax", "libtpu", "transformers")
-HEADER = """| model, slice | rows x tokens | published | simulated | error | roofline | HBM peak | what differs |
-|---|---|---|---|---|---|---|---|"""
+COLUMNS = ("model, slice", "sequences x tokens", "published", "simulated", "error", "held-out error", "roofline")
+COLUMNS += ("HBM peak", "what differs")
+SAMPLED = (0.75, 0.85, 1.0)  # values of each constant that programs are simulated with; between them times are smooth
+
+
+class Constants(NamedTuple):
+    """Of the peak: products with small and with large matrix units. Of the clock: the attention kernel."""
+
+    small: float
+    large: float
+    attention: float
+
+
+TODAY = Constants(simulator.TPU.product, simulator.TPU_LARGE_UNIT.product, simulator.TPU.attention)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAME", help="compile this case, even if it was compiled before")
+    parser.add_argument("--only", metavar="NAME", help="compile this case")
     parser.add_argument("--list", action="store_true", help="print names, published rates and sources")
     parser.add_argument("--whole", action="store_true", help="compile to the end, machine code included")
     parser.add_argument("--table-only", action="store_true", help="compile nothing")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # for the child process
+    parser.add_argument("--fit", action="store_true", help="compile nothing, fit the constants without each model")
+    parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)  # for the child process
     add_record_option(parser)
     args = parser.parse_args()
     cases = [case for case in PUBLISHED if args.only in (None, case.name)]
@@ -57,33 +82,44 @@ def main() -> int:
     if args.list:
         print("\n".join(f"{case.name:22} {case.rate:>14}  {case.source}" for case in cases))
         return 0
-    if args.here:
-        compile_and_keep(cases[0], whole=args.whole)
+    if args.to:
+        compile_and_keep(cases[0], args.to, whole=args.whole)
+    records = read_records()
     num_failed = 0
-    for case in cases:
-        if not args.table_only and (args.only or not record_file(case).exists()):
-            num_failed += not compile_apart(case, whole=args.whole)
-    rows = print_table([case for case in cases if record_file(case).exists()])
-    sizes = [abs(row["error"]) for row in rows]
-    if sizes:
-        values = {"count": len(sizes), "mean_error": sum(sizes) / len(sizes), "largest_error": max(sizes)}
-        record_if(args.record, "tpu-anchors", {**values, "rows": by_name(rows, "case")}, SOURCES, on="TPU compiler")
+    for case in () if args.table_only or args.fit else cases:
+        compiled = compile_apart(case, whole=args.whole)
+        num_failed += compiled is None
+        if compiled is not None:
+            records["cases"][case.name] = compiled
+            write_records(records)
+    if args.fit:
+        records["fitted_without"] = {name: list(found) for name, found in fit_without_each_model(records)}
+        write_records(records)
+    write_part(PAGE, PART, table(records))
+    record_if(args.record, "tpu-anchors", values_of(records), SOURCES, on="TPU compiler (libtpu 0.0.42.1)")
     return 1 if num_failed else 0
 
 
-def compile_apart(case: Published, *, whole: bool) -> bool:
+# ---- compiling
+
+
+def compile_apart(case: Published, *, whole: bool) -> dict[str, Any] | None:
     """Compile in a child process whose environment is set for compiling only. Prints the error if it fails."""
     print(f"compiling {case.name}", file=sys.stderr, flush=True)
     environment = {**os.environ, **COMPILE_ONLY_ENVIRONMENT, "XLA_FLAGS": ""}
-    command = [sys.executable, __file__, "--only", case.name, "--here", *(["--whole"] if whole else [])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        print(f"{case.name} was not compiled:\n{done.stderr.strip()[-2000:]}", file=sys.stderr, flush=True)
-    return done.returncode == 0
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "compiled.json"
+        command = [sys.executable, __file__, "--only", case.name, "--to", str(file), *(["--whole"] if whole else [])]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            compiled: dict[str, Any] = json.loads(file.read_text())
+            return compiled
+    print(f"{case.name} was not compiled:\n{done.stderr.strip()[-2000:]}", file=sys.stderr, flush=True)
+    return None
 
 
-def compile_and_keep(case: Published, *, whole: bool) -> NoReturn:
-    """Write the scheduled program and the compiler's figures to files. Then end the process, and with it a compilation
+def compile_and_keep(case: Published, file: Path, *, whole: bool) -> NoReturn:
+    """Write the scheduled program and the compiler's figures to a file. Then end the process, and with it a compilation
     that is no longer needed."""
     from full_training import lower_step  # imports jax and torch, which a list or a table does not need
 
@@ -100,68 +136,169 @@ def compile_and_keep(case: Published, *, whole: bool) -> NoReturn:
     record = {
         "hbm_peak_bytes": result.needed,
         "num_weights": num_weights,
-        "compile_seconds": round(result.seconds, 1),
         "whole": result.is_whole,
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+        "program": without_sources(result.program),
     }
-    program_file(case).parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(program_file(case), "wt", compresslevel=3) as file:
-        file.write(result.program)
-    record_file(case).write_text(json.dumps(record, indent=1) + "\n")
+    file.write_text(json.dumps(record))
     os._exit(0)
 
 
-def print_table(cases: list[Published]) -> list[dict[str, Any]]:
-    """Print a Markdown table and return its rows.
+def without_sources(program: str) -> str:
+    """Without the names of the files that it was traced from, and the parts that refer to them."""
+    kept = [part for part in program.split("\n\n") if not re.match(r"\n*(File|Function|Stack)\w+\n", part)]
+    return re.sub(r" stack_frame_id=\d+", "", "\n\n".join(kept))
 
-    Rates are tokens per second and device; a positive error is too optimistic.
-    """
-    from trillora.preflight.hlo.simulate import simulate
 
-    print(HEADER)
-    rows: list[dict[str, Any]] = []
-    for case in cases:
-        record = json.loads(record_file(case).read_text())
-        place = find_slice(case.slice_name)
-        with gzip.open(program_file(case), "rt") as file:
-            step = simulate(file.read(), CHIPS[place.chip], place.num_devices, case.kind_shares)
+def read_records() -> dict[str, Any]:
+    """{"cases": {name: what compile_and_keep wrote}, "fitted_without": {model: constants}}"""
+    if not RECORDS.exists():
+        return {"cases": {}, "fitted_without": {}}
+    records: dict[str, Any] = json.loads(lzma.decompress(RECORDS.read_bytes()))
+    return records
+
+
+def write_records(records: Mapping[str, Any]) -> None:
+    RECORDS.write_bytes(lzma.compress(json.dumps(records).encode(), preset=9))
+
+
+# ---- simulating
+
+
+@contextmanager
+def using(constants: Constants) -> Iterator[None]:
+    before = simulator.TPU, simulator.TPU_LARGE_UNIT
+    for name, share, efficiency in zip(("TPU", "TPU_LARGE_UNIT"), constants[:2], before, strict=True):
+        setattr(simulator, name, replace(efficiency, product=share, attention=constants.attention))
+    try:
+        yield
+    finally:
+        simulator.TPU, simulator.TPU_LARGE_UNIT = before
+
+
+def simulated(case: Published, records: Mapping[str, Any], constants: Constants = TODAY) -> simulator.SimulatedStep:
+    place = find_slice(case.slice_name)
+    program = records["cases"][case.name]["program"]
+    with using(constants):
+        return simulator.simulate(program, CHIPS[place.chip], place.num_devices, case.kind_shares)
+
+
+def published_rate(case: Published, records: Mapping[str, Any]) -> float:
+    return case.as_tokens_per_second(records["cases"][case.name]["num_weights"])
+
+
+def error(case: Published, records: Mapping[str, Any], seconds: float) -> float:
+    """Of the rate, relative; positive is too optimistic."""
+    return case.rows * case.tokens / seconds / published_rate(case, records) - 1
+
+
+# ---- fitting
+
+
+def fit_without_each_model(records: Mapping[str, Any]) -> Iterator[tuple[str, Constants]]:
+    """For each model the constants that fit the others best."""
+    times = {case.name: sampled_times(case, records) for case in PUBLISHED}
+    for model in dict.fromkeys(case.model for case in PUBLISHED):
+        rest = [case for case in PUBLISHED if case.model != model]
+        yield model, best_constants(rest, records, times)
+
+
+def sampled_times(case: Published, records: Mapping[str, Any]) -> dict[tuple[float, float], float]:
+    """Seconds by the share of products on this chip, and by the share of the attention kernel."""
+    return {
+        (share, attention): simulated(case, records, Constants(share, share, attention)).seconds
+        for share, attention in product(SAMPLED, SAMPLED)
+    }
+
+
+def best_constants(
+    cases: Iterable[Published], records: Mapping[str, Any], times: Mapping[str, Mapping[tuple[float, float], float]]
+) -> Constants:
+    """The least mean square error, on a grid of 0.01, with times between the sampled ones."""
+    shares = [number / 100 for number in range(70, 101)]
+    small, large = ([case for case in cases if is_large(case) == kind] for kind in (False, True))
+
+    def squares(of: list[Published], share: float, attention: float) -> float:
+        return sum(error(case, records, between(times[case.name], share, attention)) ** 2 for case in of)
+
+    def best(attention: float) -> tuple[float, Constants]:
+        found = [min((squares(of, share, attention), share) for share in shares) for of in (small, large)]
+        return found[0][0] + found[1][0], Constants(found[0][1], found[1][1], attention)
+
+    return min(map(best, shares))[1]
+
+
+def is_large(case: Published) -> bool:
+    return CHIPS[find_slice(case.slice_name).chip].matrix_unit > 128
+
+
+def between(times: Mapping[tuple[float, float], float], share: float, attention: float) -> float:
+    """Times are nearly linear in the inverse of both shares: the plane through the nearest samples."""
+
+    def weights(value: float) -> dict[float, float]:
+        low, high = SAMPLED[:2] if value < SAMPLED[1] else SAMPLED[1:]
+        part = (1 / value - 1 / low) / (1 / high - 1 / low)
+        return {low: 1 - part, high: part}
+
+    return sum(
+        times[a, b] * left * right
+        for (a, left), (b, right) in product(weights(share).items(), weights(attention).items())
+    )
+
+
+# ---- the table
+
+
+def table(records: Mapping[str, Any]) -> str:
+    """Markdown. Rates are tokens per second and device."""
+    lines = []
+    errors, held_out = errors_of(records)
+    for case, is_off, is_off_held_out in zip(PUBLISHED, errors, held_out, strict=True):
+        step = simulated(case, records)
         num_tokens = case.rows * case.tokens
-        published = case.as_tokens_per_second(record["num_weights"])
-        row = {
-            "case": case.name,
-            "sequences": f"{case.rows} x {case.tokens}",
-            "published": published,
-            "simulated": num_tokens / step.seconds,
-            "error": num_tokens / step.seconds / published - 1,
-            "roofline": num_tokens / step.roofline_seconds,
-            "peak_gib": record["hbm_peak_bytes"] / 2**30,
-            "differs": case.differs,
-        }
-        rows.append(row)
         cells = (
             f"{case.model}, {case.slice_name}",
-            row["sequences"],
-            *(f"{row[name]:,.0f}" for name in ("published", "simulated")),
-            f"{row['error']:+.1%}",
-            f"{row['roofline']:,.0f}",
-            f"{row['peak_gib']:.1f} GiB",
+            f"{case.rows} x {case.tokens}",
+            f"{published_rate(case, records):,.0f}",
+            f"{num_tokens / step.seconds:,.0f}",
+            f"{100 * is_off:+.1f} %",
+            f"{100 * is_off_held_out:+.1f} %",
+            f"{num_tokens / step.roofline_seconds:,.0f}",
+            f"{records['cases'][case.name]['hbm_peak_bytes'] / 2**30:.1f} GiB",
             case.differs,
         )
-        print(f"| {' | '.join(cells)} |")
-        for warning in step.warnings:
-            print(f"{case.name}: {warning}", file=sys.stderr)
-    if rows:
-        sizes = sorted(abs(row["error"]) for row in rows)
-        print(f"\nErrors of {len(sizes)} cases: mean size {sum(sizes) / len(sizes):.1%}, largest {sizes[-1]:.1%}.")
-    return rows
+        lines.append(f"| {' | '.join(cells)} |\n")
+    ranges = [sorted(values) for values in zip(*records["fitted_without"].values(), strict=True)]
+    shown = [f"{values[0]:.2f} to {values[-1]:.2f}" for values in ranges]
+    versions = ", ".join(sorted({record["versions"]["libtpu"] for record in records["cases"].values()}))
+    return (
+        f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n{''.join(lines)}\n"
+        f"With the constants of today ({TODAY.small:.2f}, {TODAY.large:.2f}, {TODAY.attention:.2f}): {sizes(errors)}. "
+        f"With constants fitted without the model ({', '.join(shown)}): {sizes(held_out)}. libtpu {versions}.\n"
+    )
 
 
-def program_file(case: Published) -> Path:
-    return cache_root() / "tpu_anchors" / f"{case.name}.hlo.gz"
+def errors_of(records: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """With the constants of today, and with those that were fitted without the case's model."""
+    errors, held_out = [], []
+    for case in PUBLISHED:
+        constants = Constants(*records["fitted_without"][case.model])
+        errors.append(error(case, records, simulated(case, records).seconds))
+        held_out.append(error(case, records, simulated(case, records, constants).seconds))
+    return errors, held_out
 
 
-def record_file(case: Published) -> Path:
-    return cache_root() / "tpu_anchors" / f"{case.name}.json"
+def values_of(records: Mapping[str, Any]) -> dict[str, float]:
+    """What README and docs say of them."""
+    found = [[math.fabs(each) for each in errors] for errors in errors_of(records)]
+    names = ("error", "held_out_error")
+    means = {f"mean_{name}": mean(each) for name, each in zip(names, found, strict=True)}
+    return {"count": len(PUBLISHED), **means, **{f"largest_{n}": max(e) for n, e in zip(names, found, strict=True)}}
+
+
+def sizes(errors: Iterable[float]) -> str:
+    found = [100 * math.fabs(each) for each in errors]
+    return f"mean {mean(found):.1f} %, largest {max(found):.1f} %"
 
 
 if __name__ == "__main__":

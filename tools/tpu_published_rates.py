@@ -11,7 +11,7 @@ from typing import Any, Literal
 RECIPES = "AI-Hypercomputer/tpu-recipes, training/trillium/"
 MAXTEXT = "AI-Hypercomputer/maxtext, MaxText/configs/"
 # The q, k, v and o projections hold a fifth of a layer's weights, and a full step uses them four times.
-NO_OFFLOAD = "theirs keeps q, k, v, o in host RAM; recomputed here: 5 % more arithmetic"
+NO_OFFLOAD = "theirs keeps q, k, v, o in host RAM; ours recomputes them: 5 % more arithmetic"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ PUBLISHED = (
         tokens=8192,
         tokens_per_second=7207.3,
         source=RECIPES + "Llama3.1-8B-MaxText/v6e-256 (MaxText tpu-recipes-v0.1.4, jax 0.6.1)",
-        differs=NO_OFFLOAD + "; theirs has collective matmul on",
+        differs=NO_OFFLOAD + "; theirs uses collective matmul",
     ),
     Published(
         "mistral-7b",
@@ -102,7 +102,7 @@ PUBLISHED = (
         tokens=8192,
         tokens_per_second=7776.8,
         source=RECIPES + "Mistral-7B-MaxText (MaxText tpu-recipes-v0.1.2, jax 0.5.2)",
-        differs="theirs has 6 rows, which need the host's RAM; " + NO_OFFLOAD,
+        differs="theirs has 6 sequences, which need host RAM; " + NO_OFFLOAD,
     ),
     Published(
         "gemma-3-12b",
@@ -150,7 +150,7 @@ PUBLISHED = (
         tflops=328.0,
         remat="dots",
         source=MAXTEXT + "v5p/32b.sh and README.md (71.47 % of peak)",
-        differs="theirs has 7 rows on fsdp 16 x tensor 4; here fsdp 64, where 7 do not fit",
+        differs="theirs has 7 sequences on fsdp 16 x tensor 4; ours is fsdp 64, where 7 do not fit",
     ),
     Published(
         "maxtext-22b",
@@ -161,7 +161,7 @@ PUBLISHED = (
         attention_counted=1.0,
         attention="xla",
         source=MAXTEXT + "v4/22b.sh and README.md (56.7 % of peak)",
-        differs="theirs has 13 rows; of 2023: taken to be without an attention kernel, and all pairs of tokens counted",
+        differs="theirs has 13 sequences; of 2023: taken to be without an attention kernel, all pairs counted",
     ),
 )
 

@@ -31,8 +31,8 @@ HOPELESS = 1.4  # times the limit: a guess is never that far from the truth
 # Times the limit: by so much a guess of the memory may be wrong. As long as nothing fits, all of those are tried; once
 # something does, only those that are nearly small enough.
 UNSURE, NEARLY = 1.15, 1.06
-# Of the guessed time, between families and inside one, relative. In tests/golden/step-candidates.json the ratios of
-# compiled to guessed times of a shape differ by at most 0.14; with half the rows a step was 12 % faster than guessed.
+# Of the guessed time, between families and inside one, relative. In 19 candidates of six shapes the ratios of compiled
+# to guessed times of a shape differed by at most 0.14; with half the rows a step was 12 % faster than guessed.
 ERROR, ERROR_IN_FAMILY = 0.15, 0.12
 SMALL_CHUNK, SMALL_CHUNK_TIME = 0.25, 1.02  # of the loss chunk, and its cost: times the step's time
 FASTER = 1.02  # times: a smaller difference is not worth more guesses

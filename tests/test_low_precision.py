@@ -320,7 +320,7 @@ def test_products_that_are_not_faster_are_refused(kind: str, platform: str, allo
         if format in allowed:
             check_products(device, format)
             continue
-        with pytest.raises(TrilloraError, match=f"Products in {format} are not faster") as error:
+        with pytest.raises(TrilloraError, match=f"Matmuls in {format} are not faster") as error:
             check_products(device, format)
         assert error.value.where == "engine.matmul"
         assert error.value.do == " or ".join(["use engine.matmul=full", *(f"engine.matmul={f}" for f in allowed)])

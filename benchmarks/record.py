@@ -108,7 +108,7 @@ def command(root: Path) -> str:
     """The command line of this process, without --record."""
     script, words = Path(sys.argv[0]).resolve(), []
     skip = False
-    for word, following in zip(sys.argv[1:], [*sys.argv[2:], ""], strict=True):
+    for word, following in zip(sys.argv[1:], [*sys.argv[2:], ""], strict=False):
         if skip or word.startswith("--record"):
             skip = word == "--record" and not following.startswith("-") and "=" not in following and following != ""
             continue

@@ -383,10 +383,10 @@ def test_lora_and_dora_decay_and_other_vectors_do_not_stacked_or_separate() -> N
         "layers.0:3:1.lora_magnitude": leaf((3, 10), stacked=True),
         "head.lora_a": leaf((4, 10), stacked=False),
         "head.lora_magnitude": leaf((10,), stacked=False),
-        "norm.weight": leaf((10,), stacked=False),
+        "norm.saved_weight": leaf((10,), stacked=False),
     }
     decayed = decayed_leaves(layout)
-    assert {key for key, yes in decayed.items() if yes} == layout.keys() - {"norm.weight"}
+    assert {key for key, yes in decayed.items() if yes} == layout.keys() - {"norm.saved_weight"}
     params = {key: jnp.ones(leaf.shape) for key, leaf in layout.items()}
     nothing = jax.tree.map(jnp.zeros_like, params)
     for name in OPTIMIZERS:

@@ -20,10 +20,10 @@ def slow_case(*values: Any) -> Any:
 
 
 def dose(small: int, full: int) -> int:
-    """The number of repetitions."""
+    """The number of repetitions: a fraction of the full number, and never less than the small one."""
     if not FULL:
         return small
-    return max(1, round(full * float(os.environ.get("TRILLORA_DOSE_SCALE", "1"))))
+    return max(small, round(full * float(os.environ.get("TRILLORA_DOSE_SCALE", "1"))))
 
 
 def log_progress(text: str) -> None:

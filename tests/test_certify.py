@@ -245,6 +245,19 @@ def test_llama_cpp_has_a_limit_of_memory_and_answers_no_one_else(world: World) -
         assert len(reading.result()[0].logprobs) == 100
 
 
+@pytest.mark.parametrize("again", [certify, verify])
+@pytest.mark.parametrize("place", ["nowhere", "sub"])
+def test_an_ollama_folder_without_its_file_fails(again: Any, place: str, world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "exports" / "ollama"
+    shutil.copytree(world.run, tmp_path / "run")
+    assert certify(folder).passed
+    (file,) = folder.glob("*.gguf")
+    (folder / "sub").mkdir()
+    file.rename(folder / "sub" / file.name) if place == "sub" else file.unlink()
+    failed = {f"{check.part}: {check.name}" for check in again(folder).failed}
+    assert "files: complete" in failed
+
+
 # ---- verify and the commands
 
 

@@ -101,6 +101,8 @@ WEIGHTS_OF: dict[str, tuple[str, ...]] = {
     "export stopped": ("model",),
     "merge": ("adapter", "other", "model"),
     "certify": ("adapter", "model", LAST, "exports"),
+    # An export is compared with the checkpoint: the adapter next to it is not used.
+    **{f"certify {kind}": ("model", LAST, "exports") for kind in ("merged", "gguf", "ollama")},
     "verify": ("adapter", "model", "exports"),
 }
 MAY_NAME_A_MODEL = ("recipe.yaml", "recipe.json", "resolved.yaml")  # files: the model is then looked up on the hub

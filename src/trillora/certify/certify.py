@@ -365,7 +365,10 @@ def _warnings(name: str, reading: Reading) -> Iterator[Check]:
 
 
 def gguf_of(subject: Subject) -> Path:
-    return sorted(subject.folder.glob("*.gguf"))[0]
+    found = sorted(subject.folder.glob("*.gguf"))
+    if not found:
+        raise TrilloraError("The GGUF file is missing.", where=str(subject.folder), do="export it again")
+    return found[0]
 
 
 def stored_type(subject: Subject) -> str:

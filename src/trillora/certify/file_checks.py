@@ -113,6 +113,10 @@ def _complete(subject: Subject, files: dict[str, FileFacts]) -> Check:
         return Check(
             "files", "complete", "failed", what, len(several) + 1, 1, f"remove {several[0].name}, or the other one"
         )
+    if subject.kind in ("gguf", "lora-gguf", "ollama") and not any(
+        name.endswith(".gguf") and "/" not in name for name in files
+    ):
+        missing.append("the GGUF file")
     if subject.kind == "merged" and not {SINGLE_FILE, INDEX} & files.keys():
         missing.append(SINGLE_FILE)
     if missing:

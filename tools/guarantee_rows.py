@@ -44,17 +44,18 @@ def say(text: str) -> None:
 def run_part(guarantees: list[Guarantee], workers: int, scale: float) -> list[Row]:
     """Runs all tests of a part in one pytest, so that they share fixtures."""
     tests = [test for guarantee in guarantees for test in guarantee.tests]
-    nodes = [node for node in collect(sorted({test.partition("::")[0] for test in tests})) if _matches(node, tests)]
+    files = sorted({test.partition("::")[0] for test in tests})
+    nodes = [node for node in collect(files, scale) if _matches(node, tests)]
     alone = any(guarantee.alone for guarantee in guarantees)
     with tempfile.TemporaryDirectory() as folder:
         results = run_tests(nodes, 0 if alone else workers, scale, Path(folder))
     return [row_of(guarantee, results) for guarantee in guarantees]
 
 
-def collect(files: list[str]) -> list[str]:
+def collect(files: list[str], scale: float) -> list[str]:
     """The node ids of all tests in the files."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *(f"tests/{file}" for file in files)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(1.0), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment(scale), capture_output=True, text=True)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 

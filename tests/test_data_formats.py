@@ -10,16 +10,19 @@ import random
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from trillora.data.rendering.formats import FORMATS, SHAREGPT_ROLES, check_chat, convert, detect
+from trillora.data.rendering.formats import SHAREGPT_ROLES, check_chat, convert, detect
 from trillora.data.rendering.sandbox import RowTemplate
 from trillora.data.rendering.schema import SchemaCheck
 from trillora.data.rows import BadRow, Chat, Pair, Text
 from trillora.errors import TrilloraError
 from trillora.recipe import yaml
+from trillora.recipe.data_section import DataSection
+
+FORMATS = tuple(each for each in get_args(DataSection.model_fields["format"].annotation) if each != "auto")
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -105,7 +108,7 @@ def test_a_row_is_detected_and_converted(row: dict[str, Any], format: str, examp
 
 
 def test_every_format_except_template_has_a_row() -> None:
-    assert {format for _, format, _ in ROWS} == set(FORMATS) - {"template"}
+    assert {format for _, format, _ in ROWS} == set(FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +129,14 @@ def test_a_row_of_no_format_is_reported_with_its_keys_and_the_formats() -> None:
     with pytest.raises(BadRow) as caught:
         detect({"titel": "x", "body\n": "y", "prompt": "without an answer"})
     assert "'titel' 'body\\n' 'prompt'" in caught.value.what
-    assert all(format in caught.value.do for format in FORMATS)
+    assert all(format in caught.value.do for format in (*FORMATS, "template"))
     many = {f"key{n}": n for n in range(5000)}
     with pytest.raises(BadRow) as caught:
         detect({**many, "k" * 10**6: 1})
     assert "4989 more" in caught.value.what and len(caught.value.what) < 400
 
 
-@pytest.mark.parametrize("format", [format for format in FORMATS if format != "template"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_row_without_the_keys_of_the_named_format_is_refused(format: str) -> None:
     with pytest.raises(BadRow, match=r"has no .* Its keys: 'other'"):
         convert({"other": 1}, format)
@@ -345,7 +348,7 @@ def test_ten_thousand_mutated_rows_are_converted_or_refused() -> None:
     for _ in range(10_000):
         while not isinstance(row := mutate(rng.choice(seeds)), dict):
             pass
-        for format in (None, rng.choice(FORMATS[:-1])):
+        for format in (None, rng.choice(FORMATS)):
             try:
                 example = convert(row, format or detect(row))
             except BadRow as bad:

@@ -32,7 +32,6 @@ from test_adapters import (
 from tiny_run import assert_same, checkpoints_of
 from transformers import AutoModelForCausalLM
 
-from trillora.data.stage import read_data
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.optim import make_optimizer
 from trillora.errors import TrilloraError
@@ -40,7 +39,7 @@ from trillora.events import Alarm
 from trillora.model.adapters import CONFIG_FILE, check_changes_something, fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM, build_module
 from trillora.model.layout import stack, unstack
-from trillora.model.loading.source import load_config, load_tokenizer
+from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import linear_layers, row_norms
 from trillora.model.lora_spec import LoraSpec, adapted_layers
@@ -305,7 +304,7 @@ def test_the_first_steps_equal_those_of_peft(variant: str, folder: Path, tmp_pat
     model = theirs_before(folder, variant, settings)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     recipe = load_recipe(settings)
-    batches = read_data(recipe, load_tokenizer(folder / "model"))
+    batches = tiny_run.batches_of(recipe, folder / "model")
     optimizer = their_optimizer(model, variant, settings)
     theirs = train_model(
         model, optimizer, [batches.batch(step) for step in range(num_steps)], recipe.train.max_grad_norm
@@ -571,7 +570,7 @@ def test_a_run_is_an_adapter_to_start_from(folder: Path, whole: Path, tmp_path: 
     settings = recipe_of(folder, {"from": str(whole)}, steps=1)
     (loss,) = train(load_recipe(settings), tmp_path / "run").losses
     model = torch_model_of(folder, whole / "adapter")
-    batch = read_data(load_recipe(settings), load_tokenizer(folder / "model")).batch(0)
+    batch = tiny_run.batches_of(load_recipe(settings), folder / "model").batch(0)
     from peft_reference import mean_loss
 
     with torch.no_grad():

@@ -78,7 +78,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "chat": ((ADAPTER, "run", "model"), ("chat", "run")),  # its input is empty
 }
-READ_NOTHING_OF_OTHERS = {"schema", "doctor", "quickstart"}  # commands
+READ_NOTHING_OF_OTHERS = {"schema", "doctor", "quickstart", "recipes"}  # commands
 NUM_MUTATIONS = dose(8, 50 * len(COMMANDS))
 PER_TEST = 8  # mutations; the small dose is one test, because each process prepares a folder of its own
 # Made when a command first needs it: export or certificate -> command

@@ -374,14 +374,14 @@ def test_the_setting_follows_the_data_the_card_and_jax(monkeypatch: pytest.Monke
 
 
 def test_settings_without_room_for_documents_are_read_and_stages_have_their_own() -> None:
-    values = {
-        "backend": "gpu", "num_devices": 1, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "dtype": "bfloat16",
-        "layers": "unroll", "attention": "cudnn", "loss_chunk": 1024, "remat": "none", "micro_batch_size": 8,
-    }  # fmt: skip
-    SettingsFacts.model_validate(values)
-    old = StepSettings.from_dict(values)
-    assert old.document_room is None
-    new = StepSettings.from_dict({**old.to_dict(), "document_room": [512, 32]})
+    mesh = {"data": 1, "fsdp": 1, "tensor": 1}
+    without = StepSettings(
+        backend="gpu", num_devices=1, mesh=MeshSection(**mesh), dtype="bfloat16", layers="unroll", attention="cudnn",
+        loss_chunk=1024, remat="none", micro_batch_size=8,
+    )  # fmt: skip
+    SettingsFacts.model_validate(without.to_dict())
+    assert StepSettings.from_dict(without.to_dict()) == without and without.document_room is None
+    new = StepSettings.from_dict({**without.to_dict(), "document_room": [512, 32]})
     SettingsFacts.model_validate(new.to_dict())
     assert StepSettings.from_dict(json.loads(json.dumps(new.to_dict()))) == new
     assert new.document_room == DocumentRoom(512, 32) and "document_room" not in new.shared()

@@ -20,10 +20,7 @@ from peft_reference import peft_losses
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from trillora.data.open import open_dataset
-from trillora.data.stage import training_batches
 from trillora.devices.mesh import replicated
-from trillora.events import ignore_events
 from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.model.loading.weights import load_weights
@@ -84,7 +81,6 @@ def test_first_steps_equal_pytorch_and_peft(trained: Path, tmp_path: Path) -> No
     )
     ours = train(recipe, tmp_path / "run").losses
     layout = CausalLM(load_config(trained), lora=lora_spec(recipe.lora)).adapter_layout
-    batches = training_batches(open_dataset(recipe, load_tokenizer(trained), ignore_events), recipe)
-    theirs = peft_losses(recipe, trained, batches, layout, num_steps)
+    theirs = peft_losses(recipe, trained, tiny_run.batches_of(recipe, trained), layout, num_steps)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert ours[-1] < ours[0]

@@ -91,10 +91,7 @@ def test_adapter_loads_in_peft_with_our_loss(folder: Path, tmp_path: Path) -> No
 
 
 def _batches(settings: dict[str, Any]) -> Any:
-    from trillora.data.stage import read_data
-    from trillora.model.loading.source import load_tokenizer
-
-    return read_data(load_recipe(settings), load_tokenizer(Path(settings["model"]["name"])))
+    return tiny_run.batches_of(load_recipe(settings), Path(settings["model"]["name"]))
 
 
 def test_one_program_serves_the_whole_run(shallow: Path, tmp_path: Path) -> None:

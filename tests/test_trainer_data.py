@@ -14,13 +14,12 @@ import tiny_run
 from chat_tokenizers import chat_tokenizer
 
 from trillora.data.batches import Batches
-from trillora.data.stage import read_data
 from trillora.devices.mesh import MeshShape, local_rows, make_mesh, put_batch, replicated
 from trillora.engine.loss import token_losses
 from trillora.errors import TrilloraError
 from trillora.events import Note
 from trillora.model.bridge import CausalLM
-from trillora.model.loading.source import load_config, load_tokenizer
+from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.training.loop import NUM_AHEAD, placed_batches
@@ -36,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def batches_of(folder: Path, sequence_length: int = 64, **data: Any) -> Batches:
     recipe = load_recipe(tiny_run.recipe(folder, data=data, train={"sequence_length": sequence_length}))
-    return read_data(recipe, load_tokenizer(folder / "model"))
+    return tiny_run.batches_of(recipe, folder / "model")
 
 
 def losses_by_document(batches: Batches, folder: Path) -> dict[tuple[int, ...], list[float]]:

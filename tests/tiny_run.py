@@ -12,8 +12,13 @@ import transformers
 from chat_tokenizers import chat_tokenizer
 from transformers import LlamaConfig
 
+from trillora.data.batches import Batches
+from trillora.data.open import open_dataset
+from trillora.data.stage import training_batches
+from trillora.events import ignore_events
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import open_storage
+from trillora.model.loading.source import load_tokenizer
 from trillora.model.loading.wrapper import auto_class
 from trillora.recipe.resolve import StepSettings, given_settings
 from trillora.recipe.schema import MeshSection, Recipe
@@ -104,6 +109,11 @@ def step_settings(stage: Recipe) -> StepSettings:
     """The settings of a recipe that fixes everything `assemble` reads."""
     given = {"backend": "cpu", "num_devices": 1, "mesh": MeshSection(), **given_settings(stage)}
     return StepSettings(**given)
+
+
+def batches_of(stage: Recipe, model: Path) -> Batches:
+    """What a recipe trains on, with the tokenizer of a model."""
+    return training_batches(open_dataset(stage, load_tokenizer(model), ignore_events), stage)
 
 
 def losses(run: Path) -> list[float]:

@@ -307,10 +307,11 @@ GUARANTEES = (
 )
 
 
+EVERY_CHANGE, RELEASE = "every change", "release"  # parts of the evidence
 EVIDENCE = (
     Guarantee(
         "quickstart and recipes",
-        "evidence",
+        EVERY_CHANGE,
         "whole runs of the real embedded model: `trillora quickstart` with its scores, and `--tiny` of the four "
         "recipes, with fewer steps, on held-out rows",
         ("test_scores.py::",),
@@ -318,21 +319,21 @@ EVIDENCE = (
     ),
     Guarantee(
         "real model",
-        "evidence",
+        EVERY_CHANGE,
         "all 30 layers of SmolLM2: logits of transformers, ten steps of PyTorch with PEFT",
         ("test_smollm2.py::",),
         least=2,
     ),
     Guarantee(
         "golden losses",
-        "evidence",
+        EVERY_CHANGE,
         "recorded losses of this backend, and a resumed run bit for bit, with XLA's optimizations",
         ("test_golden.py::test_losses_on_the_cpu", "test_golden.py::test_a_resumed_run"),
         least=2,
     ),
     Guarantee(
         "eight devices",
-        "evidence",
+        EVERY_CHANGE,
         "losses and adapters of every mesh equal one device, also with experts and micro-batches",
         (
             "test_mesh.py::test_many_devices",
@@ -344,35 +345,35 @@ EVIDENCE = (
     ),
     Guarantee(
         "dropout",
-        "evidence",
+        EVERY_CHANGE,
         "every split of a batch into micro-batches and devices gives the same numbers",
         ("test_dropout.py::",),
         least=8,
     ),
     Guarantee(
         "resume",
-        "evidence",
+        EVERY_CHANGE,
         "from every checkpoint of a run with two stages, dropout and packing; after kills at random times",
         ("test_resume.py::test_resumed_from", "test_interruptions.py::test_killed_at_random"),
         least=10,
     ),
     Guarantee(
         "architectures",
-        "evidence",
+        EVERY_CHANGE,
         "23 architectures, which cover every mechanism, each with all seven questions",
         ("test_architectures.py::test_engine_equals_pytorch",),
         least=20,
     ),
     Guarantee(
         "multimodal wrappers",
-        "evidence",
+        RELEASE,
         "every family: logits and gradients of PyTorch, packing, bfloat16",
         ("test_wrappers.py::test_a_wrapper_on_text",),
         least=20,
     ),
     Guarantee(
         "experts",
-        "evidence",
+        EVERY_CHANGE,
         "every family: gradients of PEFT, merged files, meshes; runs that learn and resume",
         (
             "test_experts.py::test_logits_and_gradients",
@@ -385,14 +386,14 @@ EVIDENCE = (
     ),
     Guarantee(
         "planted defects",
-        "evidence",
+        EVERY_CHANGE,
         "every planted defect of adapters and exports in each type is caught, every harmless rewrite passes",
         ("test_certify.py::test_planted_defect", "test_certify.py::test_correct", "test_more_defects.py::"),
         least=300,
     ),
     Guarantee(
         "isolation and secrets",
-        "evidence",
+        EVERY_CHANGE,
         "whole runs of every verb in a folder of hostile Python files; canary values in whole runs; mutated folders",
         (
             "test_isolation.py::test_no_whole_run",

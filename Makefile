@@ -47,7 +47,7 @@ test-all: export TRILLORA_DOSE = full
 test-all: export TRILLORA_DOSE_SCALE = 0.05
 test-all: test
 
-# The slow tests that promises rest on; .ci/run runs them after make test. dev/EVIDENCE.md has the last recorded run.
+# The slow tests that promises rest on; .ci/run runs them after make test. `tools/evidence.py --write` records a run in dev/.
 evidence: setup
 	$(BIN)/python tools/evidence.py --workers $(WORKERS)
 

@@ -1,4 +1,4 @@
-"""What we promise, and the tests that check it: rows of dev/SOAK.md, by `make soak`, and of dev/EVIDENCE.md, by CI."""
+"""What we promise, and the tests that check it: `make soak` runs one table, `make evidence` in CI the other."""
 
 from __future__ import annotations
 

@@ -61,6 +61,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @on_x86
+@pytest.mark.usefixtures("package_index")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_launch_installs_its_lock_and_nothing_else(
     kind: str,
@@ -119,6 +120,7 @@ def small_wheel(folder: Path, name: str, version: str) -> Path:
 
 
 @on_x86
+@pytest.mark.usefixtures("package_index")
 def test_torch_comes_from_pytorchs_index_if_no_other_has_its_build(uv: str, tmp_path: Path) -> None:
     """A real uv and a server on this machine, with a small package in place of torch."""
     index = tmp_path / "index" / "torch"
@@ -149,6 +151,7 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
 
 @on_x86
+@pytest.mark.usefixtures("package_index")
 @pytest.mark.parametrize(
     ("variables", "digest", "what", "do"),
     [

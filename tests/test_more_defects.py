@@ -106,7 +106,7 @@ def test_undamaged_exports_pass(target: str, worlds: dict[str, World]) -> None:
 
 def test_the_change_is_small_and_kept(worlds: dict[str, World]) -> None:
     for size, kept in relative_changes(worlds["bfloat16"]).values():
-        assert 0.001 < size < 0.003
+        assert 0.001 < size < 2**-8  # half the distance between two bfloat16 numbers, or less
         assert 0.6 < kept < 1.1
 
 

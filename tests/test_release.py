@@ -105,7 +105,7 @@ def install_torch(uv: str, python: Path, downloads: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(built: Built, package_index: None, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     place, uv = tmp_path_factory.mktemp("release"), find_uv()
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(place / "environment")], check=True)
     python = place / "environment" / "bin" / "python"

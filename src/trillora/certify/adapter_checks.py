@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from trillora.certify.certificate import Check, Layer, Status
 from trillora.certify.subject import NotHere, Subject, Trained, scale_of
 from trillora.certify.weights.expected import product_slack
+from trillora.errors import TrilloraError
 from trillora.files.read_json import read_json
 from trillora.model.adapter_parameters import EMBEDDING_A, EMBEDDING_B, LORA_A, LORA_B
 from trillora.model.adapters import CONFIG_FILE, load_adapter
@@ -266,7 +268,11 @@ def _base_norms(subject: Subject) -> dict[str, float]:
     for name, tensor in unquantized(read_headers(folder), read_method(folder)).items():
         if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in PLAIN_FLOATS:
             with opened_tensor(tensor, torch.float32) as read:
-                norms[name.removesuffix(".weight")] = float(torch.linalg.vector_norm(read(()).float()))
+                norm = float(torch.linalg.vector_norm(read(()), dtype=torch.float64))
+            if not math.isfinite(norm):
+                what = f"The base's weight {name} has values that are not finite."
+                raise TrilloraError(what, where=str(folder), do="download or copy the base again")
+            norms[name.removesuffix(".weight")] = norm
     return norms
 
 

@@ -109,6 +109,9 @@ def compute_reference(subject: Subject, rows: Sequence[TokenizedDocument], liste
     losses = None
     if rows:
         losses = _loss(base_BT[len(prompts) :], rows), _loss(own_BT[len(prompts) :], rows)
+        if not np.isfinite(losses).all():
+            what = "The loss on the sample rows is not finite, with or without the adapter."
+            raise TrilloraError(what, where=trained.source, do="look for damaged weights in the base: trillora verify")
     return Reference(logits, losses)
 
 

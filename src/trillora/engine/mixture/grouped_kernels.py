@@ -36,7 +36,8 @@ class Blocks:
     num_stages: int = 4
 
 
-# By single timings on an H200 (benchmarks/RESULTS.md, "Grouped products"): fastest forward with an adapter, by A, and outer products.
+# Fastest in single timings on an H200 (benchmarks/RESULTS.md, "Grouped products"): forward with an adapter, by A, and
+# outer products.
 WIDE = Blocks(outputs=256, num_stages=3)
 THIN = Blocks(rows=32, inputs=256, num_warps=4, num_stages=3)
 OUTER = Blocks(rows=32, outputs=256, inputs=64, num_warps=4)

@@ -12,9 +12,9 @@ import torch
 from gpu_lowering import lowered_for_a_gpu
 from torch.nn import functional
 
-from trillora.engine.kernels.gated_mlp import Activation, Blocks, Form, Middle, is_supported, middle, padded_rank
+from trillora.engine.kernels.gated_mlp import Activation, Form, Middle, MlpBlocks, is_supported, middle, padded_rank
 
-FEW = Blocks(rows=16, columns=32, programs=4)  # so that a program has several blocks
+FEW = MlpBlocks(rows=16, columns=32, programs=4)  # so that a program has several blocks
 # Relative to the largest value. float32: sums in another order, and the kernels' error function. bfloat16: inputs are
 # exact, h and the gradients dg and du are rounded once (2**-9) and then summed.
 ROUNDING = {"float32": 1e-5, "bfloat16": 2**-7}
@@ -54,17 +54,17 @@ def expected(given: Middle, activation: Activation, dh: jax.Array, dld: jax.Arra
     [
         (64, 128, 16, "silu", "float32", None),  # without kernels
         (16, 16, 32, "gelu", "bfloat16", None),
-        (64, 128, 16, "silu", "float32", Blocks()),
-        (64, 128, 16, "silu", "bfloat16", Blocks()),
-        (70, 192, 32, "gelu", "float32", Blocks()),  # the last tile of rows is not full
-        (33, 48, 64, "gelu_tanh", "bfloat16", Blocks()),  # blocks of 16 columns
-        (5, 16, 16, "gelu_tanh", "float32", Blocks()),  # less than a block
+        (64, 128, 16, "silu", "float32", MlpBlocks()),
+        (64, 128, 16, "silu", "bfloat16", MlpBlocks()),
+        (70, 192, 32, "gelu", "float32", MlpBlocks()),  # the last tile of rows is not full
+        (33, 48, 64, "gelu_tanh", "bfloat16", MlpBlocks()),  # blocks of 16 columns
+        (5, 16, 16, "gelu_tanh", "float32", MlpBlocks()),  # less than a block
         (256, 128, 16, "silu", "float32", FEW),  # 16 tiles of rows in 1 part, 4 blocks of columns in 1 part
         (16 * 7 - 3, 96, 16, "gelu", "bfloat16", FEW),  # 7 tiles in 2 parts: the last tile is beyond the last row
     ],
 )
 def test_results_and_gradients_are_pytorchs(
-    num_rows: int, width: int, rank: int, activation: Activation, dtype: str, blocks: Blocks | None
+    num_rows: int, width: int, rank: int, activation: Activation, dtype: str, blocks: MlpBlocks | None
 ) -> None:
     given, *gradients = inputs(num_rows, width, rank, dtype)
     form = Form(activation, "xla") if blocks is None else Form(activation, interpret=True, blocks=blocks)

@@ -43,7 +43,7 @@ NARROWEST = 16  # columns of a block in Triton's products; the inner width is a 
 
 
 @dataclass(frozen=True)
-class Blocks:
+class MlpBlocks:
     """Rows and columns of a block, and how Triton computes them. The defaults were the fastest of about fifty on an
     H200, in both directions. In a step, between products that take all its power, others win than by themselves."""
 
@@ -60,7 +60,7 @@ class Form(NamedTuple):
     activation: Activation
     kernel: Literal["xla", "triton"] = "triton"
     interpret: bool = False  # run the kernels in the Pallas interpreter
-    blocks: Blocks = Blocks()
+    blocks: MlpBlocks = MlpBlocks()
 
 
 class Middle(NamedTuple):
@@ -211,7 +211,7 @@ def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _call(kernel: Any, out: Any, grid: tuple[int, ...], blocks: Blocks, interpret: bool, name: str) -> Any:
+def _call(kernel: Any, out: Any, grid: tuple[int, ...], blocks: MlpBlocks, interpret: bool, name: str) -> Any:
     return call(
         kernel,
         out,

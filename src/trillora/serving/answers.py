@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trillora.serving.job import Chosen, Piece
+from trillora.serving.job import Piece, SampledToken
 
 TokenText = Callable[[int], str]
 _INCOMPLETE = "\ufffd"
@@ -73,7 +73,7 @@ class ChatForm:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
-    def _logprobs(self, chosen: Sequence[Chosen]) -> dict[str, Any] | None:
+    def _logprobs(self, chosen: Sequence[SampledToken]) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
         content = [
@@ -125,7 +125,7 @@ class CompletionForm:
         logprobs = self._logprobs(index, piece.prompt + piece.chosen) if self.with_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
 
-    def _logprobs(self, index: int, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def _logprobs(self, index: int, chosen: Sequence[SampledToken]) -> dict[str, Any]:
         texts = [self._token_text(one.token) for one in chosen]
         offsets = []
         for text in texts:

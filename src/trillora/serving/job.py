@@ -17,7 +17,7 @@ class NotFinite(TrilloraError):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SampledToken:
     """One generated token with its probability."""
 
     token: int
@@ -30,8 +30,8 @@ class Piece:
     """Some more of an answer. The last piece has `finish`, or `error` if the answer failed."""
 
     text: str = ""
-    chosen: tuple[Chosen, ...] = ()
-    prompt: tuple[Chosen, ...] = ()  # in the first piece, if the prompt is to be scored
+    chosen: tuple[SampledToken, ...] = ()
+    prompt: tuple[SampledToken, ...] = ()  # in the first piece, if the prompt is to be scored
     num_tokens: int = 0  # generated so far, without a stop token
     finish: Finish | None = None
     error: TrilloraError | None = None

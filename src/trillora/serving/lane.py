@@ -22,7 +22,7 @@ from trillora.devices.mesh import batch_sharding, replicated
 from trillora.engine.rows import NOTHING, Rows, Written
 from trillora.errors import TrilloraError, as_error
 from trillora.model.layout import Tree
-from trillora.serving.job import Chosen, Finish, Job, NotFinite, Piece
+from trillora.serving.job import Finish, Job, NotFinite, Piece, SampledToken
 from trillora.serving.programs import SCORED_AT_ONCE, SHORTEST_PROMPT, TOKENS_PER_CALL, Programs, Shape, rule_of
 from trillora.serving.text import AnswerText
 
@@ -281,14 +281,14 @@ class Lane:
             *jax.device_get(tuple(program(self._base, self._adapter, jax.device_put(tokens, self._everywhere))))
         )
         places = [divmod(i, SCORED_AT_ONCE) for i in range(len(job.prompt) - 1)]
-        scored = (Chosen(job.prompt[0], None, ()), *(_chosen(told, place, job.num_top) for place in places))
+        scored = (SampledToken(job.prompt[0], None, ()), *(_chosen(told, place, job.num_top) for place in places))
         job.receive(Piece(prompt=scored, finish="length" if job.max_tokens == 0 else None))
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self._by_row)
 
 
-def _chosen(told: Written, at: tuple[int, int], num_top: int) -> Chosen:
+def _chosen(told: Written, at: tuple[int, int], num_top: int) -> SampledToken:
     logprob = float(told.logprobs_BN[at])
     if math.isnan(logprob):
         raise NotFinite(
@@ -297,7 +297,7 @@ def _chosen(told: Written, at: tuple[int, int], num_top: int) -> Chosen:
         )
     tokens, logprobs = told.top_tokens_BNK[at][:num_top].tolist(), told.top_logprobs_BNK[at][:num_top].tolist()
     top = tuple((token, max(value, IMPOSSIBLE)) for token, value in zip(tokens, logprobs, strict=True))
-    return Chosen(int(told.tokens_BN[at]), max(logprob, IMPOSSIBLE), top)
+    return SampledToken(int(told.tokens_BN[at]), max(logprob, IMPOSSIBLE), top)
 
 
 def _prompt_slots(length: int) -> int:

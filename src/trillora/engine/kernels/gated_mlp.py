@@ -18,7 +18,7 @@ A sum over rows or columns is computed in parts, by programs that do not wait fo
 the order is fixed, so the results are the same every time. The gradients of lg and lu are sums over all columns, and
 the parts would take as much memory as dg and du do: cuBLAS computes them from those.
 
-`Form(kernel="xla")` is the same arithmetic in plain jax, the reference for the kernels.
+`MlpForm(kernel="xla")` is the same arithmetic in plain jax, the reference for the kernels.
 
 Legend: M rows, F inner width, R rank, Q = 2 R.
 """

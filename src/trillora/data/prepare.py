@@ -31,7 +31,7 @@ import filelock
 import numpy as np
 
 from trillora.data.documents import PARTS, Documents, Lost, all_documents, fit, part_of, repeated
-from trillora.data.reading.files import Content, DataFile, Kind, expand
+from trillora.data.reading.files import Content, DataFile, FileKind, expand
 from trillora.data.reading.hub_files import Part, hub_files
 from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.readers import RowChoice, read_rows
@@ -87,7 +87,7 @@ class FileInput(NamedTuple):
     """What of a file decides its tokens. Its name does not: a renamed file finds its store."""
 
     source: int  # entry of data.path
-    kind: Kind
+    kind: FileKind
     size: int  # bytes
     sha256: str
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import IO, BinaryIO, cast
 
 from trillora.data.reading.cursor import FETCH_AGAIN
-from trillora.data.reading.files import KNOWN, Kind, found_data
+from trillora.data.reading.files import KNOWN, FileKind, found_data
 from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, read_up_to
 from trillora.data.rows import Fault
 from trillora.errors import TrilloraError
@@ -48,7 +48,7 @@ class Member:
     """A data file in an archive. Its stream is valid until the next member is requested."""
 
     name: str
-    kind: Kind
+    kind: FileKind
     stream: Stream
 
 

@@ -57,7 +57,7 @@ OWN_CODES = (0, 1, 2, EXIT_STOPPED, 76)  # of a run that ended by itself; others
 PREEMPTION_CHECKS = 4  # the state of a preempted machine may change a little later than its processes end
 
 
-class Lost(Exception):
+class MachineLost(Exception):
     """The machine was preempted, or is gone for another reason."""
 
 
@@ -204,9 +204,9 @@ class TpuVm:
                 self.run()
                 code = self.follow()
                 if code == EXIT_STOPPED and self._plan.bundle.recipe.train.time_limit is None:
-                    raise Lost("the run received a signal to stop, as before a preemption")
+                    raise MachineLost("the run received a signal to stop, as before a preemption")
                 return code
-            except Lost as lost:
+            except MachineLost as lost:
                 self._listener(Alarm(f"The machine {self._plan.name} is lost: {lost}."))
                 self.delete()
                 if self._plan.bucket is None:
@@ -262,7 +262,7 @@ class TpuVm:
         with _signals_raise():
             try:
                 return int(getattr(self, name)() or 0)
-            except Lost as lost:
+            except MachineLost as lost:
                 raise TrilloraError(
                     f"The machine {self._plan.name} is lost: {lost}.",
                     where=self._plan.zone,
@@ -309,7 +309,7 @@ class TpuVm:
             except Refused as refused:
                 self._require_ready()
                 if time.monotonic() > until:
-                    raise Lost(f"it does not answer to ssh ({said_by(refused.text)})") from refused
+                    raise MachineLost(f"it does not answer to ssh ({said_by(refused.text)})") from refused
                 time.sleep(self._pace)
 
     def copy(self) -> None:
@@ -355,7 +355,7 @@ class TpuVm:
             self._require_ready()
             silent = 0 if seen or is_cut else silent + 1
             if silent >= MAX_SILENT:
-                raise Lost("it does not answer to ssh any more")
+                raise MachineLost("it does not answer to ssh any more")
             next_line += seen
             time.sleep(self._pace)
 
@@ -413,7 +413,7 @@ class TpuVm:
                 return
             if phase == "lost":
                 self._refuse_failed(state, why)
-                raise Lost(f"its state is {said_by(state)}")
+                raise MachineLost(f"its state is {said_by(state)}")
             waited = time.monotonic() - started
             if waited > limit:
                 raise TrilloraError(
@@ -441,7 +441,7 @@ class TpuVm:
     def _require_ready(self) -> None:
         state = self._ask("node_state").strip()
         if self._phase("node_state", state) != "ready":
-            raise Lost(f"its state is {said_by(state)}")
+            raise MachineLost(f"its state is {said_by(state)}")
 
     def _ask(self, question: str) -> str:
         """The answer to a question, asked again if the network fails. `Lost` if there is no such machine."""
@@ -450,7 +450,7 @@ class TpuVm:
                 return self._gcloud.call(question, seconds=ASK)
             except Refused as refused:
                 if refused.reason in ("missing", "lost"):
-                    raise Lost("there is no such machine") from refused
+                    raise MachineLost("there is no such machine") from refused
                 if refused.reason != "other" or attempt == MAX_FAILURES - 1:
                     raise self._explained(refused) from refused
                 time.sleep(self._pace)

@@ -36,21 +36,21 @@ NUM_SPARE, NUM_ITERATIONS = 16, 6  # of that iteration
 
 
 @dataclass(frozen=True)
-class Method:
+class MergeSteps:
     """The two steps before the sum."""
 
     prune: Literal["largest", "random"] | None = None
     elects_sign: bool = False
 
 
-METHODS: dict[str, Method] = {
-    "linear": Method(),
-    "cat": Method(),
-    "svd": Method(),
-    "ties": Method("largest", elects_sign=True),
-    "dare-linear": Method("random"),
-    "dare-ties": Method("random", elects_sign=True),
-    "magnitude-prune": Method("largest"),
+METHODS: dict[str, MergeSteps] = {
+    "linear": MergeSteps(),
+    "cat": MergeSteps(),
+    "svd": MergeSteps(),
+    "ties": MergeSteps("largest", elects_sign=True),
+    "dare-linear": MergeSteps("random"),
+    "dare-ties": MergeSteps("random", elects_sign=True),
+    "magnitude-prune": MergeSteps("largest"),
 }
 
 

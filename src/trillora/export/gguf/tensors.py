@@ -45,7 +45,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A stored tensor, or rows of one of its experts."""
 
     stored: str
@@ -59,7 +59,7 @@ class Planned:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     change: Callable[[np.ndarray], np.ndarray] | None = None  # needs the whole part
     constant: np.ndarray | None = None  # the value, if it is not stored in the checkpoint
 
@@ -86,18 +86,20 @@ def plan_tensors(family: Family, config: Any, weights: Weights) -> list[Planned]
     model's."""
     find = name_finder(family, config.num_hidden_layers)
     plan: list[Planned] = []
-    experts: dict[tuple[str, str], dict[int, Part]] = defaultdict(dict)
+    experts: dict[tuple[str, str], dict[int, TensorPart]] = defaultdict(dict)
     is_tied = getattr(config, "tie_word_embeddings", False) and not weights.is_untied
     for stored in weights.names:
         name = text_name(stored)
         if name is None or (is_tied and name == "lm_head.weight"):
             continue  # some checkpoints store a tied head again; llama.cpp uses the embedding where there is no head
         if match := _EXPERT.search(name):
-            experts[match[1], _EXPERT_KIND.get(match[3], match[3])][int(match[2])] = Part(stored)
+            experts[match[1], _EXPERT_KIND.get(match[3], match[3])][int(match[2])] = TensorPart(stored)
         elif match := _FUSED.search(name):
             plan += _fused(stored, match[1], match[2], weights.shape(stored))
         else:
-            plan.append(Planned(find(name), weights.shape(stored), (Part(stored),), change_of(name, family, config)))
+            plan.append(
+                Planned(find(name), weights.shape(stored), (TensorPart(stored),), change_of(name, family, config))
+            )
     for (layer, kind), parts in experts.items():
         ordered = tuple(parts[number] for number in range(len(parts)))
         shape = (len(ordered), *weights.shape(ordered[0].stored))
@@ -158,14 +160,14 @@ def _fused(stored: str, layer: str, kind: str, shape: tuple[int, ...]) -> list[P
     """Experts in one tensor [E, out, in]. The rows of the gate come before those of `up`."""
     num_experts, num_rows, width = shape
     if kind == "down_proj":
-        parts = tuple(Part(stored, expert) for expert in range(num_experts))
+        parts = tuple(TensorPart(stored, expert) for expert in range(num_experts))
         return [Planned(f"blk.{layer}.ffn_down_exps.weight", shape, parts)]
     half = num_rows // 2
     return [
         Planned(
             f"blk.{layer}.ffn_{name}_exps.weight",
             (num_experts, half, width),
-            tuple(Part(stored, expert, rows) for expert in range(num_experts)),
+            tuple(TensorPart(stored, expert, rows) for expert in range(num_experts)),
         )
         for name, rows in (("gate", (0, half)), ("up", (half, num_rows)))
     ]

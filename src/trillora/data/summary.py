@@ -17,7 +17,7 @@ import numpy as np
 
 from trillora.data.batches import Batches
 from trillora.data.documents import PARTS, Documents, part_of
-from trillora.data.excerpt import Piece, pieces_of
+from trillora.data.excerpt import ExcerptPiece, pieces_of
 from trillora.data.lengths import Lengths, LostFacts, length_facts, lost_facts
 from trillora.data.open import chat_template, open_dataset, with_template_date
 from trillora.data.prepare import DataProblem, Dataset
@@ -67,7 +67,7 @@ class ExampleFacts:
     kind: str
     tokens: int
     trained_tokens: int
-    pieces: tuple[Piece, ...]  # their texts join to the decoded row
+    pieces: tuple[ExcerptPiece, ...]  # their texts join to the decoded row
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ PIECE = 1 << 22  # values that are computed at a time
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExpectedRows:
     """Rows of a tensor: expected values, their slack, and the base's values (None for rows that it does not have)."""
 
     start: int
@@ -187,7 +187,7 @@ class ExpectedWeights:
         step = max(1, PIECE // max(1, int(np.prod(shape[1:], dtype=np.int64))))
         return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def pieces(self, name: str) -> Iterator[ExpectedRows]:
         tensor = self._tensors[name]
         num_stored = (self.files.tensors[tensor.stored].shape or (1,))[0]
         for start, stop in self.spans(name):
@@ -196,7 +196,9 @@ class ExpectedWeights:
             if stop > num_stored:
                 rows = np.concatenate([base, np.zeros((stop - max(start, num_stored), *tensor.shape[1:]))])
             values, slack = (rows, 0.0) if tensor.rule is None else tensor.rule.apply(rows, start)
-            yield Piece(start, stop, values, slack, known if known is None or known.shape == values.shape else None)
+            yield ExpectedRows(
+                start, stop, values, slack, known if known is None or known.shape == values.shape else None
+            )
 
     def _rules(self, spec: LoraSpec) -> dict[str, Rule]:
         rules: dict[str, Rule] = {}

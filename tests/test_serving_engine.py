@@ -24,13 +24,13 @@ from trillora.generation.prompts import Prompts
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import StaticCache, held_slots, resized
 from trillora.serving.engine import Engine, QueueFull, Stopping
-from trillora.serving.job import Job, Piece, SampledToken
+from trillora.serving.job import AnswerPiece, Job, SampledToken
 from trillora.serving.lane import Lane, Sizes
 from trillora.serving.programs import Compiler, Programs
 from trillora.serving.text import AnswerText
 
 LONGEST = 96
-Started = tuple[Job, "queue.SimpleQueue[Piece]"]
+Started = tuple[Job, "queue.SimpleQueue[AnswerPiece]"]
 
 
 @functools.cache
@@ -62,13 +62,13 @@ def running_engine(
 
 
 def start(engine: Engine, prompt: list[int], max_tokens: int, **options: Any) -> Started:
-    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
     job = Job(options.pop("model", "adapter"), tuple(prompt), max_tokens, pieces.put, num_top=1, **options)
     engine.submit([job])
     return job, pieces
 
 
-def finished(started: Started) -> tuple[list[int], Piece]:
+def finished(started: Started) -> tuple[list[int], AnswerPiece]:
     """The tokens of an answer, and its last piece."""
     tokens: list[int] = []
     while True:
@@ -209,7 +209,7 @@ def test_lanes_share_the_memory_of_the_rows() -> None:
         assert 0 < largest <= engine._budget
 
 
-def finished_now(started: Started) -> Piece | None:
+def finished_now(started: Started) -> AnswerPiece | None:
     while not started[1].empty():
         piece = started[1].get()
         if piece.is_last:

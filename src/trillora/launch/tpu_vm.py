@@ -298,7 +298,7 @@ class TpuVm:
             raise self._explained(refused) from refused
 
     def wait(self) -> None:
-        """Returns when the machine answers to ssh. Raises `Lost` if it was taken away meanwhile."""
+        """Returns when the machine answers to ssh. Raises `MachineLost` if it was taken away meanwhile."""
         self._poll("state", self._plan.patience_hours * 3600.0 + BOOT_SECONDS)
         self._poll("node_state", BOOT_SECONDS)
         until = time.monotonic() + BOOT_SECONDS
@@ -444,7 +444,7 @@ class TpuVm:
             raise MachineLost(f"its state is {said_by(state)}")
 
     def _ask(self, question: str) -> str:
-        """The answer to a question, asked again if the network fails. `Lost` if there is no such machine."""
+        """The answer to a question, asked again if the network fails. `MachineLost` if there is no such machine."""
         for attempt in range(MAX_FAILURES):
             try:
                 return self._gcloud.call(question, seconds=ASK)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from trillora.errors import TrilloraError, as_error
-from trillora.serving.job import Job, Piece
+from trillora.serving.job import AnswerPiece, Job
 from trillora.serving.lane import Lane
 from trillora.serving.programs import Compiler, Shape
 
@@ -224,4 +224,4 @@ class Engine:
 
 def _end_with(job: Job, error: TrilloraError) -> None:
     if not job.is_cancelled:
-        job.receive(Piece(error=error))
+        job.receive(AnswerPiece(error=error))

@@ -26,7 +26,7 @@ class SampledToken:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """Some more of an answer. The last piece has `finish`, or `error` if the answer failed."""
 
     text: str = ""
@@ -48,7 +48,7 @@ class Job:
     model: str
     prompt: tuple[int, ...]
     max_tokens: int
-    receive: Callable[[Piece], None]
+    receive: Callable[[AnswerPiece], None]
     sampling: Sampling = field(default_factory=Sampling)
     number: int = 0  # of several answers to one prompt: each draws its own tokens
     stop_tokens: tuple[int, ...] = ()

@@ -22,7 +22,7 @@ from trillora.devices.mesh import batch_sharding, replicated
 from trillora.engine.rows import NOTHING, Rows, Written
 from trillora.errors import TrilloraError, as_error
 from trillora.model.layout import Tree
-from trillora.serving.job import Finish, Job, NotFinite, Piece, SampledToken
+from trillora.serving.job import AnswerPiece, Finish, Job, NotFinite, SampledToken
 from trillora.serving.programs import SCORED_AT_ONCE, SHORTEST_PROMPT, TOKENS_PER_CALL, Programs, Shape, rule_of
 from trillora.serving.text import AnswerText
 
@@ -193,7 +193,7 @@ class Lane:
                         self._deliver(running, host, place)
                     except Exception as error:  # of the tokenizer: this answer alone fails
                         running.is_done = True
-                        running.job.receive(Piece(error=as_error(error)))
+                        running.job.receive(AnswerPiece(error=as_error(error)))
         self.sweep()
         if not self._unread and not self.running:
             self.reset()
@@ -220,7 +220,7 @@ class Lane:
             finish = "stop" if text.is_stopped else finish
             running.is_done = True
         if shown or finish is not None:
-            job.receive(Piece(shown, text.chosen(at_end=finish is not None), (), text.num_tokens, finish))
+            job.receive(AnswerPiece(shown, text.chosen(at_end=finish is not None), (), text.num_tokens, finish))
 
     def _fit(self) -> bool:
         """Gives the batch a shape that the next call fits in. False while the programs for it are being compiled."""
@@ -282,7 +282,7 @@ class Lane:
         )
         places = [divmod(i, SCORED_AT_ONCE) for i in range(len(job.prompt) - 1)]
         scored = (SampledToken(job.prompt[0], None, ()), *(_chosen(told, place, job.num_top) for place in places))
-        job.receive(Piece(prompt=scored, finish="length" if job.max_tokens == 0 else None))
+        job.receive(AnswerPiece(prompt=scored, finish="length" if job.max_tokens == 0 else None))
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self._by_row)

@@ -40,7 +40,7 @@ from trillora.recipe.load import is_run, load_model_section, load_run_recipe
 from trillora.recipe.schema import Quantize
 from trillora.serving.engine import Engine
 from trillora.serving.http.log import LOGGER
-from trillora.serving.job import Job, NotFinite, Piece
+from trillora.serving.job import AnswerPiece, Job, NotFinite
 from trillora.serving.lane import Lane, Sizes
 from trillora.serving.programs import FEWEST_SLOTS, Compiler, Programs, Shape
 from trillora.step.build import shard_adapter
@@ -134,7 +134,7 @@ def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> N
     """Generates two tokens with each set of programs: they are compiled before the first request, and they work."""
     listener(Note("Compiling the first programs"))
     each = {id(model.programs): model for model in models.values()}.values()
-    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
     jobs = [Job(model.name, (0,), 2, pieces.put) for model in each]
     engine.submit(jobs)
     num_open = len(jobs)

@@ -1,7 +1,7 @@
 """How much of a model an adapter adapts, and what stays frozen.
 
 share = adapted_share(model)
-share.linear                   Part(num_adapted=196, num_frozen=0, adapted=440_401_920, frozen=0)
+share.linear                   AdaptedPart(num_adapted=196, num_frozen=0, adapted=440_401_920, frozen=0)
 share.frozen_names             ("gate_proj", "up_proj"): linear layers without an adapter, the head not included
 """
 

@@ -1,7 +1,7 @@
 """Which tensors a GGUF file has, and where their values come from.
 
     plan_tensors(family, config, weights)
-    [Planned("blk.0.attn_q.weight", (576, 576), (Part("model.layers.0.self_attn.q_proj.weight"),), permutation), …]
+    [GgufTensor("blk.0.attn_q.weight", (576, 576), (TensorPart("model….q_proj.weight"),), permutation), …]
 
 Names come from the map of the gguf library. The experts of a layer are one tensor in GGUF, but separate tensors in most
 checkpoints. So a tensor is planned as parts, which are read and written one after another.
@@ -54,7 +54,7 @@ class TensorPart:
 
 
 @dataclass(frozen=True)
-class Planned:
+class GgufTensor:
     """One tensor of the file. Its parts follow each other along the first dim."""
 
     name: str
@@ -81,11 +81,11 @@ class Planned:
                     yield weights.rows(part.stored, start, min(start + step, num_rows))
 
 
-def plan_tensors(family: Family, config: Any, weights: Weights) -> list[Planned]:
+def plan_tensors(family: Family, config: Any, weights: Weights) -> list[GgufTensor]:
     """All tensors that come from the checkpoint. A tensor without a place in the file is an error. `config` is the text
     model's."""
     find = name_finder(family, config.num_hidden_layers)
-    plan: list[Planned] = []
+    plan: list[GgufTensor] = []
     experts: dict[tuple[str, str], dict[int, TensorPart]] = defaultdict(dict)
     is_tied = getattr(config, "tie_word_embeddings", False) and not weights.is_untied
     for stored in weights.names:
@@ -98,12 +98,12 @@ def plan_tensors(family: Family, config: Any, weights: Weights) -> list[Planned]
             plan += _fused(stored, match[1], match[2], weights.shape(stored))
         else:
             plan.append(
-                Planned(find(name), weights.shape(stored), (TensorPart(stored),), change_of(name, family, config))
+                GgufTensor(find(name), weights.shape(stored), (TensorPart(stored),), change_of(name, family, config))
             )
     for (layer, kind), parts in experts.items():
         ordered = tuple(parts[number] for number in range(len(parts)))
         shape = (len(ordered), *weights.shape(ordered[0].stored))
-        plan.append(Planned(f"blk.{layer}.ffn_{kind}_exps.weight", shape, ordered))
+        plan.append(GgufTensor(f"blk.{layer}.ffn_{kind}_exps.weight", shape, ordered))
     return plan
 
 
@@ -156,15 +156,15 @@ def permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
     return array.reshape(num_heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
-def _fused(stored: str, layer: str, kind: str, shape: tuple[int, ...]) -> list[Planned]:
+def _fused(stored: str, layer: str, kind: str, shape: tuple[int, ...]) -> list[GgufTensor]:
     """Experts in one tensor [E, out, in]. The rows of the gate come before those of `up`."""
     num_experts, num_rows, width = shape
     if kind == "down_proj":
         parts = tuple(TensorPart(stored, expert) for expert in range(num_experts))
-        return [Planned(f"blk.{layer}.ffn_down_exps.weight", shape, parts)]
+        return [GgufTensor(f"blk.{layer}.ffn_down_exps.weight", shape, parts)]
     half = num_rows // 2
     return [
-        Planned(
+        GgufTensor(
             f"blk.{layer}.ffn_{name}_exps.weight",
             (num_experts, half, width),
             tuple(TensorPart(stored, expert, rows) for expert in range(num_experts)),

@@ -1,7 +1,7 @@
 """How a checkpoint is quantized, by its config.json. One that cannot be read is refused before its weights are opened.
 
     read_method(folder)     config.json: {"quantization_config": {"quant_method": "gptq", "bits": 4, …}, …}
-    -> Method(name="gptq", label="GPTQ int4", bits=4)
+    -> StoredMethod(name="gptq", label="GPTQ int4", bits=4)
 
 This module imports neither torch nor jax: it runs before a model is downloaded.
 """

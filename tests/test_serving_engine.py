@@ -26,7 +26,7 @@ from trillora.model.kv_cache import StaticCache, held_slots, resized
 from trillora.serving.engine import Engine, QueueFull, Stopping
 from trillora.serving.job import AnswerPiece, Job, SampledToken
 from trillora.serving.lane import Lane, Sizes
-from trillora.serving.programs import Compiler, Programs
+from trillora.serving.programs import Compiler, ServingPrograms
 from trillora.serving.text import AnswerText
 
 LONGEST = 96
@@ -34,9 +34,11 @@ Started = tuple[Job, "queue.SimpleQueue[AnswerPiece]"]
 
 
 @functools.cache
-def programs_of(generator: Generator) -> tuple[Programs, Compiler]:
+def programs_of(generator: Generator) -> tuple[ServingPrograms, Compiler]:
     compiler = Compiler()
-    return Programs(Decoder(generator.model), generator.base, generator.adapter, generator.mesh, compiler), compiler
+    return ServingPrograms(
+        Decoder(generator.model), generator.base, generator.adapter, generator.mesh, compiler
+    ), compiler
 
 
 @contextmanager

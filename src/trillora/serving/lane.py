@@ -23,7 +23,7 @@ from trillora.engine.rows import NOTHING, Rows, Written
 from trillora.errors import TrilloraError, as_error
 from trillora.model.layout import Tree
 from trillora.serving.job import AnswerPiece, Finish, Job, NotFinite, SampledToken
-from trillora.serving.programs import SCORED_AT_ONCE, SHORTEST_PROMPT, TOKENS_PER_CALL, Programs, Shape, rule_of
+from trillora.serving.programs import SCORED_AT_ONCE, SHORTEST_PROMPT, TOKENS_PER_CALL, ServingPrograms, Shape, rule_of
 from trillora.serving.text import AnswerText
 
 SECONDS_PER_CALL = 0.04  # a call generates as many tokens as fit, so that text arrives evenly and others can join
@@ -73,7 +73,7 @@ class Lane:
 
     def __init__(
         self,
-        programs: Programs,
+        programs: ServingPrograms,
         base: Tree,
         adapter: Tree,
         decode: Callable[[Any], str],

@@ -79,7 +79,7 @@ class Compiler:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class Programs:
+class ServingPrograms:
     """The programs for one model and all adapters of the same shapes."""
 
     def __init__(self, decoder: Decoder, base: Tree, adapter: Tree, mesh: Mesh, compiler: Compiler) -> None:

@@ -42,7 +42,7 @@ from trillora.serving.engine import Engine
 from trillora.serving.http.log import LOGGER
 from trillora.serving.job import AnswerPiece, Job, NotFinite
 from trillora.serving.lane import Lane, Sizes
-from trillora.serving.programs import FEWEST_SLOTS, Compiler, Programs, Shape
+from trillora.serving.programs import FEWEST_SLOTS, Compiler, ServingPrograms, Shape
 from trillora.step.build import shard_adapter
 from trillora.step.decisions import memory_limit
 
@@ -60,7 +60,7 @@ class Served:
     name: str
     prompts: Prompts
     adapter: Tree
-    programs: Programs
+    programs: ServingPrograms
     num_tokens: int  # of the vocabulary
 
 
@@ -170,11 +170,11 @@ def _base_id(run: Path, name: str, overrides: Sequence[str]) -> str:
 
 def _models(generator: Generator, base: str, folders: dict[str, Path], compiler: Compiler) -> dict[str, Served]:
     model, mesh = generator.model, generator.mesh
-    programs = Programs(Decoder(model), generator.base, generator.adapter, mesh, compiler)
+    programs = ServingPrograms(Decoder(model), generator.base, generator.adapter, mesh, compiler)
     num_tokens = int(model.module.config.get_text_config().vocab_size)
     unchanged = generator.neutral_adapter if folders else generator.adapter
     models = {base: Served(base, generator.base_prompts, unchanged, programs, num_tokens)}
-    known: list[tuple[CausalLM, Programs]] = [(model, programs)]
+    known: list[tuple[CausalLM, ServingPrograms]] = [(model, programs)]
     for number, (name, folder) in enumerate(folders.items()):
         if name in models:
             raise _same_name(name, Path(base), folder)
@@ -187,7 +187,7 @@ def _models(generator: Generator, base: str, folders: dict[str, Path], compiler:
             with fitting(str(folder)):
                 own = model.with_lora(spec)
             adapter = _placed(matrices, own, mesh, folder)
-            alike = (own, Programs(Decoder(own), generator.base, adapter, mesh, compiler))
+            alike = (own, ServingPrograms(Decoder(own), generator.base, adapter, mesh, compiler))
             known.append(alike)
         template = _template(folder) or generator.base_prompts.template
         adapter = _placed(matrices, alike[0], mesh, folder)
@@ -223,7 +223,9 @@ def _length(generator: Generator, wanted: int | None) -> int:
     return wanted or min(limit or LONGEST, LONGEST)
 
 
-def _fitting_shape(mesh: Mesh, programs: Programs, rows: int | None, given_length: int | None, length: int) -> Shape:
+def _fitting_shape(
+    mesh: Mesh, programs: ServingPrograms, rows: int | None, given_length: int | None, length: int
+) -> Shape:
     """The rows and slots of the caches: as given, or the most that fit into memory."""
     devices = list(mesh.devices.flat)
     platform = devices[0].platform

@@ -29,7 +29,7 @@ from trillora.cli import tpu_vm_commands
 from trillora.errors import TrilloraError
 from trillora.launch import go, worker_files
 from trillora.launch.bundle import Bundle, make_bundle
-from trillora.launch.gcloud import TABLES, Refused, explain
+from trillora.launch.gcloud import TABLES, GcloudRefused, explain
 from trillora.launch.offers import CHIP_OFFERS, find_offer
 from trillora.launch.tpu_vm import STEPS, Plan, TpuVm, make_plan
 from trillora.preflight.result import PreflightResult
@@ -246,7 +246,7 @@ def test_answer_of_gcloud_becomes_an_error_that_says_what_to_do(
     plan: Callable[..., Plan], answer: str, what: str, do: str
 ) -> None:
     launched = plan()
-    error = explain(Refused(answer, 1), launched.gcloud(), launched.offer.zones)
+    error = explain(GcloudRefused(answer, 1), launched.gcloud(), launched.offer.zones)
     assert re.search(what, error.what) and do in (error.do or "")
     assert "\x1b" not in str(error) and "aaaaaaaaaa" not in str(error)
 

@@ -126,7 +126,7 @@ _QUOTA_NAME = re.compile(r"Quota (?:limit )?'([^']{1,120})'")
 _LIMIT = re.compile(r"Limit: ([0-9.]{1,12})")
 
 
-class Refused(Exception):
+class GcloudRefused(Exception):
     """gcloud failed. `reason` is what its answer means."""
 
     def __init__(self, text: str, code: int) -> None:
@@ -191,9 +191,9 @@ class Gcloud:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise Refused(f"gcloud did not end within {seconds:.0f} s", TIMED_OUT) from error
+            raise GcloudRefused(f"gcloud did not end within {seconds:.0f} s", TIMED_OUT) from error
         if done.returncode:
-            raise Refused((done.stderr + done.stdout)[-MAX_OUTPUT:], done.returncode)
+            raise GcloudRefused((done.stderr + done.stdout)[-MAX_OUTPUT:], done.returncode)
         return done.stdout[:MAX_OUTPUT]
 
     @contextlib.contextmanager
@@ -224,7 +224,7 @@ class Gcloud:
         return program
 
 
-def explain(refused: Refused, gcloud: Gcloud, zones: tuple[str, ...]) -> TrilloraError:
+def explain(refused: GcloudRefused, gcloud: Gcloud, zones: tuple[str, ...]) -> TrilloraError:
     """The answer of gcloud as an error that says what to do."""
     zone = gcloud.fields["zone"]
     kind = gcloud.fields["slice"]

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from trillora.errors import EXIT_STOPPED, TrilloraError
 from trillora.events import Alarm, Listener, Note, Progress, ignore_events
 from trillora.launch.bundle import Bundle
-from trillora.launch.gcloud import TABLES, TIMED_OUT, Gcloud, Phase, Refused, explain, said_by
+from trillora.launch.gcloud import TABLES, TIMED_OUT, Gcloud, GcloudRefused, Phase, explain, said_by
 from trillora.launch.install import TOKEN_FILE
 from trillora.launch.offers import (
     Offer,
@@ -226,7 +226,7 @@ class TpuVm:
     def _end(self, code: int) -> None:
         """Fetches what there is. The log of the first worker was shown; those of the others matter after an error."""
         if code not in (0, EXIT_STOPPED) and self._plan.offer.slice.num_hosts > 1:
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(GcloudRefused):
                 command = f"tail -n 20 {self._plan.name}/worker.log"
                 self._show(self._gcloud.call("ssh_all", command=command, seconds=ASK))
         try:
@@ -293,7 +293,7 @@ class TpuVm:
         try:
             self._gcloud.call("create", seconds=CREATE)
             self._is_answered = True
-        except Refused as refused:
+        except GcloudRefused as refused:
             self._is_ours, self._is_answered = refused.reason != "exists", refused.code != TIMED_OUT
             raise self._explained(refused) from refused
 
@@ -306,7 +306,7 @@ class TpuVm:
             try:
                 self._gcloud.call("ssh_all", command="true", seconds=ASK)
                 return
-            except Refused as refused:
+            except GcloudRefused as refused:
                 self._require_ready()
                 if time.monotonic() > until:
                     raise MachineLost(f"it does not answer to ssh ({said_by(refused.text)})") from refused
@@ -367,7 +367,7 @@ class TpuVm:
         try:
             try:
                 self._gcloud.call("download", seconds=COPY, source=f"{self._plan.name}/run", target=str(making))
-            except Refused as refused:
+            except GcloudRefused as refused:
                 raise self._explained(refused) from refused
             os.replace(making / "run", out)
         except OSError as error:
@@ -385,7 +385,7 @@ class TpuVm:
             try:
                 self._gcloud.call("delete", seconds=DELETE)
                 break
-            except Refused as refused:
+            except GcloudRefused as refused:
                 is_last = attempt == MAX_FAILURES - 1
                 if refused.reason == "missing" and (self._is_answered or is_last):
                     break
@@ -427,7 +427,7 @@ class TpuVm:
     def _refuse_failed(self, state: str, why: str) -> None:
         """A request that FAILED would fail again: an error. What was taken away is asked for again."""
         if state == "FAILED":
-            refused = Refused(why, 1)
+            refused = GcloudRefused(why, 1)
             if refused.reason != "other":
                 raise self._explained(refused)
             do = "try another --zone, or see `gcloud compute tpus queued-resources describe`"
@@ -448,7 +448,7 @@ class TpuVm:
         for attempt in range(MAX_FAILURES):
             try:
                 return self._gcloud.call(question, seconds=ASK)
-            except Refused as refused:
+            except GcloudRefused as refused:
                 if refused.reason in ("missing", "lost"):
                     raise MachineLost("there is no such machine") from refused
                 if refused.reason != "other" or attempt == MAX_FAILURES - 1:
@@ -460,7 +460,7 @@ class TpuVm:
         """A command that needs the machine. If it fails, the machine may be gone."""
         try:
             return self._gcloud.call(name, seconds=seconds, **fields)
-        except Refused as refused:
+        except GcloudRefused as refused:
             self._require_ready()
             raise self._explained(refused) from refused
 
@@ -510,13 +510,13 @@ class TpuVm:
     def _plain(self, *words: str) -> str:
         try:
             return self._gcloud.plain(list(words), seconds=ASK)
-        except Refused as refused:
+        except GcloudRefused as refused:
             raise self._explained(refused) from refused
 
     def _check_bucket(self, bucket: str) -> None:
         try:
             self._gcloud.plain(["storage", "buckets", "describe", bucket, "--format=value(location)"], seconds=ASK)
-        except Refused as refused:
+        except GcloudRefused as refused:
             region = self._plan.zone.rpartition("-")[0]
             raise TrilloraError(
                 f"The bucket {bucket} does not exist, or this account may not read it.",
@@ -524,7 +524,7 @@ class TpuVm:
                 do=f"create it with `gcloud storage buckets create {bucket} --location={region}`",
             ) from refused
 
-    def _explained(self, refused: Refused) -> TrilloraError:
+    def _explained(self, refused: GcloudRefused) -> TrilloraError:
         return explain(refused, self._gcloud, self._plan.offer.zones)
 
 

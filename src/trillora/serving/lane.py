@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.mesh import batch_sharding, replicated
-from trillora.engine.rows import NOTHING, Rows, Written
+from trillora.engine.rows import NOTHING, RowStates, Written
 from trillora.errors import TrilloraError, as_error
 from trillora.model.layout import Tree
 from trillora.serving.job import AnswerPiece, Finish, Job, NotFinite, SampledToken
@@ -84,7 +84,7 @@ class Lane:
         self._base, self._adapter, self._decode = base, adapter, decode
         self._by_row, self._everywhere = batch_sharding(mesh), replicated(mesh)
         self.shape: Shape | None = None
-        self._rows: Rows | None = None
+        self._rows: RowStates | None = None
         self._places: list[Running | None] = []
         self.is_broken = False  # during a call that uses up the arrays of the batch
         self._unread: collections.deque[tuple[Written, list[tuple[int, Running]], int]] = collections.deque()

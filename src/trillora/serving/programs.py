@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.mesh import batch_sharding, replicated
-from trillora.engine.rows import MOST_STOPS, NOTHING, Rows, Rule, Written, advance, begin_rows, probabilities
+from trillora.engine.rows import MOST_STOPS, NOTHING, RowStates, Rule, Written, advance, begin_rows, probabilities
 from trillora.engine.sampling import Sampling
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import resized
@@ -89,7 +89,7 @@ class ServingPrograms:
         traced = self._traced_prefill(SHORTEST_PROMPT)
         self._row, told = traced.out_info  # the shapes of one prefilled row
         self._num_top = told.top_tokens_BNK.shape[-1]
-        self._shapes: dict[Shape, Rows] = {}
+        self._shapes: dict[Shape, RowStates] = {}
         self._start("prefill", SHORTEST_PROMPT, build=lambda: traced.lower().compile())
 
     def prefill(self, num_prompt: int) -> Future[Any]:
@@ -97,7 +97,7 @@ class ServingPrograms:
         return self._start("prefill", num_prompt, build=lambda: self._traced_prefill(num_prompt).lower().compile())
 
     def _traced_prefill(self, num_prompt: int) -> Any:
-        def read(base: Tree, adapter: Tree, tokens: Any, starts: Any, rule: Rule) -> tuple[Rows, Written]:
+        def read(base: Tree, adapter: Tree, tokens: Any, starts: Any, rule: Rule) -> tuple[RowStates, Written]:
             logits, cache = self._decoder.prefill(base, adapter, tokens, starts, num_prompt + 1)
             return begin_rows(logits, cache, num_prompt, starts, rule)
 
@@ -107,7 +107,7 @@ class ServingPrograms:
     def advance(self, shape: Shape) -> Future[Any]:
         """(base, adapter, rows, active [B], number of tokens) -> rows, what was written. `rows` is used up."""
 
-        def write(base: Tree, adapter: Tree, rows: Rows, active: Any, num_steps: Any) -> tuple[Rows, Written]:
+        def write(base: Tree, adapter: Tree, rows: RowStates, active: Any, num_steps: Any) -> tuple[RowStates, Written]:
             def forward(cache: Any, tokens: Any, slots: Any, starts: Any) -> tuple[jax.Array, Any]:
                 return self._decoder.decode(base, adapter, cache, tokens, slots, starts, shape.num_slots)
 
@@ -124,7 +124,7 @@ class ServingPrograms:
     def insert(self, shape: Shape) -> Future[Any]:
         """(rows, one row, number) -> rows with this row in place of that number. `rows` is used up."""
 
-        def put(rows: Rows, row: Rows, number: Any) -> Rows:
+        def put(rows: RowStates, row: RowStates, number: Any) -> RowStates:
             return jax.tree.map(lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, number, 0), rows, row)
 
         def build() -> Any:
@@ -168,7 +168,7 @@ class ServingPrograms:
 
         return self._start("score", num_prompt, build=build)
 
-    def shapes(self, shape: Shape) -> Rows:
+    def shapes(self, shape: Shape) -> RowStates:
         """The arrays of a batch, without their values."""
         if shape not in self._shapes:
             numbers = jax.ShapeDtypeStruct((shape.num_rows,), jnp.int32)
@@ -180,8 +180,8 @@ class ServingPrograms:
     def num_bytes(self, shape: Shape) -> int:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self.shapes(shape)))
 
-    def _reshaped(self, rows: Rows, numbers: jax.Array, num_slots: int) -> Rows:
-        taken: Rows = jax.tree.map(lambda a: a[numbers], rows)
+    def _reshaped(self, rows: RowStates, numbers: jax.Array, num_slots: int) -> RowStates:
+        taken: RowStates = jax.tree.map(lambda a: a[numbers], rows)
         return taken._replace(cache=resized(self._decoder.config, taken.cache, taken.slot_B - 1, num_slots))
 
     def _start(self, name: str, shape: Hashable, *, build: Callable[[], Any]) -> Future[Any]:

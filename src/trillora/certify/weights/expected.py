@@ -105,7 +105,7 @@ class ProductOfExperts:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrainedRows:
     """The rows of trained tokens."""
 
     ids: np.ndarray
@@ -222,7 +222,7 @@ class ExpectedWeights:
         for name, array in exact.items():
             if name.endswith(TOKEN_ROWS.suffix) and spec.tokens is not None:
                 weight = name.removesuffix(TOKEN_ROWS.suffix) + ".weight"
-                rule = Rows(np.array(spec.tokens.ids), array)
+                rule = TrainedRows(np.array(spec.tokens.ids), array)
                 for parameter_name in (
                     (self.files.embedding, self.files.head or "") if self.files.is_tied else (weight,)
                 ):
@@ -236,7 +236,7 @@ class ExpectedWeights:
 def _shape(shape: tuple[int, ...], rule: Rule | None) -> tuple[int, ...]:
     if isinstance(rule, Replaced):
         return rule.array.shape
-    if isinstance(rule, Rows):
+    if isinstance(rule, TrainedRows):
         return max(shape[0], int(rule.ids[-1]) + 1), *shape[1:]
     return shape
 

@@ -27,7 +27,7 @@ MOST_TOP = 20  # most likely tokens whose probabilities are returned
 NOTHING = -1  # in place of a token: none was generated
 
 
-class Rule(NamedTuple):
+class RowRules(NamedTuple):
     """How each row continues. The fields of `sampling` are arrays [B]."""
 
     sampling: Sampling
@@ -46,7 +46,7 @@ class RowStates(NamedTuple):
     starts_B: jax.Array  # the first slot that is not padding
     num_written_B: jax.Array
     done_B: jax.Array
-    rule: Rule
+    rule: RowRules
 
 
 class Written(NamedTuple):
@@ -62,7 +62,7 @@ Forward = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]
 
 
 def begin_rows(
-    logits_BV: jax.Array, cache: Any, num_read: int, starts_B: jax.Array, rule: Rule
+    logits_BV: jax.Array, cache: Any, num_read: int, starts_B: jax.Array, rule: RowRules
 ) -> tuple[RowStates, Written]:
     """Samples the first token after prompts that fill `num_read` slots."""
     zeros = jnp.zeros_like(starts_B)

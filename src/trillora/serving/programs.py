@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.mesh import batch_sharding, replicated
-from trillora.engine.rows import MOST_STOPS, NOTHING, RowStates, Rule, Written, advance, begin_rows, probabilities
+from trillora.engine.rows import MOST_STOPS, NOTHING, RowRules, RowStates, Written, advance, begin_rows, probabilities
 from trillora.engine.sampling import Sampling
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import resized
@@ -97,7 +97,7 @@ class ServingPrograms:
         return self._start("prefill", num_prompt, build=lambda: self._traced_prefill(num_prompt).lower().compile())
 
     def _traced_prefill(self, num_prompt: int) -> Any:
-        def read(base: Tree, adapter: Tree, tokens: Any, starts: Any, rule: Rule) -> tuple[RowStates, Written]:
+        def read(base: Tree, adapter: Tree, tokens: Any, starts: Any, rule: RowRules) -> tuple[RowStates, Written]:
             logits, cache = self._decoder.prefill(base, adapter, tokens, starts, num_prompt + 1)
             return begin_rows(logits, cache, num_prompt, starts, rule)
 
@@ -188,11 +188,11 @@ class ServingPrograms:
         return self._compiler.program((id(self), name, shape), build)
 
 
-def rule_of(job: Job | None) -> Rule:
+def rule_of(job: Job | None) -> RowRules:
     """The rule of one row, as arrays [1]."""
     t, p, k, seed = job.sampling if job is not None else Sampling()
     stops = [*(job.stop_tokens if job is not None else ())][:MOST_STOPS]
-    return Rule(
+    return RowRules(
         Sampling(
             np.array([t], np.float32),  # type: ignore[arg-type]
             np.array([p], np.float32),  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ class ExpectedRows:
     base: np.ndarray | None
 
 
-class Rule(Protocol):
+class TensorRule(Protocol):
     """How the adapter changes a tensor."""
 
     @property
@@ -133,7 +133,7 @@ class Replaced:
 @dataclass(frozen=True)
 class _Tensor:
     stored: str  # the base's tensor
-    rule: Rule | None
+    rule: TensorRule | None
     shape: tuple[int, ...]
 
 
@@ -200,8 +200,8 @@ class ExpectedWeights:
                 start, stop, values, slack, known if known is None or known.shape == values.shape else None
             )
 
-    def _rules(self, spec: LoraSpec) -> dict[str, Rule]:
-        rules: dict[str, Rule] = {}
+    def _rules(self, spec: LoraSpec) -> dict[str, TensorRule]:
+        rules: dict[str, TensorRule] = {}
         exact = self._exact
         for target, layer in self.files.layers.items():
             kinds = (EMBEDDING_A, EMBEDDING_B) if layer.is_embedding else (LORA_A, LORA_B)
@@ -233,7 +233,7 @@ class ExpectedWeights:
         return rules
 
 
-def _shape(shape: tuple[int, ...], rule: Rule | None) -> tuple[int, ...]:
+def _shape(shape: tuple[int, ...], rule: TensorRule | None) -> tuple[int, ...]:
     if isinstance(rule, Replaced):
         return rule.array.shape
     if isinstance(rule, TrainedRows):

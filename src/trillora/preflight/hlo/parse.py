@@ -34,7 +34,7 @@ _SAME_VALUE = RELABELLING | {"copy", "convert", "copy-start", "copy-done"}
 
 
 @dataclass(frozen=True)
-class Shape:
+class ArrayShape:
     """Type and memory layout of one array."""
 
     dtype: str
@@ -62,15 +62,15 @@ class Shape:
 
 
 @functools.cache
-def _parse_shapes(text: str) -> tuple[Shape, ...]:
+def _parse_shapes(text: str) -> tuple[ArrayShape, ...]:
     return tuple(_parse_shape(*match.groups(default="")) for match in _SHAPE.finditer(text))
 
 
-def _parse_shape(dtype: str, dims: str, layout: str) -> Shape:
+def _parse_shape(dtype: str, dims: str, layout: str) -> ArrayShape:
     order, _, properties = layout.partition(":")
     tile = re.search(r"T\(([\d,]+)\)", properties)
     space = re.search(r"S\((\d+)\)", properties)
-    return Shape(
+    return ArrayShape(
         dtype=dtype,
         dims=integers(dims),
         minor_to_major=integers(order),
@@ -96,7 +96,7 @@ class Instruction:
     is_root: bool
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[ArrayShape, ...]:
         """Shapes of the result, or of its elements if it is a tuple."""
         return _parse_shapes(self.type_text)
 

@@ -43,7 +43,7 @@ TOKENS_PER_CALL = 16  # at most, before the host reads them
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchShape:
     num_rows: int
     num_slots: int
 
@@ -89,7 +89,7 @@ class ServingPrograms:
         traced = self._traced_prefill(SHORTEST_PROMPT)
         self._row, told = traced.out_info  # the shapes of one prefilled row
         self._num_top = told.top_tokens_BNK.shape[-1]
-        self._shapes: dict[Shape, RowStates] = {}
+        self._shapes: dict[BatchShape, RowStates] = {}
         self._start("prefill", SHORTEST_PROMPT, build=lambda: traced.lower().compile())
 
     def prefill(self, num_prompt: int) -> Future[Any]:
@@ -104,7 +104,7 @@ class ServingPrograms:
         inputs = jax.device_put((np.zeros((1, num_prompt), np.int32), np.zeros(1, np.int32), rule_of(None)), self._rows)
         return jax.jit(read, out_shardings=self._rows).trace(self._base, self._adapter, *inputs)
 
-    def advance(self, shape: Shape) -> Future[Any]:
+    def advance(self, shape: BatchShape) -> Future[Any]:
         """(base, adapter, rows, active [B], number of tokens) -> rows, what was written. `rows` is used up."""
 
         def write(base: Tree, adapter: Tree, rows: RowStates, active: Any, num_steps: Any) -> tuple[RowStates, Written]:
@@ -121,7 +121,7 @@ class ServingPrograms:
 
         return self._start("advance", shape, build=build)
 
-    def insert(self, shape: Shape) -> Future[Any]:
+    def insert(self, shape: BatchShape) -> Future[Any]:
         """(rows, one row, number) -> rows with this row in place of that number. `rows` is used up."""
 
         def put(rows: RowStates, row: RowStates, number: Any) -> RowStates:
@@ -129,13 +129,13 @@ class ServingPrograms:
 
         def build() -> Any:
             number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
-            one = self.shapes(Shape(1, shape.num_slots))
+            one = self.shapes(BatchShape(1, shape.num_slots))
             jitted = jax.jit(put, donate_argnums=0, out_shardings=self._rows)
             return jitted.lower(self.shapes(shape), one, number).compile()
 
         return self._start("insert", shape, build=build)
 
-    def reshape(self, old: Shape, new: Shape) -> Future[Any]:
+    def reshape(self, old: BatchShape, new: BatchShape) -> Future[Any]:
         """(rows, numbers [B]) -> those of the rows, in a batch of the new shape."""
 
         def build() -> Any:
@@ -168,7 +168,7 @@ class ServingPrograms:
 
         return self._start("score", num_prompt, build=build)
 
-    def shapes(self, shape: Shape) -> RowStates:
+    def shapes(self, shape: BatchShape) -> RowStates:
         """The arrays of a batch, without their values."""
         if shape not in self._shapes:
             numbers = jax.ShapeDtypeStruct((shape.num_rows,), jnp.int32)
@@ -177,7 +177,7 @@ class ServingPrograms:
             self._shapes[shape] = placed
         return self._shapes[shape]
 
-    def num_bytes(self, shape: Shape) -> int:
+    def num_bytes(self, shape: BatchShape) -> int:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self.shapes(shape)))
 
     def _reshaped(self, rows: RowStates, numbers: jax.Array, num_slots: int) -> RowStates:

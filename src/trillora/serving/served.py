@@ -42,7 +42,7 @@ from trillora.serving.engine import Engine
 from trillora.serving.http.log import LOGGER
 from trillora.serving.job import AnswerPiece, Job, NotFinite
 from trillora.serving.lane import Lane, Sizes
-from trillora.serving.programs import FEWEST_SLOTS, Compiler, ServingPrograms, Shape
+from trillora.serving.programs import FEWEST_SLOTS, BatchShape, Compiler, ServingPrograms
 from trillora.step.build import shard_adapter
 from trillora.step.decisions import memory_limit
 
@@ -225,14 +225,14 @@ def _length(generator: Generator, wanted: int | None) -> int:
 
 def _fitting_shape(
     mesh: Mesh, programs: ServingPrograms, rows: int | None, given_length: int | None, length: int
-) -> Shape:
+) -> BatchShape:
     """The rows and slots of the caches: as given, or the most that fit into memory."""
     devices = list(mesh.devices.flat)
     platform = devices[0].platform
     free = _free_bytes(devices)
     all_rows = (rows,) if rows is not None else ROWS.get(platform, ROWS_OF_ACCELERATOR)
     lengths = (length,) if given_length is not None else tuple(length // 2**i for i in range(4) if length >= 2**i)
-    shapes = [Shape(r, n) for n in lengths for r in all_rows]
+    shapes = [BatchShape(r, n) for n in lengths for r in all_rows]
     many = [shape for shape in shapes if shape.num_rows >= 4]
     for shape in (*many, *shapes):
         # While a batch changes its shape, the old and the new one exist.

@@ -25,7 +25,7 @@ from trillora.model.decode import Decoder
 from trillora.model.kv_cache import StaticCache, held_slots, resized
 from trillora.serving.engine import Engine, QueueFull, Stopping
 from trillora.serving.job import AnswerPiece, Job, SampledToken
-from trillora.serving.lane import Lane, Sizes
+from trillora.serving.lane import BatchSizes, Lane
 from trillora.serving.programs import Compiler, ServingPrograms
 from trillora.serving.text import AnswerText
 
@@ -48,7 +48,7 @@ def running_engine(
     """An engine with the adapter and the base of a generator. Caches start with few slots, so that they have to grow.
     Few shapes: each takes a second to compile."""
     programs, compiler = programs_of(generator)
-    sizes = Sizes(rows, slots)
+    sizes = BatchSizes(rows, slots)
     trees = {"adapter": generator.adapter, "base": generator.neutral_adapter}
     lanes = {
         name: Lane(programs, generator.base, tree, generator.prompts.decode, sizes, generator.mesh)

@@ -39,14 +39,14 @@ IMPOSSIBLE = -9999.0  # log-probability of a token that the model excludes, as i
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """The shapes a batch can have."""
 
     rows: tuple[int, ...]
     slots: tuple[int, ...]
 
     @classmethod
-    def up_to(cls, num_rows: int, num_slots: int, fewest_slots: int) -> Sizes:
+    def up_to(cls, num_rows: int, num_slots: int, fewest_slots: int) -> BatchSizes:
         rows, slots = [1], [min(fewest_slots, num_slots)]
         while rows[-1] < num_rows:
             rows.append(min(rows[-1] * 4, num_rows))
@@ -84,7 +84,7 @@ class Lane:
         base: Tree,
         adapter: Tree,
         decode: Callable[[Any], str],
-        sizes: Sizes,
+        sizes: BatchSizes,
         mesh: Mesh,
     ) -> None:
         self.programs, self.sizes = programs, sizes

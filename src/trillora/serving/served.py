@@ -41,7 +41,7 @@ from trillora.recipe.schema import Quantize
 from trillora.serving.engine import Engine
 from trillora.serving.http.log import LOGGER
 from trillora.serving.job import AnswerPiece, Job, NotFinite
-from trillora.serving.lane import Lane, Sizes
+from trillora.serving.lane import BatchSizes, Lane
 from trillora.serving.programs import FEWEST_SLOTS, BatchShape, Compiler, ServingPrograms
 from trillora.step.build import shard_adapter
 from trillora.step.decisions import memory_limit
@@ -112,7 +112,7 @@ def open_service(
     models = _models(generator, base, folders, compiler)
     length = _length(generator, max_length)
     shape = _fitting_shape(generator.mesh, next(iter(models.values())).programs, num_rows, max_length, length)
-    sizes = Sizes.up_to(shape.num_rows, shape.num_slots, fewest_slots)
+    sizes = BatchSizes.up_to(shape.num_rows, shape.num_slots, fewest_slots)
     lanes = {
         n: Lane(m.programs, generator.base, m.adapter, m.prompts.decode, sizes, generator.mesh)
         for n, m in models.items()

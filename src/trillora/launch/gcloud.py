@@ -135,7 +135,7 @@ class GcloudRefused(Exception):
         self.reason: Reason = next((name for name, pattern in _REASONS if re.search(pattern, text)), "other")
 
 
-class Stream:
+class LineReader:
     """The lines of a process, read by a thread: a connection to a machine that is gone may stay silent for ever."""
 
     def __init__(self, pipe: IO[str]) -> None:
@@ -197,7 +197,7 @@ class Gcloud:
         return done.stdout[:MAX_OUTPUT]
 
     @contextlib.contextmanager
-    def stream(self, name: str, **fields: str) -> Iterator[Stream]:
+    def stream(self, name: str, **fields: str) -> Iterator[LineReader]:
         """A long command and the lines that it prints. It is ended with the block."""
         process = subprocess.Popen(
             [self._found(), *self.command(name, **fields)[1:]],
@@ -211,7 +211,7 @@ class Gcloud:
         )
         assert process.stdout is not None
         try:
-            yield Stream(process.stdout)
+            yield LineReader(process.stdout)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)

@@ -62,7 +62,7 @@ class MachineLost(Exception):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """Everything that the commands of a launch depend on."""
 
     bundle: Bundle
@@ -145,10 +145,10 @@ def make_plan(
     is_spot: bool = True,
     has_token: bool = False,
     force: bool = False,
-) -> Plan:
+) -> LaunchPlan:
     """Checks what can be checked without Google: the slice, the zone, the names."""
     offer = find_offer(slice_name)
-    return Plan(
+    return LaunchPlan(
         bundle=bundle,
         offer=offer,
         backend=choose_backend(offer, backend),
@@ -166,7 +166,7 @@ class TpuVm:
     """The steps of a launch. Each can be called alone, in another process than the one before."""
 
     def __init__(
-        self, plan: Plan, listener: Listener = ignore_events, *, token: str | None = None, pace: float = 15.0
+        self, plan: LaunchPlan, listener: Listener = ignore_events, *, token: str | None = None, pace: float = 15.0
     ) -> None:
         self._plan, self._listener, self._token = plan, listener, token
         self._gcloud = plan.gcloud()

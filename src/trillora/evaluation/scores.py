@@ -1,7 +1,7 @@
 """Compares answers with the expected ones: equal texts, and for JSON objects their fields.
 
     >>> score('{"a": 1, "b": 2}', '{"b": 2.0, "a": 3}')
-    Score(exact=False, valid_json=True, right_fields=True, fields={'a': False, 'b': True})
+    AnswerScore(exact=False, valid_json=True, right_fields=True, fields={'a': False, 'b': True})
 
 Answers are untrusted text, so the JSON parser has limits: bounded nesting, no infinite numbers, no NaN. A Markdown
 fence around an answer is part of the answer: a task that expects JSON gets only JSON.

@@ -1,6 +1,6 @@
 """Writes a safetensors file piece by piece: sizes are known before values, so no tensor is held as a whole.
 
-    write_tensors(path, [Planned("model.norm.weight", "BF16", (576,))], pieces)
+    write_tensors(path, [PlannedTensor("model.norm.weight", "BF16", (576,))], pieces)
 
 where `pieces(tensor)` yields arrays whose bytes, joined, are the tensor's. The file starts with the length of its
 header in 8 bytes and the header, JSON with the type, shape and place of each tensor. The values follow in that order.

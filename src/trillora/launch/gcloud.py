@@ -2,7 +2,7 @@
 
     gcloud = Gcloud(TABLES["cloud-tpu"], {"name": "chat", "zone": "us-east5-b", ...})
     gcloud.command("delete")   # ["gcloud", "compute", "tpus", "queued-resources", "delete", "chat", ...]
-    gcloud.call("delete")      # its output; Refused if gcloud fails
+    gcloud.call("delete")      # its output; GcloudRefused if gcloud fails
 
 A command of a table is split into words before its fields are filled in, so a value can never become a second word.
 Nothing here passes through a shell of this machine.
@@ -172,7 +172,7 @@ class Gcloud:
         return ["gcloud", *words, *([f"--project={self.project}"] if self.project else [])]
 
     def call(self, name: str, *, seconds: float, **fields: str) -> str:
-        """The output of a command. Raises `Refused` if it fails or takes longer."""
+        """The output of a command. Raises `GcloudRefused` if it fails or takes longer."""
         return self.plain(self.command(name, **fields)[1:], seconds=seconds)
 
     def plain(self, words: list[str], *, seconds: float) -> str:

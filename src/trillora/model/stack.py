@@ -3,9 +3,9 @@
 Example: a first layer that differs from the other three, and a model that repeats two kinds of layers:
 
     >>> find_segments(["dense", "moe", "moe", "moe"])
-    [Segment(start=0, period=1, repetitions=1), Segment(start=1, period=1, repetitions=3)]
+    [RepeatedLayers(start=0, period=1, repetitions=1), RepeatedLayers(start=1, period=1, repetitions=3)]
     >>> find_segments(["local", "local", "global"] * 4)
-    [Segment(start=0, period=3, repetitions=4)]
+    [RepeatedLayers(start=0, period=3, repetitions=4)]
 
 In the first model, layer 0 runs by itself with weights such as `model.layers.0.self_attn.q_proj.weight` [E, D]. Layers
 1 to 3 are one `jax.lax.scan` over stacked weights: `model.layers.1:4:1.self_attn.q_proj.weight` [3, E, D]. In the

@@ -8,7 +8,7 @@ The text comes from `compiled.as_text()` or from the compiler's dump, for TPU or
     }
 
     parse(text).entry.root  ->  Instruction(name="y", opcode="fusion", operands=("x",), attributes=", kind=kLoop, ...")
-    .shapes                 ->  (Shape("bf16", (100, 4096), minor_to_major=(1, 0), tile=(8, 128), memory_space=1),)
+    .shapes                 ->  (ArrayShape("bf16", (100, 4096), minor_to_major=(1, 0), tile=(8, 128), memory_space=1),)
     .shapes[0].num_bytes    ->  104 * 4096 * 2: 100 is padded to whole tiles of 8; S(1) is on-chip memory
 
 It also finds the trip counts of loops. `work` counts the work of an instruction, `simulate` the time of a program.

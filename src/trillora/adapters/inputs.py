@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from trillora.adapters.logits_check import open_local
-from trillora.adapters.methods import Change
+from trillora.adapters.methods import LayerChange
 from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
 from trillora.files.digests import json_digest
@@ -59,7 +59,7 @@ class AdapterInput:
     name: str  # as the user wrote it
     folder: Path
     rank: int
-    changes: dict[str, Change]  # by layer
+    changes: dict[str, LayerChange]  # by layer
     digest: str  # of the changes: equal for copies of an adapter
     base: str | None  # the base model's name in PEFT's config
     base_digest: str | None  # of the base's weights, known for an adapter of a run
@@ -118,7 +118,7 @@ def read_input(name: str | Path) -> AdapterInput:
     )
 
 
-def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dict[str, Change]:
+def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dict[str, LayerChange]:
     for name in matrices:
         if not name.endswith((".lora_a", ".lora_b")):
             raise TrilloraError(
@@ -137,7 +137,7 @@ def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dic
     for layer in sorted({name.rpartition(".")[0] for name in matrices}):
         a, b = matrices[f"{layer}.lora_a"], matrices[f"{layer}.lora_b"]
         rank = math.sqrt(a.shape[0]) if spec.rslora else a.shape[0]
-        changes[layer] = Change(a, b, alphas.get(layer, spec.alpha) / rank)
+        changes[layer] = LayerChange(a, b, alphas.get(layer, spec.alpha) / rank)
     return changes
 
 
@@ -261,7 +261,7 @@ def recorded_base_digest(folder: Path) -> str | None:
     return None
 
 
-def _digest(changes: dict[str, Change]) -> str:
+def _digest(changes: dict[str, LayerChange]) -> str:
     digest = hashlib.sha256()
     for layer, change in changes.items():
         facts = [layer, change.scale, change.a_RD.shape, change.b_ER.shape]

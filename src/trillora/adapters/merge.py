@@ -29,7 +29,7 @@ from trillora.adapters.inputs import (
     selection,
 )
 from trillora.adapters.logits_check import LogitsCheck, compare_logits
-from trillora.adapters.methods import METHODS, ROUNDING, Change, MergedLayer, definition, merge_layer
+from trillora.adapters.methods import METHODS, ROUNDING, LayerChange, MergedLayer, definition, merge_layer
 from trillora.errors import Bug, TrilloraError
 from trillora.events import Alarm, Listener, Note, Progress, ignore_events
 from trillora.files.atomic import write_file
@@ -135,7 +135,7 @@ def _new_folder(out: str | Path) -> Path:
     return folder
 
 
-def _by_layer(inputs: Sequence[AdapterInput]) -> dict[str, dict[int, Change]]:
+def _by_layer(inputs: Sequence[AdapterInput]) -> dict[str, dict[int, LayerChange]]:
     """layer -> number of the adapter -> its change. An adapter without the layer does not change it."""
     layers = sorted({layer for each in inputs for layer in each.changes})
     return {
@@ -144,7 +144,7 @@ def _by_layer(inputs: Sequence[AdapterInput]) -> dict[str, dict[int, Change]]:
     }
 
 
-def _limit(layers: dict[str, dict[int, Change]], options: MergeOptions, prefix: str) -> int | None:
+def _limit(layers: dict[str, dict[int, LayerChange]], options: MergeOptions, prefix: str) -> int | None:
     """The largest rank of the result; None if the whole change is kept."""
     is_whole = METHODS[options.method].prune is not None
     possible = max(
@@ -163,7 +163,7 @@ def _limit(layers: dict[str, dict[int, Change]], options: MergeOptions, prefix: 
 
 
 def _merge_layers(
-    layers: dict[str, dict[int, Change]], options: MergeOptions, rank: int | None, listener: Listener
+    layers: dict[str, dict[int, LayerChange]], options: MergeOptions, rank: int | None, listener: Listener
 ) -> dict[str, MergedLayer]:
     merged = {}
     for number, (layer, changes) in enumerate(layers.items()):
@@ -232,7 +232,7 @@ def _compare(
     digest: str | None,
     rank: int,
     matrices: dict[str, np.ndarray],
-    layers: dict[str, dict[int, Change]],
+    layers: dict[str, dict[int, LayerChange]],
     options: MergeOptions,
     listener: Listener,
 ) -> LogitsCheck | str:

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
 from trillora.engine.attention import MaskRule, RuleChoice, ScoreScaling, attend, visible
-from trillora.engine.ragged import Documents
+from trillora.engine.ragged import BlockDocuments
 from trillora.errors import TrilloraError
 from trillora.model.kv_cache import visible_in_cache
 from trillora.model.overrides.recurrent import modelling_files
@@ -255,7 +255,7 @@ def _attend_per_shard(
         sinks: jax.Array | None,
         segments: jax.Array | None,
         positions: jax.Array | None,
-        documents: Documents | None,
+        documents: BlockDocuments | None,
         index: jax.Array | None,
     ) -> jax.Array:
         return attend(

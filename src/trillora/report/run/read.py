@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from trillora.data.excerpt import Piece
+from trillora.data.excerpt import ExcerptPiece
 from trillora.errors import TrilloraError
 from trillora.events import (
     METRICS,
@@ -58,7 +58,7 @@ class StageRecord:
     files: tuple[DataFileFacts, ...]
     data: dict[str, float]  # documents, rows, tokens, supervised, padding_fraction
     num_evaluated: int | None
-    example: tuple[Piece, ...]
+    example: tuple[ExcerptPiece, ...]
 
 
 @dataclass(frozen=True)

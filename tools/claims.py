@@ -45,7 +45,7 @@ OTHERS = {
     ("docs/preflight.md", "compile matrix"): "compile-matrix-",
     ("docs/preflight.md", "published rates"): "tpu-anchors",
 }
-PAGES = {"docs/ARCHITECTURES.md": "architectures", "docs/ATLAS.md": "atlas-"}
+PAGES = {"docs/models.md": "architectures", "docs/ATLAS.md": "atlas-"}
 # Numbers in README that no one measured: names, versions, bounds and the conditions of a measurement.
 NOT_MEASURED = (
     *("Python 3.11 or newer", "driver 580 or newer"),

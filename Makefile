@@ -67,7 +67,7 @@ types: setup
 # Also part of the tests (tests/test_docs.py). The theme, Material for MkDocs 9.8, gets security updates until 2027-05-05
 # and prints that with the name of its successor at every build; the variable turns off this text and nothing else.
 docs: setup
-	@for page in recipe api; do $(BIN)/python tools/$${page}_reference.py || exit 1; done
+	@for page in recipe command api; do $(BIN)/python tools/$${page}_reference.py || exit 1; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html; to read it: $(BIN)/python -m http.server --directory build/site"
 

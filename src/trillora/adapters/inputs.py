@@ -33,8 +33,8 @@ from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.source import weight_files
 from trillora.model.lora import LoraSpec
 from trillora.model.parts.peft_names import by_parameter, names_in_file
-from trillora.recipe.load import is_run
 from trillora.recipe.schema import EMBEDDED
+from trillora.runs.files import ADAPTER, ADAPTERS, MANIFEST_FILE, is_run
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 TOKENIZER_FILES = (*TOKEN_FILES, "tokenizer_config.json", "special_tokens_map.json")
@@ -75,14 +75,14 @@ def find_adapter(name: str | Path) -> Path:
     path = user_path(name, where="the adapter")
     if (path / CONFIG_FILE).is_file():
         return path
-    if (path / "adapter").is_dir():
-        return path / "adapter"
-    several = sorted(entry.name for entry in (path / "adapters").glob("*") if (entry / CONFIG_FILE).is_file())
+    if (path / ADAPTER).is_dir():
+        return path / ADAPTER
+    several = sorted(entry.name for entry in (path / ADAPTERS).glob("*") if (entry / CONFIG_FILE).is_file())
     if several:
         raise TrilloraError(
             f"This run has {len(several)} adapters.",
             where=str(path),
-            do=f"name one of them: {' '.join(str(path / 'adapters' / each) for each in several[:8])}",
+            do=f"name one of them: {' '.join(str(path / ADAPTERS / each) for each in several[:8])}",
         )
     if is_run(path):
         raise TrilloraError("This run has no adapter yet.", where=str(path), do="finish the run first")
@@ -253,8 +253,8 @@ def _normal(base: str) -> str:
 def recorded_base_digest(folder: Path) -> str | None:
     """What a run recorded of its base model; the adapter is in RUN/adapter or RUN/adapters/NAME."""
     for run in (folder.parent, folder.parent.parent):
-        if is_run(run) and (run / "run.json").is_file():
-            facts = read_json(run / "run.json", dict[str, Any], do="restore it from a copy")
+        if is_run(run) and (run / MANIFEST_FILE).is_file():
+            facts = read_json(run / MANIFEST_FILE, dict[str, Any], do="restore it from a copy")
             identity = facts.get("identity")
             digest = identity.get("model") if isinstance(identity, dict) else None
             return digest if isinstance(digest, str) else None

@@ -41,7 +41,7 @@ from trillora.evaluation.forgetting import measure_forgetting
 from trillora.evaluation.gate import Wanted, check_fields, judge, parse_gate
 from trillora.evaluation.likelihood import TokenScorer
 from trillora.evaluation.result import Evaluation, Forgetting
-from trillora.evaluation.rows import PHASES, check_run, read_rows, recipe_with_data
+from trillora.evaluation.rows import check_run, read_rows, recipe_with_data
 from trillora.evaluation.scores import METRICS, Scores, majority, parse_object
 from trillora.evaluation.text_metrics import NO_SACREBLEU, Comparison
 from trillora.events import Alarm, Listener, Note, ignore_events
@@ -54,9 +54,9 @@ from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.load import RunRecipe, load_run_recipe
 from trillora.recipe.schema import StageRecipe
+from trillora.runs.files import ADAPTERS, EVAL_FILE
 from trillora.step.background import compiling_in_background
 
-FILE = "eval.json"
 MAX_FILES = 100
 Data = str | Path | Sequence[str | Path] | None
 
@@ -118,8 +118,8 @@ def evaluate(
     `forgetting` asks general questions too. `gate` has conditions on the scores: `Evaluation.passed`.
     """
     folder = user_path(run, where="the run")
-    if stage is not None and adapter is None and (folder / PHASES / stage).is_dir():
-        adapter = folder / PHASES / stage
+    if stage is not None and adapter is None and (folder / ADAPTERS / stage).is_dir():
+        adapter = folder / ADAPTERS / stage
     check_run(folder, adapter)
     paths = _paths(data)
     wanted = parse_gate(gate, _labels(paths) if len(paths) > 1 else ()) if gate is not None else ()
@@ -151,7 +151,7 @@ def evaluate(
     for note in result.notes:
         listener(Note(note))
     if adapter is None:
-        _save(folder / FILE, result, listener)
+        _save(folder / EVAL_FILE, result, listener)
     return result
 
 

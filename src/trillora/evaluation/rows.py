@@ -14,11 +14,9 @@ from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener
 from trillora.model.adapters import TEMPLATE_FILE
-from trillora.recipe.load import RunRecipe, is_run
-from trillora.recipe.run_file import NAME as RECIPE_FILE
+from trillora.recipe.load import RunRecipe
 from trillora.recipe.schema import StageRecipe, stages_of
-
-PHASES = "adapters"  # the folder with the adapters of the phases
+from trillora.runs.files import ADAPTER, ADAPTERS, RECIPE_FILE, is_run
 
 
 def check_run(folder: Path, adapter: Path | None = None) -> Path:
@@ -31,14 +29,14 @@ def check_run(folder: Path, adapter: Path | None = None) -> Path:
             where=str(folder),
             do=f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do,
         )
-    if adapter is None and (folder / PHASES).is_dir() and not (folder / "adapter").is_dir():
-        names = sorted(phase.name for phase in (folder / PHASES).iterdir())
+    if adapter is None and (folder / ADAPTERS).is_dir() and not (folder / ADAPTER).is_dir():
+        names = sorted(phase.name for phase in (folder / ADAPTERS).iterdir())
         raise TrilloraError(
             "This run has several adapters, one for each phase.",
             where=str(folder),
             do=f"choose one with --stage: {' '.join(names)}",
         )
-    if adapter is None and not (folder / "adapter").is_dir():
+    if adapter is None and not (folder / ADAPTER).is_dir():
         raise TrilloraError(
             "This run has no adapter yet, so there is nothing to test.",
             where=str(folder),
@@ -61,7 +59,7 @@ def recipe_with_data(
     stage = stages[number].recipe
     section = stage.data
     changes: dict[str, Any] = {}
-    template = (adapter or run / "adapter") / TEMPLATE_FILE
+    template = (adapter or run / ADAPTER) / TEMPLATE_FILE
     if template.is_file():  # the run may have been copied here; its template was copied with it
         changes["chat_template"] = str(template)
     if data is not None:

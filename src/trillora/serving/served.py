@@ -36,8 +36,9 @@ from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
 from trillora.model.loading.source import base_name
-from trillora.recipe.load import is_run, load_model_section, load_run_recipe
+from trillora.recipe.load import load_model_section, load_run_recipe
 from trillora.recipe.schema import Quantize
+from trillora.runs.files import ADAPTER, ADAPTERS, REPORT_FILE, is_run
 from trillora.serving.engine import Engine
 from trillora.serving.http.log import LOGGER
 from trillora.serving.job import AnswerPiece, Job, NotFinite
@@ -127,7 +128,7 @@ def open_service(
     )
     engine.start()
     _warm_up(engine, models, listener)
-    return Service(models, base, engine, run / "report.html" if is_run(run) else None)
+    return Service(models, base, engine, run / REPORT_FILE if is_run(run) else None)
 
 
 def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> None:
@@ -150,12 +151,12 @@ def _adapter_folders(run: Path, given: Sequence[str]) -> dict[str, Path]:
     """The adapters by the name of their model: those of the run, then those of the command line."""
     found: list[Path] = []
     if is_run(run):
-        several = sorted(entry for entry in (run / "adapters").glob("*") if (entry / CONFIG_FILE).is_file())
-        found = several if several and not (run / "adapter").is_dir() else [find_adapter(run)]
+        several = sorted(entry for entry in (run / ADAPTERS).glob("*") if (entry / CONFIG_FILE).is_file())
+        found = several if several and not (run / ADAPTER).is_dir() else [find_adapter(run)]
     found += [find_adapter(folder) for folder in given]
     folders: dict[str, Path] = {}
     for folder in found:
-        name = folder.absolute().parent.name if folder.name == "adapter" else folder.name
+        name = folder.absolute().parent.name if folder.name == ADAPTER else folder.name
         if folders.setdefault(name, folder) != folder:
             raise _same_name(name, folders[name], folder)
     return folders

@@ -22,9 +22,8 @@ from trillora.events import Alarm, Event, HistoryEntry, Listener, ignore_events,
 from trillora.files.atomic import append_file, write_file
 from trillora.files.bounded import read_bounded
 from trillora.files.user_path import user_path
+from trillora.runs.files import HISTORY_FILE, METRICS_FILE, STALLS_FILE, is_finished
 
-STALLS_FILE = "stalls.log"  # stacks of steps that took long
-GROUP_FILE = "group.json"  # how each adapter of a group ended; written last
 MAX_LOG = 1 << 30  # bytes; a million steps have about 300 MB
 
 
@@ -48,11 +47,11 @@ class RunFolder:
 
     @property
     def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_FILE
 
     @property
     def is_finished(self) -> bool:
-        return (self.path / "adapter").exists() or (self.path / GROUP_FILE).exists()
+        return is_finished(self.path)
 
     def write(self, name: str, text: str, *, mode: int = 0o666) -> None:
         self._replace(self.path / name, text.encode(), mode)
@@ -103,7 +102,7 @@ class RunFolder:
     def add_history(self, event: str, step: int, reason: str = "") -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         entry = HistoryEntry(now, event, step, reason, platform.node())
-        file = self.path / "history.jsonl"
+        file = self.path / HISTORY_FILE
         self._append(file, ("\n" if _is_unfinished(file) else "") + json.dumps(asdict(entry)))
 
     def add_stall(self, text: str) -> str | None:

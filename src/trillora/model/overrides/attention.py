@@ -192,7 +192,7 @@ def _attention(
         elif query.shape[2] != key.shape[2]:
             raise TrilloraError(
                 f"{type(module).__name__} attends {query.shape[2]} tokens to {key.shape[2]} keys of its own.",
-                do="choose an architecture from docs/ARCHITECTURES.md: masks of this kind are not supported yet",
+                do="choose an architecture from docs/models.md: masks of this kind are not supported yet",
             )
     elif trace.slots is not None:
         raise TrilloraError(
@@ -232,7 +232,7 @@ def _refuse_unknown(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
     if unknown:
         raise TrilloraError(
             f"{type(module).__name__} passes {', '.join(unknown)} to attention, which is not supported yet.",
-            do="choose an architecture from docs/ARCHITECTURES.md",
+            do="choose an architecture from docs/models.md",
         )
 
 

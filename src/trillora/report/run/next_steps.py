@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trillora.own_command import runnable
 from trillora.recipe.schema import Recipe, stages_of
+from trillora.runs.files import ADAPTER, REPORT_FILE
 
 RESUME = "Run the same command again to resume."
 TEMPLATE_FILE = "chat_template.jinja"  # in the folder of an adapter that was trained on chats
@@ -21,11 +22,11 @@ TEMPLATE_FILE = "chat_template.jinja"  # in the folder of an adapter that was tr
 def after_training(run: Path, recipe: Recipe) -> str:
     """The lines that a finished training ends with. Without one adapter for the whole run, only the report's; in a
     process that does not write the run, none."""
-    report = run / "report.html"
+    report = run / REPORT_FILE
     steps = [("Report", str(report))] if report.is_file() else []
-    if (run / "adapter").is_dir():
+    if (run / ADAPTER).is_dir():
         folder = shlex.quote(str(run))
-        is_chat = (run / "adapter" / TEMPLATE_FILE).is_file()
+        is_chat = (run / ADAPTER / TEMPLATE_FILE).is_file()
         steps.append(("Ask it", f"trillora chat {folder}" if is_chat else f"trillora generate {folder} --prompt TEXT"))
         steps.append(("Measure it", f"trillora eval {folder}{_test_rows(recipe)}"))
         steps.append(("Export it", f"trillora export {folder} --to merged    (others: gguf, ollama, hub)"))
@@ -38,8 +39,8 @@ def after_quickstart(run: Path) -> str:
     chat = runnable(f"trillora chat {folder}")
     train = runnable(f"trillora train {recipe} data=FILE --out my-run")
     return f"""\
-Adapter  {run / "adapter"}   (PEFT format)
-Report   {run / "report.html"}
+Adapter  {run / ADAPTER}   (PEFT format)
+Report   {run / REPORT_FILE}
 
 Chat with it:           {chat}
 Train on your own data: {train}"""

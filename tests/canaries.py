@@ -68,3 +68,20 @@ def contents(data: bytes) -> Iterator[tuple[str, bytes]]:
 def _inside(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
     for inner, each in contents(data):
         yield f", {name}{inner}", each
+
+
+CANARIES = {
+    "hub": "hf_" + "CanaryHub" * 3,
+    "hub in words": "use hf_" + "CanaryHub" * 3 + ", please",
+    "model service": "sk-proj-" + "CanaryModel" * 3,
+    "git": "ghp_" + "CanaryGit" * 4,
+    "cloud": "AKIA" + "CANARYCANARYCANA",
+    "browser": "AIza" + "CanaryBrowser" * 3,
+    "web token": "eyJhbGciOiJI.eyJzdWIiOiIx.CanaryWebToken",
+    "header": "Authorization: Bearer CanaryHeader123456",
+    "old wandb": "ca0a12" * 6 + "ca0a",
+    "new wandb": "wandb_v1_" + "CanaryBand" * 4,
+    "address": "https://me:CanaryPass@example.org/rows.jsonl",
+    "signed address": "https://example.org/rows.jsonl?a=1&X-Amz-Signature=CanarySigned&b=2",
+    "private key": "-----BEGIN PRIVATE KEY-----\nCanaryKey\n-----END PRIVATE KEY-----",
+}

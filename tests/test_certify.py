@@ -20,6 +20,7 @@ import planted_defects
 import psutil
 import pytest
 import tiny_run
+from certificate_text import shown
 from chat_tokenizers import chat_tokenizer
 from dose import dose, slow_case
 from hostile_json import changed_bytes, changed_value
@@ -27,7 +28,7 @@ from planted_defects import DEFECTS, Defect, World
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from trillora.certify.certificate import Certificate, read_certificate
+from trillora.certify.certificate import read_certificate
 from trillora.certify.certify import certify
 from trillora.certify.llama_cpp import MEMORY
 from trillora.certify.logits import TEXTS, compute_reference
@@ -54,10 +55,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     assert certificate.passed, shown(certificate)
     assert {check.name for check in certificate.checks if check.status == "skipped"} <= {"tokens"}
     return world
-
-
-def shown(certificate: Certificate) -> str:
-    return "\n".join(f"{check.status} {check.part}: {check.name}: {check.what}" for check in certificate.checks)
 
 
 def test_there_are_enough_defects() -> None:

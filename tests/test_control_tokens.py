@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_tokenizers import FAMILIES, Family, chat_tokenizer, some_conversation
+from chat_tokenizers import FAMILIES, Family, chat_tokenizer, own_tokens, some_conversation
 from dose import dose, log_progress, slow_case
-from test_data_real_tokenizers import REAL, family_of, real_tokenizer
-from test_data_render import (
+from proved_rendering import (
     control_ids,
     encoder_of,
-    own_tokens,
     render_chat,
     render_rows,
     render_text,
@@ -27,6 +25,7 @@ from test_data_render import (
     spoken,
     trained_runs,
 )
+from real_tokenizers import REAL, family_of, real_tokenizer
 
 from trillora.data.rendering.control import ControlWords, template_marks
 from trillora.data.rows import BadRow

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_run
-from chat_tokenizers import FAMILIES, chat_tokenizer, some_conversation, some_tool
+from chat_tokenizers import FAMILIES, chat_tokenizer, own_tokens, some_conversation, some_tool
 from dose import dose
 from peft_parity import peft_losses
+from proved_rendering import spoken, trained_runs
 from rendering import load, render, render_chat
-from test_data_render import own_tokens, spoken, trained_runs
 
 from trillora.data.rendering.formats import MAX_WEIGHT
 from trillora.errors import TrilloraError

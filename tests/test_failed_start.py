@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_run
-from test_run_lock import first_line, owner
+from run_locks import first_line, owner
 
 from trillora.errors import TrilloraError
 from trillora.files.owner import lock_run, removed_if_unused

@@ -15,10 +15,9 @@ import tiny_run
 import yaml
 from conftest import FASTER_COMPILATION
 from dose import full_dose_only
+from kept_variables import FILES
 from run_process import WAIT
 
-# These are needed to find files, and shorten compilation; everything else that conftest.py sets could hide a warning.
-FILES = ("PATH", "HOME", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 KEPT = (*FILES, "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from test_rms_norms import SIZES, random_tree
+from norm_models import SIZES, random_tree
 from torchax import interop
 from transformers import AutoConfig
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import shutil
 from collections.abc import Sequence
@@ -17,10 +16,11 @@ import pytest
 import tiny_models
 import tiny_run
 import torch
-from architecture_checks import LORA, attach_adapter, to_jax
+from architecture_checks import attach_adapter
 from chat_tokenizers import chat_tokenizer
 from dose import full_dose_only, slow_case
 from peft import PeftModel
+from tiny_generators import NUM_LAYERS, num_layers, random_prompts, tiny_generator, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -34,7 +34,6 @@ from trillora.generation.generator import Generator, bucket_length
 from trillora.generation.prompts import Prompts
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
-from trillora.model.layout import stack
 from trillora.model.loading.source import find_model, load_config
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
@@ -43,21 +42,7 @@ from trillora.step.build import weight_shardings
 from trillora.training.trainer import train
 
 NUM_NEW = 12
-NUM_LAYERS = 2  # generation unrolls the layers, and most models have one kind
-LENGTHS = (5, 17, 11)  # with the new tokens, longer than the sliding window of 8
 QUESTIONS = ["What is 3 plus 4?", "Say something long about plus and is, and then some more.", "It?"]
-
-
-def random_prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
-    generator = np.random.default_rng(0)
-    return [generator.integers(3, tiny_models.VOCABULARY, length).tolist() for length in lengths]
-
-
-def endless() -> Prompts:
-    """Prompts without stop tokens: a random model could generate one at any time."""
-    prompts = Prompts(chat_tokenizer("chatml"), template=None)
-    prompts.stops = ()
-    return prompts
 
 
 def generated_by_transformers(model: Any, prompts: Sequence[Sequence[int]], eos: int | None = None) -> np.ndarray:
@@ -69,29 +54,6 @@ def generated_by_transformers(model: Any, prompts: Sequence[Sequence[int]], eos:
     model.generation_config.eos_token_id = eos
     out = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
     return out[:, longest:].numpy()
-
-
-def num_layers(name: str) -> int | None:
-    """With fewer than its usual layers, Gemma 2 only repeats a token."""
-    return None if name == "gemma2" else NUM_LAYERS
-
-
-@functools.cache
-def tiny_generator(name: str, longest: int | None = None) -> tuple[Generator, dict[str, np.ndarray]]:
-    """Our generator with the tiny model's weights, and its random adapter."""
-    reference = tiny_models.build(name, num_layers=num_layers(name))
-    mesh = make_mesh(jax.devices()[:1], MeshShape())
-    config = tiny_models.configuration(name, num_layers(name))
-    model = CausalLM(config, lora=LORA, scan=False, remat="none", mesh=mesh)
-    random = np.random.default_rng(1)
-    matrices = {n: random.normal(0, 0.2, leaf.shape).astype(np.float32) for n, leaf in model.adapter_layout.items()}
-    adapter = {key: jnp.asarray(array) for key, array in matrices.items()}
-    return Generator(model, weights_of(reference, model), adapter, endless(), mesh, longest=longest), matrices
-
-
-def weights_of(reference: Any, model: CausalLM) -> dict[str, jax.Array]:
-    flat = {n: to_jax(t) for n, t in (*reference.named_parameters(), *reference.named_buffers())}
-    return stack({n: flat[n] for leaf in model.layout.values() for n in leaf.names}, model.layout)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from dose import slow_case
 from gguf_models import sentencepiece
 from llama_cpp import LlamaCpp
-from test_data_real_tokenizers import real_tokenizer
+from real_tokenizers import real_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 

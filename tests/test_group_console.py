@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable
 
 import pytest
+from console_panels import in_terminal, last_panel, logged, step, terminal
 from rich.console import Console
 from sample_runs import PHASES, group_events, group_plan
-from test_console import in_terminal, last_panel, logged, step, terminal
 
 from trillora.events import (
     AdapterEnded,

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from canaries import CANARIES
 from dose import FULL, dose
 from hostile_json import changed_bytes, changed_value
 from html_pages import HOSTILE, Page, browse, needs_chromium
+from report_page import report
 from sample_runs import PHASES, RATES, group_events, group_plan, write_group_run, write_lines
-from test_run_report import report
-from test_secrets import CANARIES
-from test_tracking import needs_tensorboard, scalars
+from tracked_files import needs_tensorboard, scalars
 
 from trillora.events import (
     AdapterEnded,

@@ -15,8 +15,9 @@ from typing import Any
 
 import jax
 import pytest
+from descriptions import gpu, llama
 from jax.experimental.pallas import tpu as pallas
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
 
 from trillora.devices.chips import CHIPS, GPUS, chip_of, generation_of, peak_tflops
 from trillora.devices.slices import (
@@ -190,22 +191,6 @@ def test_the_tpu_compiler_counts_the_same_devices_and_hosts() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     counted = json.loads(done.stdout.splitlines()[-1])
     assert counted == {name: [s.chip, s.num_devices, s.num_hosts] for name, s in SLICES.items()}
-
-
-def gpu(capability: str, gib: float = 14.6) -> Any:
-    """A GPU that is not attached, as jax describes it."""
-    return SimpleNamespace(
-        platform="gpu",
-        device_kind="a GPU",
-        compute_capability=capability,
-        memory_stats=lambda: {"bytes_limit": gib * 2**30},
-    )
-
-
-def llama(**options: Any) -> Any:
-    """About 1.2 billion weights unless given otherwise."""
-    shape = {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "num_attention_heads": 32}
-    return LlamaConfig(**{"vocab_size": 128256, **shape, **options})
 
 
 @pytest.mark.parametrize(

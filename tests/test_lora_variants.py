@@ -15,10 +15,7 @@ import pytest
 import tiny_models
 import tiny_run
 import torch
-from architecture_checks import distance, to_jax
-from dose import full_dose_only, slow_case
-from peft_reference import load_start, train_model
-from test_adapters import (
+from adapter_logits import (
     DIFFERENT,
     ROUNDING,
     TOKENS,
@@ -29,6 +26,9 @@ from test_adapters import (
     save,
     torch_logits,
 )
+from architecture_checks import distance, to_jax
+from dose import full_dose_only, slow_case
+from peft_reference import load_start, train_model
 from tiny_run import assert_same, checkpoints_of
 from transformers import AutoModelForCausalLM
 

@@ -22,7 +22,7 @@ import torch
 from architecture_checks import GRADIENTS, LOGITS, Subject, distance, gradient_distance, logits_and_gradients
 from dose import full_dose_only, slow_case
 from jax.sharding import NamedSharding, PartitionSpec
-from test_quantize import matrix, tree_of, with_dequantized_weights
+from quantized_trees import matrix, tree_of, with_dequantized_weights
 from transformers import LlamaConfig
 
 import trillora

@@ -15,9 +15,9 @@ import pytest
 import tiny_models
 import torch
 from architecture_checks import distance
-from chat_tokenizers import chat_tokenizer
 from dose import full_dose_only, slow_case
-from peft_parity import DIFFERENT, SAME, VOCABULARY, build, quiet_peft, tokens_with
+from merge_cases import CASES, LINEAR, open_folder, source_of, torch_base
+from peft_parity import DIFFERENT, SAME, VOCABULARY, quiet_peft, tokens_with
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,68 +27,11 @@ from trillora.events import Progress
 from trillora.export import merged
 from trillora.export.merged import export_merged
 from trillora.export.merged_weights import MergedWeights
-from trillora.export.source import ExportSource
-from trillora.model.adapters import load_adapter
-from trillora.model.loading.source import OpenModel, load_config
 
-LINEAR = {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
-PATTERNS = {
-    "target_modules": ["q_proj", "v_proj", "down_proj"],
-    "rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 7},
-    "alpha_pattern": {"v_proj": 3},
-    "use_rslora": True,
-}
 NEW = [5, VOCABULARY, VOCABULARY + 1]  # an old token and two new ones
-# name -> the base, options of PEFT, whether the head has a weight of its own afterwards
-CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "plain": ("untied", LINEAR, True),
-    "rslora and patterns": ("tied", PATTERNS, False),
-    "dora": ("tied", {**LINEAR, "use_dora": True}, False),
-    "dora on a tied head": ("tied", {"target_modules": ["q_proj", "lm_head"], "use_dora": True}, True),
-    "tied head": ("tied", {"target_modules": ["q_proj", "lm_head"]}, True),
-    "tied embedding": ("scaled", {"target_modules": ["q_proj", "embed_tokens"]}, True),
-    "untied embedding": ("untied", {"target_modules": ["q_proj", "embed_tokens"]}, True),
-    "conv1d": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}, False),
-    "conv1d dora": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "use_dora": True}, False),
-    "experts": ("mixtral", {"target_modules": ["q_proj", "o_proj"]}, True),
-    "old tokens": ("tied", {"target_modules": ["q_proj"], "trainable_token_indices": [9, 5]}, False),
-    "whole modules": ("untied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}, True),
-    "whole head of a tied model": ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, True),
-    "whole embedding of a tied model": (
-        "tied",
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
-        True,
-    ),
-}
 # PEFT merges these wrongly: it adds the change of one of two tied weights to both. Its own forward pass is right.
 PEFT_MERGES_WRONGLY = {"dora on a tied head", "tied head", "tied embedding"}
 NOT_HELD = {"dora on a tied head", "untied embedding", "conv1d dora"}
-
-
-def torch_base(name: str, num_new: int = 0) -> Any:
-    return build(name, num_new) if name in ("tied", "untied", "scaled") else tiny_models.build(name)
-
-
-def source_of(
-    folder: Path, base: str, options: dict[str, Any], *, num_new: int = 0, dtype: Any = None
-) -> tuple[ExportSource, Any]:
-    """A base model and an adapter that PEFT made, in folders; and PEFT's model."""
-    plain = torch_base(base)
-    if dtype is not None:
-        plain = plain.to(dtype)
-    plain.save_pretrained(folder / "base")
-    chat_tokenizer("chatml").save_pretrained(folder / "base")
-    adapted = quiet_peft(torch_base(base, num_new), **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT cannot see whether the vocabulary has grown
-        adapted.save_pretrained(folder / "adapter")
-    return open_folder(folder), adapted
-
-
-def open_folder(folder: Path) -> ExportSource:
-    spec, matrices = load_adapter(folder / "adapter")
-    base = OpenModel(folder / "base", load_config(folder / "base"), chat_tokenizer("chatml"), "some/base")
-    return ExportSource("test", None, folder / "adapter", base, "some/base", spec, matrices, None, ())
 
 
 def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:

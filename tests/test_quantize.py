@@ -31,6 +31,7 @@ from architecture_checks import (
     to_jax,
 )
 from dose import FULL, full_dose_only, slow_case
+from quantized_trees import dequantized, matrix, quantized, tree_of, with_dequantized_weights
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from transformers.pytorch_utils import Conv1D
 from typer.testing import CliRunner
@@ -38,7 +39,7 @@ from typer.testing import CliRunner
 from trillora.cli import app
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.devices.slices import find_slice
-from trillora.engine.quantize import BLOCK, DYNAMIC, NF4, Format, dequantize, linear, quantize
+from trillora.engine.quantize import BLOCK, DYNAMIC, NF4, Format, linear
 from trillora.errors import TrilloraError
 from trillora.evaluation.evaluate import evaluate
 from trillora.events import Chosen, Note, ignore_events
@@ -60,20 +61,8 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 NUM_LAYERS = 2 if FULL else 1  # of the model that is trained
 FORMATS: tuple[Format, ...] = ("int8", "int4", "nf4", "fp8")
 BITSANDBYTES = json.loads((Path(__file__).parent / "golden" / "nf4-bitsandbytes.json").read_text())
-quantized = jax.jit(quantize, static_argnums=1)
-dequantized = jax.jit(dequantize, static_argnums=1)
 product = jax.jit(linear)
 ROUNDING = 1e-5  # of the largest value: float32, the same sum scaled before or after
-
-
-def matrix(rows: int, columns: int) -> np.ndarray:
-    """A bell-shaped matrix of integer arithmetic, the same in every version of numpy; one block of it is zero."""
-    n = np.arange(4 * rows * columns, dtype=np.uint64)
-    u = (n * np.uint64(2654435761) + np.uint64(12345)) % np.uint64(2**32)
-    u = (u ^ (u >> np.uint64(15))) * np.uint64(2246822519) % np.uint64(2**32)
-    weight = ((u / 2**32 - 0.5).reshape(4, rows, columns).sum(0) * 0.05).astype(np.float32)
-    weight[1, 64:128] = 0
-    return weight
 
 
 def stored(name: str, dtype: Any) -> np.ndarray:
@@ -186,29 +175,6 @@ def test_bfloat16_products_are_as_exact_as_those_of_a_bfloat16_weight() -> None:
 
 
 # ---- models
-
-
-def with_dequantized_weights(name: str, ours: CausalLM) -> tuple[Any, dict[str, jax.Array]]:
-    """PyTorch's model with dequantized weights, and our arrays by parameter name. Also the number of weights."""
-    reference = tiny_models.build(name)
-    flat = {n: to_jax(t) for n, t in (*reference.named_parameters(), *reference.named_buffers())}
-    for leaf, parts in stored_weights(ours.layout).values():
-        about = next(iter(parts.values())).quantized
-        if about is None:
-            continue
-        for weight_name in leaf.names:
-            parameter = reference.get_parameter(weight_name)
-            weight = flat.pop(weight_name)
-            weight = weight.T if about.inputs_first else weight
-            arrays = quantized(weight, about.format)
-            flat |= {f"{weight_name}_{part}": array for part, array in arrays.items()}
-            whole = np.asarray(dequantized(arrays, weight.shape[1]))
-            parameter.data = torch.tensor(whole.T if about.inputs_first else whole)
-    return reference, flat
-
-
-def tree_of(ours: CausalLM, flat: dict[str, jax.Array]) -> Tree:
-    return stack({n: flat[n] for leaf in ours.layout.values() for n in leaf.names}, ours.layout)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_run
 from dose import FULL
+from kept_variables import FILES
 from run_process import WAIT
-from test_fresh_process import FILES
 
 from trillora.devices.chips import has_accelerator
 from trillora.model.loading.description import EMBEDDED_NOTE
@@ -28,20 +27,9 @@ from trillora.report.run.next_steps import after_quickstart
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import quickstart as benchmark
+from quickstart_run import NUM_ROWS, QUICKSTART, tiny_model
 
 ROOT = Path(__file__).parents[1]
-NUM_ROWS = 2
-QUICKSTART = f"""
-import json, sys
-from trillora.cli import main
-from trillora.quickstart import run
-run.NUM_TRAINED = run.NUM_TESTED = {NUM_ROWS}
-for old, new in json.loads(sys.argv[1]).items():
-    assert old in run.RECIPE
-    run.RECIPE = run.RECIPE.replace(old, new)
-sys.argv = ["trillora", "quickstart", *sys.argv[2:]]
-main()
-"""
 
 
 @dataclass(frozen=True)
@@ -49,16 +37,6 @@ class Finished:
     folder: Path
     lines: list[dict[str, Any]]  # what it printed with --json
     errors: str
-
-
-def tiny_model(folder: Path) -> dict[str, str]:
-    """What changes in the recipe. A small vocabulary makes longer sequences of the same text; still one row in each."""
-    tiny_run.write_model(folder, tiny_run.long_llama(width=32))
-    return {
-        "model: smollm2": f"model: {folder}",
-        "data: train.jsonl": "data: {path: train.jsonl, pack: false}",
-        "sequence_length: 184": "sequence_length: 1024",
-    }
 
 
 @pytest.fixture(scope="module")

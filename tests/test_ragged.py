@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from descriptions import gpu, llama
 from dose import dose
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
-from test_data import in_memory, some_documents
-from test_hardware import gpu, llama
+from memory_data import in_memory, some_documents
 from tiny_run import llama as tiny_llama
 from tiny_run import recipe as tiny_recipe
 from tiny_run import write_both

@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 import typer
+from quickstart_run import QUICKSTART, tiny_model
 from run_process import WAIT
-from test_quickstart import QUICKSTART, tiny_model
 
 from trillora.cli import app
 from trillora.launch.install import find_uv

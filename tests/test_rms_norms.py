@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import jax
@@ -11,19 +10,18 @@ import numpy as np
 import pytest
 import torch
 from dose import slow_case
+from norm_models import SIZES, random_tree
 from torchax import interop
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
 from trillora.model.bridge import CausalLM
-from trillora.model.layout import Layout, Tree, stack, unstack
+from trillora.model.layout import unstack
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides.rms_norms import find_rms_norms
 from trillora.model.overrides.rope import rotations_with_gradient
 from trillora.model.overrides.torchax_fixes import environment
-
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
 
 
 def model_of(name: str) -> torch.nn.Module:
@@ -72,16 +70,6 @@ def test_an_epsilon_that_the_code_does_not_use_is_noticed() -> None:
     del norm.variance_epsilon
     norm.forward = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-4) * norm.weight  # type: ignore
     assert find_rms_norms(norm) == []
-
-
-def random_tree(layout: Layout) -> Tree:
-    """The same numbers for a name, however layers are stacked."""
-
-    def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        generator = np.random.default_rng(zlib.crc32(name.encode()))
-        return generator.normal(size=shape).astype(np.float32)
-
-    return stack({name: numbers(name, leaf.part_shape) for leaf in layout.values() for name in leaf.names}, layout)
 
 
 @pytest.mark.parametrize("scan", [False, slow_case(True)])

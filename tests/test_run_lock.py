@@ -9,55 +9,17 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from run_locks import first_line, owner
 
 from trillora.errors import TrilloraError
 from trillora.files.owner import lock_run
 
 FULL_DOSE = os.environ.get("TRILLORA_DOSE") == "full"
-SOURCE = Path(__file__).parent.parent / "src"
-
-OWNER = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from trillora.errors import TrilloraError
-from trillora.files.owner import lock_run
-if sys.argv[3] == "no locks":
-    import fcntl
-    def flock(*arguments):
-        raise OSError(int(sys.argv[4]), "no locks here")
-    fcntl.flock = flock
-try:
-    with lock_run(Path(sys.argv[2])):
-        print("owns", flush=True)
-        sys.stdin.readline()
-except TrilloraError as error:
-    print("refused", flush=True)
-    print(error, flush=True)
-"""
-
-
-@contextmanager
-def owner(run: Path, locks: str = "locks", code: int = 95) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", OWNER, str(SOURCE), str(run), locks, str(code)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def first_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 def test_a_second_process_is_refused_at_once_with_the_name_of_the_owner(tmp_path: Path) -> None:

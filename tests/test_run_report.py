@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from canaries import CANARIES
 from html_pages import HOSTILE, Page, browse, first_pixel, needs_chromium
+from report_page import report
 from sample_runs import EVALUATED, facts, write_lines, write_run
-from test_secrets import CANARIES
 
 from trillora.errors import TrilloraError
 from trillora.events import Evaluated, Note, Sample, Sampled, Skipped, Step, to_metrics_line
@@ -32,10 +33,6 @@ FILES = ("run.json", "metrics.jsonl", "history.jsonl", "resolved.yaml", "eval.js
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run")
-
-
-def report(run: Path) -> str:
-    return write_report(run).read_text("utf-8")
 
 
 # Content

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tiny_run
 from dose import full_dose_only
-from test_fresh_process import FILES
+from kept_variables import FILES
 
 from trillora.quickstart import run as lesson
 

@@ -12,29 +12,13 @@ from typing import Any
 import pytest
 import tiny_run
 import yaml
-from canaries import SECRETS, contents, find_secrets
+from canaries import CANARIES, SECRETS, contents, find_secrets
 from typer.testing import CliRunner
 
 from trillora.cli import app
 from trillora.errors import TrilloraError
 from trillora.launch import go
 from trillora.secrets import MASK, mask_secrets, mask_settings, mask_values, secrets_of_environment
-
-CANARIES = {
-    "hub": "hf_" + "CanaryHub" * 3,
-    "hub in words": "use hf_" + "CanaryHub" * 3 + ", please",
-    "model service": "sk-proj-" + "CanaryModel" * 3,
-    "git": "ghp_" + "CanaryGit" * 4,
-    "cloud": "AKIA" + "CANARYCANARYCANA",
-    "browser": "AIza" + "CanaryBrowser" * 3,
-    "web token": "eyJhbGciOiJI.eyJzdWIiOiIx.CanaryWebToken",
-    "header": "Authorization: Bearer CanaryHeader123456",
-    "old wandb": "ca0a12" * 6 + "ca0a",
-    "new wandb": "wandb_v1_" + "CanaryBand" * 4,
-    "address": "https://me:CanaryPass@example.org/rows.jsonl",
-    "signed address": "https://example.org/rows.jsonl?a=1&X-Amz-Signature=CanarySigned&b=2",
-    "private key": "-----BEGIN PRIVATE KEY-----\nCanaryKey\n-----END PRIVATE KEY-----",
-}
 
 
 @pytest.mark.parametrize("name", CANARIES)

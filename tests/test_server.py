@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import gc
 import json
@@ -25,7 +24,8 @@ import pytest
 import tiny_run
 import torch
 from dose import FULL, dose, full_dose_only
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
+from running_server import CHAT, QUESTION, Running, wait_until, write_adapter
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 from warm_process import WarmCommand
@@ -36,57 +36,13 @@ from trillora.engine.sampling import Sampling
 from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
 from trillora.serving import served
-from trillora.serving.app import App
 from trillora.serving.http import server
-from trillora.serving.http.server import Server, open_socket, read_key
+from trillora.serving.http.server import read_key
 from trillora.serving.lane import Lane
 from trillora.serving.programs import BatchShape, Compiler
-from trillora.serving.served import Service, open_service
+from trillora.serving.served import open_service
 
 Reference = Callable[[list[int]], torch.Tensor]
-QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
-
-
-def write_adapter(model: Path, folder: Path, seed: int, rank: int = 4) -> Path:
-    """A random adapter, written by PEFT."""
-    torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    adapted.save_pretrained(folder)
-    return folder
-
-
-class Running:
-    """A server in a thread of this process."""
-
-    def __init__(self, service: Service, **options: Any) -> None:
-        self.service, opened = service, open_socket("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{opened.getsockname()[1]}"
-        self.server = Server(App(service, **options), service.engine, opened)
-        self.http = httpx.Client(limits=httpx.Limits(max_connections=None))
-        ready = threading.Event()
-        run = self.server.run_until_stopped(ready.set)
-        self.thread = threading.Thread(target=lambda: asyncio.run(run), daemon=True)
-        self.thread.start()
-        assert ready.wait(30)
-
-    def client(self, **options: Any) -> openai.OpenAI:
-        given = {"api_key": "unused", "max_retries": 0, "timeout": 60, "http_client": self.http, **options}
-        return openai.OpenAI(base_url=f"{self.url}/v1", **given)
-
-    def post(self, body: Any, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"content-type": "application/json", **{name.replace("_", "-"): v for name, v in headers.items()}}
-        return self.http.post(self.url + path, content=content, headers=headers, timeout=60)
-
-    def stop(self) -> None:
-        self.http.close()
-        self.server.should_exit = True
-        self.thread.join(60)
-        assert not self.thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +220,6 @@ def test_completions_continue_texts_and_tokens(running: Running, generator: Gene
     assert "".join(chunk.choices[0].text for chunk in chunks) == by_text.text
 
 
-CHAT: dict[str, Any] = {"model": "one", "messages": QUESTION, "max_tokens": 2}
 BAD: list[tuple[Any, int, str]] = [
     (b"{", 400, "JSON"),
     (b"\xff\xfe", 400, "JSON"),
@@ -366,13 +321,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Lane, "advance", slowly)
     monkeypatch.setattr(Lane, "_num_steps", lambda lane: 1)
-
-
-def wait_until(condition: Any, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("slow")

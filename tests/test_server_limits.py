@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import tiny_run
+from running_server import CHAT, QUESTION, Running, wait_until, write_adapter
 from safetensors.torch import load_file, save_file
-from test_server import CHAT, QUESTION, Running, wait_until, write_adapter
 
 from trillora.serving.http import connections
 from trillora.serving.http.log import FailureLog

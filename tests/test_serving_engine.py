@@ -16,7 +16,7 @@ import pytest
 import tiny_models
 from chat_tokenizers import chat_tokenizer
 from dose import slow_case
-from test_generate import random_prompts, tiny_generator
+from tiny_generators import random_prompts, tiny_generator
 
 from trillora.engine.sampling import Sampling
 from trillora.generation.generator import Generator

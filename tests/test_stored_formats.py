@@ -6,7 +6,6 @@ AWQ and compressed-tensors are not installed here, so their formats are written 
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import random
@@ -21,8 +20,22 @@ import pytest
 import torch
 from dose import dose
 from hostile_json import changed_bytes
+from loaded_weights import as_float, layout_of, llama, meta_model, sharded, whole
 from safetensors.torch import load_file, save_file
-from test_weights import as_float, layout_of, llama, meta_model, sharded, whole
+from stored_formats import (
+    BITSANDBYTES,
+    COMPRESSED,
+    FP8,
+    KEPT,
+    Quantize,
+    Tensors,
+    channels,
+    float8,
+    golden,
+    int8,
+    nf4,
+    random_bytes,
+)
 from transformers import (
     AutoModelForCausalLM,
     FineGrainedFP8Config,
@@ -47,10 +60,7 @@ from trillora.model.loading.stored.packed import Stored, opened_tensor
 from trillora.model.loading.stored.scaled import Scaled
 from trillora.model.loading.weights import load_weights, resolve_sources
 
-Tensors = dict[str, torch.Tensor]
-Quantize = Callable[[str, torch.Tensor], Tensors]  # name and weight -> stored tensors by name
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
-BITSANDBYTES = json.loads((Path(__file__).parent / "golden" / "nf4-bitsandbytes.json").read_text())
 
 
 def write(
@@ -91,10 +101,6 @@ def small(**changes: Any) -> Any:
     return llama(num_hidden_layers=1, **changes)
 
 
-def random_bytes(shape: tuple[int, ...], low: int = 0, high: int = 256) -> torch.Tensor:
-    return torch.randint(low, high, shape, dtype=torch.uint8)
-
-
 # ---- transformers' own code
 
 
@@ -106,23 +112,6 @@ def mxfp4(name: str, weight: torch.Tensor) -> Tensors:
 
 def gpt_oss() -> GptOssConfig:
     return GptOssConfig(**SIZES, num_local_experts=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-
-
-def float8(rows: int, columns: int, scale_name: str = "weight_scale_inv", kind: Any = torch.float32) -> Quantize:
-    """Random codes with a scale for each block; one scale if `rows` is 0."""
-
-    def quantize(name: str, weight: torch.Tensor) -> Tensors:
-        grid = (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)) if rows else ()
-        scale = (torch.rand(grid) + 0.5) / 64
-        exponents = torch.randint(118, 124, grid, dtype=torch.uint8)
-        if kind == torch.uint8:
-            scale = exponents
-        elif kind == torch.float8_e8m0fnu:
-            scale = exponents.view(kind)
-        codes = torch.randn(weight.shape).mul(50).to(torch.float8_e4m3fn)
-        return {name: codes, name.removesuffix("weight") + scale_name: scale.to(kind)}
-
-    return quantize
 
 
 def qwen3_moe() -> Qwen3MoeConfig:
@@ -141,7 +130,6 @@ def fp4_experts(name: str, weight: torch.Tensor) -> Tensors:
     return {name: random_bytes((outputs, inputs // 2)).view(torch.int8), f"{name}_scale_inv": scale}
 
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 CASES: dict[str, tuple[Any, Quantize, dict[str, Any], str]] = {
     "mxfp4": (gpt_oss, mxfp4, {"quant_method": "mxfp4"}, "MXFP4"),
     "blocks": (llama, float8(32, 32), FP8, "float8"),
@@ -189,27 +177,6 @@ def test_a_smaller_last_block_has_its_own_scale(tmp_path: Path) -> None:
 # ---- formats of packages that are not installed here
 
 
-def golden(name: str, dtype: Any) -> torch.Tensor:
-    return torch.tensor(np.frombuffer(base64.b64decode(BITSANDBYTES[name]), dtype))
-
-
-def nf4(name: str, weight: torch.Tensor, *, nested: bool = True, dtype: str = "bfloat16") -> Tensors:
-    """As bitsandbytes saves a weight."""
-    count = weight.numel() // 64
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": dtype, "shape": list(weight.shape)}
-    parts = {
-        "": random_bytes((weight.numel() // 2, 1)),
-        ".quant_map": torch.tensor(BITSANDBYTES["nf4"]),
-        ".absmax": random_bytes((count,)) if nested else torch.rand(count),
-    }
-    if nested:
-        state |= {"nested_blocksize": 256, "nested_offset": 0.03125, "nested_dtype": "float32"}
-        parts[".nested_quant_map"] = golden("dynamic_float32", "f4")
-        parts[".nested_absmax"] = torch.rand(-(-count // 256))
-    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    return {name + end: part for end, part in {**parts, ".quant_state.bitsandbytes__nf4": text}.items()}
-
-
 def plain_nf4(stored: Tensors, name: str) -> np.ndarray:
     """The definition, in float32 and rounded to bfloat16 at the end: what bitsandbytes' kernel computes."""
     codes = stored[name].numpy().ravel()
@@ -253,16 +220,6 @@ def test_nf4_equals_numbers_of_bitsandbytes(tmp_path: Path) -> None:
     write(tmp_path, config, lambda _, __: {name + end: part for end, part in parts.items()}, about, "up_proj.weight")
     found, _ = load(tmp_path, config, "float32")
     np.testing.assert_array_equal(found[name].ravel()[: first.numel()], first.numpy())
-
-
-def int8(name: str, weight: torch.Tensor) -> Tensors:
-    layer = name.removesuffix("weight")
-    codes = torch.randint(-127, 128, weight.shape, dtype=torch.int8)
-    return {
-        name: codes,
-        f"{layer}SCB": torch.rand(len(weight)),
-        f"{layer}weight_format": torch.tensor(0, dtype=torch.uint8),
-    }
 
 
 def plain_int8(stored: Tensors, name: str) -> np.ndarray:
@@ -338,12 +295,6 @@ def plain_packed(stored: Tensors, name: str, output: int, input_: int) -> float:
     return float((code - zero) * stored[f"{layer}weight_scale"][output, input_ // 32])
 
 
-def channels(name: str, weight: torch.Tensor) -> Tensors:
-    layer = name.removesuffix("weight")
-    codes = torch.randn(weight.shape).mul(50).to(torch.float8_e4m3fn)
-    return {name: codes, f"{layer}weight_scale": torch.rand(len(weight), 1), f"{layer}input_scale": torch.ones(1)}
-
-
 def plain_channels(stored: Tensors, name: str, output: int, input_: int) -> float:
     return float(stored[name].float()[output, input_] * stored[f"{name}_scale"][output, 0])
 
@@ -374,7 +325,6 @@ def plain_fp4(stored: Tensors, name: str, output: int, input_: int) -> float:
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 INTEGERS: dict[str, tuple[Quantize, dict[str, Any], Any, str]] = {
     "gptq": (gptq("gptq", False), GPTQ, plain_gptq, "GPTQ int4"),
     "gptq with act order": (gptq("gptq", True), {**GPTQ, "desc_act": True}, plain_gptq, "GPTQ int4"),
@@ -442,13 +392,6 @@ def test_a_few_rows_at_a_time_give_the_whole(
     assert max(pieces) == (1 if reader is Mxfp4 else 7)
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
-
-
-KEPT = {
-    "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
-    "int8": (int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "fp8": (channels, {**COMPRESSED, "format": "float-quantized"}),
-}
 
 
 @pytest.mark.parametrize("format", KEPT)

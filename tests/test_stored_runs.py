@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
+from certificate_text import shown
 from safetensors.torch import load_file, save_file
-from test_certify import shown
-from test_stored_formats import FP8, KEPT, float8, nf4
+from stored_formats import FP8, KEPT, float8, nf4
 
 from trillora.certify.certify import certify
 from trillora.export.merged import export_merged

@@ -11,9 +11,9 @@ from typing import Any
 import gguf_models
 import numpy as np
 import pytest
-import test_merged
 from dose import slow_case
 from gguf import GGMLQuantizationType, GGUFReader, quants
+from merge_cases import CASES, source_of
 from safetensors.numpy import load_file, save_file
 
 from trillora.certify.gguf_file import open_gguf
@@ -73,12 +73,10 @@ def _file(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float32", slow_case("float16"), "bfloat16"])
-@pytest.mark.parametrize(
-    "case", [case if case in ("dora", "tied head") else slow_case(case) for case in test_merged.CASES]
-)
+@pytest.mark.parametrize("case", [case if case in ("dora", "tied head") else slow_case(case) for case in CASES])
 def test_merged_models_have_the_expected_values(case: str, dtype: str, tmp_path: Path) -> None:
-    base, options = test_merged.CASES[case][:2]
-    source, _ = test_merged.source_of(tmp_path, base, options)
+    base, options = CASES[case][:2]
+    source, _ = source_of(tmp_path, base, options)
     export_merged(source, tmp_path / "merged", dtype=dtype)
     tally = compare_merged(expected_of(source), tmp_path / "merged")
     assert not tally.faults and tally.num_wrong == 0

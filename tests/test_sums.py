@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dose import slow_case
-from test_rms_norms import SIZES, random_tree
+from norm_models import SIZES, random_tree
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 

@@ -20,8 +20,8 @@ import tiny_run
 import yaml
 from dose import FULL, slow_case
 from loopback import Heard
+from preflight_answers import GO, NO_GO
 from stand_in_gcloud import Google
-from test_preflight_show import GO, NO_GO
 from typer.testing import CliRunner, Result
 
 from trillora import cli

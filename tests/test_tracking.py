@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tracked_files import needs_tensorboard, scalars
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Evaluated, Event, Note, Step, ignore_events
@@ -23,7 +24,6 @@ from trillora.tracking import tracking_listener
 from trillora.tracking.services import open_tracker
 from trillora.tracking.tensorboard import EventFile, crc32c, masked_crc32c
 
-needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="reads with tensorboard itself")
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
 needs_trackio = pytest.mark.skipif(find_spec("trackio") is None, reason="needs trackio")
 SOURCE = Path(__file__).parent.parent / "src"
@@ -35,14 +35,6 @@ def step(number: int, loss: float = 1.0) -> Step:
 
 def evaluated(number: int, loss: float = 2.0) -> Evaluated:
     return Evaluated(number, "chat", loss, math.exp(loss), 0.25, 100, True)
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize(

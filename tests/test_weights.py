@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -20,14 +19,13 @@ import numpy as np
 import pytest
 import torch
 from dose import full_dose_only, slow_case
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from loaded_weights import TINY, as_float, layout_of, llama, memory_config, meta_model, sharded, whole
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     GPT2Config,
     GPTNeoXConfig,
-    LlamaConfig,
     LlamaModel,
     MixtralConfig,
     PreTrainedConfig,
@@ -38,77 +36,11 @@ from trillora.errors import TrilloraError
 from trillora.model.layout import Layout, Leaf, unstack
 from trillora.model.loading.weights import load_weights, random_weights
 
-TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-def llama(**changes: Any) -> LlamaConfig:
-    return LlamaConfig(**{**TINY, "tie_word_embeddings": False, **changes})
 
 
 def mixtral(num_experts: int = 4) -> MixtralConfig:
     return MixtralConfig(**{**TINY, "num_local_experts": num_experts, "num_experts_per_tok": 2})
-
-
-def meta_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """The model as the bridge builds it: parameters without memory, buffers with their computed values."""
-    register = torch.nn.Module.register_parameter
-
-    def on_meta(self: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        register(self, name, parameter)
-        if parameter is not None:
-            self._parameters[name] = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def layout_of(module: Any, dtype: Any = jnp.float32, *, stacked: bool = False, drop: tuple[str, ...] = ()) -> Layout:
-    """Every parameter and buffer once (tied ones under their first name); with `stacked`, equal layers are stacked."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    groups: dict[str, list[str]] = {}
-    for name in tensors:
-        if name not in drop:
-            numbered = re.sub(r"\.(layers|h)\.\d+\.", r".\1.*.", name)
-            groups.setdefault(numbered if stacked else name, []).append(name)
-    layout: Layout = {}
-    for key, names in groups.items():
-        first = tensors[names[0]]
-        kind = np.dtype(dtype) if first.is_floating_point() else np.dtype(np.int32)
-        if "*" in key:
-            key = key.replace("*", f"0:{len(names)}:1")
-            layout[key] = Leaf(tuple(names), True, (len(names), *first.shape), kind)
-        else:
-            layout[key] = Leaf(tuple(names), False, tuple(first.shape), kind)
-    return layout
-
-
-def whole(layout: Layout) -> dict[str, Sharding]:
-    return dict.fromkeys(layout, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-
-
-def sharded(layout: Layout) -> dict[str, Sharding]:
-    """Over a 2 x 4 mesh: the widest divisible dim over `fsdp`, replicated over `data`, as a real run would."""
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def spec(leaf: Leaf) -> PartitionSpec:
-        dims: list[str | None] = [None] * len(leaf.shape)
-        candidates = [d for d in range(int(leaf.stacked), len(dims)) if leaf.shape[d] % 4 == 0]
-        if candidates:
-            dims[max(candidates, key=lambda d: leaf.shape[d])] = "fsdp"
-        return PartitionSpec(*dims)
-
-    return {key: NamedSharding(mesh, spec(leaf)) for key, leaf in layout.items()}
 
 
 def save_random(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
@@ -120,10 +52,6 @@ def save_random(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = tor
             parameter.normal_()
     model.save_pretrained(folder, **how)
     return model
-
-
-def as_float(array: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(array).astype(np.float32)
 
 
 def assert_equals_transformers(
@@ -450,16 +378,16 @@ MEASURE = """
 import json, os, re, sys, threading, time
 sys.path[:0] = json.loads(sys.argv[2])
 from pathlib import Path
-import jax, numpy as np
-import test_weights as t
+import jax, jax.numpy as jnp, numpy as np, torch
+import loaded_weights as t
 from trillora.model.loading.weights import load_weights
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 config = t.memory_config()
-module = t.meta_model(config, t.torch.bfloat16)
-layout = t.layout_of(module, t.jnp.bfloat16, stacked=True)
+module = t.meta_model(config, torch.bfloat16)
+layout = t.layout_of(module, jnp.bfloat16, stacked=True)
 shardings = t.sharded(layout)
 tiny = {"model.norm.weight": layout["model.norm.weight"]}
 load_weights(Path(sys.argv[1]), module, tiny, shardings)  # the memory that jax and safetensors need anyway
@@ -476,10 +404,6 @@ running = False; watcher.join()
 held = sum(shard.data.nbytes for array in tree.values() for shard in array.addressable_shards)
 print(json.dumps({"peak": peak - baseline, "held": held}))
 """
-
-
-def memory_config() -> LlamaConfig:
-    return llama(hidden_size=1024, intermediate_size=4096, vocab_size=16384, num_hidden_layers=8)
 
 
 @full_dose_only

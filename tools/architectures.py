@@ -1,11 +1,11 @@
 """Checks every causal LM of transformers that can be built small, and text models inside multimodal ones: `make
 architectures` writes docs/models.md.
 
-    python tools/architectures.py                 all cases of tests/tiny_models.py
+    python tools/architectures.py                 all cases of tests/support/tiny_models.py
     python tools/architectures.py llama gemma2    only these; the others keep their last result
     python tools/architectures.py --resume        only cases without a result of the current code and libraries
 
-The checks are those of tests/architecture_checks.py. Results are stored in .architectures/, one file per case.
+The checks are those of tests/support/architecture_checks.py. Results are stored in .architectures/, one file per case.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 from claim_records import measured_commit
 
 ROOT = Path(__file__).parents[1]
+SUPPORT = ROOT / "tests" / "support"
 ANSWERS = ROOT / ".architectures"
 PAGE = ROOT / "docs" / "models.md"
 VERSIONS = ("transformers", "torch", "torchax", "jax", "peft")
@@ -34,14 +35,14 @@ VERSIONS = ("transformers", "torch", "torchax", "jax", "peft")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="names from tests/tiny_models.py (default: all)")
+    parser.add_argument("cases", nargs="*", help="names from tests/support/tiny_models.py (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--resume", action="store_true", help="skip cases with a result of the current code")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time; continue with --resume")
     parser.add_argument("--page-only", action="store_true", help="write the page from the stored results")
     args = parser.parse_args()
     os.environ.update(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(SUPPORT))
     ANSWERS.mkdir(exist_ok=True)
     import tiny_models
 
@@ -86,7 +87,9 @@ def check_case(name: str) -> tuple[str, str]:
             except Exception as error:
                 answers[question] = {"passed": False, "detail": _first_line(error)}
     jax.clear_caches()
-    commit = measured_commit(ROOT, ("src/trillora/engine", "src/trillora/model", "tests/architecture_checks.py"))
+    commit = measured_commit(
+        ROOT, ("src/trillora/engine", "src/trillora/model", "tests/support/architecture_checks.py")
+    )
     ran_on = f"{_versions()}, {platform.machine()}, {time.strftime('%Y-%m-%d')}, commit {commit}"
     seconds = round(time.perf_counter() - started, 1)
     record = {"seconds": seconds, "ran_on": ran_on, "code": code_fingerprint(), "answers": answers}
@@ -106,7 +109,7 @@ def code_fingerprint() -> str:
     """Changes with the code that decides the results."""
     folders = [ROOT / "src" / "trillora" / folder for folder in ("model", "engine")]
     files = [path for folder in folders for path in folder.rglob("*.py")]
-    files += [*(ROOT / "tests").glob("tiny_*.py"), ROOT / "tests" / "architecture_checks.py"]
+    files += [*SUPPORT.glob("tiny_*.py"), SUPPORT / "architecture_checks.py"]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(files))).hexdigest()[:16]
 
 

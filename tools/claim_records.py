@@ -222,7 +222,12 @@ def architectures(root: Path) -> Iterator[Record]:
             found[6] or commit_of_file(root, file, found[5]),
             found[5],
             f"CPU ({found[4]})",
-            ("src/trillora/engine", "src/trillora/model", "tests/architecture_checks.py", "tests/tiny_models.py"),
+            (
+                "src/trillora/engine",
+                "src/trillora/model",
+                "tests/support/architecture_checks.py",
+                "tests/support/tiny_models.py",
+            ),
             command="make architectures",
             versions=dict(re.findall(r"(\w+) ([\w.+]+)", found[3])),
         )

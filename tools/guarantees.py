@@ -12,7 +12,7 @@ class Guarantee:
     name: str
     part: str
     tested: str  # how it is tested, and how often
-    tests: tuple[str, ...]  # prefixes of node ids below tests/: at least a file name and "::"
+    tests: tuple[str, ...]  # a file name, which is unique below tests/, "::" and how the names of its tests begin
     alone: bool = False  # without parallel tests
     least: int = 1  # tests that must pass
 

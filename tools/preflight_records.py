@@ -3,8 +3,8 @@
     python tools/preflight_records.py             all cases; needs x86-64 Linux with libtpu, ten minutes on two cores
     python tools/preflight_records.py --only 3    prints one case
 
-tests/test_preflight_records.py compares the estimate and the compiler itself with these records. A case is a model of
-known_models.json, options of a recipe, and a slice.
+tests/preflight/test_preflight_records.py compares the estimate and the compiler itself with these records. A case is a
+model of known_models.json, options of a recipe, and a slice.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def measure_goodput(model: str, scale: float) -> Row:
-    sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests"), str(ROOT / "src")]
+    sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support"), str(ROOT / "src")]
     import soak_goodput
 
     started = time.monotonic()

@@ -12,7 +12,7 @@ code and zero on average. Rounding to nearest would halve the largest error but 
 momentum by a hundredth of the gradient, and a change below half a step would be lost every time. The random numbers
 are a hash of the update count and the element's index, so a run repeats and resumes bit for bit, on any mesh.
 
-Difference from Lion in float32 (table in `tests/test_optim.py`): on quadratic functions the final loss is 2 % higher
+Difference from Lion in float32 (table in `tests/engine/test_optim.py`): on quadratic functions the final loss is 2 % higher
 without gradient noise and 0.3 % higher with as much noise as gradient; on a tiny language model 0.6 % of signs differ.
 
 Shapes: [..., N, K] has the parameter's dims before the last two, then N blocks of K numbers; the last one is padded.

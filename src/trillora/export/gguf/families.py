@@ -5,7 +5,7 @@
 
 A GGUF file contains no code: llama.cpp builds the model from `general.architecture` and a few numbers, and takes a
 default for each that is missing. So every option of the config that changes the result is written, or compared with
-what llama.cpp assumes and refused if it differs. Each family is tested against llama.cpp (`tests/test_gguf.py`).
+what llama.cpp assumes and refused if it differs. Each family is tested against llama.cpp (`tests/export/test_gguf.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ llama.cpp has two tokenizers for these models. `gpt2` splits text by a rule that
 bytes by the list of merges. `llama` merges characters by the score of the result, as sentencepiece does. The rule is
 found by comparing how the tokenizer splits text with `SPLITS`; one that is not there is refused, because llama.cpp
 would silently fall back to a different rule. Each entry was compared with llama.cpp's ids
-(`tests/test_gguf_tokenizer.py`).
+(`tests/export/test_gguf_tokenizer.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from trillora.model.adapters import TEMPLATE_FILE
 from trillora.recipe.load import RunRecipe, is_run
 from trillora.recipe.run_file import NAME as RECIPE_FILE
 from trillora.recipe.schema import StageRecipe, stages_of
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 PHASES = "adapters"  # the folder with the adapters of the phases
 
@@ -93,7 +96,7 @@ def _stage_number(run_recipe: RunRecipe, names: list[str], name: str | None, *, 
 
 
 def read_rows(
-    recipe: StageRecipe, tokenizer: Any, own_test: bool, max_rows: int | None, listener: Listener
+    recipe: StageRecipe, tokenizer: Tokenizer, own_test: bool, max_rows: int | None, listener: Listener
 ) -> tuple[str, Documents]:
     """The name of the data, and its documents, fitted to the run's sequence length as in training."""
     if max_rows is not None and max_rows < 1:

@@ -32,12 +32,11 @@ from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.devices.slices import find_slice
 from trillora.engine.quantize import Format, Parts, dequantize, quantize, round_rows, rounded_linear, to_fp8
 from trillora.errors import TrilloraError
-from trillora.events import ignore_events
 from trillora.generation.generator import Generator
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import stack, unstack
 from trillora.model.lora_spec import LoraSpec
-from trillora.preflight.compiler_process import by_estimate
+from trillora.preflight.compiler_process import StepSearch, by_estimate
 from trillora.preflight.hlo.parse import parse
 from trillora.preflight.hlo.simulate import TPU_8_BITS, simulate
 from trillora.preflight.hlo.work import Work
@@ -396,7 +395,7 @@ def test_the_estimate_counts_rounded_products_at_their_rate() -> None:
         options = ["train.sequence_length=2048", "train.batch_size=8", "train.steps=10", "engine.remat=linear"]
         [stage] = stages_of(load_recipe(source, [*options, *overrides]))
         config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_key_value_heads=8)
-        return by_estimate(stage.recipe, config, find_slice("v6e-1"), 10, {}, False, ignore_events, assemble)
+        return by_estimate(StepSearch(stage.recipe, config, find_slice("v6e-1"), 10))
 
     full, base, rounded = (estimated(*o) for o in ([], ["model.quantize=int8"], ["engine.matmul=int8"]))
     assert rounded.settings.matmul == "int8" and rounded.settings.quantize == "int8"

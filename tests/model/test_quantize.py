@@ -42,18 +42,18 @@ from trillora.devices.slices import find_slice
 from trillora.engine.quantize import BLOCK, DYNAMIC, NF4, Format, linear
 from trillora.errors import TrilloraError
 from trillora.evaluation.evaluate import evaluate
-from trillora.events import Chosen, Note, ignore_events
+from trillora.events import Chosen, Note
 from trillora.generation.generator import Generator
 from trillora.model.bridge import CausalLM
 from trillora.model.layout import Tree, stack, stored_weights, unstack
 from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights, random_weights
 from trillora.model.lora_spec import LoraSpec
-from trillora.preflight.compiler_process import by_estimate
+from trillora.preflight.compiler_process import StepSearch, by_estimate
 from trillora.recipe.load import load_recipe, load_run_recipe
 from trillora.recipe.schema import stages_of
 from trillora.step import autotune
-from trillora.step.build import assemble, weight_shardings
+from trillora.step.build import weight_shardings
 from trillora.training.trainer import train
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
@@ -525,7 +525,7 @@ def estimated(quantize: str, batch_size: int = 1) -> Any:
     )
     config = MistralConfig(sliding_window=None, vocab_size=32768)
     recipe = stages_of(stage)[0].recipe
-    return by_estimate(recipe, config, find_slice("v5e-1"), 10, {}, False, ignore_events, assemble)
+    return by_estimate(StepSearch(recipe, config, find_slice("v5e-1"), 10))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 import trillora
 from trillora.cli import app
 from trillora.data.stage import read_stage
-from trillora.devices.slices import find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Note, ignore_events
 from trillora.model.loading.source import load_config
@@ -33,11 +32,12 @@ from trillora.preflight.estimate.estimate import Estimate
 from trillora.preflight.hlo.memory import StepShapes, describe, largest, logits_bytes, out_of_memory, read_report
 from trillora.preflight.hlo.simulate import SimulatedStep
 from trillora.preflight.inputs import KNOWN_MODELS, describe_model, fingerprint, read_inputs
+from trillora.preflight.question import Question
 from trillora.preflight.result import LargeBuffer, StageResult, Trial
 from trillora.preflight.verdict import ladder, preflight, relax
 from trillora.recipe.load import load_recipe
-from trillora.recipe.resolve import given_settings
-from trillora.recipe.schema import StageRecipe, stages_of
+from trillora.recipe.resolve import StepSettings, given_settings
+from trillora.recipe.schema import MeshSection, Stage, StageRecipe, stages_of
 from trillora.step import autotune
 from trillora.training import trainer
 
@@ -286,28 +286,35 @@ os.write(2, b"W0000 libtpu: could not read metadata \\xff\\n")
 subprocess.run(["sh", "-c", "echo noise of a grandchild; echo more noise >&2"])
 answers = os.fdopen(int(sys.argv[-1]), "w", buffering=1)
 for line in sys.stdin:
-    question = json.loads(line)
     print("INVALID_ARGUMENT: a trace", flush=True)
     print(json.dumps({"event": "note", "text": "Compiling"}), file=answers)
-    if question["then"] == "raise":
+    if then == "raise":
         raise RuntimeError("INVALID_ARGUMENT: Mosaic failed\\n  at kernel.cc:12")
-    if question["then"] == "abort":
+    if then == "abort":
         os.abort()
-    print(json.dumps({"result": question["then"]}), file=answers)
+    print(json.dumps({"result": then}), file=answers)
 """
 
 
 @pytest.fixture
-def noisy_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PROGRAM", NOISY_CHILD)
+def question() -> Question:
+    recipe = load_recipe({"model": "llama", "data": "chats.jsonl", "train": {"steps": 10}})
+    return Question("v5e-1", "estimate", "llama", stages_of(recipe)[0].recipe, num_steps=10)
+
+
+def test_a_question_survives_being_sent(question: Question) -> None:
+    settings = StepSettings("tpu", 1, MeshSection(), "bfloat16", "scan", "splash", 4096, "full", 8)
+    member = Stage("first", question.stage)
+    for sent in (question, dataclasses.replace(question, kept=settings, members=(member, member), width=2)):
+        assert Question.from_dict(json.loads(json.dumps(sent.to_dict()))) == sent
 
 
 def test_nothing_the_compiler_process_prints_reaches_the_terminal(
-    noisy_child: None, capfd: pytest.CaptureFixture[str]
+    question: Question, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(client, "PROGRAM", f"then = {json.loads(json.dumps(RESULT.to_dict()))!r}\n{NOISY_CHILD}")
     events: list[Event] = []
-    question = {"method": "estimate", "then": RESULT.to_dict()}
-    assert client.ask(question, find_slice("v5e-1"), events.append) == RESULT
+    assert client.ask(question, events.append) == RESULT
     assert events == [Note("Compiling")]
     assert capfd.readouterr() == ("", "")
 
@@ -317,10 +324,16 @@ def test_nothing_the_compiler_process_prints_reaches_the_terminal(
     [("raise", "(exit code 1): RuntimeError: INVALID_ARGUMENT: Mosaic failed"), ("abort", "(killed by SIGABRT).")],
 )
 def test_a_crash_is_one_line_and_keeps_the_output_in_a_file(
-    noisy_child: None, cache: Path, capfd: pytest.CaptureFixture[str], then: str, how: str
+    question: Question,
+    monkeypatch: pytest.MonkeyPatch,
+    cache: Path,
+    capfd: pytest.CaptureFixture[str],
+    then: str,
+    how: str,
 ) -> None:
+    monkeypatch.setattr(client, "PROGRAM", f"then = {then!r}\n{NOISY_CHILD}")
     with pytest.raises(client.CompilerCrashed) as crash:
-        client.ask({"method": "estimate", "then": then}, find_slice("v5e-1"), ignore_events)
+        client.ask(question, ignore_events)
     assert crash.value.what == f"The compiler process ended without an answer for v5e-1 {how}"
     file = cache / "preflight" / "compiler-output.txt"
     assert crash.value.where is not None and str(file) in crash.value.where
@@ -331,10 +344,10 @@ def test_a_crash_is_one_line_and_keeps_the_output_in_a_file(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_is_reported(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PROGRAM", "raise SystemExit(3)")
     with pytest.raises(client.CompilerCrashed, match=r"v5e-1 \(exit code 3\)\."):
-        client.ask({"method": "estimate"}, find_slice("v5e-1"), ignore_events)
+        client.ask(question, ignore_events)
 
 
 # ---- mistakes

@@ -5,6 +5,7 @@ tools/preflight_records.py writes the records. The compiler runs on x86-64 Linux
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -63,8 +64,8 @@ def test_the_compiler_agrees_with_its_record(number: int) -> None:
 def test_compiled_to_the_end_it_needs_the_memory_of_the_early_layout(number: int) -> None:
     record = RECORDS[number]
     case = tuple(record["case"])
-    question = preflight_records.question(case) | {"method": "compiler", "whole": True}
-    result = ask(question, find_slice(case[1]), ignore_events)
+    question = dataclasses.replace(preflight_records.question(case, "compiler"), whole=True)
+    result = ask(question, ignore_events)
     assert result.step is not None
     if record["versions"]["libtpu"] == versions()["libtpu"]:
         assert result.hbm_peak_gib == pytest.approx(record["hbm_peak_gib"], rel=SAME_COMPILER)
@@ -88,8 +89,7 @@ def test_the_estimate_is_close_to_the_compiler(
         request.getfixturevalue("compiler_here")
     record = RECORDS[number]
     case = tuple(record["case"])
-    question = preflight_records.question(case) | {"method": "estimate"}
-    result = estimator.ask(question, find_slice(case[1]), ignore_events)
+    result = estimator.ask(preflight_records.question(case, "estimate"), ignore_events)
     assert result.step is not None
     assert result.hbm_peak_gib == pytest.approx(record["hbm_peak_gib"], rel=MEMORY_ERROR)
     assert result.step.seconds == pytest.approx(record["step_seconds"], rel=TIME_ERROR)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.certify.certificate import Check, Status
 from trillora.certify.gguf_file import GgufFile
@@ -23,6 +23,9 @@ from trillora.model.loading.description import stop_tokens
 from trillora.model.loading.digest import tokenizer_digest
 from trillora.model.loading.growth import num_ids
 from trillora.model.loading.source import load_config, load_tokenizer
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 SAMPLES = (
     "Hello, world! 1234567890 3.14",
@@ -172,7 +175,7 @@ def _num_leading(ids: list[int], token: int) -> int:
     return next((n for n, id_ in enumerate(ids) if id_ != token), len(ids))
 
 
-def _stop(subject: Subject, tokenizer: Any) -> Iterator[Check]:
+def _stop(subject: Subject, tokenizer: Tokenizer) -> Iterator[Check]:
     """The token that the template writes after an answer must end generation."""
     is_merged = subject.kind == "merged"
     folder = subject.folder if is_merged else subject.opened.folder

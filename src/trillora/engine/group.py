@@ -115,7 +115,7 @@ def make_group_step(
     ) -> tuple[TrainState, StepMetrics]:
         def one(
             state: TrainState, options: AdapterOptions, is_active: jax.Array, batch: Batch
-        ) -> tuple[Any, StepMetrics]:
+        ) -> tuple[Tree, StepMetrics]:
             def own_loss(adapter: Tree, base: Tree, batch: Batch, key: MaskKey) -> jax.Array:
                 return loss(adapter, options.scale, base, batch, key)
 
@@ -138,11 +138,11 @@ def make_group_step(
     return group_step
 
 
-def lane_of(tree_N: Tree, number: jax.Array) -> Any:
+def lane_of(tree_N: Tree, number: jax.Array) -> Tree:
     """One adapter of the group's arrays."""
     return jax.tree.map(lambda array: array[number], tree_N)
 
 
-def _without_key(state: TrainState) -> Any:
+def _without_key(state: TrainState) -> Tree:
     """Keys never change, and random keys cannot be selected by a condition."""
     return state._replace(key=None)  # type: ignore[arg-type]

@@ -21,15 +21,15 @@ Shapes: [..., N, K] has the parameter's dims before the last two, then N blocks 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from trillora.engine.hash_random import element_index, scramble, uniform
+from trillora.engine.types import Tree
 
-Tree = Any
 BLOCK_SIZE = 256
 LARGEST = 127  # of int8; -128 stays unused, so that the code is symmetric
 SQUARE = LARGEST**2

@@ -42,6 +42,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 Format = Literal["int8", "int4", "nf4", "fp8", "int4_in_int8", "fp8_one_scale"]
 Matmul = Literal["full", "int8", "fp8"]  # products: in the type of x, or with x in the format of the codes
@@ -52,8 +53,8 @@ LARGEST = {"int8": 127, "int4": 7, "int4_in_int8": 7, "fp8": 448}
 CODES: dict[str, Any] = {"int8": jnp.int8, "int4": jnp.int4, "int4_in_int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 EXPONENT = np.uint32(0x7F800000)  # bits of a float32
 # Floats with 8 bits, and a power of two: the largest number of an array is scaled to one to two times as much.
-E4M3: tuple[Any, float] = (jnp.float8_e4m3fn, 2.0**7)
-E5M2: tuple[Any, float] = (jnp.float8_e5m2, 2.0**14)
+E4M3: tuple[DTypeLike, float] = (jnp.float8_e4m3fn, 2.0**7)
+E5M2: tuple[DTypeLike, float] = (jnp.float8_e5m2, 2.0**14)
 # Quantiles of a normal distribution, scaled to [-1, 1]: table of bitsandbytes 0.50.
 NF4 = np.array(
     [
@@ -88,7 +89,7 @@ def part_names(format: Format) -> tuple[str, ...]:
     return ("q", "absmax", "absmax_scale", "absmax_mean") if format == "nf4" else ("q", "scale")
 
 
-def item_bytes(dtype: Any) -> float:
+def item_bytes(dtype: DTypeLike) -> float:
     """Bytes of one element on a device, where 4-bit integers are packed; numpy stores each in a byte. 0 for types
     without a size, such as random keys."""
     return 0.5 if getattr(dtype, "name", "") in ("int4", "uint4") else float(getattr(dtype, "itemsize", 0))
@@ -123,7 +124,7 @@ def round_rows(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
     return scaled.astype(CODES[format]), scale
 
 
-def to_fp8(x: jax.Array, kind: tuple[Any, float] = E4M3) -> tuple[jax.Array, jax.Array]:
+def to_fp8(x: jax.Array, kind: tuple[DTypeLike, float] = E4M3) -> tuple[jax.Array, jax.Array]:
     """Codes, and one scale for all, a power of two. A number that is not finite makes the scale infinite, and products
     with it NaN."""
     dtype, target = kind
@@ -158,11 +159,11 @@ def linear(x: jax.Array, parts: Parts, bias: jax.Array | None = None) -> jax.Arr
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
-def _linear_forward(x: jax.Array, parts: Parts, bias: jax.Array | None) -> tuple[jax.Array, tuple[Parts, Any]]:
+def _linear_forward(x: jax.Array, parts: Parts, bias: jax.Array | None) -> tuple[jax.Array, tuple[Parts, jax.Array]]:
     return linear(x, parts, bias), (parts, jnp.zeros((x.shape[-1], 0)))
 
 
-def _linear_backward(kept: tuple[Parts, Any], dy: jax.Array) -> tuple[jax.Array, None, None]:
+def _linear_backward(kept: tuple[Parts, jax.Array], dy: jax.Array) -> tuple[jax.Array, None, None]:
     parts, inputs = kept
     dy, parts = _not_before(dy, parts)
     if "scale" not in parts:
@@ -208,7 +209,7 @@ def _int8_product(equation: str, x: jax.Array, codes_ED: jax.Array) -> jax.Array
     return y.astype(jnp.float32) * scale[..., None]
 
 
-def _fp8_product(x: jax.Array, kind: tuple[Any, float], parts: Parts, dim: int, out: Any) -> jax.Array:
+def _fp8_product(x: jax.Array, kind: tuple[DTypeLike, float], parts: Parts, dim: int, out: DTypeLike) -> jax.Array:
     """x times the codes, summed over this dim of the codes, in the type `out`. Written so that XLA finds cuBLAS's fp8
     product: its operands are two matrices of codes, and one number scales the result, which XLA then passes to cuBLAS.
     It is a power of two, so the result is only rounded once.
@@ -278,7 +279,7 @@ def _select_nf4(codes: jax.Array) -> jax.Array:
     return values[0]
 
 
-def _look_up(table: Any, codes: jax.Array) -> jax.Array:
+def _look_up(table: np.ndarray | jax.Array, codes: jax.Array) -> jax.Array:
     return jnp.asarray(table).at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 

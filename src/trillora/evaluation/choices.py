@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from trillora.evaluation.likelihood import Continuation, Likelihood
 from trillora.evaluation.result import Example
 from trillora.events import Listener, Note
 from trillora.recipe.schema import StageRecipe
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 NUM_EXAMPLES = 20
 MAX_CHOICES = 26  # each has a letter
@@ -72,7 +75,11 @@ def some_of(questions: Sequence[ChoiceQuestion], max_rows: int | None) -> list[C
 
 
 def continuations(
-    questions: Sequence[ChoiceQuestion], recipe: StageRecipe, tokenizer: Any, stops: Sequence[int], listener: Listener
+    questions: Sequence[ChoiceQuestion],
+    recipe: StageRecipe,
+    tokenizer: Tokenizer,
+    stops: Sequence[int],
+    listener: Listener,
 ) -> list[Continuation]:
     """Each choice of each question as tokens after the question's tokens, as in training, without its stop token."""
     has_template = chat_template(recipe.data, tokenizer) is not None

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,9 @@ from trillora.runs.files import ADAPTER, ADAPTERS, MANIFEST_FILE, is_run
 from trillora.step.background import compile_program
 from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import choose_dtype, fastest_attention, formats_to_try, memory_limit
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 SHORTEST_BUCKET = 32  # prompt slots
 ANSWER_STEP = 64  # cache slots for answers are a multiple of this, so that few lengths need a program of their own
@@ -555,7 +558,7 @@ def _other_base(trained: str, quantize: str) -> Note:
 
 
 def place_model(
-    config: Any,
+    config: PretrainedConfig,
     devices: list[Any],
     spec: LoraSpec | None,
     dtype: Auto | Dtype,

@@ -93,7 +93,7 @@ class AdapterConfig(BaseModel):
 
 
 def adapter_files(
-    adapter: dict[str, np.ndarray], module: Any, targets: list[str], spec: LoraSpec, base_name: str
+    adapter: dict[str, np.ndarray], module: torch.nn.Module, targets: list[str], spec: LoraSpec, base_name: str
 ) -> dict[str, bytes]:
     """PEFT's two files for an adapter given by parameter name (`….q_proj.lora_a`). PEFT loads the base model from
     `base_name`. Equal adapters give equal bytes."""

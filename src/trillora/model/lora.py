@@ -251,14 +251,14 @@ def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
     return list(layers)
 
 
-def chosen_layers(model: Any, spec: LoraSpec) -> dict[str, LayerLora]:
+def chosen_layers(model: torch.nn.Module, spec: LoraSpec) -> dict[str, LayerLora]:
     """The targets of `spec`: linear layers, and parameters of experts."""
     linear, experts = adaptable_layers(model, spec), expert_parameters(model)
     left_out = [*linear_routers(experts, linear), *refused_by_peft(getattr(model, "config", None), linear)]
     return adapted_layers(model, list(linear), spec, list(experts), left_out)
 
 
-def _add_to_embedding(name: str, module: Any, layer: LayerLora, spec: LoraSpec) -> None:
+def _add_to_embedding(name: str, module: torch.nn.Module, layer: LayerLora, spec: LoraSpec) -> None:
     if spec.dora or spec.pissa:
         raise TrilloraError(
             f"{name} is an embedding, which can be a target of plain LoRA only.",
@@ -271,7 +271,7 @@ def _add_to_embedding(name: str, module: Any, layer: LayerLora, spec: LoraSpec) 
     module.lora_scale = spec.scale_of(layer)
 
 
-def _add_parameters(name: str, module: Any, layer: LayerLora, spec: LoraSpec) -> None:
+def _add_parameters(name: str, module: torch.nn.Module, layer: LayerLora, spec: LoraSpec) -> None:
     num_in, num_out = features(module)
     rank = 2 * layer.rank if spec.pissa else layer.rank
     module.lora_a = torch.nn.Parameter(torch.empty(rank, num_in, device="meta"))
@@ -284,7 +284,7 @@ def _add_parameters(name: str, module: Any, layer: LayerLora, spec: LoraSpec) ->
     )  # the same in all layers, which share one scan body; the dropout key already contains the layer
 
 
-def adaptable_layers(model: Any, spec: LoraSpec) -> dict[str, Any]:
+def adaptable_layers(model: torch.nn.Module, spec: LoraSpec) -> dict[str, Any]:
     """The layers that patterns select from: all linear ones; and the embedding, if it is named."""
     linear = linear_layers(model)
     if isinstance(spec.targets, str) or not hasattr(model, "get_input_embeddings"):
@@ -305,7 +305,7 @@ def linear_layers(model: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
-def _returns_one_tensor(module: Any) -> bool:
+def _returns_one_tensor(module: torch.nn.Module) -> bool:
     if type(module) in (torch.nn.Linear, Conv1D):
         return True
     num_in, num_out = features(module)
@@ -316,7 +316,7 @@ def _returns_one_tensor(module: Any) -> bool:
     return isinstance(out, torch.Tensor) and out.shape == (1, 2, num_out)
 
 
-def features(module: Any) -> tuple[int, int]:
+def features(module: torch.nn.Module) -> tuple[int, int]:
     """Numbers of inputs and outputs. Conv1D stores its weight transposed; the inputs of an embedding are tokens."""
     out_features, in_features = module.weight.shape
     is_transposed = isinstance(module, Conv1D | torch.nn.Embedding)

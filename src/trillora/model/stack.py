@@ -194,7 +194,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
-def decoder_layers(model: Any) -> tuple[str, list[torch.nn.Module]] | None:
+def decoder_layers(model: torch.nn.Module) -> tuple[str, list[torch.nn.Module]] | None:
     """The name of the list of decoder layers, and the layers: the outermost ModuleList with num_hidden_layers items."""
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     found = [
@@ -226,7 +226,9 @@ class LayerStack:
 
     linked = False
 
-    def __init__(self, model: Any, *, scan: bool, unroll: int, remat: Remat, stack_lora: bool = False) -> None:
+    def __init__(
+        self, model: torch.nn.Module, *, scan: bool, unroll: int, remat: Remat, stack_lora: bool = False
+    ) -> None:
         """`stack_lora`: LoRA is stored as for a scan, also if the layers are not scanned."""
         located = decoder_layers(model)
         self.prefix, self.layers = located if located is not None else ("", [])

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from trillora.devices.chips import CHIPS, Chip
 from trillora.devices.measured import MeasuredChip, load
 from trillora.devices.slices import Slice
-from trillora.preflight.hlo.simulate import efficiency_of, num_lanes
+from trillora.preflight.hlo.simulate import AS_ASSUMED, Slowdown, efficiency_of, num_lanes
 from trillora.preflight.result import MeasuredSpeeds
 
 SLOWEST = 3.0  # times; a chip that is slower was used by something else, or is broken
@@ -43,6 +43,10 @@ def measured_chip(name: str, num_devices: int, say: Callable[[str], None] = lamb
     compute, hbm, links = _slowdowns(record, chip)
     same_size = record.num_devices == num_devices
     return MeasuredSpeeds(record.day, record.num_devices, compute, hbm, links if same_size else 1.0)
+
+
+def slowdown_of(speeds: MeasuredSpeeds | None) -> Slowdown:
+    return Slowdown(speeds.compute, speeds.hbm, speeds.links) if speeds else AS_ASSUMED
 
 
 def _slowdowns(record: MeasuredChip, chip: Chip) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import psutil
@@ -26,6 +26,9 @@ from trillora.model.layout import Tree
 from trillora.recipe.resolve import DocumentRoom, StepSettings
 from trillora.recipe.schema import Attention, Dtype, Matmul, MeshSection, Quantize, StageRecipe
 from trillora.step.search import format_gib
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 # Where nothing is predicted: of a device's memory; a base up to this size is copied to every device, not split.
 REPLICATED_BASE_SHARE = 0.25
@@ -73,7 +76,11 @@ class Decisions:
 
 
 def decide_by_hardware(
-    decisions: Decisions, recipe: StageRecipe, config: Any, devices: list[Any], needed: DocumentRoom | None = None
+    decisions: Decisions,
+    recipe: StageRecipe,
+    config: PretrainedConfig,
+    devices: list[Any],
+    needed: DocumentRoom | None = None,
 ) -> None:
     """Everything that devices and shapes determine without compiling."""
     platform, num_devices = devices[0].platform, len(devices)
@@ -111,7 +118,7 @@ def decide_by_hardware(
     decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
 
 
-def decide_kernels(decisions: Decisions, config: Any, devices: list[Any], *, in_group: bool) -> None:
+def decide_kernels(decisions: Decisions, config: PretrainedConfig, devices: list[Any], *, in_group: bool) -> None:
     """Fused kernels where they were measured to be faster."""
     if not decisions.is_open("kernels"):
         return
@@ -143,7 +150,7 @@ def check_products(device: Any, matmul: Matmul) -> None:
     )
 
 
-def decide_mesh(decisions: Decisions, batch_size: int, config: Any, devices: list[Any]) -> None:
+def decide_mesh(decisions: Decisions, batch_size: int, config: PretrainedConfig, devices: list[Any]) -> None:
     """By the size of the base, where no times are predicted."""
     if decisions.is_open("mesh"):
         quantize = decisions.values.get("quantize", "none")
@@ -155,7 +162,7 @@ def formats_to_try(platform: str) -> tuple[Quantize, ...]:
     return ("none", *FASTEST_QUANTIZED[platform])
 
 
-def choose_dtype(devices: list[Any], config: Any, quantize: str) -> tuple[Dtype, str]:
+def choose_dtype(devices: list[Any], config: PretrainedConfig, quantize: str) -> tuple[Dtype, str]:
     """The number format of the base and of activations, with the reason. Never float16: activations of some models
     exceed its range, and training in it would need a scaled loss."""
     platform = devices[0].platform
@@ -171,7 +178,7 @@ def choose_dtype(devices: list[Any], config: Any, quantize: str) -> tuple[Dtype,
     )
 
 
-def fastest_attention(device: Any, dtype: Dtype, config: Any) -> Attention:
+def fastest_attention(device: Any, dtype: Dtype, config: PretrainedConfig) -> Attention:
     """The kernel for a device. cuDNN has none for float32, none for GPUs before Ampere, and none for wide heads."""
     if device.platform == "tpu":
         return "splash"
@@ -181,7 +188,7 @@ def fastest_attention(device: Any, dtype: Dtype, config: Any) -> Attention:
 
 
 def room_for_documents(
-    needed: DocumentRoom, sequence_length: int, config: Any, device: Any
+    needed: DocumentRoom, sequence_length: int, config: PretrainedConfig, device: Any
 ) -> tuple[DocumentRoom | None, str]:
     """The room to compile for, so that cuDNN gets the lengths of packed documents, with the reason. None if it has to
     get a mask."""
@@ -197,7 +204,7 @@ def room_for_documents(
     return room, f"it gets the lengths of up to {room.most} documents in {room.block} tokens"
 
 
-def _head_width(config: Any) -> int:
+def _head_width(config: PretrainedConfig) -> int:
     """Of the widest heads."""
     heads = _largest(config, "num_attention_heads") or 1
     return _largest(config, "head_dim", "v_head_dim") or config.hidden_size // heads
@@ -251,7 +258,7 @@ def local_bytes(shapes: Tree) -> float:
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * item_bytes(a.dtype) for a in shapes.values())
 
 
-def _base_bytes(config: Any, dtype: str, quantize: str) -> int:
+def _base_bytes(config: PretrainedConfig, dtype: str, quantize: str) -> int:
     """A rough count from the configuration, good enough to choose between copying and splitting."""
     width, layers = config.hidden_size, config.num_hidden_layers
     inner = _largest(config, "intermediate_size") or 4 * width
@@ -263,11 +270,11 @@ def _base_bytes(config: Any, dtype: str, quantize: str) -> int:
     return round(2 * config.vocab_size * width * whole + layers * (linear * linear_bytes + fused * fused_bytes))
 
 
-def num_experts(config: Any) -> int:
+def num_experts(config: PretrainedConfig) -> int:
     return _largest(config, "num_local_experts", "num_experts", "n_routed_experts") or 1
 
 
-def _largest(config: Any, *names: str) -> int:
+def _largest(config: PretrainedConfig, *names: str) -> int:
     """The first of these options that is set; its maximum if it has one value per layer."""
     value = next((v for v in (getattr(config, name, None) for name in names) if v), 0)
     return max(value) if isinstance(value, list | tuple) else int(value)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,9 @@ from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
 from trillora.step.background import compile_program
 from trillora.step.build import Assembly, assemble, lora_spec, loss_chunk_positions, loss_function
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class GroupAssembly(Assembly):
 
 
 def assemble_group(
-    members: Sequence[Stage], settings: StepSettings, config: Any, mesh: Mesh, width: int | None = None
+    members: Sequence[Stage], settings: StepSettings, config: PretrainedConfig, mesh: Mesh, width: int | None = None
 ) -> GroupAssembly:
     """The step for `width` adapters at once, by default as many as the settings say."""
     width = width or settings.adapters_at_once

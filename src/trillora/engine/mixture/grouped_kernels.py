@@ -15,12 +15,13 @@ Legend: M rows, E groups, I inputs, O outputs, R rank, T tiles.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from trillora.engine.kernels.triton_call import call, masked_store
 
@@ -109,8 +110,13 @@ def outer_products(
 
 
 def _call(
-    kernel: Any, shape: tuple[int, ...], dtype: Any, grid: tuple[int, ...], blocks: GroupedBlocks, interpret: bool
-) -> Any:
+    kernel: functools.partial[None],
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    grid: tuple[int, ...],
+    blocks: GroupedBlocks,
+    interpret: bool,
+) -> Callable[..., jax.Array]:
     out = jax.ShapeDtypeStruct(shape, dtype)
     return call(
         kernel,
@@ -157,12 +163,12 @@ def _tiles(sizes_E: jax.Array, num_rows: int, tile: int) -> tuple[tuple[jax.Arra
 
 
 def _product_kernel(
-    group_ref: Any,
-    start_ref: Any,
-    end_ref: Any,
-    rows_ref: Any,
-    weights_ref: Any,
-    *refs: Any,
+    group_ref: jax.Ref,
+    start_ref: jax.Ref,
+    end_ref: jax.Ref,
+    rows_ref: jax.Ref,
+    weights_ref: jax.Ref,
+    *refs: jax.Ref,
     shape: tuple[int, int, int],
     num_blocks: tuple[int, int],
     transposed: bool,
@@ -181,7 +187,7 @@ def _product_kernel(
 
     @pl.when(start < end)
     def _() -> None:
-        def add(i: Any, total: jax.Array) -> jax.Array:
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
             inputs = pl.ds(i * block_i, block_i)
             weights = weights_ref[group, columns, inputs].T if transposed else weights_ref[group, inputs, columns]
             return total + _dot(rows_ref[index, inputs], weights)
@@ -199,7 +205,13 @@ def _product_kernel(
 
 
 def _outer_kernel(
-    start_ref: Any, end_ref: Any, left_ref: Any, right_ref: Any, out_ref: Any, *, shape: tuple[int, int, int]
+    start_ref: jax.Ref,
+    end_ref: jax.Ref,
+    left_ref: jax.Ref,
+    right_ref: jax.Ref,
+    out_ref: jax.Ref,
+    *,
+    shape: tuple[int, int, int],
 ) -> None:
     """A block of one group's matrix: a loop over the rows of the group."""
     group = pl.program_id(2)
@@ -207,7 +219,7 @@ def _outer_kernel(
     block_m, block_i, block_o = shape
     inputs, columns = pl.ds(pl.program_id(1) * block_i, block_i), pl.ds(pl.program_id(0) * block_o, block_o)
 
-    def add(i: Any, total: jax.Array) -> jax.Array:
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
         wanted = start + i * block_m + jnp.arange(block_m, dtype=jnp.int32)
         index = jnp.minimum(wanted, left_ref.shape[0] - 1)
         left, right = left_ref[index, inputs], right_ref[index, columns]

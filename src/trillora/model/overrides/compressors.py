@@ -118,7 +118,7 @@ def _keys(self: Any, hidden_states: torch.Tensor, windows: Windows) -> torch.Ten
     return _rotate(self)(key.unsqueeze(1), cos, sin).squeeze(1)
 
 
-def _rotate(module: Any) -> Callable[..., torch.Tensor]:
+def _rotate(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
     rotate: Callable[..., torch.Tensor] = sys.modules[type(module).__module__].apply_rotary_pos_emb
     return rotate
 

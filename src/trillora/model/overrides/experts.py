@@ -43,7 +43,7 @@ def register() -> None:
 
 
 def _experts(
-    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     trace = current()
     # Not by getattr, which would add the adapter to the weights of all experts.
@@ -81,7 +81,12 @@ def _kernel(trace: Trace) -> Kernel:
 
 
 def _weighted(
-    module: Any, form: GroupedForm, rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: dict[str, Any]
+    module: torch.nn.Module,
+    form: GroupedForm,
+    rows_MD: jax.Array,
+    gate_M: jax.Array,
+    sizes_E: jax.Array,
+    weights: dict[str, Any],
 ) -> jax.Array:
     """The result of each row's expert, multiplied by the row's gate. Also called while gradients are traced, when the
     module has no weights: everything that it needs is in `weights`."""

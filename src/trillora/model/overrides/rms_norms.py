@@ -30,7 +30,7 @@ ROUNDING = 1e-5  # relative, float32
 
 @dataclass(frozen=True)
 class RmsNorm:
-    module: Any
+    module: torch.nn.Module
     eps: float
     offset: float
 
@@ -46,7 +46,7 @@ def find_rms_norms(model: torch.nn.Module) -> list[RmsNorm]:
     return found
 
 
-def _recognise(module: Any) -> RmsNorm | None:
+def _recognise(module: torch.nn.Module) -> RmsNorm | None:
     """None if the module computes anything else."""
     generator = torch.Generator().manual_seed(0)
     eps = next((value for name in EPSILONS if isinstance(value := getattr(module, name, None), float)), None)

@@ -38,7 +38,7 @@ INNER = "base_layer"
 class ExpertParameter:
     """The weights of one projection of all experts of a layer."""
 
-    module: Any
+    module: torch.nn.Module
     name: str  # in the module
 
     @property
@@ -139,7 +139,7 @@ def by_expert(a: Any, b: Any, num_experts: int) -> tuple[Any, Any]:
     return a.reshape(num_experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, num_experts).transpose(2, 1, 0)
 
 
-def lora_of(module: Any, name: str) -> tuple[jax.Array, jax.Array] | None:
+def lora_of(module: torch.nn.Module, name: str) -> tuple[jax.Array, jax.Array] | None:
     """A [E, R, I] and scale · B [E, R, O] of a parameter during a call; None if it has no adapter."""
     place = module.__dict__.get("expert_lora", {}).get(name)
     if place is None:
@@ -157,7 +157,7 @@ def _with_adapted_weights(cls: Any, names: tuple[str, ...]) -> type:
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, **weights})
 
 
-def _adapted_weight(module: Any, name: str) -> torch.Tensor:
+def _adapted_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
     weight: torch.Tensor = module._parameters[name]
     lora = lora_of(module, name) if isinstance(weight, TORCHAX_TENSORS) else None
     if lora is None:  # called as ordinary PyTorch
@@ -168,6 +168,6 @@ def _adapted_weight(module: Any, name: str) -> torch.Tensor:
     return interop.torch_view(base + change.astype(base.dtype))
 
 
-def _is_transposed(module: Any) -> bool:
+def _is_transposed(module: torch.nn.Module) -> bool:
     """Whether the parameters are [E, I, O]. PEFT reads the same flag."""
     return bool(getattr(module, "is_transposed", False))

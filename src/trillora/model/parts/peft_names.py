@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -28,11 +28,14 @@ from trillora.errors import TrilloraError
 from trillora.files.read_json import parse_json
 from trillora.model.parts.expert_parameters import expert_parameters
 
+if TYPE_CHECKING:
+    import torch
+
 METADATA = "layers"  # key in the metadata of the file: a JSON object, name in the file -> layer
 _MATRIX = ".lora_A.default.weight"  # PEFT adds the adapter's name before it applies the rules
 
 
-def by_parameter(module: Any, targets: Iterable[str]) -> dict[str, str]:
+def by_parameter(module: torch.nn.Module, targets: Iterable[str]) -> dict[str, str]:
     """The targets that the file lists in `target_parameters`, with the names of their parameters there: the experts,
     and linear layers that have the name of an expert's projection."""
     taken = {name for pattern in _converted_tensors(module) if "experts" in pattern for name in _words(pattern)[-1:]}
@@ -45,7 +48,7 @@ def by_parameter(module: Any, targets: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _converted_tensors(module: Any) -> list[str]:
+def _converted_tensors(module: torch.nn.Module) -> list[str]:
     """The tensors that transformers combines when it loads a checkpoint of this model, as patterns such as
     `mlp.experts.*.gate_proj.weight`."""
     converters = [rule for rule in get_model_conversion_mapping(module) if isinstance(rule, WeightConverter)]
@@ -56,7 +59,7 @@ def _words(pattern: str) -> list[str]:
     return [word for word in re.findall(r"\w+", pattern) if word != "weight"]
 
 
-def names_in_file(module: Any, layers: Iterable[str]) -> dict[str, str]:
+def names_in_file(module: torch.nn.Module, layers: Iterable[str]) -> dict[str, str]:
     """The names in the file of the layers that PEFT would not find by their own. A layer that it would not find by any
     name is given an empty one."""
     rules = _renamings(module)
@@ -69,7 +72,7 @@ def names_in_file(module: Any, layers: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _renamings(module: Any) -> list[Any]:
+def _renamings(module: torch.nn.Module) -> list[Any]:
     """The rules by which transformers renames the tensors of a checkpoint. PEFT uses them if the model has some."""
     if get_checkpoint_conversion_mapping(getattr(module.config, "model_type", "")) is None:
         return []

@@ -67,7 +67,7 @@ def _with_rows(cls: Any) -> type:
     return type(cls.__name__, (_EmbeddingWithRows, cls), {"__module__": cls.__module__})
 
 
-def add_token_rows(model: Any, tokens: TrainedTokens | None, whole: list[str]) -> None:
+def add_token_rows(model: torch.nn.Module, tokens: TrainedTokens | None, whole: list[str]) -> None:
     """Adds rows (on the meta device) to the embedding and the head. Modules in `whole` are trained as a whole, so they
     need no rows."""
     if tokens is None:
@@ -76,7 +76,7 @@ def add_token_rows(model: Any, tokens: TrainedTokens | None, whole: list[str]) -
     names = {id(module): name for name, module in model.named_modules()}
     tied, named = is_tied(model), tokens.modules
 
-    def is_used(module: Any) -> bool:
+    def is_used(module: torch.nn.Module) -> bool:
         name = names.get(id(module), "")
         return name not in whole and (named is None or name in named or (tied and module is head))
 
@@ -105,7 +105,7 @@ def add_token_rows(model: Any, tokens: TrainedTokens | None, whole: list[str]) -
         embedding.__class__ = _with_rows(cls)
 
 
-def is_tied(model: Any) -> bool:
+def is_tied(model: torch.nn.Module) -> bool:
     """Whether the head uses the embedding's matrix."""
     head = model.get_output_embeddings()
     return getattr(head, "weight", None) is model.get_input_embeddings().weight
@@ -135,7 +135,9 @@ def rows_from_base(weight_VD: jax.Array, tokens: TrainedTokens) -> jax.Array:
     return jnp.where((ids_N >= first_new)[:, None], weight.mean(axis=0), rows)
 
 
-def _why_not(model: Any, embedding: Any, head: Any, tokens: TrainedTokens, *, has_rows: bool, has_all: bool) -> str:
+def _why_not(
+    model: torch.nn.Module, embedding: Any, head: Any, tokens: TrainedTokens, *, has_rows: bool, has_all: bool
+) -> str:
     """Why these tokens cannot be trained; empty if they can."""
     num_base = embedding.weight.shape[0]
     new = [id_ for id_ in tokens.ids if id_ >= num_base]

@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -40,6 +40,9 @@ from trillora.preflight.hlo.simulate import (
     num_lanes,
 )
 from trillora.step.build import Assembly
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def trace(assembly: Assembly) -> TracedProgram:
     return read_program(assembly.traced.jaxpr, inputs, assembly.mesh.size, kind_shares(assembly.model.module.config))
 
 
-def kind_shares(config: Any) -> list[float]:
+def kind_shares(config: PretrainedConfig) -> list[float]:
     """Fraction of layers of each kind, starting with the kind of the first layer, as in `model.stack`."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     return [count / len(kinds) for count in Counter(kinds).values()]

@@ -563,4 +563,4 @@ def _itemsize(aval: Any) -> float:
     """0 for random keys, ordering tokens, and arrays in the host's memory."""
     if getattr(getattr(aval, "memory_space", None), "name", "") == "Host":
         return 0.0
-    return item_bytes(getattr(aval, "dtype", None))
+    return item_bytes(aval.dtype) if hasattr(aval, "dtype") else 0.0

@@ -7,7 +7,7 @@
 
 `block` is the whole MLP, forward and backward, with gradients of the input and of three adapters. `forward` and
 `backward` are only the part between the products with the base, with the share of the memory's speed that it reaches
-if every wide array is read or written once. Errors are those of the worst result, relative to its largest value, with
+if every wide array is read or written once. Errors are the worst result's, relative to its largest value, with
 the same numbers in float32.
 
 Legend: M tokens, D width, F inner width, R rank.

@@ -2,7 +2,7 @@
 
     python benchmarks/grouped_gpu.py [--tokens 16384] [--experts 32] [--choices 4] [--only triton]
 
-The shapes are those of one mixture layer's gate and up projection, with LoRA. Compared are one plain product of the
+The shapes are one MoE layer's gate and up projection, with LoRA. Compared are one plain matmul of the
 same size (the bound), `jax.lax.ragged_dot`, jax's own Mosaic kernel, and the Triton kernels of `trillora.engine` with
 several block sizes. A way that fails prints its error, and the next one runs. `--small` tests the script anywhere.
 """
@@ -190,7 +190,7 @@ def all_experts(rows: jax.Array, a_ERI: jax.Array, sizes: jax.Array) -> jax.Arra
 
 
 def one_by_one(left_MI: jax.Array, right_MO: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The outer products of one expert after the other, from all rows with those of other experts set to 0."""
+    """The outer products of one expert after the other, from all rows with other experts' rows set to 0."""
     expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(left_MI.shape[0]), side="right")
 
     def of(number: jax.Array) -> jax.Array:

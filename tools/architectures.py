@@ -5,7 +5,7 @@ architectures` writes docs/models.md.
     python tools/architectures.py llama gemma2    only these; the others keep their last result
     python tools/architectures.py --resume        only cases without a result of the current code and libraries
 
-The checks are those of tests/architecture_checks.py. Results are stored in .architectures/, one file per case.
+tests/architecture_checks.py has the checks. Results are stored in .architectures/, one file per case.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ TARGETS = (["q_proj", "v_proj", "down_proj"], ["q_proj", "v_proj"], ["q_proj", "
 
 
 def peft_model(ranks: Sequence[int], targets: Sequence[Any], **options: Any) -> Any:
-    """A tiny Llama with random adapters "skill0", "skill1", …: PEFT takes a bare number for that of a layer."""
+    """A tiny Llama with random adapters "skill0", "skill1", …: PEFT takes a bare number for a layer's."""
     torch.manual_seed(0)
     model: Any = None
     for number, (rank, names) in enumerate(zip(ranks, targets, strict=True)):
@@ -80,7 +80,7 @@ def our_changes(folder: Path) -> dict[str, np.ndarray]:
 
 
 def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """The norm of the difference, relative to that of `expected`."""
+    """The norm of the difference, relative to the norm of `expected`."""
     assert found.keys() == expected.keys()
     rest = sum(methods.square_of(found[layer] - expected[layer]) for layer in expected)
     return math.sqrt(rest / sum(map(methods.square_of, expected.values())))

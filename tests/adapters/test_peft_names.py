@@ -1,4 +1,4 @@
-"""PEFT uses every matrix of our files, although it converts names as transformers converts those of old checkpoints."""
+"""PEFT uses every matrix of our files, although it converts names as transformers converts old checkpoints' names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped products mapped over lanes equal those of each lane alone, in values and gradients."""
+"""Grouped matmuls mapped over lanes equal each lane's alone, in values and gradients."""
 
 from __future__ import annotations
 

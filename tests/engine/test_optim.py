@@ -157,7 +157,7 @@ def numpy_rounding_numbers(count: int, num: int) -> np.ndarray:
 def numpy_lion_8bit(
     gradient: np.ndarray, codes: np.ndarray, scales: np.ndarray, random_numbers: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """One update of one matrix in float32: block-wise quantisation (Dettmers et al. 2022, section 2: divide a block by
+    """One update of one matrix in float32: block-wise quantization (Dettmers et al. 2022, section 2: divide a block by
     its largest magnitude, then round to a value of the code) around Lion (Chen et al. 2023, algorithm 2). The code is a
     table of 128 magnitudes; the random numbers select one of the two nearest."""
     table = np.arange(128, dtype=np.float32) ** 2  # in units of 1/127² of the largest

@@ -268,7 +268,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_if_the_loss_is(optimizer:
 def test_an_update_that_is_not_finite_changes_nothing(
     optimizer: OptimizerName, learning_rate: float, weight_decay: float
 ) -> None:
-    """R8: the loss and its gradient are finite, but the new weights are not."""
+    """The loss and its gradient are finite, but the new weights are not."""
     chosen = make_optimizer(optimizer, weight_decay)
     schedule = make_schedule("constant", learning_rate, 0, 10)
     step = jax.jit(make_train_step(loss, chosen, schedule, max_grad_norm=1.0))

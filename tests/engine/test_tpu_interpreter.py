@@ -2,7 +2,7 @@
 
 The interpreter (`pallas.tpu.InterpretParams`) simulates the chip's memories and copies between them; memory that was
 never written is NaN, so a kernel that reads it is found. There are two Pallas kernels that we call on TPUs: splash
-attention and the grouped matmul of experts. Block sizes are those of the recipes: 1024, and 512 where a window hides
+attention and the grouped matmul of experts. Blocks have the recipes' sizes: 1024, and 512 where a window hides
 half of a longer block. Matmuls in int8 are XLA's own and have no kernel to interpret
 (tests/model/test_low_precision.py).
 """

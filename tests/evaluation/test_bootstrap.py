@@ -48,7 +48,7 @@ def test_a_mean_has_the_interval_of_the_normal_distribution() -> None:
     noise = np.random.default_rng(0).normal(0, 1, (2, 400))
     base, adapter = shares(noise[0]), shares(noise[0] + 0.1 * noise[1] + 0.02)
     found = differences({"m": base}, {"m": adapter})["m"].interval()
-    # Paired: only the noise of the difference counts, which is a tenth of that of the values.
+    # Paired: only the noise of the difference counts, which is a tenth of the values' noise.
     error = 1.96 * (0.1 * noise[1]).std() / 20
     assert (found.high - found.low) / 2 == pytest.approx(error, rel=0.07)  # 2,000 draws
     assert (found.high + found.low) / 2 == pytest.approx(found.difference, abs=0.1 * error)

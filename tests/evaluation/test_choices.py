@@ -1,4 +1,4 @@
-"""Multiple choice, several files, the forgetting meter and the gate, on a tiny run. Figures are those of transformers
+"""Multiple choice, several files, the forgetting meter and the gate, on a tiny run. The references are transformers
 and PEFT."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An evaluation's figures are those of transformers and PEFT on the same rows, and what it asks is what was trained."""
+"""An evaluation's figures equal transformers' and PEFT's on the same rows, and what it asks is what was trained."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ def test_the_last_question_is_found_in_the_template_or_not_at_all() -> None:
 
 @full_dose_only  # test_lora_variants.py compares logits, in this process; test_card.py only loads in another
 def test_the_adapter_is_the_adapter(run: Path, folder: Path, generator: Generator, tmp_path: Path) -> None:
-    """R16: PEFT, in a process that imports nothing of ours, gives our logits."""
+    """PEFT, in a process that imports nothing of ours, gives our logits."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, 200, (4, 48))
     batch = {"tokens": jnp.asarray(tokens), "positions": jnp.broadcast_to(jnp.arange(48), tokens.shape)}

@@ -67,7 +67,7 @@ def test_an_adapter_is_pushed_as_a_folder_that_loads(run: Path, hub: Hub, tmp_pa
     assert str(run.parent).encode() not in everything and TOKEN.encode() not in everything
     for name, data in hub.files.items():
         (tmp_path / name).write_bytes(data)
-    load_adapter(tmp_path)  # its checksums are those of the pushed files
+    load_adapter(tmp_path)  # its checksums match the pushed files
 
 
 def test_an_adapter_above_a_gibibyte_has_checksums_and_is_not_read_into_memory(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def check_noticed(checkpoints: Checkpoints, names: set[str], expected: dict[str,
     assert caught.value.file in names and caught.value.file in str(caught.value)
 
 
-# Damage (R3)
+# Damage
 
 
 @contextmanager
@@ -246,7 +246,7 @@ def test_the_checksums_are_last_and_readable(tmp_path: Path) -> None:
         checkpoints.write(7, {MARK: b""})
 
 
-# kill -9 (R1)
+# kill -9
 
 WRITER = """
 import random, sys

@@ -1,4 +1,4 @@
-"""One process writes the checkpoints of a run (R20), also at a URL, and a run whose checkpoints are gone is refused.
+"""One process writes the checkpoints of a run, also at a URL, and a run whose checkpoints are gone is refused.
 
 With real processes where that matters. Another machine is a note with another machine's name.
 """
@@ -76,7 +76,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return open_storage(tmp_path / "ck" if request.param == "folder" else f"file://{tmp_path}/ck")
 
 
-# Two processes (M8)
+# Two processes
 
 
 @pytest.mark.parametrize("kind", ["folder", "url"])
@@ -210,7 +210,7 @@ def test_checkpoints_in_the_folder_of_the_run_itself_have_one_lock(tmp_path: Pat
         assert owned is None
 
 
-# Places that cannot be written (M9)
+# Places that cannot be written
 
 
 def refusal(place: Storage, run: Path) -> str:
@@ -268,7 +268,7 @@ def test_a_store_that_never_answers_is_an_error(
     hang.set()
 
 
-# Checkpoints that are gone (M7)
+# Checkpoints that are gone
 
 
 def started(run: Path, place: Storage) -> RunRecord:

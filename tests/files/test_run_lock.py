@@ -1,4 +1,4 @@
-"""Only one process may use a run folder (R20). With real processes: a second one is refused at once, and the lock of a
+"""Only one process may use a run folder. With real processes: a second one is refused at once, and the lock of a
 killed owner is taken over."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_a_second_process_is_refused_at_once_with_the_name_of_the_owner(tmp_path
         start = time.monotonic()
         with pytest.raises(TrilloraError) as caught, lock_run(run):
             pytest.fail("two owners")
-        assert time.monotonic() - start < 1  # R20
+        assert time.monotonic() - start < 1
         assert f"process {process.pid} on {socket.gethostname()}" in caught.value.what
         assert caught.value.where == str(run)
         with owner(run) as second:
@@ -108,7 +108,7 @@ def test_without_locks_the_note_decides(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("locks", ["locks", "no locks"])
 def test_a_removed_lock_file_gives_no_second_owner(tmp_path: Path, locks: str) -> None:
-    """L15: the owner's note is asked too."""
+    """The owner's note is asked too."""
     with owner(tmp_path, locks) as process:
         assert first_line(process) == "owns"
         (tmp_path / ".lock").unlink(missing_ok=True)

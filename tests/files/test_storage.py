@@ -244,7 +244,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_orphan(tmp_path
 
 @pytest.mark.parametrize("kind", ["link", "broken link", "pipe", "folder"])
 def test_lines_are_appended_to_regular_files_only(tmp_path: Path, kind: str) -> None:
-    """L16: a history.jsonl that is a link must not write to another person's file, and a pipe must not block."""
+    """A history.jsonl that is a link must not write to another person's file, and a pipe must not block."""
     other, history = tmp_path / "other", tmp_path / "run" / "history.jsonl"
     events: list[Event] = []
     folder = RunFolder(history.parent, listener=events.append)

@@ -1,4 +1,4 @@
-"""Prompts are tokenised as in training: the template's request for an answer, and no control token from people."""
+"""Prompts are tokenized as in training: the template's request for an answer, and no control token from people."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a launch installs on rented hardware: exactly the packages of its lock, in an environment of its own.
 
-R18: the packages of the image stay as they are.
+The packages of the image stay as they are.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_each_launch_installs_its_lock_and_nothing_else(
     findings = {finding["name"]: finding for finding in json.loads(doctor.stdout)}
     assert doctor.returncode == 0 and findings["packages"]["what"].startswith("the set tpu: ")
     assert findings["packages"]["state"] == "ok"
-    assert installed_versions() == before  # R18
+    assert installed_versions() == before
 
 
 # ---- what may go wrong

@@ -308,7 +308,7 @@ def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("format", ["nf4", *map(slow_case, ("int8", "int4", "fp8"))])
 def test_loading_keeps_the_codes_and_at_most_one_whole_weight(stacked: Path, format: Format) -> None:
-    """On a mesh that splits inputs and outputs; the codes are those of the whole matrix."""
+    """On a mesh that splits inputs and outputs; the codes equal the whole matrix's."""
     from safetensors.torch import load_file
 
     mesh = make_mesh(jax.devices(), MeshShape(fsdp=2, tensor=4))

@@ -299,5 +299,5 @@ def test_a_run_starts_from_an_adapter_with_new_tokens(run: Path, folder: Path, t
     settings = settings_of(folder, lora={"from": str(run / "adapter")})
     settings["train"]["steps"] = 2
     assert train(load_recipe(settings), tmp_path / "next").losses[0] < 1 < tiny_run.losses(run)[0]
-    with pytest.raises(TrilloraError, match="3 tokens that are not exactly those of the adapter"):
+    with pytest.raises(TrilloraError, match="3 tokens, which are not exactly the tokens of the adapter"):
         train(load_recipe({**settings, "tokens": [*NEW, "<other>"]}), tmp_path / "other")

@@ -178,7 +178,7 @@ def test_a_run_learns_and_resumes_bit_for_bit_and_peft_computes_the_same(
 
 
 def test_the_trained_adapter_works_on_the_wrapper_and_in_a_merged_model(folder: Path, run: Path) -> None:
-    """By PEFT's AutoPeftModel, which builds the wrapper; and in files where the towers are those of the base."""
+    """By PEFT's AutoPeftModel, which builds the wrapper; and in files where the towers are the base's."""
     from peft import AutoPeftModel
 
     adapted = AutoPeftModel.from_pretrained(run / "adapter", dtype=torch.float32, attn_implementation="eager").eval()
@@ -243,7 +243,7 @@ def test_a_wrapper_with_a_quantized_base_and_new_tokens(folder: Path, tmp_path: 
 
 
 def test_a_head_of_its_own_is_used_although_the_config_ties_it(folder: Path, tmp_path: Path) -> None:
-    """The default of Mistral3Config ties; the files have a head, as those of Mistral Small 3.1."""
+    """The default of Mistral3Config ties; the files have a head, as in Mistral Small 3.1."""
     shutil.copytree(folder / "model", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     config = json.loads(file.read_text("utf-8"))

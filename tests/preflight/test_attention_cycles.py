@@ -122,7 +122,7 @@ def test_attention_kernels_count_the_blocks_they_compute(width: int, num_blocks:
     peak = 197e12 * TPU.attention
     work = AttentionWork("fwd", 128, 1024, computed, 32 * 4, 32 * 4 * width)
     assert alone.seconds == alone.kernel_seconds == pytest.approx(work.seconds(128, peak))
-    # A window does not narrow the table of the fused kernel; that of the other gradient of keys it makes lower.
+    # A window does not narrow the table of the fused kernel; it makes the other table, for the gradient of keys, lower.
     for phase, table, number in (("fused", "1,4,4", 5), ("dkv", f"1,{width},4", 4), ("dq", f"1,4,{width}", 3)):
         both = run(*forward, *splash(phase, table))
         assert both.flops == (2 + number) * products and both.warnings == ()

@@ -1,4 +1,4 @@
-"""R13: real data sets load leniently, and the summary adds up. They are downloaded, so only at full dose."""
+"""Real data sets load leniently, and the summary adds up. They are downloaded, so only at full dose."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def refusal(source: Any, *overrides: str) -> TrilloraError:
     return caught.value
 
 
-# L3: numbers
+# Numbers
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_date_that_does_not_exist_is_refused() -> None:
     assert "data.template_date" in refusal(SMALLEST, "data.template_date=2024-13-45").what
 
 
-# L4: recipes that took minutes
+# Recipes that took minutes
 
 
 def test_a_bomb_of_merge_keys_is_refused_at_once(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path, kind: str) 
     assert "cannot be" in refusal(file).what
 
 
-# L5: tags and paths
+# Tags and paths
 
 
 @pytest.mark.parametrize("tag", ['!!bool "x"', '!!timestamp "x"', "!!binary x", "!!int x", "!!float x", "!!null x"])
@@ -193,7 +193,7 @@ def test_an_override_of_an_item_that_does_not_exist_is_refused() -> None:
     assert (first.weight, second.path) == (3.0, str(Path.cwd() / "c.jsonl"))
 
 
-# L1: secrets in what is wrong
+# Secrets in what is wrong
 
 
 @pytest.mark.parametrize(

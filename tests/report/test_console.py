@@ -355,7 +355,7 @@ def test_untrusted_text_has_no_effect(progress_at_once: None) -> None:
         assert all(c.isprintable() or c == "\n" for c in written)
         assert "\\x1b]0;owned\\x07\\x1b[2J" in written and "[bold]b[/bold]" in written and ":smile:" in written
         assert "\\x9b" in written and "\\u202e" in written
-    # Only our own codes: colours, hiding and moving the cursor, erasing lines.
+    # Only our own codes: colors, hiding and moving the cursor, erasing lines.
     codes = set(re.findall(r"\x1b(\[[0-9;?]*[A-Za-z]|.)", out.getvalue()))
     assert {code for code in codes if code[-1] != "m"} <= {"[?25l", "[?25h", "[2K", "[1A"}
     assert "[31m" not in codes and "[0m" in codes

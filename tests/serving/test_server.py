@@ -79,7 +79,7 @@ def reference(folder: Path) -> Reference:
 
 
 def test_a_base_has_its_own_chat_template_here_and_in_a_chat(folder: Path, tmp_path: Path) -> None:
-    """The adapter was trained in another one. A base without a template gets that of the adapter."""
+    """The adapter was trained in another one. A base without a template gets the adapter's."""
     trained, _ = NAMED["zephyr"]
     adapter = shutil.copytree(folder / "one", tmp_path / "adapter")
     (adapter / "chat_template.jinja").write_text(trained)

@@ -36,7 +36,7 @@ DIFFERENT = 1e-2  # an adapter changes the logits by at least this, so that equa
 SPECS = {
     "llama": LoraSpec(rank=4, alpha=8, rslora=True),
     "gpt2": LoraSpec(rank=4, alpha=8),  # Conv1D: fan_in_fan_out
-    "mixtral": LoraSpec(rank=2, alpha=8, targets=("q_proj", "o_proj")),  # newer PEFTs rename targets of mixtures
+    "mixtral": LoraSpec(rank=2, alpha=8, targets=("q_proj", "o_proj")),  # newer PEFTs rename targets of MoE
     "ernie4_5": LoraSpec(  # a tied head
         rank=2, alpha=3, dropout=0.1, targets=("model.layers.1.mlp.up_proj", "v_proj", "lm_head")
     ),

@@ -192,7 +192,7 @@ def check_leak_without_segments(subject: Subject) -> Answer:
 
 def check_bfloat16(subject: Subject) -> Answer:
     """Hidden states have the same dtype as in PyTorch (bfloat16, except in a few models), and the error relative to
-    float32 is no larger than that of PyTorch in bfloat16."""
+    float32 is no larger than PyTorch's in bfloat16."""
     ours = subject.ours(dtype="bfloat16")
     rounded = tiny_models.build(subject.name, dtype=torch.bfloat16, num_layers=subject.num_layers)
     attach_adapter(rounded, subject.adapter)

@@ -119,7 +119,7 @@ def sentencepiece(name: str) -> PreTrainedTokenizerFast:
 
 
 def _without_bytes(described: str) -> str:
-    """The trainer adds all its first tokens as special tokens, but those of bytes are ordinary ones."""
+    """The trainer adds all its first tokens as special tokens, but bytes are ordinary ones."""
     content = json.loads(described)
     content["added_tokens"] = [each for each in content["added_tokens"] if not each["content"].startswith("<0x")]
     return json.dumps(content)

@@ -255,7 +255,7 @@ def alpha_of_the_gguf_doubled_and_B_halved(world: Any, folder: Path) -> None:
 
 @HARMLESS.add("ollama")
 def comment_and_licence_in_the_modelfile(world: Any, folder: Path) -> None:
-    """Ollama ignores comments, and only shows a licence."""
+    """Ollama ignores comments, and only shows a license."""
     file = folder / "Modelfile"
     file.write_text("# ollama create sums\n" + file.read_text() + 'LICENSE "Apache 2.0"\n')
 

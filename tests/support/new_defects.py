@@ -339,7 +339,7 @@ def keys_and_values_swapped(world: Any, folder: Path) -> None:
 
 @NEW_DEFECTS.add("merged", "gguf_q4_0")
 def change_of_the_layer_before(world: Any, folder: Path) -> None:
-    """Counted from one: each layer got the change of its neighbour."""
+    """Counted from one: each layer got the change of its neighbor."""
     base, changes = base_weights(world), trained_changes(world)
 
     def neighbour(name: str) -> str:
@@ -368,7 +368,7 @@ def merged_into_a_base_of_four_bits(world: Any, folder: Path) -> None:
 
 @NEW_DEFECTS.add("merged", "gguf_bf16")
 def made_from_the_file_in_eight_bits(world: Any, folder: Path) -> None:
-    """Labelled as bfloat16, with the noise of q8_0."""
+    """Labeled as bfloat16, with the noise of q8_0."""
     write_weights(folder, read_weights(world.gguf_q8_0))
 
 

@@ -175,7 +175,7 @@ def nibbles_swapped(world: Any, folder: Path) -> None:
 
 @NEW_GGUF_DEFECTS.add("gguf_q8_0")
 def made_from_the_file_in_four_bits(world: Any, folder: Path) -> None:
-    """Labelled as q8_0, with the noise of q4_0."""
+    """Labeled as q8_0, with the noise of q4_0."""
     write_weights(folder, read_weights(world.gguf_q4_0))
 
 

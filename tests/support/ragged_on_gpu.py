@@ -28,7 +28,7 @@ from trillora.model.trace import Trace
 # Both kernels round probabilities and outputs to bfloat16, 2**-9 relative; sums of some hundred products of these come
 # to about 1e-2 of the largest value. A wrong document gives errors near 1.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3}
-MASK_FACTOR = 1.5  # the errors may not be larger than this times those of the same kernel with a mask, plus rounding
+MASK_FACTOR = 1.5  # the errors may not be larger than this times the same kernel's with a mask, plus rounding
 CAUSAL = MaskRule()
 LONG = ([300, 200, 12], [512], [1, 1, 1, 500])
 BLOCKS = ([128, 128, 128, 128], [100, 128, 3, 120, 128], [30, 20, 128, 10, 10, 5, 128])

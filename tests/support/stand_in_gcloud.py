@@ -2,7 +2,7 @@
 
 Each worker of a machine is a folder, and `ssh --command` runs there for real. `uv`, which would install packages, is a
 stand-in too: it makes a `trillora` that runs the package under test. `Google` prepares the folder for a test. The texts
-are those of the real program, as other projects have recorded them.
+are the real program's, as other projects have recorded them.
 """
 
 from __future__ import annotations

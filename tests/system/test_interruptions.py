@@ -1,6 +1,6 @@
 """Runs as processes: killed at any time, stopped by signals, without a terminal, and started twice.
 
-Guarantees R1, R6, R7 and R20 with the real command line. Starting a process takes seconds, so few are started here;
+With the real command line. Starting a process takes seconds, so few are started here;
 TRILLORA_DOSE=full makes 200 kills and sends 40 signals.
 """
 
@@ -82,7 +82,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_at_random_times_a_run_ends_like_an_uninterrupted_one(
     folder: Path, tmp_path: Path, seed: int, request: pytest.FixtureRequest, record_property: Record
 ) -> None:
-    """R1. Some kills come before the first step, some during a save. No incomplete checkpoint is ever visible."""
+    """Some kills come before the first step, some during a save. No incomplete checkpoint is ever visible."""
     recipe = recipe_file(folder, f"killed-{seed}", seed=seed)
     whole = request.getfixturevalue("whole") if seed == 0 else finish(recipe, tmp_path / "whole")
     generator = random.Random(seed)
@@ -130,7 +130,7 @@ def _wait_at_random(process: subprocess.Popen[str] | WarmRun, generator: random.
 
 
 def test_stop_signal_saves_and_sets_the_exit_code(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """R6: during training, then during compilation. Further signals do no harm. The chain of kernels in
+    """During training, then during compilation. Further signals do no harm. The chain of kernels in
     test_notebooks.py stops a process that was not forked."""
     recipe, run = recipe_file(folder, "stopped"), tmp_path / "run"
     process: subprocess.Popen[str] | WarmRun = (start if FULL else WarmRun)(recipe, run)
@@ -164,7 +164,7 @@ def test_stop_signal_saves_and_sets_the_exit_code(folder: Path, whole: Path, tmp
 def test_signals_during_evaluation_and_save_lose_nothing(
     folder: Path, whole: Path, tmp_path: Path, seed: int, record_property: Record
 ) -> None:
-    """R6, and R7 with SIGHUP, the signal of a closed terminal. The event of a step comes before its evaluation and
+    """With SIGHUP, too, the signal of a closed terminal. The event of a step comes before its evaluation and
     save."""
     generator = random.Random(seed)
     num_signals = max(2, dose(4, 40) // 2)
@@ -208,7 +208,7 @@ def test_signals_during_evaluation_and_save_lose_nothing(
 
 @full_dose_only
 def test_run_continues_when_its_output_is_closed(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """R7: the terminal or notebook that showed it is closed."""
+    """The terminal or notebook that showed it is closed."""
     process = start(recipe_file(folder, "unread"), tmp_path / "run", stderr=subprocess.DEVNULL)
     for event in events_of(process):
         if event["event"] == "step":
@@ -221,7 +221,7 @@ def test_run_continues_when_its_output_is_closed(folder: Path, whole: Path, tmp_
 
 @full_dose_only
 def test_second_process_is_refused_and_a_dead_owner_is_replaced(folder: Path, tmp_path: Path) -> None:
-    """R20 on complete runs. The run takes the lock before it reads anything."""
+    """The run takes the lock before it reads anything."""
     recipe, run = recipe_file(folder, "owned", steps=5000), tmp_path / "run"
     owner = start(recipe, run)
     for event in events_of(owner):

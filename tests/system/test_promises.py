@@ -1,4 +1,4 @@
-"""Guarantees for complete runs: R9 a poisonous batch, R17 long runs, S1 no pickle, S6 secrets, S8 file names.
+"""Guarantees for complete runs: a poisonous batch, long runs, no pickle, secrets, file names.
 
 tools/soak.py has the table of all guarantees and their tests.
 """
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.write_both(tmp_path_factory.mktemp("small"), tiny_run.llama(num_layers=1, width=32), num_rows=400)
 
 
-# R9: one poisonous batch
+# One poisonous batch
 
 POISONED = 30  # its step; the first steps only collect what gradient norm is usual
 
@@ -154,7 +154,7 @@ def test_rows_that_cannot_be_learned_are_no_divergence(
     record_property("runs with random keys", 1)
 
 
-# R17: long runs
+# Long runs
 
 NUM_STEPS = dose(200, 10_000)
 
@@ -235,7 +235,7 @@ def test_a_long_run_stays_as_it_began(folder: Path, tmp_path: Path, record_prope
         assert seconds[1] < 1.5 * seconds[0]
 
 
-# S1, S6, S8: what a run reads, prints and writes
+# What a run reads, prints and writes
 
 IN_ADDRESS = "canary-in-an-address-5150"
 STARTUP = Path(__file__).parents[1] / "support" / "startup"
@@ -293,7 +293,7 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
         log_progress(f"watched: {arguments[0]}")
     lines = [line.split("\t") for line in audit.read_text("utf-8").splitlines()]
     changed = {path for path in tree(place) - before if path.parts[0] not in ("inner", "cache", "audit")}
-    assert not changed, "S8: something was written outside the run"
+    assert not changed, "something was written outside the run"
     return Watched(place, run, outputs, lines)
 
 
@@ -303,7 +303,7 @@ def tree(place: Path) -> set[Path]:
 
 @full_dose_only
 def test_no_file_is_unpickled_by_a_whole_run(watched: Watched, record_property: Record) -> None:
-    """S1. Only Python's multiprocessing may use pickle, to send objects through pipes."""
+    """Only Python's multiprocessing may use pickle, to send objects through pipes."""
     starts = [line for line in watched.audit if line[0] == "start"]
     assert len(starts) >= 4, "every process was audited"
     found = [line for line in watched.audit if line[0] == "unpickle" and "multiprocessing" not in line[-1]]
@@ -355,7 +355,7 @@ def test_pickled_weights_are_refused_and_not_opened(folder: Path, tmp_path: Path
 
 @full_dose_only
 def test_no_secret_is_printed_or_written(watched: Watched, record_property: Record) -> None:
-    """S6: nowhere in what was printed, in the run's folder, its checkpoints, its report, or the cache."""
+    """No secret is in what was printed, in the run's folder, its checkpoints, its report, or the cache."""
     secrets = [secret.encode() for secret in (*SECRETS.values(), IN_ADDRESS)]
     files = [path for path in watched.place.rglob("*") if path.is_file() and path.name != "audit"]
     assert any(path.name == "report.html" for path in files) and any(path.name == "state.json" for path in files)
@@ -393,7 +393,7 @@ def test_no_error_repeats_the_secret_of_an_address(folder: Path, tmp_path: Path,
 
 @full_dose_only
 def test_strange_names_do_not_leave_the_folder(watched: Watched, record_property: Record) -> None:
-    """S8: only the run, the cache and Python's own files were written."""
+    """Only the run, the cache and Python's own files were written."""
     programs = os.environ["JAX_COMPILATION_CACHE_DIR"]  # of these tests
     allowed = [str(watched.place / "inner"), str(watched.place / "cache"), programs, "/dev/", "/proc/"]
     changed = {line[1] for line in watched.audit if line[0] == "change" and os.path.isabs(line[1])}

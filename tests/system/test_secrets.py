@@ -1,4 +1,4 @@
-"""Text and settings are masked if they look like secrets, and are unchanged otherwise. Guarantee S6."""
+"""Text and settings are masked if they look like secrets, and are unchanged otherwise."""
 
 from __future__ import annotations
 

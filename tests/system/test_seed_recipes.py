@@ -187,7 +187,7 @@ def test_a_bad_row_is_named_with_its_line(name: str, part: str, line: str, what:
 
 @needs_smollm2
 def test_the_padding_token_changes_no_trained_token_of_any_phase() -> None:
-    """Trainers that recognise padding by its token do not train the stop token where both are the same."""
+    """Trainers that recognize padding by its token do not train the stop token where both are the same."""
     own, same = (load_tokenizer(find_model("smollm2")) for _ in range(2))
     same.pad_token = same.eos_token
     num_padded = 0

@@ -1,4 +1,4 @@
-"""A run ends with the best adapter that can be read, whatever became of its best checkpoint. Guarantees R3 and R5."""
+"""A run ends with the best adapter that can be read, whatever became of its best checkpoint."""
 
 from __future__ import annotations
 

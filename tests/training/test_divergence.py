@@ -1,4 +1,4 @@
-"""R9: a healthy run is never called diverged, however mixed its rows are, and a diverged one is found soon.
+"""A healthy run is never called diverged, however mixed its rows are, and a diverged one is found soon.
 
 The losses are simulated: rows of very different difficulty, in random order, in batches of any size.
 """
@@ -103,7 +103,7 @@ def test_a_healthy_run_is_never_called_diverged(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in HEALTHY if name != "spikes"])
 @pytest.mark.parametrize("steps_before", [NUM_FIRST, 50, 1000])
 def test_a_diverged_run_is_found_in_a_few_steps(name: str, steps_before: int) -> None:
-    """The loss rises to that of guessing within 50 steps and stays there."""
+    """The loss rises to the loss of guessing within 50 steps and stays there."""
     num_found = 0
     for seed in range(dose(8, 300)):
         generator = random.Random(f"{name} {seed}")

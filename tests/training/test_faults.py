@@ -1,5 +1,4 @@
-"""Complete runs under faults: values that are not finite, divergence, full disks, short time limits. Guarantees R5, R8
-and R9."""
+"""Complete runs under faults: values that are not finite, divergence, full disks, short time limits."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_batch_with_a_non_finite_loss_is_skipped_and_its_rows_are_named(
     broken: Path, tmp_path: Path, steps: int, max_bad_steps: int
 ) -> None:
-    """R8. The embedding is tied to the head, so its infinite value affects the logit of that token everywhere: every
+    """The embedding is tied to the head, so its infinite value affects the logit of that token everywhere: every
     loss is not finite, and every step must be skipped. A run that is too short to reach the limit has diverged, too."""
     options = {"steps": steps, "checkpoint_every": 1, "max_bad_steps": max_bad_steps, "batch_size": 2}
     settings = tiny_run.recipe(broken, train=options)
@@ -123,7 +122,7 @@ def test_absurd_learning_rate_from_the_start_leaves_no_checkpoint(tmp_path: Path
 
 @pytest.mark.parametrize("seed", range(10))
 def test_divergence_monitor_accepts_noisy_losses_and_detects_divergence(seed: int) -> None:
-    """R9 for the rule itself: noisy falling losses with single outliers are accepted."""
+    """The rule itself: noisy falling losses with single outliers are accepted."""
     generator = np.random.default_rng(seed)
     monitor = DivergenceMonitor(math.log(50_000))
     for step in range(1, 2001):
@@ -138,7 +137,7 @@ def test_divergence_monitor_accepts_noisy_losses_and_detects_divergence(seed: in
 
 
 def test_full_disk_does_not_stop_the_training(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R5: the disk is full for the second of four checkpoints; the run continues and keeps the other three."""
+    """The disk is full for the second of four checkpoints; the run continues and keeps the other three."""
     write = LocalStorage.write
 
     def fails_once(self: LocalStorage, name: str, files: Any) -> None:

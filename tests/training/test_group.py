@@ -116,7 +116,7 @@ def test_phases_equal_single_runs(folder: Path, whole: tuple[Path, list[Event]],
         values["data"]["path"] = str(folder / path)
         run(tmp_path / name, values)
         assert_close(out / "adapters" / name, tmp_path / name / "adapter")
-        # Losses and evaluations are those of the single run too.
+        # Losses and evaluations equal the single run's too.
         together = [line["loss"] for line in metrics(out, "adapter_step") if line["adapter"] == name]
         alone = [line["loss"] for line in metrics(tmp_path / name, "step")]
         assert together == pytest.approx(alone, rel=1e-4)
@@ -201,7 +201,7 @@ def test_a_phase_that_diverges_stops_and_the_others_continue(
 
 @pytest.mark.parametrize("method", ["ties", slow_case("cat")])
 def test_phases_are_merged_and_scored(folder: Path, tmp_path: Path, method: str) -> None:
-    """The merged adapter may have a larger rank than those of the phases."""
+    """The merged adapter may have a larger rank than the phases."""
     events = run(tmp_path / "run", {**phases(folder), "merge": {"method": method}})
     [scored] = [event for event in events if isinstance(event, Scored)]
     losses = {(score.adapter, score.phase): score.loss for score in scored.scores}

@@ -305,7 +305,7 @@ def test_a_file_that_does_not_fit_into_memory_is_named(tmp_path: Path) -> None:
 def test_the_alarm_names_the_file_and_the_reason(
     checkpoints: Checkpoints, file: str, content: bytes | None, reason: str
 ) -> None:
-    """L12: each of these was a traceback."""
+    """Each of these could be a traceback."""
     files = files_of(2)
     if content is None:
         del files[file]
@@ -357,7 +357,6 @@ def refusal(settings: dict[str, Any], run: Path) -> str:
 def test_a_run_without_its_checkpoints_does_not_start_over(
     settings: dict[str, Any], whole: Path, tmp_path: Path
 ) -> None:
-    """M7, M8, M9 and L14."""
     run = stopped_run(whole, tmp_path / "run")
     elsewhere = tmp_path / "elsewhere"
     (run / "checkpoints").rename(elsewhere)

@@ -1,6 +1,6 @@
 """An interrupted run resumes and ends bit-identical; a run whose inputs have changed is refused.
 
-Guarantees R2, R3, R11 and S9 on complete runs of a tiny model with dropout, packing, micro-batches, evaluation and two
+Complete runs of a tiny model with dropout, packing, micro-batches, evaluation and two
 stages.
 """
 
@@ -106,7 +106,7 @@ def test_resumed_from_any_checkpoint_it_ends_the_same(folder: Path, whole: Path,
 def test_resumed_from_every_checkpoint_of_a_hundred_steps_it_ends_the_same(
     tmp_path: Path, part: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """R2: each part tests a quarter of the checkpoints, so that parts can run in parallel."""
+    """Each part tests a quarter of the checkpoints, so that parts can run in parallel."""
     settings = two_stages(tiny_run.write_both(tmp_path), num_first=40, num_epochs=10)
     whole = tmp_path / "whole"
     assert len(train(load_recipe(settings), whole).losses) == 100

@@ -218,7 +218,7 @@ def test_a_changed_secret_in_an_option_is_a_change() -> None:
     assert "hf_abcdefgh" not in json.dumps([first, second])
 
 
-# M2, S2: code of a model
+# Code of a model
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def _special_tokens(own: Any, base: Any) -> Check:
             wrong.append(f"{name} is {_shown(now)} instead of {_shown(before)}")
     if wrong:
         return Check("tokenizer", "special tokens", "failed", f"{'; '.join(wrong)}.", len(wrong), 0, DO)
-    what = f"BOS {own.bos_token!r}, EOS {own.eos_token!r} and padding {own.pad_token!r} are those of training."
+    what = f"BOS {own.bos_token!r}, EOS {own.eos_token!r} and padding {own.pad_token!r} are as in training."
     return Check("tokenizer", "special tokens", "ok", what, 0, 0)
 
 
@@ -216,7 +216,7 @@ def check_gguf_tokenizer(subject: Subject, model: GgufFile) -> Iterator[Check]:
     if wrong:
         yield Check("tokenizer", "tokens", "failed", f"{'; '.join(wrong)}.", len(wrong), 0, DO)
     else:
-        yield Check("tokenizer", "tokens", "ok", f"{len(tokens):,} tokens, BOS and EOS are those of training.", 0, 0)
+        yield Check("tokenizer", "tokens", "ok", f"{len(tokens):,} tokens, BOS and EOS are as in training.", 0, 0)
     yield _same_template(model.text("tokenizer.chat_template"), template, "chat template")
     yield from _gguf_stop(subject, model)
 

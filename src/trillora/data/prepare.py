@@ -383,7 +383,7 @@ def store_inputs(
 
 
 def _tokenizer_digest(tokenizer: Tokenizer, vocab_size: int | None) -> str:
-    """Of everything that `Encoder` reads. The special tokens may differ from those of the vocabulary's own file."""
+    """Of everything that `Encoder` reads. The special tokens may differ from the vocabulary's own file."""
     special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     ends = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, list(tokenizer("")["input_ids"])]
     return json_digest([text_digest(tokenizer.backend_tokenizer.to_str()), special, ends, vocab_size])

@@ -94,7 +94,7 @@ class DataVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """Rows are counted without bad rows; tokens are those of one epoch, without rows dropped as too long."""
+    """Rows are counted without bad rows; tokens are counted for one epoch, without rows dropped as too long."""
 
     model: str
     sequence_length: int

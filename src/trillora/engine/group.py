@@ -1,7 +1,7 @@
 """One training step for several adapters that share the frozen base.
 
 Every array of the state has a leading dim of N adapters. A call of the step trains K of them, its lanes, each on rows
-of its own: the step of a single adapter is mapped over the lanes (`jax.vmap`). The base is not mapped, so its products
+of its own: the step of a single adapter is mapped over the lanes (`jax.vmap`). The base is not mapped, so its matmuls
 are computed once, for the rows of all lanes together. Each adapter keeps its own learning rate, gradient norm,
 optimizer state and random key, so training it among others gives what training it alone gives, up to rounding.
 
@@ -39,7 +39,7 @@ class AdapterOptions(NamedTuple):
     decay_start: Any  # step
     num_steps: Any
     max_grad_norm: Any
-    scale: Any  # of the adapter's change, relative to that of the model's layers
+    scale: Any  # of the adapter's change, relative to the scale of the model's layers
 
 
 class Lanes(NamedTuple):

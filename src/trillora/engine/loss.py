@@ -1,7 +1,7 @@
 """Cross-entropy computed from hidden states in chunks, so the full logits are never in memory.
 
 Training needs the gradient of the loss with respect to the hidden states. The forward pass computes it together with
-the loss, while a chunk's logits exist, and the backward pass only scales it. This saves one matrix product over the
+the loss, while a chunk's logits exist, and the backward pass only scales it. This saves one matmul over the
 vocabulary compared with recomputing the logits, and needs no more memory than one chunk of logits.
 
 Example: B = 2, T = 5 and chunk = 2 give 3 chunks of 2 tokens from every sequence; the last one is padded with a token

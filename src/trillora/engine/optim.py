@@ -2,7 +2,7 @@
 learning rate. The schedule follows the step number, which also counts skipped updates.
 
 The entries of every direction are about one in size, so learning rates are comparable. Lion's entries are signs, while
-those of Adam and Adafactor are mostly below one: use a learning rate a few times smaller for Lion.
+Adam's and Adafactor's are mostly below one: use a learning rate a few times smaller for Lion.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 or 8 bits: how they are stored, and products with them.
+"""Frozen weights in 4 or 8 bits: how they are stored, and matmuls with them.
 
     parts = quantize(weight_ED, "int8")       # {"q": int8 [E, D], "scale": float32 [E]}
     y = linear(x, parts, bias=None)           # about x @ weight_ED.T
@@ -12,9 +12,9 @@
     nf4            q uint8 [E, D / 2], absmax uint8 [E, D / 64],       4.127           NF4[code] * absmax of its block
                    absmax_scale [E * D / 64 / 256], absmax_mean []
 
-Where there is one scale per output (channel), the product is computed with the codes and scaled afterwards:
+Where there is one scale per output (channel), the matmul is computed with the codes and scaled afterwards:
 `(x @ q.T) * scale`. Then XLA converts the codes while it reads them, and the weight is never in memory in a wider type.
-nf4 has a scale per 64 inputs, so the weight is computed before the product. Its numbers are those of bitsandbytes: the
+nf4 has a scale per 64 inputs, so the weight is computed before the matmul. Its numbers are bitsandbytes' numbers: the
 nearest of 16 values, and scales that are 8-bit codes themselves, in groups of 256 around their mean.
 
 `rounded_linear` is for chips that multiply 8-bit numbers at twice the rate of bfloat16. Scales of x are computed when
@@ -26,7 +26,7 @@ of x. Example, two inputs and one output:
 
 fp8 has one scale for all of x, and one for the weight: XLA passes them to cuBLAS, so that the result needs no further
 pass. Both are powers of two: they only move the exponent, so a number is rounded in the same way whatever the others
-are, unless it is 10,000 times smaller than the largest. The gradient of x is such a product too. Gradients of outputs
+are, unless it is 10,000 times smaller than the largest. The gradient of x is such a matmul too. Gradients of outputs
 have a wider range than activations, so they are rounded to e5m2: one bit of fraction less, and one of exponent more.
 
 Weights get no gradient. The backward pass keeps only the codes, not the converted weight and not x.
@@ -45,7 +45,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 Format = Literal["int8", "int4", "nf4", "fp8", "int4_in_int8", "fp8_one_scale"]
-Matmul = Literal["full", "int8", "fp8"]  # products: in the type of x, or with x in the format of the codes
+Matmul = Literal["full", "int8", "fp8"]  # matmuls: in the type of x, or with x in the format of the codes
 Parts = dict[str, jax.Array]
 
 # The code of the largest weight of a channel.
@@ -113,7 +113,7 @@ def quantize(weight_ED: jax.Array, format: Format) -> Parts:
 
 def round_rows(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
     """Codes [..., D] and scales [...]: the largest number of a row gets the largest code. A row with a number that is
-    not finite has such a scale too, so products with it are not finite either."""
+    not finite has such a scale too, so matmuls with it are not finite either."""
     largest = LARGEST[format]
     x = x.astype(jnp.float32)
     scale = _largest(x) / largest
@@ -125,7 +125,7 @@ def round_rows(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
 
 
 def to_fp8(x: jax.Array, kind: tuple[DTypeLike, float] = E4M3) -> tuple[jax.Array, jax.Array]:
-    """Codes, and one scale for all, a power of two. A number that is not finite makes the scale infinite, and products
+    """Codes, and one scale for all, a power of two. A number that is not finite makes the scale infinite, and matmuls
     with it NaN."""
     dtype, target = kind
     bits = jax.lax.bitcast_convert_type(jnp.abs(x).max().astype(jnp.float32), jnp.uint32)
@@ -203,7 +203,7 @@ rounded_linear.defvjp(_rounded_forward, _rounded_backward)
 
 
 def _int8_product(equation: str, x: jax.Array, codes_ED: jax.Array) -> jax.Array:
-    """The product of the codes, times the scales of the rows of x, in float32."""
+    """The matmul of the codes, times the scales of the rows of x, in float32."""
     codes, scale = round_rows(x, "int8")
     y = jnp.einsum(equation, codes, codes_ED, preferred_element_type=jnp.int32)
     return y.astype(jnp.float32) * scale[..., None]
@@ -211,7 +211,7 @@ def _int8_product(equation: str, x: jax.Array, codes_ED: jax.Array) -> jax.Array
 
 def _fp8_product(x: jax.Array, kind: tuple[DTypeLike, float], parts: Parts, dim: int, out: DTypeLike) -> jax.Array:
     """x times the codes, summed over this dim of the codes, in the type `out`. Written so that XLA finds cuBLAS's fp8
-    product: its operands are two matrices of codes, and one number scales the result, which XLA then passes to cuBLAS.
+    matmul: its operands are two matrices of codes, and one number scales the result, which XLA then passes to cuBLAS.
     It is a power of two, so the result is only rounded once.
 
     cuBLAS sums over the inner dims of both matrices. For the gradient, XLA transposes the codes in every step: for each
@@ -225,7 +225,7 @@ def _fp8_product(x: jax.Array, kind: tuple[DTypeLike, float], parts: Parts, dim:
 def _not_before(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
     """Makes the compiler convert the codes when x is known, not earlier. Where layers are unrolled, XLA converted the
     weights of all layers before the loop over micro-batches and kept them: the whole base in a wide type. TPUs are left
-    alone: there the layers are a scan, and codes are converted as part of the product."""
+    alone: there the layers are a scan, and codes are converted as part of the matmul."""
 
     def wait(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
         return jax.lax.optimization_barrier((x, parts))
@@ -238,7 +238,7 @@ def _not_before(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
 
 def _quantize_nf4(weight_ED: jax.Array) -> Parts:
     """Two codes per byte: the first half of a block in the high bits, the second in the low bits. bitsandbytes puts
-    neighbours into a byte; they would have to be interleaved again for the product. Rows are padded to whole blocks."""
+    neighbors into a byte; they would have to be interleaved again for the matmul. Rows are padded to whole blocks."""
     num_outputs, num_inputs = weight_ED.shape
     padded = jnp.pad(weight_ED, ((0, 0), (0, -num_inputs % BLOCK)))
     blocks = padded.reshape(num_outputs, -1, BLOCK)
@@ -296,7 +296,7 @@ def _nearest(values: jax.Array, table: np.ndarray) -> jax.Array:
 
 def _largest(x: jax.Array) -> jax.Array:
     """The largest |x| of each row [..., D], or NaN if the row has one. XLA's max loses NaN on x86-64 CPUs (jax 0.10 and
-    0.11), so CPUs compare bits: those of float32 numbers without a sign are ordered like the numbers, with NaN last."""
+    0.11), so CPUs compare bits: float32 numbers without a sign are ordered like their bits, with NaN last."""
 
     def of_bits(x: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)

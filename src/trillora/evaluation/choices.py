@@ -5,7 +5,7 @@
 `answer` is the index of the right choice (counted from 0), its letter ("A") or its text; a text that is one of the
 choices is never read as a letter. `question` may also be called `prompt`. Each choice becomes a row with the question,
 rendered and tokenized as the run's rows were. Two accuracies: of the choice with the highest log-probability in total,
-and per token, which does not favour short choices. The stop token is not counted.
+and per token, which does not favor short choices. The stop token is not counted.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def _scores(model: HarnessModel, names: list[str], manager: Any, max_rows: int |
 
 
 def _side_by_side(found: dict[str, dict[str, dict[str, Any]]]) -> Results:
-    """The harness writes `"acc,none": 0.5, "acc_stderr,none": 0.1`: the name of a metric, then that of a filter."""
+    """The harness writes `"acc,none": 0.5, "acc_stderr,none": 0.1`: the name of a metric, then a filter's name."""
     results: Results = {}
     for which, tasks in found.items():
         for task, values in tasks.items():

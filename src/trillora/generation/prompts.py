@@ -53,7 +53,7 @@ class Prompts:
         arguments: Mapping[str, Any] | None = None,
         stops: Iterable[int] = (),
     ) -> None:
-        """`arguments` are those of the chat template; a prompt may add its own."""
+        """`arguments` go to the chat template; a prompt may add its own."""
         self._tokenizer, self.template, self._date = tokenizer, template, template_date
         self._arguments = dict(arguments or {})
         self._encoder = Encoder(tokenizer, template)

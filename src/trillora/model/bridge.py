@@ -224,7 +224,7 @@ class CausalLM:
         return interop.jax_view(self._forward(base, adapter, inputs, dropout_key).logits)
 
     def weights_split_on_last_dim(self) -> set[str]:
-        """Which weights tensor parallelism splits on their last dim, the inputs: those of layers that write to the
+        """Which weights tensor parallelism splits on their last dim, the inputs: layers that write to the
         residual stream, such as `o_proj` and `down_proj`. The rule needs no list of names: it is the last of the linear
         layers that have the same parent module."""
         head = self.module.get_output_embeddings()

@@ -101,7 +101,7 @@ class _LinearOutput:
     @property
     def is_plain(self) -> bool:
         """An ordinary linear layer with plain LoRA: without dropout, DoRA or PiSSA, on a base that is not quantized. A
-        bias belongs to the product, which is rounded once."""
+        bias belongs to the matmul, which is rounded once."""
         has_plain_lora = hasattr(self, "lora_a") and self.lora_init == "default" and not self.lora_dropout
         is_linear = type(self).__bases__[-1] is torch.nn.Linear and getattr(self, "bias", None) is None
         return has_plain_lora and is_linear and not hasattr(self, "lora_magnitude") and not hasattr(self, "token_rows")
@@ -142,16 +142,16 @@ class _LinearOutput:
             x = jnp.where(kept, x / (1 - self.lora_dropout), 0).astype(x.dtype)
         b_ER = (b_ER * self.lora_scale).astype(x.dtype)  # the scale is applied to B, not to wide outputs
         if trace is not None and trace.attention == "splash":
-            # On a TPU, XLA would add the base's output to the second product, in passes of their own, and compute a
-            # gradient again for each product that uses it. With barriers the additions are a part of the base's
-            # products.
+            # On a TPU, XLA would add the base's output to the second matmul, in passes of their own, and compute a
+            # gradient again for each matmul that uses it. With barriers the additions are a part of the base's
+            # matmuls.
             return jax.lax.optimization_barrier(self._joined_low(x, trace) @ b_ER.T)
         if trace is not None and trace.kernels == "fused":
             return self._joined_low(x, trace) @ b_ER.T
         return checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL) @ b_ER.T  # small, so remat policies save it
 
     def _joined_low(self, x: jax.Array, trace: Trace) -> jax.Array:
-        """What A gives, from one product for all layers that are called with the same input, such as q, k and v: the
+        """What A gives, from one matmul for all layers that are called with the same input, such as q, k and v: the
         matrix unit takes as long for 48 columns as for 16."""
         call = self._call_with(x, trace)
         call.layers.append(self)

@@ -360,7 +360,7 @@ class LayerStack:
 
     def _run_layer(self, trace: Trace, hidden: jax.Array, i: int, weights: dict[str, jax.Array]) -> jax.Array:
         """Runs a layer by itself. Layers that are equal and are called alike share a body, which is traced,
-        differentiated and lowered once. The compiler inlines it, so the program is that of separate layers."""
+        differentiated and lowered once. The compiler inlines it, so the program is the same as with separate layers."""
         positional, args, kwargs = trace.layer_calls[i]
         leaves, structure = torch_tree.tree_flatten((args, kwargs))
         tensors = {at: leaf.jax() for at, leaf in enumerate(leaves) if isinstance(leaf, TORCHAX_TENSORS)}

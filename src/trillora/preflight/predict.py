@@ -23,7 +23,7 @@ from trillora.step.search import ERROR, Guess
 
 # Bytes per token, layer and unit of its width: three times what SmolLM2 needs if all is saved for the backward pass.
 MOST_SAVED = 400
-FLOPS_AGREE = 0.2  # relative: flops of the compiled program against those of the traced step
+FLOPS_AGREE = 0.2  # relative: flops of the compiled program against the traced step's
 
 
 class Estimates:

@@ -217,7 +217,7 @@ def check_kernels(model: CausalLM, mesh: Mesh, backend: Backend) -> None:
 
 
 def products_on(device: Any) -> Products:
-    """What adds up products if kernels are fused."""
+    """What adds up matmuls if kernels are fused."""
     is_hopper = device.platform == "gpu" and generation_of(device).has_wgmma
     return Products(device.core_count) if is_hopper else IN_XLA
 

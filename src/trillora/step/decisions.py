@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 # Where nothing is predicted: of a device's memory; a base up to this size is copied to every device, not split.
 REPLICATED_BASE_SHARE = 0.25
 # Logits of one chunk of the loss: 2**27 float32 values are half a GiB, and so are 2**28 bfloat16 ones on a GPU, where
-# twice the tokens save 1 % of a step. A CPU has few rows at once: smaller chunks, so that more of them are without
-# answers and are skipped. Products of fewer tokens than the second number are slow; on a TPU its chip says how many.
+# twice the tokens save 1 % of a step. A CPU has small micro-batches: smaller chunks, so that more of them are without
+# answers and are skipped. Matmuls of fewer tokens than the second number are slow; on a TPU its chip says how many.
 CHUNK_LOGITS = {"cpu": (2**22, 64), "gpu": (2**28, 128), "tpu": (2**27, 128)}
 # For `model.quantize: auto`: what to try if the base does not fit unquantized, fastest first (docs/quantization.md). On
-# a TPU, nf4 writes out each weight before its product, and int4 does not.
+# a TPU, nf4 writes out each weight before its matmul, and int4 does not.
 FASTEST_QUANTIZED: dict[str, tuple[Quantize, ...]] = {
     "tpu": ("int8", "int4"),
     "gpu": ("int8", "nf4"),
@@ -91,7 +91,7 @@ def decide_by_hardware(
     decisions.decide("dtype", *choose_dtype(devices, text, decisions.values.get("quantize", "none")))
     if platform == "gpu" and num_experts(text) <= 1:
         decisions.decide("layers", "unroll", "fastest on GPUs")
-    elif platform == "gpu":  # unrolled, a mixture of 16 layers was not compiled after 90 s (22 s in a loop)
+    elif platform == "gpu":  # unrolled, an MoE model of 16 layers was not compiled after 90 s (22 s in a loop)
         decisions.decide("layers", "scan", "compiles the kernels of one layer's experts instead of all")
     else:
         decisions.decide("layers", "scan", f"compiles one layer instead of all; {platform}")
@@ -228,7 +228,7 @@ def choose_mesh(num_devices: int, batch_size: int, base_bytes: int, limit: float
 
 def meshes_to_try(num_devices: int, batch_size: int, *, has_experts: bool = False) -> list[MeshSection]:
     """The base whole on every device, then split: the base is frozen, so it need not be split to be updated. Both axes
-    together were slower than either wherever they were compiled, except for mixtures: their tokens travel between the
+    together were slower than either wherever they were compiled, except for MoE: its tokens travel between the
     devices that share the experts, and the fewer these are, the less is sent."""
     num_shards = math.gcd(batch_size, num_devices)
     tensor = num_devices // num_shards

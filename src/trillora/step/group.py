@@ -2,7 +2,7 @@
 
 The model has the largest rank of the group. An adapter of a smaller rank is padded with zeros, which stay zero: the
 gradient of a row of A is a product with a column of B, and the other way round. The scale of each adapter relative to
-that of the model is an input of the step.
+the model's is an input of the step.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _rank_dim(name: str, num_dims: int) -> int | None:
 
 
 def _group_shapes(one: Assembly, num_adapters: int) -> TrainState:
-    """The shapes of the state of all adapters: those of one adapter with a leading dim."""
+    """The shapes of the state of all adapters: one adapter's shapes with a leading dim."""
     first = adapter_axis(one.mesh)
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, alone: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -2,7 +2,7 @@
 
     y = down(act(gate(x)) * up(x))        gate, up and down are frozen linear layers with LoRA
 
-cuBLAS computes the wide products with the base. Everything between them is elementwise or of low rank, and takes as
+cuBLAS computes the wide matmuls with the base. Everything between them is elementwise or of low rank, and takes as
 long as reading and writing the wide arrays. XLA passes over them about once per operation; here they are read once:
 
     g = g0 + lg bgᵀ      u = u0 + lu buᵀ      h = act(g) * u      ld = h adᵀ
@@ -40,14 +40,14 @@ from trillora.engine.kernels.triton_call import IN_JAX, LARGEST, LOG2_E, Functio
 from trillora.engine.types import Tree
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-RANKS = (16, 32, 64)  # the kernels' ranks: Triton's products need 16, and more than 64 need too many registers
-NARROWEST = 16  # columns of a block in Triton's products; the inner width is a multiple of it
+RANKS = (16, 32, 64)  # the kernels' ranks: Triton's matmuls need 16, and more than 64 need too many registers
+NARROWEST = 16  # columns of a block in Triton's matmuls; the inner width is a multiple of it
 
 
 @dataclass(frozen=True)
 class MlpBlocks:
     """Rows and columns of a block, and how Triton computes them. The defaults were the fastest of about fifty on an
-    H200, in both directions. In a step, between products that take all its power, others win than by themselves."""
+    H200, in both directions. In a step, between matmuls that take all its power, others win than by themselves."""
 
     rows: int = 32
     columns: int = 64
@@ -82,7 +82,7 @@ def padded_rank(*ranks: int) -> int | None:
 
 
 def is_supported(num_rows: int, width: int, dtype: DTypeLike, *, interpret: bool = False) -> bool:
-    """Whether the kernels can compute this shape. Their products in float32 would be slow; the interpreter has any."""
+    """Whether the kernels can compute this shape. Their matmuls in float32 would be slow; the interpreter has any."""
     fits = width % NARROWEST == 0 and num_rows * width < LARGEST
     return fits and (interpret or jnp.dtype(dtype) == jnp.bfloat16)
 

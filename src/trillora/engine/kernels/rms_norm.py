@@ -86,7 +86,7 @@ def _reference(x: jax.Array, weight_D: jax.Array, norm: Norm) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _call(kernel: Callable[..., None], name: str, norm: Norm, weight_D: jax.Array, *arrays: jax.Array) -> jax.Array:
-    """One result with the shape of the arrays, which is also that of x."""
+    """One result with the shape of the arrays, which is also x's shape."""
     x, width = arrays[0], arrays[0].shape[-1]
     padded = pl.next_power_of_2(width)
     tile = max(norm.numbers // padded, 1)

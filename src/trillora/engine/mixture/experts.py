@@ -1,6 +1,6 @@
 """The weighted sum of each token's experts, with static shapes: on one device, or with the experts spread over devices.
 
-Every (token, expert) pair is a row. Rows are sorted by expert, computed with grouped products, and added to their
+Every (token, expert) pair is a row. Rows are sorted by expert, computed with grouped matmuls, and added to their
 token. Example with 3 tokens, 2 experts per token and 4 experts:
 
     index_NK = [[2, 0], [1, 2], [0, 2]]      experts of each token
@@ -124,7 +124,7 @@ def _blocks(num_rows: float) -> int:
 def _partial_sums(
     compute: Compute, tokens: Tokens, weights: Tree, rows: ExpertPairs, start: jax.Array | int, num_rows: int
 ) -> jax.Array:
-    """[N, D]: for each token, the sum over those of its rows that are among `num_rows` rows, beginning with `start`."""
+    """[N, D]: for each token, the sum over its rows that are among `num_rows` rows, beginning with `start`."""
     pair = jax.lax.dynamic_slice_in_dim(rows.order, start, num_rows)
     ends_E = jnp.clip(jnp.cumsum(rows.sizes_E) - start, 0, num_rows)
     sizes_E = jnp.diff(ends_E, prepend=0)
@@ -191,7 +191,7 @@ def _gathered(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _returned(sums_ND: jax.Array, token_axes: tuple[str, ...], copied_axes: tuple[str, ...]) -> jax.Array:
-    """Adds up the partial sums of all devices. Each gets those of its own tokens."""
+    """Adds up the partial sums of all devices. Each gets the sums of its own tokens."""
     if token_axes:
         sums_ND = jax.lax.psum_scatter(sums_ND, token_axes, tiled=True)
     return jax.lax.psum(sums_ND, copied_axes) if copied_axes else sums_ND

@@ -1,11 +1,11 @@
-"""Grouped products on NVIDIA GPUs, as Pallas kernels for Triton.
+"""Grouped matmuls on NVIDIA GPUs, as Pallas kernels for Triton.
 
-XLA has no grouped product for GPUs: it multiplies all rows with the matrices of all groups and masks the result. Here
+XLA has no grouped matmul for GPUs: it multiplies all rows with the matrices of all groups and masks the result. Here
 the rows of a group are cut into tiles, and a tile has one group:
 
     sizes [130, 0, 200], tiles of 128 rows      group [0, 0, 2, 2], start [0, 128, 130, 258], end [128, 130, 258, 330]
 
-The last tile of a group also computes rows of the next one, and does not write them. A product with wide matrices can
+The last tile of a group also computes rows of the next one, and does not write them. A matmul with wide matrices can
 add one of low rank to its accumulator, so that an adapter needs no other pass over the wide result. Both functions are
 programs of their own, so that all layers share what is traced and compiled.
 
@@ -42,7 +42,7 @@ class GroupedBlocks:
 WIDE = GroupedBlocks(outputs=256, num_stages=3)
 THIN = GroupedBlocks(rows=32, inputs=256, num_warps=4, num_stages=3)
 OUTER = GroupedBlocks(rows=32, outputs=256, inputs=64, num_warps=4)
-SMALLEST = 16  # of a block in Triton's product; blocks are powers of two
+SMALLEST = 16  # of a block in Triton's matmul; blocks are powers of two
 MAX_THIN = 64  # columns up to this number are padded to the next block
 
 
@@ -66,7 +66,7 @@ def product(
     interpret: bool = False,
 ) -> jax.Array:
     """[M, O]: rows times the weights [E, I, O] of their group, or [E, O, I] if `transposed`. Rows after the last group
-    give zeros. `low_rank` is inner rows [M, R] and matrices [E, R, O], whose product is added."""
+    give zeros. `low_rank` is inner rows [M, R] and matrices [E, R, O], whose matmul is added."""
     num_rows, num_outputs = rows_MI.shape[0], weights.shape[1 if transposed else 2]
     rows_MI, weights = _padded(rows_MI, 1), _padded(weights, 1, 2)
     padded_inputs, padded_outputs = rows_MI.shape[1], weights.shape[1 if transposed else 2]
@@ -173,7 +173,7 @@ def _product_kernel(
     num_blocks: tuple[int, int],
     transposed: bool,
 ) -> None:
-    """One tile of rows times one block of columns. Columns change fastest, so that neighbours share rows."""
+    """One tile of rows times one block of columns. Columns change fastest, so that neighbors share rows."""
 
     *low_rank, out_ref = refs
     tile, column = pl.program_id(0) // num_blocks[1], pl.program_id(0) % num_blocks[1]

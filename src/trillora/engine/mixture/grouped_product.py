@@ -8,8 +8,8 @@
 | `megablox` | TPUs | also reads matrices [O, I]. XLA would need a copy of all weights, for the backward pass |
 | `triton` | large NVIDIA GPUs | `grouped_kernels`. XLA would multiply all rows with the matrices of all groups |
 
-jax cannot map the product over lanes that share the weights. Here the rows of all lanes are then sorted by group, so
-that one product has all rows of a group. Weights that differ by lane become more groups.
+jax cannot map the matmul over lanes that share the weights. Here the rows of all lanes are then sorted by group, so
+that one matmul has all rows of a group. Weights that differ by lane become more groups.
 
 Legend: M rows, E groups, I inputs, O outputs, R rank, K lanes.
 """
@@ -46,7 +46,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 @dataclass(frozen=True)
 class GroupedForm:
-    """How a product is computed."""
+    """How a matmul is computed."""
 
     outputs_first: bool = False  # weights are [E, O, I]
     padded: float = 1.0  # M, in multiples of what the sizes add up to on average. The results of more rows than they
@@ -105,7 +105,7 @@ grouped_product.defvjp(_forward, _backward, symbolic_zeros=True)
 def adapted_product(
     rows_MI: jax.Array, weights: jax.Array, a_ERI: jax.Array, b_ERO: jax.Array, sizes_E: jax.Array, form: GroupedForm
 ) -> jax.Array:
-    """[M, O]: the product with frozen weights, plus that with A and B of the row's group."""
+    """[M, O]: the matmul with frozen weights, plus that with A and B of the row's group."""
     return _forward_of_adapted(rows_MI, weights, a_ERI, b_ERO, sizes_E, form)[0]
 
 
@@ -132,7 +132,7 @@ adapted_product.defvjp(_forward_of_adapted, _backward_of_adapted)
 
 @functools.cache
 def _product(form: GroupedForm) -> Callable[..., jax.Array]:
-    """The product in this form, which `jax.vmap` can map."""
+    """The matmul in this form, which `jax.vmap` can map."""
 
     def product(rows_MI: jax.Array, weights: jax.Array, sizes_E: jax.Array) -> jax.Array:
         return _of_one_lane(rows_MI, weights, sizes_E, form)

@@ -31,7 +31,7 @@ class Family:
     title: str
     arch: str  # general.architecture
     activation: tuple[str, ...] = ("silu",)
-    # llama.cpp rotates neighbouring pairs (0, 1), (2, 3), … in `llama`, transformers the two halves of a head. So the
+    # llama.cpp rotates neighboring pairs (0, 1), (2, 3), … in `llama`, transformers the two halves of a head. So the
     # rows of the query and key projections are reordered.
     permutes: bool = False
     norm_offset: float = 0.0  # added to the weights of all norms: Gemma's norms multiply by 1 + weight

@@ -160,7 +160,7 @@ def permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _fused(stored: str, layer: str, kind: str, shape: tuple[int, ...]) -> list[GgufTensor]:
-    """Experts in one tensor [E, out, in]. The rows of the gate come before those of `up`."""
+    """Experts in one tensor [E, out, in]. The rows of the gate come before the rows of `up`."""
     num_experts, num_rows, width = shape
     if kind == "down_proj":
         parts = tuple(TensorPart(stored, expert) for expert in range(num_experts))

@@ -125,7 +125,7 @@ def _check_sizes(part: Mapping[str, Any], path: str, where: str) -> None:
 
 
 def check_weights(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Refuses a config whose sizes are far from those of the stored tensors, before anything is built from it.
+    """Refuses a config whose sizes are far from the stored tensors' sizes, before anything is built from it.
 
     `shapes` are the shapes of all tensors by name. This compares only what every architecture has: layers, width and
     vocabulary. Loading the weights compares every name and shape.

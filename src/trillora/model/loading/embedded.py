@@ -161,7 +161,7 @@ def _parameter_name(name: str) -> str:
 
 
 def _weight(source: GgufModel, name: str, config: PretrainedConfig) -> np.ndarray:
-    """The rows of a query's or key's head are rotated in pairs: neighbours in GGUF, half a head apart in
+    """The rows of a query's or key's head are rotated in pairs: neighbors in GGUF, half a head apart in
     transformers."""
     weight = source.tensor(name)
     if ".attn_q." in name or ".attn_k." in name:

@@ -260,7 +260,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 def match_names(stored: dict[str, Stored], module: torch.nn.Module) -> tuple[dict[str, Source], list[str]]:
     """The source of each parameter, by the module's names; and the stored tensors that no parameter uses, without
-    those of a wrapper's other modules."""
+    the tensors of a wrapper's other modules."""
     transforms = get_model_conversion_mapping(module)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]

@@ -8,7 +8,7 @@
           layers.0.self_attn.q_proj …
       lm_head                                    get_output_embeddings()
 
-`keep_text_model` deletes each module that neither contains one of these three nor is inside one. Names stay those of
+`keep_text_model` deletes each module that neither contains one of these three nor is inside one. Names stay as in
 the wrapper, so transformers' rules for the names in files still apply, and PEFT loads the adapter on the whole wrapper.
 The wrapper's own forward runs: for text alone, it computes positions and masks as it always does.
 """
@@ -62,7 +62,7 @@ def auto_class(config: PretrainedConfig) -> str:
 
 def has_own_head(config: PretrainedConfig, files: Sequence[Path]) -> bool:
     """Whether the files have a head that differs from the embedding. The configs of many wrappers tie the two by
-    default, while those of their text models do not. transformers then uses both matrices."""
+    default, while their text models' configs do not. transformers then uses both matrices."""
     text = config.get_text_config()
     shape = [text.vocab_size, text.hidden_size]
     found: dict[str, Path] = {}

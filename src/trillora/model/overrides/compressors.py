@@ -35,7 +35,7 @@ class Windows:
 
     end_BN: jax.Array  # slot of the last token
     first_BN: jax.Array  # position of the first token in its document
-    visible_BTN: jax.Array  # which tokens may attend to the window: those of its document from its last token on
+    visible_BTN: jax.Array  # which tokens may attend to the window: from its last token to the end of its document
 
 
 def window_keys(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:

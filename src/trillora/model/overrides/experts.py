@@ -1,12 +1,12 @@
 """Mixture of experts: transformers' modules, computed by `engine.mixture.experts`.
 
 transformers' own loop over experts depends on which experts were selected, which cannot be compiled. Here each token's
-experts are rows of grouped products. On a mesh, every device computes
+experts are rows of grouped matmuls. On a mesh, every device computes
 
     with its own part of the experts    the rows of all tokens of its group, if the number of experts is divisible
     with all experts                    the rows of its own tokens, otherwise. The weights are gathered
 
-An adapter of the experts adds two products: by A and by B of the row's expert.
+An adapter of the experts adds two matmuls: by A and by B of the row's expert.
 
 Legend: N tokens, K experts per token, D width, E experts, M rows, R rank, I inputs, O outputs.
 """

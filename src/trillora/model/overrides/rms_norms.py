@@ -1,6 +1,6 @@
 """RMSNorms of any model, computed by `engine.kernels.rms_norm` if `engine.kernels` is `fused`.
 
-As with gated MLPs, a module is recognised by what it computes, not by its name: its code is run with a random weight
+As with gated MLPs, a module is recognized by what it computes, not by its name: its code is run with a random weight
 and input, and compared with both forms of the norm.
 
     >>> find_rms_norms(model)                                   # a Gemma model

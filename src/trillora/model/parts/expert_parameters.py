@@ -1,4 +1,4 @@
-"""LoRA of experts. A mixture stores the weights of all experts of a layer in one parameter, which is a target.
+"""LoRA of experts. An MoE model stores the weights of all experts of a layer in one parameter, which is a target.
 
 `….mlp.experts.gate_up_proj` [E, O, I] gets R rows of A and R columns of B for each expert, in the order of PEFT's file:
 
@@ -6,7 +6,7 @@
     B [O, R·E]    column j·E + e is column j of expert e
 
 PEFT wraps the module of the experts once for each of its targets. The arrays of the parameter that the module registers
-last are `….experts.lora_a`, those of the one before are `….experts.base_layer.lora_a`. The names in memory are the
+last are `….experts.lora_a`, of the one before `….experts.base_layer.lora_a`. The names in memory are the
 same: `base_layer` is an empty module that holds them.
 
 Where our own function computes the experts (`overrides/experts.py`), it multiplies by A and B of each token's expert.
@@ -80,7 +80,7 @@ def expert_parameters(model: torch.nn.Module) -> dict[str, ExpertParameter]:
 
 def split_by_expert(model: torch.nn.Module) -> set[str]:
     """The parameters of experts, and their biases, that our own function computes with (`overrides/experts.py`): on a
-    mesh, each device may have those of some experts."""
+    mesh, each device may have the arrays of some experts."""
     return {
         f"{path}.{name}"
         for path, module in model.named_modules()

@@ -1,10 +1,10 @@
 """What PEFT does to names when it loads an adapter, and what a file must contain so that no matrix is lost.
 
 From version 0.19 on, PEFT treats an adapter like an old checkpoint of the model: it converts it with the rules by which
-transformers converts checkpoints. Matrices whose names it changed to those of no layer are left out, without an error.
+transformers converts checkpoints. Matrices whose new names belong to no layer are left out, without an error.
 
 Experts. Where checkpoints store experts one by one, as `….experts.0.gate_proj.weight`, PEFT reads `gate_proj` in
-`target_modules` as the experts' projection, and leaves out the linear layers that have this name, such as those of a
+`target_modules` as the experts' projection, and leaves out the linear layers that have this name, such as in a
 shared expert. It takes `….gate_proj.weight` in `target_parameters` as it is (`by_parameter`).
 
 Renamed layers. A rule for the names of a checkpoint may also match the names of the module. Then the file has a name
@@ -93,7 +93,7 @@ def _is_found(name: str, layer: str, rules: list[Any]) -> bool:
 
 
 def with_layers(data: bytes, names: Mapping[str, str]) -> bytes:
-    """A safetensors file with the layers of renamed matrices in its metadata. `names` is that of `names_in_file`. The
+    """A safetensors file with the layers of renamed matrices in its metadata. `names` comes from `names_in_file`. The
     header is written here because safetensors writes metadata in random order."""
     if not names:
         return data

@@ -32,7 +32,7 @@ from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 
 
 class _EmbeddingWithRows:
-    """A mixin for the embedding. The other outputs are those of the original class, so scaling is included."""
+    """A mixin for the embedding. The original class computes the other outputs, so scaling is included."""
 
     token_rows: torch.nn.Parameter  # [N, D]
     token_ids: tuple[int, ...]
@@ -112,7 +112,7 @@ def is_tied(model: torch.nn.Module) -> bool:
 
 
 def token_logits(head: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
-    """The base's logits [..., V] with those of the trained tokens; new tokens follow at the end."""
+    """The base's logits [..., V], replaced for the trained tokens; new tokens follow at the end."""
     rows_ND = interop.jax_view(head.token_rows)
     trained = (x @ rows_ND.astype(x.dtype).T).astype(logits.dtype)
     ids, num_base = np.array(head.token_ids), logits.shape[-1]
@@ -126,7 +126,7 @@ def token_logits(head: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="tokens")  # one program: the matrix is not copied to float32
 def rows_from_base(weight_VD: jax.Array, tokens: TrainedTokens) -> jax.Array:
-    """The rows before training [N, D]: those of the base, and for new tokens the mean of all its rows. transformers
+    """The rows before training [N, D]: the base's rows, and for new tokens the mean of all its rows. transformers
     adds noise of 1e-9 times their covariance to this mean."""
     weight = weight_VD.astype(jnp.float32)
     first_new = weight.shape[0] if tokens.first_new is None else min(tokens.first_new, weight.shape[0])

@@ -54,7 +54,7 @@ def add_whole_weights(model: torch.nn.Module, chosen: list[str], num_tokens: int
 
 
 def with_whole_weights(base: Tree, adapter: Tree) -> Tree:
-    """All arrays of a call, by layout key: the adapter's whole weights replace those of the base."""
+    """All arrays of a call, by layout key: the adapter's whole weights replace the base's."""
     weights = {**base, **adapter}
     for key, array in adapter.items():
         if (replaced := base_key(key)) is not None:

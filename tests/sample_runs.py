@@ -49,7 +49,11 @@ def write_run(folder: Path, num_steps: int = 300, *, seed: int = 0, ended: str =
         history.append(("2026-11-14T10:02:57+00:00", ended, last, reasons[ended], "spot-2"))
     keys = ("time", "event", "step", "reason", "machine")
     write_lines(folder / "history.jsonl", [dict(zip(keys, line, strict=True)) for line in history])
-    (folder / "run.json").write_text(json.dumps(facts(num_steps, border)), "utf-8")
+    manifest = facts(num_steps, border)
+    if ended == "finished":
+        best = [line for line in metrics if line["kind"] == "evaluation" and line["is_best"]][-1]
+        manifest["adapter"] = {"step": best["step"], "evaluation_loss": best["loss"], "why": ""}
+    (folder / "run.json").write_text(json.dumps(manifest), "utf-8")
     (folder / "resolved.yaml").write_text(RECIPE, "utf-8")
     for step in range(50, last + 1, 50):
         _adapter(folder / "checkpoints" / f"step-{step:08d}")

@@ -9,18 +9,16 @@ that reaches a template is untrusted: HTML in it is not interpreted, and its con
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trillora.data.excerpt import Gap, Piece
 from trillora.report import numbers
 from trillora.safe_text import visible
 
-FORMATS = ("number", "short", "percent", "rate", "duration", "time", "bytes", "count")
+FORMATS = ("number", "loss", "short", "percent", "rate", "duration", "time", "bytes", "count")
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,7 @@ def _environment() -> Environment:
         finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     environment.filters["grouped"] = "{:,}".format
     environment.filters |= {f"format_{name}": getattr(numbers, f"format_{name}") for name in FORMATS}
@@ -81,53 +80,3 @@ def _shown(value: Any) -> Any:
     if value is None:
         return ""
     return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
-
-
-STYLE = base_style()
-
-
-def document(title: str, body: str, more_style: str = "") -> str:
-    """Returns the whole page. Its security policy makes the browser refuse scripts and requests."""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{text(title)}</title>
-<style>{STYLE}{more_style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
-
-
-def card(title: str, content: str) -> str:
-    return f'<section class="card"><h2>{text(title)}</h2>{content}</section>' if content else ""
-
-
-def tiles(facts: Iterable[tuple[str, str, bool]]) -> str:
-    """Large figures from (value, name, is alarming). The values and names are HTML and are not escaped."""
-    return '<div class="tiles">{}</div>'.format(
-        "".join(
-            f'<div class="tile{" alarm" if alarm else ""}"><b>{value}</b><span class="faint">{name}</span></div>'
-            for value, name, alarm in facts
-        )
-    )
-
-
-def coloured(pieces: Iterable[Piece | Gap]) -> str:
-    """Shows which parts of a training document are trained on, with a legend of the colours."""
-    key = '<mark>trained</mark><span class="faint">context</span><span class="special">special token</span>'
-    return f'<div class="key">{key}</div><pre>{"".join(_piece(piece) for piece in pieces)}</pre>'
-
-
-def _piece(piece: Piece | Gap) -> str:
-    if isinstance(piece, Gap):
-        return f'<span class="gap"> [… {piece.characters:,} characters …] </span>'
-    words = f'<span class="special">{text(piece.text)}</span>' if piece.special else text(piece.text)
-    return f"<mark>{words}</mark>" if piece.trained else f'<span class="context">{words}</span>'

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trillora.events import AdapterEnded, AdapterStep, Evaluated
+from trillora.report.numbers import format_rate
 
 MAX_ADAPTERS = 256  # a damaged file may have any number
 NOT_ENDED = "not finished"
@@ -141,3 +142,12 @@ def _record(
         best_step=at,
         folder=result.folder if result is not None else None,
     )
+
+
+def edge_of_rates(best: float | None, tried: Iterable[float | None]) -> str:
+    """Advice if no rate above or below the best one was tried; otherwise nothing."""
+    rates = sorted({rate for rate in tried if rate is not None})
+    if len(rates) < 2 or best is None or rates[0] < best < rates[-1]:
+        return ""
+    edge, way = ("highest", "higher") if best == rates[-1] else ("lowest", "lower")
+    return f"The best learning rate, {format_rate(best)}, is the {edge} that was tried; try {way}."

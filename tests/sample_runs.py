@@ -234,7 +234,7 @@ def _write_results(folder: Path, kind: str, events: list[Event]) -> None:
         result = {"name": end.adapter, "status": end.status, "reason": end.reason, "num_steps": end.step}
         rated = best.get(end.adapter)
         step, loss = (rated.step, rated.loss) if rated else (None, None)
-        adapters.append({**result, "best_step": step, "best_loss": loss, "folder": of})
+        adapters.append({**result, "best_step": step, "best_loss": loss, "folder": of, "step": step if of else None})
     merged = {"method": "ties", "folder": "adapters/merged", "weights": [1.0] * 4} if kind == "phases" else None
     if merged is not None:
         _adapter(folder / "adapters" / "merged")

@@ -48,6 +48,7 @@ class AdapterResult:
     best_step: int | None
     best_loss: float | None
     folder: str | None  # relative to the run
+    step: int | None  # whose weights the folder has
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class AdapterRecord:
     best_loss: float | None  # as in group.json, or else that of `best`
     best_step: int | None
     folder: str | None
+    step: int | None  # whose weights the folder has
 
     @property
     def name(self) -> str:
@@ -141,6 +143,7 @@ def _record(
         best_loss=loss,
         best_step=at,
         folder=result.folder if result is not None else None,
+        step=result.step if result is not None else None,
     )
 
 

@@ -6,7 +6,6 @@ run.json  "adapter": {"step": 16, "evaluation_loss": 0.428, "why": ""}, and 32 s
 
 from __future__ import annotations
 
-from trillora.report.run.adapters import AdapterRecord
 from trillora.report.run.read import RunRecord
 
 
@@ -15,27 +14,25 @@ def step_of_adapter(run: RunRecord, name: str = "") -> int | None:
     if not run.adapters:
         return run.manifest.adapter.step if run.adapter == "adapter" else None
     adapter = next((adapter for adapter in run.adapters if adapter.name == name), None)
-    return None if adapter is None or adapter.folder is None else adapter.best_step
+    return None if adapter is None else adapter.step
 
 
 def adapter_in_words(run: RunRecord) -> str:
     """Where the adapter comes from; empty if there is none yet. Of phases, each has its own step."""
-    best = run.best
-    if run.adapters:
-        return "" if best is None or best.folder is None else _winner(best)
-    step, source, last = step_of_adapter(run), run.manifest.adapter, run.last_step
+    best, step = run.best, step_of_adapter(run, run.best.name if run.best else "")
     if step is None:
         return ""
+    if best is not None:
+        is_best, last = step == best.best_step, best.last_step
+        return _sentence(f"The adapter is {best.name} from step {step:,}", step, last, is_best)
+    source = run.manifest.adapter
     if source.why:
         return f"The adapter is from step {step:,}, not the best on validation data."
-    if source.evaluation_loss is None:
-        return f"The adapter is from step {step:,}" + (", the last one." if step == last else ".")
+    return _sentence(f"The adapter is from step {step:,}", step, run.last_step, source.evaluation_loss is not None)
+
+
+def _sentence(start: str, step: int, last: int, is_best: bool) -> str:
+    if not is_best:
+        return f"{start}, the last one." if step == last else f"{start}."
     after = f"; the run went on to step {last:,}." if step < last else ", and the last."
-    return f"The adapter is from step {step:,}, the best on validation data{after}"
-
-
-def _winner(best: AdapterRecord) -> str:
-    if best.best_step is None:
-        return f"The adapter is {best.name}."
-    after = f"; it went on to step {best.last_step:,}." if best.best_step < best.last_step else "."
-    return f"The adapter is {best.name} from step {best.best_step:,}, the best on validation data{after}"
+    return f"{start}, the best on validation data{after}"

@@ -372,6 +372,8 @@ def test_the_last_question_is_found_in_the_template_or_not_at_all() -> None:
     head, request, words = "<s>sys<t>user\n", "<e><t>model\n", ["<s>", "<t>", "<e>"]
     assert last_question("<s>sys<t>user\nHow?<e><t>model\n", head, request, words) == "How?"
     assert last_question("<s>other<t>user\nA<e><t>model\nB<e><t>user\n C <e><t>model\n", head, request, words) == "C"
+    for end in ("model", "model\n   "):  # the answer's first token joins spaces to the line break
+        assert last_question(f"<s>sys<t>user\nHow?<e><t>{end}", head, request, words) == "How?"
     assert last_question("<s>plain text", head, request, words) is None
     assert last_question("How?", "", "", words) is None
 

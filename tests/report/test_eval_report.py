@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from sample_runs import EVALUATED, write_run
 
+from trillora.report.html import render
+from trillora.report.run.eval_scores import eval_scores
 from trillora.report.run.read import read_run
-from trillora.report.run.test_set import test_set as shown_test_set
 
 CHANGE = {"difference": 0.41, "low": 0.34, "high": 0.48, "beyond_chance": True}
 CHANCE = {"difference": -0.014, "low": -0.083, "high": 0.056, "beyond_chance": False}
@@ -48,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def page(folder: Path, evaluated: Any) -> str:
     (folder / "eval.json").write_text(json.dumps(evaluated), "utf-8")
-    return shown_test_set(read_run(folder))
+    scores = eval_scores(read_run(folder))
+    return render("eval_scores.html", scores=scores) if scores else ""
 
 
 def test_a_change_is_shown_with_its_interval_and_faint_if_it_may_be_chance(folder: Path) -> None:

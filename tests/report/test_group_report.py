@@ -34,6 +34,7 @@ from trillora.events import (
     to_metrics_line,
 )
 from trillora.report.run.adapter_curves import looks_of
+from trillora.report.run.adapters import edge_of_rates
 from trillora.report.run.read import read_run
 from trillora.report.run.status import before_and_after, run_status
 from trillora.report.run.write import write_report
@@ -130,7 +131,14 @@ def test_report_of_phases_is_complete_and_in_order(phases: Path) -> None:
         *("alpaca.jsonl, code.jsonl and 2 more", "Finished: 120 steps", "4 adapters: 2 finished, 1 diverged (math)"),
         *("mean training loss", "skipped steps", "Adapters", "best loss", "alpaca", "2e-4", "math", "72 of 120"),
         *("diverged", "5 steps in a row were bad", "adapters/math", "stopped early", "merged into one (ties)"),
-        *("Curves", "Training loss, smoothed", "top edge: up to", "Evaluation loss", "Learning rate", "Memory, GiB"),
+        *(
+            "Curves",
+            "Training loss, smoothed",
+            "top edge: up to",
+            "Evaluation loss",
+            "Learning rate",
+            "Tokens per second",
+        ),
         *("Scores of every adapter on every phase", "test rows", "base", "merged"),
         *("Answers before and after", "alpaca", "Question about alpaca?", "support", "Question about support?"),
         *("Data", "alpaca", "data/alpaca.jsonl", "support", "data/support.jsonl"),
@@ -167,6 +175,35 @@ def test_report_of_a_sweep_is_complete_and_names_the_winner(tmp_path: Path, kind
     assert len(re.findall(r"spot", over)) == (8 if kind == "sweep" else 8 + 4 + 2)
     assert ("Training loss while rates were dropped" in page) == (kind == "auto")
     assert "Learning rate, log scale" in page
+
+
+def test_the_page_describes_the_winner_and_says_whether_its_rate_is_at_the_edge(tmp_path: Path) -> None:
+    run = write_group_run(tmp_path / "run", "sweep")
+    text = Page(report(run)).text
+    assert "The adapter is lr-0.0003 from step 120, the best on validation data, and the last." in text
+    assert "that was tried" not in text
+    summary = json.loads((run / "group.json").read_text())
+    summary["best"] = "lr-0.003"
+    for adapter in summary["adapters"]:
+        adapter |= (
+            {"folder": None, "step": None} if adapter["name"] != "lr-0.003" else {"folder": "adapter", "step": 30}
+        )
+    (run / "group.json").write_text(json.dumps(summary))
+    text = Page(report(run)).text
+    assert "The adapter is lr-0.003 from step 30, the best on validation data; the run went on to step 120." in text
+    assert "The best learning rate, 3e-3, is the highest that was tried; try higher." in text
+    assert edge_of_rates(1e-5, RATES).endswith("is the lowest that was tried; try lower.")
+    assert edge_of_rates(1e-3, [1e-3, 1e-3, None]) == edge_of_rates(None, RATES) == ""
+
+
+def test_phases_show_the_answers_of_each_adapter(phases: Path) -> None:
+    """`support` stopped early after its best step, and its adapter is from that step."""
+    page = report(phases)
+    of_support = page[page.index("<h3>support</h3>") : page.index("<h2>Data</h2>")]
+    summary = json.loads((phases / "group.json").read_text())
+    (step,) = [adapter["step"] for adapter in summary["adapters"] if adapter["name"] == "support"]
+    assert f"After, step {step}" in of_support
+    assert "4 of 4 answers as expected, 0 before training." in Page(page).text
 
 
 def test_every_adapter_has_one_line_in_each_chart_and_an_entry_in_the_legend(tmp_path: Path) -> None:

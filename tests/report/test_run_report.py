@@ -42,15 +42,15 @@ def test_report_of_a_finished_run_is_complete_and_in_order(run: Path) -> None:
     text = Page(report(run)).text
     expected = [
         *("SmolLM2-135M-Instruct on ro-wiki.txt.zst, findings.jsonl", "14 November 2026", "8 x TPU v5e"),
+        *("The adapter is from step 300, the best on validation data, and the last.",),
         *(
             "Finished: 300 steps in 20 min.",
             "Evaluation loss fell by",
-            "evaluation loss",
-            "perplexity",
-            "token accuracy",
+            "2 of 3 answers as expected, 0 before training.",
         ),
-        *("tokens trained on", "training time", "tokens per second", "memory", "skipped steps"),
-        *("Curves", "evaluation", "best", "romanian", "Learning rate", "Tokens per second", "Memory, GiB"),
+        *("evaluation loss", "perplexity", "token accuracy", "tokens trained on", "training time", "tokens per second"),
+        *("peak memory of a device, measured", "skipped steps"),
+        *("Curves", "evaluation", "best", "romanian", "Learning rate", "Tokens per second"),
         *("Answers before and after", "AwsEc2Snapshot", "the base model", "Sure! Here", "step 300", "Expected"),
         *("Test set", "findings-test.jsonl, 200 rows", "valid JSON", "100", "severity", "47", "Data"),
         *("120 steps of 8 sequences of 512 tokens", "4,120 documents", "One training document", "Munții Apuseni"),
@@ -64,8 +64,42 @@ def test_report_of_a_finished_run_is_complete_and_in_order(run: Path) -> None:
         place = text.index(words, place)
 
 
+def test_the_page_describes_the_adapter_of_the_best_step(tmp_path: Path) -> None:
+    """Its scores and its answers, although the run went on and became worse."""
+    run = write_run(tmp_path / "run", num_steps=4)
+    losses, answers = {0: 4.0, 2: 1.0, 4: 2.0}, {0: "base says", 2: "right", 4: "overtrained"}
+    events: list[Any] = [Step(n, 4, "chat", 3.0, 1e-3, 0.5, False, 1234.0, n, 9.0, 0.1) for n in range(1, 5)]
+    events += [Evaluated(n, "chat", loss, math.exp(loss), 0.5, 100, n == 2) for n, loss in losses.items()]
+    events += [
+        Sampled(n, "chat", (Sample("?", words, "right"), Sample("??", "x", "y"))) for n, words in answers.items()
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{to_metrics_line(event)}\n" for event in events))
+    manifest = {**facts(4, 0), "adapter": {"step": 2, "evaluation_loss": 1.0, "why": ""}}
+    (run / "run.json").write_text(json.dumps(manifest))
+    page = report(run)
+    text = Page(page).text
+    first = "The adapter is from step 2, the best on validation data; the run went on to step 4."
+    assert first in text[: text.index("Finished: 4 steps")]
+    assert "Evaluation loss fell by 75\u00a0%, from 4.00 to 1.00" in text and "<small>4.00 →</small>" in page
+    assert "1 of 2 answers as expected, 0 before training." in text
+    assert "After, step 2" in text and "overtrained" not in text and "step 4as" not in text
+    manifest["adapter"] = {"step": 2, "evaluation_loss": 1.0, "why": "the checkpoint of step 4 is damaged"}
+    (run / "run.json").write_text(json.dumps(manifest))
+    assert "The adapter is from step 2, not the best on validation data." in Page(report(run)).text
+    manifest["adapter"] = {"step": 4, "evaluation_loss": None, "why": ""}
+    (run / "run.json").write_text(json.dumps(manifest))
+    text = Page(report(run)).text
+    assert "The adapter is from step 4, the last one." in text and "After, step 4" in text and "overtrained" in text
+
+
+def test_an_unfinished_run_shows_its_latest_answers(tmp_path: Path) -> None:
+    text = Page(report(write_run(tmp_path / "run", ended="stopped"))).text
+    assert "The adapter is from" not in text and "After, step 175" in text
+    assert "2 of 3 answers as expected, 0 before training." in text
+
+
 def test_trained_parts_of_the_example_are_marked(run: Path) -> None:
-    assert re.search(r"<mark>\{&quot;provider&quot;[^<]*</mark><mark><span class=\"special\">&lt;\|im_end", report(run))
+    assert re.search(r"<mark>\{&#34;provider&#34;[^<]*</mark><mark><span class=\"special\">&lt;\|im_end", report(run))
 
 
 @pytest.mark.parametrize(
@@ -269,6 +303,13 @@ def test_a_single_spike_does_not_move_the_smooth_line() -> None:
     points = [(float(step), 2.0) for step in range(100)]
     points[50] = (50.0, 100.0)
     assert smoothed(calmed(points), 5) == [(float(step), pytest.approx(2.0)) for step in range(100)]
+
+
+def test_the_smooth_line_begins_at_the_first_point_and_ends_near_the_last() -> None:
+    falling = [(1.0, 4.6), (2.0, 2.9), (3.0, 2.4), (4.0, 2.2)]
+    smooth = smoothed(calmed(falling), 2)
+    assert smooth[0] == (1.0, pytest.approx(4.6)) and smooth[0][1] > smooth[1][1] > smooth[2][1] > smooth[3][1]
+    assert calmed(falling)[-1] == falling[-1] and calmed([(1.0, 3.0)]) == [(1.0, 3.0)]
 
 
 def test_a_report_needs_no_jax_and_no_torch(run: Path) -> None:

@@ -310,6 +310,6 @@ def test_the_reason_has_both_times() -> None:
     chosen = Attempt(LINEAR, 2.1 * GIB, True, 0.0491)
     others = [Attempt(NONE, 7.3 * GIB, True, 0.0576), Attempt(FULL, 20 * GIB, False)]
     text = reason(chosen, 15.75 * GIB, others)
-    assert text.startswith("49.1 ms per step, needs 2.10 GiB of 15.75 GiB per device")
+    assert text.startswith("49.1 ms per step, needs an estimated 2.10 GiB of 15.75 GiB per device")
     assert "slower: micro-batch 64, remat none, whole base on every device: 57.6 ms, 7.30 GiB" in text
     assert "too large: micro-batch 64, remat full" in text

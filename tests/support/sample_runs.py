@@ -49,7 +49,11 @@ def write_run(folder: Path, num_steps: int = 300, *, seed: int = 0, ended: str =
         history.append(("2026-11-14T10:02:57+00:00", ended, last, reasons[ended], "spot-2"))
     keys = ("time", "event", "step", "reason", "machine")
     write_lines(folder / "history.jsonl", [dict(zip(keys, line, strict=True)) for line in history])
-    (folder / "run.json").write_text(json.dumps(facts(num_steps, border)), "utf-8")
+    manifest = facts(num_steps, border)
+    if ended == "finished":
+        best = [line for line in metrics if line["kind"] == "evaluation" and line["is_best"]][-1]
+        manifest["adapter"] = {"step": best["step"], "evaluation_loss": best["loss"], "why": ""}
+    (folder / "run.json").write_text(json.dumps(manifest), "utf-8")
     (folder / "resolved.yaml").write_text(RECIPE, "utf-8")
     for step in range(50, last + 1, 50):
         _adapter(folder / "checkpoints" / f"step-{step:08d}")
@@ -230,7 +234,7 @@ def _write_results(folder: Path, kind: str, events: list[Event]) -> None:
         result = {"name": end.adapter, "status": end.status, "reason": end.reason, "num_steps": end.step}
         rated = best.get(end.adapter)
         step, loss = (rated.step, rated.loss) if rated else (None, None)
-        adapters.append({**result, "best_step": step, "best_loss": loss, "folder": of})
+        adapters.append({**result, "best_step": step, "best_loss": loss, "folder": of, "step": step if of else None})
     merged = {"method": "ties", "folder": "adapters/merged", "weights": [1.0] * 4} if kind == "phases" else None
     if merged is not None:
         _adapter(folder / "adapters" / "merged")

@@ -234,10 +234,15 @@ def test_a_mesh_gives_the_same_result(
 
 
 def test_the_best_of_a_sweep_is_the_adapter_of_the_run(shallow: Path, tmp_path: Path) -> None:
-    run(tmp_path / "run", recipe(shallow, sweep={"learning_rate": [1e-5, 1e-2]}))
+    events = run(tmp_path / "run", recipe(shallow, sweep={"learning_rate": [1e-5, 1e-2]}))
     summary = json.loads((tmp_path / "run" / "group.json").read_text())
     losses = {adapter["name"]: adapter["best_loss"] for adapter in summary["adapters"]}
     assert summary["best"] == min(losses, key=losses.__getitem__) == "rate-0.01"
+    by_name = {adapter["name"]: adapter for adapter in summary["adapters"]}
+    checksums = json.loads((tmp_path / "run" / "adapter" / "checksums.json").read_text())
+    assert by_name["rate-0.01"]["step"] == by_name["rate-0.01"]["best_step"] == checksums["step"]
+    hint = "The best learning rate, 1e-2, is the highest that was tried; try higher."
+    assert Note(hint) in events and hint in (tmp_path / "run" / "report.html").read_text("utf-8")
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "run" / "adapters").exists()
 

@@ -260,7 +260,7 @@ def reason(chosen: Attempt, limit: float | None, others: Sequence[Attempt]) -> s
     slower = [str(other) for other in others if other.fits]
     large = [str(other) for other in others if not other.fits]
     first = "fastest, and " if not (time or large) else ""
-    parts = [f"{first}{time}needs {format_gib(chosen.needed)} of {format_gib(limit)} per device"]
+    parts = [f"{first}{time}needs an estimated {format_gib(chosen.needed)} of {format_gib(limit)} per device"]
     parts += [f"slower: {'; '.join(slower)}"] if slower else []
     parts += [f"too large: {'; '.join(large)}"] if large else []
     return "; ".join(parts)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trillora.data.excerpt import Gap, Piece, shortened
+from trillora.data.excerpt import ExcerptPiece, Gap, shortened
 from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.own_command import runnable
@@ -53,7 +53,7 @@ class Stage:
     tokens: list[TokenShare]
     files: list[DataFileFacts]
     num_files: int
-    example: list[Piece | Gap]
+    example: list[ExcerptPiece | Gap]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.files.digests import json_digest, text_digest
 
-FORMAT = 3  # of a store: increase it when the same data would be read, tokenized or stored differently
+FORMAT = 4  # of a store: increase it when the same data would be read, tokenized or stored differently
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
@@ -143,7 +143,10 @@ class Dataset:
         """The first KEPT_PROBLEMS of the problems."""
         # Stored with the file's index: files may be renamed before the store is opened again.
         found = self.store.facts["problems"]
-        return [DataProblem(place(self.store.files[file], *at), what, do) for file, *at, what, do in found]
+        return [
+            DataProblem(place(self.store.files[file], member, line, nth), what, do)
+            for file, member, line, what, do, nth in found
+        ]
 
     @property
     def num_problems(self) -> int:
@@ -312,13 +315,14 @@ class _StoreBuilder:
             if isinstance(document, TokenizedDocument) and not document.num_supervised:
                 document = BadRow("This row has no token to train on.", "remove the row, or add an answer to it")
             if isinstance(document, BadRow):
-                fault = Fault(row.member, row.line, document.what, document.do)
+                fault = Fault(row.member, row.line, document.what, document.do, row.nth)
                 self._problem(batch.file, fault, past_limit=document.past_limit)
                 continue
             assert isinstance(rendered, RenderedRow)
             name = self.names.setdefault((batch.file, row.member), len(self.names))
             kind, was_cut = KINDS.index(rendered.kind), document is not whole
-            facts.append((0, rendered.digest, row.line, 0, 0, rendered.weight, name, source, kind, was_cut))
+            at = (row.line, row.nth)
+            facts.append((0, rendered.digest, *at, 0, 0, rendered.weight, name, source, kind, was_cut))
             documents.append(document)
         self.num_rows[batch.file][batch.format] += len(documents)
         return documents, np.array(facts, ROW)
@@ -344,7 +348,7 @@ class _StoreBuilder:
 
     def _problem(self, file: int, fault: Fault, *, past_limit: bool = False) -> None:
         self.num_past_limit += past_limit
-        where = place(self.use.files[file].name, fault.member, fault.line)
+        where = place(self.use.files[file].name, fault.member, fault.line, fault.nth)
         if fault.what == NO_CHAT_TEMPLATE:  # no row is at fault, and it would be the same for the next one
             raise TrilloraError(fault.what, where=where, do=fault.do)
         if self.on_bad_row == "refuse":

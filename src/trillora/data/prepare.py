@@ -49,6 +49,7 @@ FORMAT = 4  # of a store: increase it when the same data would be read, tokenize
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
+MOST_REMARKS = 500  # different ones; rows whose keys are data have as many as they have keys
 KEPT_PROBLEMS = 200  # bad rows stored with their place; all are counted
 
 
@@ -79,6 +80,7 @@ class DataOptions:
     template_arguments: dict[str, Any] = field(default_factory=dict)
     weight_key: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
+    drop_keys: tuple[str, ...] = ()
     validation: float = 0.0
     test: float = 0.0
 
@@ -151,6 +153,11 @@ class Dataset:
     @property
     def num_problems(self) -> int:
         return int(self.store.facts["num_problems"])
+
+    @property
+    def remarks(self) -> dict[str, int]:
+        """What of the rows is not trained on, and the number of rows that this is true of."""
+        return dict(self.store.facts["remarks"])
 
     def documents(self, part: str = "train", seed: int = 0) -> Documents:
         """The rows of one part, not yet fitted to a length. Source weights apply to the training part only."""
@@ -243,6 +250,7 @@ class _StoreBuilder:
     names: dict[tuple[int, str], int] = field(default_factory=dict)  # file and member -> index in the store
     problems: list[tuple[Any, ...]] = field(default_factory=list)  # the file's index, then the fields of a Fault
     num_past_limit: int = 0
+    remarks: Counter[str] = field(default_factory=Counter)  # rows that each is true of
     reasons: Counter[str] = field(default_factory=Counter)
     num_rows: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # by file, then format
     formats: dict[tuple[int, str], str] = field(default_factory=dict)  # by file and member
@@ -267,6 +275,7 @@ class _StoreBuilder:
                     "problems": self.problems,
                     "num_problems": self.reasons.total(),
                     "reasons": dict(self.reasons.most_common(50)),
+                    "remarks": dict(self.remarks.most_common(50)),
                 }
             )
         finally:
@@ -296,10 +305,11 @@ class _StoreBuilder:
     def _format(self, owner: tuple[int, str], rows: Sequence[RawRow]) -> str:
         """The format of a file's rows: from the recipe, or detected in the first row that shows it."""
         if owner not in self.formats:
-            found = "template" if self.inputs.rendering.template is not None else self.inputs.format
+            rendering = self.inputs.rendering
+            found = "template" if rendering.template is not None else self.inputs.format
             for row in rows[:ROWS_LOOKED_AT] if found == "auto" else ():
                 with contextlib.suppress(BadRow):
-                    found = formats.detect(formats.picked(parse(row.raw), self.inputs.rendering.columns))
+                    found = formats.detect(formats.picked(parse(row.raw), rendering.columns, rendering.drop_keys))
                     break
             if found == "auto":
                 return "auto"  # no row shows it: the worker reports the problem of each
@@ -319,6 +329,7 @@ class _StoreBuilder:
                 self._problem(batch.file, fault, past_limit=document.past_limit)
                 continue
             assert isinstance(rendered, RenderedRow)
+            self.remarks.update(set(rendered.remarks) if len(self.remarks) < MOST_REMARKS else ())
             name = self.names.setdefault((batch.file, row.member), len(self.names))
             kind, was_cut = KINDS.index(rendered.kind), document is not whole
             at = (row.line, row.nth)
@@ -416,6 +427,7 @@ def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder
         arguments=options.template_arguments,
         weight_key=options.weight_key,
         columns=options.columns,
+        drop_keys=list(options.drop_keys),
         schema=options.schema,
     )
 

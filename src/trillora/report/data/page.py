@@ -30,6 +30,7 @@ def page(report: DataReport) -> str:
             card("Tokens in an epoch", _tokens(report)),
             card("Row lengths in tokens", _lengths(report)),
             card("What is trained", _example(report)),
+            card("Remarks", _remarks(report)),
             card("What is wrong with the bad rows", _bad_rows(report)),
             card("Rows", _rows(report)),
             card("Files", _files(report)),
@@ -110,6 +111,14 @@ def _bad_rows(report: DataReport) -> str:
         places = "".join(f"<br><code>{text(row.where)}</code>" for row in rows)
         do = f'<br><span class="faint">Do: {text(rows[0].do)}</span>' if rows else ""
         lines.append(f'<tr><td class="number">{num_rows:,}</td><td class="name">{text(what)}{places}{do}</td></tr>')
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
+def _remarks(report: DataReport) -> str:
+    if not report.remarks:
+        return ""
+    rows = report.remarks.items()
+    lines = (f'<tr><td class="number">{n:,}</td><td class="name">{text(remark)}</td></tr>' for remark, n in rows)
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import io
 import json
 import os
 import random
+import re
 import stat
 import tarfile
 import tracemalloc
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,13 +43,16 @@ from data_files import (
 from dose import FULL
 from rendering import load
 
-from trillora.data.reading import archives, json_rows, streams
+from trillora.data.reading import archives, json_rows, readers, streams, tables
 from trillora.data.reading.cursor import MAX_ROW_BYTES
 from trillora.data.reading.files import DataFile, FileKind, expand
-from trillora.data.rows import Fault, RawRow
+from trillora.data.rows import Fault, RawRow, place
 from trillora.errors import TrilloraError
 
 # -- formats, compressions and archives --------------------------------------------------------------------------------
+
+
+LINES = {"a.json": [2, 5, 8], "wrapped.json": [1, 1, 1], "a.csv": [2, 3, 4], "a.tsv": [2, 3, 4]}  # else 1, 2, 3
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -54,7 +60,46 @@ from trillora.errors import TrilloraError
 def test_every_format_gives_the_same_rows_in_every_compression(tmp_path: Path, name: str, suffix: str) -> None:
     found = read(write(tmp_path, name + suffix, wrap(FORMATS[name](), suffix)))
     assert split(found) == (ROWS, [])
-    assert [(row.member, row.line) for row in found] == [("", 1), ("", 2), ("", 3)]
+    assert {row.member for row in found} == {""} and [row.line for row in found] == LINES.get(name, [1, 2, 3])
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, streams.BLOCK])
+def test_a_row_is_placed_on_the_line_where_an_editor_shows_its_start(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (json_rows, tables, readers):
+        monkeypatch.setattr(module, "BLOCK", block)  # in small blocks, a row and its line ends are in several
+    rows = [{"n": str(n), "text": "line\nbreaks\n" * (n % 3) + "x" * n} for n in range(40)]
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, ["n", "text"])  # ends lines with \r\n
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(row)
+        table.write("\r\n" * (int(row["n"]) % 2))  # blank lines
+    nested = {"about": {"lines": [1, 2]}, "data": rows}
+    documents = [json.dumps(value, indent=indent) for value in (rows, nested) for indent in (0, 1, 4)]
+    documents += ["".join(json.dumps(row, indent=2) + "\n\n" for row in rows), json.dumps(rows).replace("}, {", "},{")]
+    for name, text in [("a.csv", table.getvalue()), *((f"{n}.json", text) for n, text in enumerate(documents))]:
+        found = read(write(tmp_path, name, text.encode()))
+        assert split(found) == (rows, [])
+        if name == "a.csv":
+            starts = [text.index(f"\n{row['n']},") + 1 for row in rows]
+        else:
+            starts = [m.start() for m in re.finditer(r'\{\s*"n"', text)]
+        assert [row.line for row in found] == [text.count("\n", 0, start) + 1 for start in starts], name
+        on_lines = Counter[int]()
+        for row in found:
+            on_lines[row.line] += 1
+            assert row.nth == on_lines[row.line]
+
+
+def test_rows_of_one_json_line_are_counted(tmp_path: Path) -> None:
+    found = read(write(tmp_path, "a.json", b'[{"a": 1}, {"a": 2},\n{"a": 3}]'))
+    assert [place("a.json", row.member, row.line, row.nth) for row in found] == [
+        "a.json:1",
+        "a.json:1 (row 2 of the line)",
+        "a.json:2",
+    ]
 
 
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip"])
@@ -213,10 +258,10 @@ def test_windows_line_ends_and_blank_lines_are_not_rows(tmp_path: Path) -> None:
 def test_bytes_that_are_not_utf8_lose_only_their_row(tmp_path: Path) -> None:
     lines = read(write(tmp_path, "a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n{"a": 2}\n'))
     assert [row[2] for row in lines] == [b'{"a": 1}', b'{"a": "\xff"}', b'{"a": 2}']
-    rows, faults = split(read(write(tmp_path, "a.json", b'[{"a": 1}, {"a": "\xff"}, {"a": 2}]')))
+    rows, faults = split(read(write(tmp_path, "a.json", b'[{"a": 1},\n{"a": "\xff"}, {"a": 2}]')))
     assert rows == [{"a": 1}, {"a": 2}] and faults[0].line == 2 and "Byte 8" in faults[0].what
     rows, faults = split(read(write(tmp_path, "a.csv", b"a\n1\n\xff\n2\n")))
-    assert rows == [{"a": "1"}, {"a": "2"}] and faults[0].line == 2
+    assert rows == [{"a": "1"}, {"a": "2"}] and faults[0].line == 3
     assert "Byte 3" in only_fault(write(tmp_path, "a.txt", b"ab\xffc")).what
 
 
@@ -241,15 +286,15 @@ def test_csv_records_that_do_not_match_the_header_are_the_only_ones_lost(tmp_pat
     rows, faults = split(read(write(tmp_path, "a.csv", b'a,b\n1,2\n3\n"x\ny","z,"""\n4,5,6\n')))
     assert rows == [{"a": "1", "b": "2"}, {"a": "x\ny", "b": 'z,"'}]
     assert [(fault.line, fault.what[:25]) for fault in faults] == [
-        (2, "This record has 1 fields;"),
-        (4, "This record has 3 fields;"),
+        (3, "This record has 1 fields;"),
+        (6, "This record has 3 fields;"),
     ]
     trailing = write(tmp_path, "d.csv", b"a,b\n1,2,\n3,4,,\n")  # some writers end every record with a separator
     assert split(read(trailing)) == ([{"a": "1", "b": "2"}, {"a": "3", "b": "4"}], [])
     assert "two columns called 'a'" in only_fault(write(tmp_path, "b.csv", b"a,a\n1,2\n")).what
     rows, faults = split(read(write(tmp_path, "c.csv", b'a\n1\n"never closed\n2\n3\n')))
     assert rows == [{"a": "1"}] and "a closing quote is missing" in faults[0].what and "closing quote" in faults[0].do
-    assert "The rest of the file is not read" in faults[0].what
+    assert "The rest of the file is not read" in faults[0].what and faults[0].line == 3
 
 
 # -- damage: the rows before it are read -------------------------------------------------------------------------------
@@ -266,7 +311,8 @@ def test_rows_before_a_cut_are_read(tmp_path: Path, name: str, suffix: str) -> N
     packed = wrap(plain, suffix)
     rows, faults = split(read(write(tmp_path, name + suffix, packed[: len(packed) // 2])))
     assert len(rows) > 5_000 and rows == MANY[: len(rows)]
-    assert len(faults) == 1 and "cut" in faults[0].what and faults[0].line == len(rows) + 1
+    assert len(faults) == 1 and "cut" in faults[0].what
+    assert faults[0].line == (1 if name == "a.json" else len(rows) + 1)
 
 
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
@@ -304,7 +350,7 @@ def test_a_cut_archive_or_table_is_a_fault(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", [b'[{"a": 1}, {"a": 2', b'[{"a": 1} {"a": 2}]', b'[{"a": 1},, 2]', b'[{"a": 1}, {"a": "']
+    "document", [b'[{"a": 1},\n{"a": 2', b'[{"a": 1}\n{"a": 2}]', b'[{"a": 1},\n, 2]', b'[{"a": 1},\n {"a": "\n']
 )
 def test_records_before_broken_json_are_read(tmp_path: Path, document: bytes) -> None:
     rows, faults = split(read(write(tmp_path, "a.json", document)))
@@ -369,9 +415,9 @@ def test_a_bad_row_in_an_archive_is_named_with_how_to_skip_it(
     tokenizer = chat_tokenizer("chatml")
     with pytest.raises(TrilloraError, match="This record has 2 fields; the header has 1") as caught:
         load(path, tokenizer, tmp_path)
-    assert caught.value.where == f"{path}!dir/b.csv:2"
+    assert caught.value.where == f"{path}!dir/b.csv:3"
     assert "separator" in caught.value.do
-    assert caught.value.do.endswith("; or set data.on_bad_row: skip to train without b.csv:2")
+    assert caught.value.do.endswith("; or set data.on_bad_row: skip to train without b.csv:3")
     lenient = load(path, tokenizer, tmp_path, on_bad_row="skip")  # the advice is true
     assert (len(lenient.documents()), lenient.num_problems) == (len(ROWS) + 2, 1)
     with pytest.raises(TrilloraError) as cached:  # what a lenient run stored refuses with the same advice
@@ -524,7 +570,7 @@ def test_a_row_of_50_mb_is_skipped_in_bounded_memory(tmp_path: Path, name: str) 
     path = tmp_path / name
     head, before, tail = {
         "a.jsonl": (b'{"a": 1}\n', b'{"a": "', b'"}\n{"a": 2}\n'),
-        "a.json": (b'[{"a": 1}, ', b'{"a": "', b'"}, {"a": 2}]'),
+        "a.json": (b'[{"a": 1},\n', b'{"a": "', b'"}, {"a": 2}]'),
         "a.csv": (b"a,b\n1,\n", b'"', b'",\n2,\n'),
         "a.txt": (b"", b"", b"\nafter"),
     }[name]
@@ -536,7 +582,7 @@ def test_a_row_of_50_mb_is_skipped_in_bounded_memory(tmp_path: Path, name: str) 
     found, peak = peak_bytes(lambda: read(str(path)))
     rows, (fault,) = split(found)
     assert len(rows) == (1 if name == "a.txt" else 2)
-    assert "52,428,8" in fault.what and "32 MiB" in fault.what and fault.line == (1 if name == "a.txt" else 2)
+    assert "52,428,8" in fault.what and "32 MiB" in fault.what and fault.line == {"a.txt": 1, "a.csv": 3}.get(name, 2)
     assert peak < 4 * MAX_ROW_BYTES  # the row up to the limit, and copies of it while it grows
 
 

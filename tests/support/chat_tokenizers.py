@@ -48,6 +48,7 @@ class Family:
     stop_strips: bool = False  # the stop token swallows the whitespace after it
     num_calls: int = 0  # maximum in one turn; 0: the family has no tools
     thinks: bool = False  # the template supports thinking, in `reasoning_content` or between <think> and </think>
+    drops_thinking: bool = False  # the template leaves it out: `reasoning_content` is refused
     opens: bool = True  # a conversation may begin with the assistant
     says: Callable[[Messages, int], str] | None = None  # the assistant's text in a turn, if not content and stop
     marks: tuple[str, ...] = ()  # added tokens that the template writes, not flagged as special
@@ -424,6 +425,7 @@ FAMILIES = {
         _DEEPSEEK_R1,
         **_DEEPSEEK_FACTS,
         thinks=True,
+        drops_thinking=True,
         opens=False,
         says=_r1_says,
         marks=(*_DEEP_MARKS, *_THINKING),
@@ -528,7 +530,7 @@ def _some_answer(rng: random.Random, family: Family) -> dict[str, Any]:
     answer = some_text(rng, family)
     chance = rng.random() if family.thinks else 1.0
     thought = answer.strip() if rng.random() < 0.2 else some_text(rng, family)  # thinking and answer may be equal
-    if chance < 0.3:
+    if chance < 0.3 and not family.drops_thinking:
         return {"role": "assistant", "content": answer, "reasoning_content": thought}
     if chance < 0.6:
         answer = f"<think>\n{thought}\n</think>\n\n{answer}"

@@ -98,7 +98,9 @@ def prove_conversations(tokenizer: Any, family: Family, num: int, seed: int = 0)
 
 def row_with_everything(family: Family) -> Row:
     """A conversation with every field of the family; all texts are different."""
-    answer = {"role": "assistant", "content": "Paris."} | ({"reasoning_content": "hm"} if family.thinks else {})
+    answer = {"role": "assistant", "content": "Paris."} | (
+        {"reasoning_content": "hm"} if family.thinks and not family.drops_thinking else {}
+    )
     messages: Messages = [{"role": "system", "content": "be kind"}] if family.has_system else []
     messages.append({"role": "user", "content": "where?"})
     if family.num_calls:

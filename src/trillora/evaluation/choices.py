@@ -138,7 +138,7 @@ def _rows(path: str, row_path: str | None) -> Iterator[tuple[str, dict[str, Any]
     with ParquetDecoder() as parquet:
         for file in expand([path]):
             for row in read_rows(file, file.content(), parquet, RowChoice(row_path), consumed=lambda _: None):
-                where = place(file.name, row.member, row.line)
+                where = place(file.name, row.member, row.line, row.nth)
                 if isinstance(row, Fault):
                     raise TrilloraError(row.what, where=where, do=row.do)
                 try:

@@ -35,12 +35,13 @@ _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with UTF-16's
 
 
 class Damage(Exception):
-    """The bytes from here on are unusable."""
+    """The bytes from here on are unusable. `line`: where, if it is not where the next record was expected."""
 
-    def __init__(self, what: str, do: str) -> None:
+    def __init__(self, what: str, do: str, line: int | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.do = do
+        self.line = line
 
 
 class Stream(Protocol):

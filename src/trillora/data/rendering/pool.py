@@ -210,6 +210,6 @@ def _outcome(answer: list[Any]) -> Outcome:
     if len(answer) == 3:
         return BadRow(*answer)
     text, supervised, planted, *others = answer
-    cuts, kind, digest, weight = others
+    cuts, kind, digest, weight, remarks = others
     spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
-    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight)
+    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks))

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from trillora.devices.chips import GIB, has_accelerator
+from trillora.devices.chips import GIB, Device, has_accelerator
 from trillora.errors import TrilloraError
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, ADAPTER_AXIS = "data", "fsdp", "tensor", "adapter"
@@ -75,7 +75,7 @@ def find_devices(backend: str, num_devices: int | None) -> list[jax.Device]:
     return devices[:num_devices]
 
 
-def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
+def make_mesh(devices: Sequence[Device], shape: MeshShape) -> Mesh:
     if shape.size != len(devices):
         raise TrilloraError(
             f"A mesh of {shape} needs {shape.size} devices, but {len(devices)} are used.",
@@ -168,7 +168,8 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh, num_rows: int | None = N
     place = {row: number for number, row in enumerate(local_rows(whole, mesh))} if num_rows else None
 
     def put(array: np.ndarray) -> jax.Array:
-        def part(index: Any) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # every device of the mesh has a part
             if place is None:
                 return array[index]
             first = place[index[0].indices(whole)[0]]

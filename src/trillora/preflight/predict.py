@@ -11,10 +11,10 @@ measured ones there, and simulating unrolled programs takes long.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from trillora.devices.chips import DEVICE_KINDS, Chip, chip_of
+from trillora.devices.chips import DEVICE_KINDS, Chip, Device, chip_of
 from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, kind_shares
 from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown, simulate
 from trillora.preflight.measured_speeds import measured_chip, slowdown_of
@@ -100,7 +100,7 @@ class MemoryEstimates(Estimates):
     knows_time = False
 
 
-def predictor_for(devices: list[Any]) -> Estimates | None:
+def predictor_for(devices: Sequence[Device]) -> Estimates | None:
     """For the devices of this machine."""
     platform, kind = devices[0].platform, devices[0].device_kind
     chip = chip_of(kind)

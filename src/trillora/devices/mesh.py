@@ -193,12 +193,12 @@ def split_rows(array: jax.Array, mesh: Mesh | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, batch_sharding(mesh))
 
 
-def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def per_shard(function: Callable[..., object], mesh: Mesh, in_specs: object, out_specs: object) -> Callable[..., Any]:
     """Runs `function` on each device with its shard of the arguments."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def gather(tree: Any, mesh: Mesh) -> Any:
+def gather(tree: object, mesh: Mesh) -> Any:
     """Copies whole arrays to the host, in every process."""
     everywhere = jax.jit(lambda t: t, out_shardings=replicated(mesh))(tree)
     return jax.tree.map(np.asarray, everywhere)

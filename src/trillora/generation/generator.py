@@ -490,7 +490,7 @@ class Generator:
             )
 
 
-def _shapes(arrays: Any, place: NamedSharding) -> Any:
+def _shapes(arrays: object, place: NamedSharding) -> Any:
     """The shapes of arrays that are put there."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=place), arrays)
 

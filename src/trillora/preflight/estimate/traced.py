@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -299,7 +299,7 @@ class _Reader:
         return tuple(bounded)
 
 
-def _kernel_name(parameters: dict[str, Any]) -> str:
+def _kernel_name(parameters: Mapping[str, object]) -> str:
     """Without the block sizes that may follow: they contain the names of other kernels."""
     return str(parameters["name"] or "").partition("_block_")[0]
 
@@ -511,7 +511,7 @@ def _adopt_splits(inputs: list[Value], outputs: list[Value]) -> None:
             value.splits = outputs[0].splits
 
 
-def _is_view(name: str, shapes: list[Any], inputs: list[Value]) -> bool:
+def _is_view(name: str, shapes: Sequence[object], inputs: list[Value]) -> bool:
     """A widening conversion is fused into its reader. A narrowing one is stored instead of its operand."""
     if name == "convert_element_type":
         return _itemsize(shapes[0]) >= inputs[0].itemsize

@@ -126,7 +126,7 @@ class EventSender:
 def impatient(send: Send) -> Send:
     """Sends to a client that must read."""
 
-    async def timed(message: MutableMapping[str, Any]) -> None:
+    async def timed(message: MutableMapping[str, object]) -> None:
         try:
             async with asyncio.timeout(SLOW_CLIENT_SECONDS):
                 await send(message)

@@ -124,7 +124,7 @@ class Predictor(Protocol):
     def guess(self, assembly: Assembly) -> Guess:
         """From the traced step, without compiling it."""
 
-    def seconds(self, assembly: Assembly, compiled: Any) -> float | None:
+    def seconds(self, assembly: Assembly, compiled: object) -> float | None:
         """Of a compiled step; None if only its guess is known."""
 
 

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import jax
 import numpy as np
@@ -63,7 +62,7 @@ def shape_text(shape: Sequence[int]) -> str:
 class Programs:
     """A program compiled ahead of time for each batch shape. The batch is the last argument."""
 
-    def __init__(self, what: str, by_shape: Mapping[Shape, Callable[..., Any]]) -> None:
+    def __init__(self, what: str, by_shape: Mapping[Shape, Callable[..., object]]) -> None:
         self._what, self._by_shape = what, dict(by_shape)
 
     def __call__(self, *arguments: Pytree) -> Pytree:

@@ -61,7 +61,7 @@ class Decisions:
     def is_open(self, field: str) -> bool:
         return field not in self.values
 
-    def decide(self, field: str, value: Any, reason: str) -> None:
+    def decide(self, field: str, value: object, reason: str) -> None:
         if self.is_open(field):
             self.values[field], self.reasons[field] = value, reason
             shown = value.model_dump() if isinstance(value, MeshSection) else value

@@ -172,7 +172,7 @@ def _run_files(run: Path | None) -> tuple[dict[str, Any], dict[str, Any], Recipe
     return found[0], found[1], recipe
 
 
-def _scores(evaluated: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+def _scores(evaluated: Mapping[str, object]) -> dict[str, tuple[float, float | None]]:
     """metric -> of the adapter, of the base."""
     adapter, base = _mapping(evaluated, "adapter"), _mapping(evaluated, "base")
     values = {name: (_number(adapter.get(name)), _number(base.get(name))) for name in _METRICS}
@@ -180,7 +180,7 @@ def _scores(evaluated: Mapping[str, Any]) -> dict[str, tuple[float, float | None
 
 
 def _model_index(
-    name: str, evaluated: Mapping[str, Any], scores: Mapping[str, tuple[float, float | None]]
+    name: str, evaluated: Mapping[str, object], scores: Mapping[str, tuple[float, float | None]]
 ) -> list[dict[str, Any]]:
     file = _file_name(evaluated.get("data")) or "held-out rows"
     metrics = [{"type": key, "name": _METRICS[key], "value": round(own, 6)} for key, (own, _) in scores.items()]
@@ -190,7 +190,7 @@ def _model_index(
 
 
 def _scores_table(
-    evaluated: Mapping[str, Any], scores: Mapping[str, tuple[float, float | None]], manifest: Mapping[str, Any]
+    evaluated: Mapping[str, object], scores: Mapping[str, tuple[float, float | None]], manifest: Mapping[str, object]
 ) -> str:
     loss = _number(_mapping(manifest, "adapter").get("evaluation_loss"))
     during = "" if loss is None else f"Loss on held-out rows during training: {loss:.4f}."
@@ -206,7 +206,7 @@ def _scores_table(
     return "\n\n".join(part for part in (title, table, during) if part)
 
 
-def _data_table(stages: Sequence[Mapping[str, Any]]) -> str:
+def _data_table(stages: Sequence[Mapping[str, object]]) -> str:
     lines = []
     for stage in stages:
         files = _list(stage, "files")
@@ -246,7 +246,7 @@ def _recipe_table(recipe: Recipe | None, facts: CardFacts) -> str:
     return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
 
 
-def _versions(manifest: Mapping[str, Any]) -> str:
+def _versions(manifest: Mapping[str, object]) -> str:
     environment = _mapping(manifest, "environment")
     found = [f"{name} {_plain(environment[name])}" for name in _LIBRARIES if name in environment]
     made = manifest.get("trillora")
@@ -281,7 +281,7 @@ def _base_text(base: str | None) -> str:
     return f"the model `{_file_name(base)}`" if base else "a base model"
 
 
-def _peft_usage(base: str | None, config: Mapping[str, Any]) -> str:
+def _peft_usage(base: str | None, config: Mapping[str, object]) -> str:
     kind = MULTIMODAL if config.get("auto_mapping") else TEXT
     return f"""```python
 from peft import PeftModel
@@ -298,13 +298,13 @@ def _section(title: str, content: str) -> str:
     return f"## {title}\n{content}" if content else ""
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """Untrusted text in one line, without a meaning in Markdown or HTML."""
     text = visible_line(str(value))[:300]
     return re.sub(r"([\\`*\[\]<>|#])", r"\\\1", text)
 
 
-def _file_name(path: Any) -> str:
+def _file_name(path: object) -> str:
     """The last part of a path: folders of this machine stay private."""
     return _plain(re.split(r"[/\\]", str(path).partition("?")[0].rstrip("/\\"))[-1]) if isinstance(path, str) else ""
 
@@ -314,11 +314,11 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def _mapping(value: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _mapping(value: Mapping[str, object], key: str) -> dict[str, Any]:
     found = value.get(key)
     return found if isinstance(found, dict) else {}
 
 
-def _list(value: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+def _list(value: Mapping[str, object], key: str) -> list[dict[str, Any]]:
     found = value.get(key)
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,7 @@ def _special_token(adapter: AdapterInput, name: str) -> str | None:
     return None
 
 
-def _check_is_sum(config: dict[str, Any], file: Path) -> None:
+def _check_is_sum(config: Mapping[str, object], file: Path) -> None:
     reasons = [
         (key, why) for key, (unused, why) in NO_SUM.items() if config.get(key, unused) not in (unused, None, [], {})
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,9 @@ def _same_function(name: str, own: LoraSpec, found: dict[str, np.ndarray], train
     return bool((off <= product_slack(left, right)).all())
 
 
-def _same_options(own: LoraSpec, matrices: dict[str, np.ndarray], config: dict[str, Any], trained: Trained) -> Check:
+def _same_options(
+    own: LoraSpec, matrices: dict[str, np.ndarray], config: Mapping[str, object], trained: Trained
+) -> Check:
     """Whether adapter_config.json makes the same of the arrays. Scales count with their arrays (`_same_function`)."""
     expected, wrong = trained.spec, []
     for option in ("dora", "tokens", "whole"):
@@ -129,12 +131,12 @@ _BY_EFFECT = (
 )
 
 
-def _other_options(config: dict[str, Any], trained: dict[str, Any] | None) -> list[str]:
+def _other_options(config: Mapping[str, object], trained: Mapping[str, object] | None) -> list[str]:
     """Options that differ from the trained ones; where those are not known, that do something we never write."""
     known = {key: config.get(key) for key in _WRITTEN} if trained is None else trained
     defaults = _peft_defaults()
 
-    def value(options: dict[str, Any], key: str) -> Any:
+    def value(options: Mapping[str, object], key: str) -> Any:
         found = options.get(key, defaults.get(key))
         return sorted(found) if isinstance(found, list) else found or None
 
@@ -340,7 +342,7 @@ def check_servers(subject: Subject) -> Iterator[Check]:
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def _vllm(config: dict[str, Any], spec: LoraSpec, matrices: dict[str, np.ndarray]) -> Check:
+def _vllm(config: Mapping[str, object], spec: LoraSpec, matrices: dict[str, np.ndarray]) -> Check:
     merged = "serve the merged export instead: trillora export RUN --to merged"
     refused = []
     if any(config.get(key) is None for key in ("r", "lora_alpha", "target_modules")):
@@ -367,7 +369,7 @@ def _vllm(config: dict[str, Any], spec: LoraSpec, matrices: dict[str, np.ndarray
     return Check("servers", "vLLM", "ok", f"vLLM's rules accept it{option} (not run).", rank, allowed)
 
 
-def _ollama(config: dict[str, Any], spec: LoraSpec) -> Check:
+def _ollama(config: Mapping[str, object], spec: LoraSpec) -> Check:
     reasons = []
     alpha = config.get("lora_alpha")
     if isinstance(alpha, float):

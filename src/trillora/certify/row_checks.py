@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -141,7 +141,7 @@ def check_masks(rows: SampleRows) -> Iterator[Check]:
         yield Check("masks", "answers", "skipped", "The rows are texts or pairs, not conversations.")
 
 
-def mask_faults(document: TokenizedDocument, raw: dict[str, Any] | None, subject: Subject) -> list[str]:
+def mask_faults(document: TokenizedDocument, raw: Mapping[str, object] | None, subject: Subject) -> list[str]:
     """What is wrong with the trained spans of one conversation."""
     tokenizer, trained = subject.opened.tokenizer, document.supervised
     spans = _spans(trained)
@@ -166,7 +166,7 @@ def mask_faults(document: TokenizedDocument, raw: dict[str, Any] | None, subject
     return faults
 
 
-def _contents(messages: Sequence[dict[str, Any]], role: str) -> list[str]:
+def _contents(messages: Sequence[Mapping[str, object]], role: str) -> list[str]:
     found = (message.get("content") for message in messages if message.get("role") == role)
     return [content.strip() for content in found if isinstance(content, str)]
 

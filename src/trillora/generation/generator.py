@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from trillora.data.rendering.chat_templates import find_template
+from trillora.devices.chips import Device
 from trillora.devices.mesh import (
     BATCH_AXES,
     MeshShape,
@@ -43,7 +44,7 @@ from trillora.generation.prompts import Prompt, Prompts, configured_stops
 from trillora.model.adapters import TEMPLATE_FILE, fit_adapter, fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
-from trillora.model.kv_cache import moved
+from trillora.model.kv_cache import Arrays, moved
 from trillora.model.layout import Tree
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
@@ -52,7 +53,7 @@ from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import load_model_section, load_run_recipe
 from trillora.recipe.schema import Auto, Dtype, Quantize, Recipe, stages_of
 from trillora.runs.files import ADAPTER, ADAPTERS, MANIFEST_FILE, is_run
-from trillora.step.background import compile_program
+from trillora.step.background import Program, compile_program
 from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import choose_dtype, fastest_attention, formats_to_try, memory_limit
 
@@ -378,7 +379,9 @@ class Generator:
             tokens[b, starts[b] :] = prompt
         return (tokens, starts, np.array(numbers, np.int32)), np.int32(end)
 
-    def _reader(self, bucket: Bucket, adapter: Tree, inputs: Any, rule: Sampling, stops: Any) -> Any:
+    def _reader(
+        self, bucket: Bucket, adapter: Tree, inputs: tuple[jax.Array, ...], rule: Sampling, stops: jax.Array
+    ) -> tuple[Program, DecodeState]:
         """The prefill program of a bucket, and the shapes of its result. It is compiled ahead of time: other shapes are
         an error, never a recompilation."""
         if bucket in self._readers:
@@ -386,7 +389,14 @@ class Generator:
         decoder = self._decoder
 
         def read(
-            base: Tree, adapter: Tree, tokens: Any, starts: Any, rows: Any, end: Any, rule: Sampling, stops: Any
+            base: Tree,
+            adapter: Tree,
+            tokens: jax.Array,
+            starts: jax.Array,
+            rows: jax.Array,
+            end: jax.Array,
+            rule: Sampling,
+            stops: jax.Array,
         ) -> DecodeState:
             logits, cache = decoder.prefill(base, adapter, tokens, starts, bucket.num_slots)
             if not bucket.ends_later:
@@ -398,16 +408,20 @@ class Generator:
         self._readers[bucket] = compile_program(program), self._state_shapes(program.out_info)
         return self._readers[bucket]
 
-    def _writer(self, num_rows: int, num_slots: int, adapter: Tree, state: Any, rule: Sampling, stops: Any) -> Any:
+    def _writer(
+        self, num_rows: int, num_slots: int, adapter: Tree, state: DecodeState, rule: Sampling, stops: jax.Array
+    ) -> Program:
         """The decode program."""
         if (num_rows, num_slots) in self._writers:
             return self._writers[num_rows, num_slots]
         decoder = self._decoder
 
         def write(
-            base: Tree, adapter: Tree, state: DecodeState, limit: Any, rule: Sampling, stops: Any
+            base: Tree, adapter: Tree, state: DecodeState, limit: jax.Array, rule: Sampling, stops: jax.Array
         ) -> tuple[DecodeState, jax.Array]:
-            def forward(cache: Any, tokens: Any, slot: Any, starts: Any) -> tuple[jax.Array, Any]:
+            def forward(
+                cache: Arrays, tokens: jax.Array, slot: jax.Array, starts: jax.Array
+            ) -> tuple[jax.Array, Arrays]:
                 return decoder.decode(base, adapter, cache, tokens, slot, starts, num_slots)
 
             return write_on(forward, state, limit, rule, stops, most=TOKENS_PER_CALL, padding=0)
@@ -428,17 +442,17 @@ class Generator:
         return jax.jit(join, out_shardings=self._places)
 
     @property
-    def _everywhere(self) -> Any:
+    def _everywhere(self) -> NamedSharding:
         return replicated(self._mesh)
 
     @property
-    def _places(self) -> Any:
+    def _places(self) -> DecodeState:
         rows = batch_sharding(self._mesh)
         return DecodeState._make(
             self._everywhere if name in ("slot", "num_written") else rows for name in DecodeState._fields
         )
 
-    def _state_shapes(self, state: Any) -> Any:
+    def _state_shapes(self, state: DecodeState) -> DecodeState:
         return DecodeState._make(map(_shapes, state, self._places))
 
     def _size(self, num_prompts: int, longest: int, max_tokens: int, num_rows: int | None) -> tuple[int, int]:
@@ -477,7 +491,7 @@ class Generator:
             )
 
 
-def _shapes(arrays: Any, place: Any) -> Any:
+def _shapes(arrays: object, place: NamedSharding) -> Any:
     """The shapes of arrays that are put there."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=place), arrays)
 
@@ -559,7 +573,7 @@ def _other_base(trained: str, quantize: str) -> Note:
 
 def place_model(
     config: PretrainedConfig,
-    devices: list[Any],
+    devices: Sequence[Device],
     spec: LoraSpec | None,
     dtype: Auto | Dtype,
     quantize: Auto | Quantize,

@@ -16,14 +16,14 @@ import queue
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from trillora.adapters.inputs import find_adapter
 from trillora.data.rendering.chat_templates import find_template
-from trillora.devices.chips import GIB
+from trillora.devices.chips import GIB, Device
 from trillora.devices.mesh import remember_programs
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
@@ -199,7 +199,7 @@ def _models(generator: Generator, base: str, folders: dict[str, Path], compiler:
     return models
 
 
-def _placed(matrices: dict[str, Any], model: CausalLM, mesh: Mesh, folder: Path) -> Tree:
+def _placed(matrices: dict[str, np.ndarray], model: CausalLM, mesh: Mesh, folder: Path) -> Tree:
     fitted = fit_adapter(matrices, model.adapter_layout, where=str(folder))
     shardings = shard_adapter(model.adapter_layout, mesh)
     return {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
@@ -250,7 +250,7 @@ def _fitting_shape(
     )
 
 
-def _free_bytes(devices: list[Any]) -> float | None:
+def _free_bytes(devices: Sequence[Device]) -> float | None:
     limit = memory_limit(devices)
     if limit is None or devices[0].platform == "cpu":  # there, the limit is what is free now
         return None if limit is None else limit * (1 - MARGIN)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,7 +296,7 @@ def _no_weights(files: set[str], where: str) -> TrilloraError:
     )
 
 
-def _is_native(config_json: dict[str, Any]) -> bool:
+def _is_native(config_json: Mapping[str, object]) -> bool:
     """Whether transformers includes a causal language model of this type, or a multimodal one."""
     model_type = config_json.get("model_type")
     return text_class(model_type) is not None or multimodal_class(model_type) is not None
@@ -312,7 +312,7 @@ def _has_text_model(config: PretrainedConfig) -> bool:
     return is_text or (is_wrapper(config) and not (config.is_encoder_decoder or text.is_encoder_decoder))
 
 
-def _needs_own_code(config_json: dict[str, Any]) -> bool:
+def _needs_own_code(config_json: Mapping[str, object]) -> bool:
     """Many repositories (Phi-3) still name code from before transformers supported their type. It is not needed."""
     return "auto_map" in config_json and not _is_native(config_json)
 

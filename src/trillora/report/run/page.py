@@ -31,9 +31,10 @@ from trillora.report.run.adapter_curves import adapter_curves, style_of
 from trillora.report.run.adapters import MAX_ADAPTERS
 from trillora.report.run.curves import curves
 from trillora.report.run.parse import count, words
-from trillora.report.run.read import RunRecord, StageRecord
+from trillora.report.run.read import RunRecord
 from trillora.report.run.status import RunStatus, before_and_after, quoted, run_status, seen_from_here, total_seconds
 from trillora.runs.files import ADAPTER, CHECKPOINTS
+from trillora.runs.manifest import StageRecord
 from trillora.secrets import mask_secrets, secrets_of_environment
 
 MAX_LISTED = 50  # lines of a table

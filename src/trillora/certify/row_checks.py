@@ -16,10 +16,9 @@ from pydantic import BaseModel, ConfigDict
 from trillora.certify.certificate import Check
 from trillora.certify.subject import NotHere, Subject
 from trillora.data.documents import Documents
-from trillora.data.excerpt import pieces_of
 from trillora.data.open import open_dataset, with_template_date, with_token_ids
 from trillora.data.prepare import Dataset
-from trillora.data.stage import EXAMPLE_TOKENS
+from trillora.data.stage import example_of
 from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
@@ -182,10 +181,7 @@ def _recorded_example(rows: SampleRows) -> Iterator[Check]:
     record = rows.subject.stage_record
     if record is None or not len(rows.documents):
         return
-    document = rows.documents[0]
-    trained = [False, *document.supervised[1:EXAMPLE_TOKENS].tolist()]
-    pieces = pieces_of(rows.subject.opened.tokenizer, document.tokens[:EXAMPLE_TOKENS].tolist(), trained)
-    now = [(piece.text, piece.trained) for piece in pieces]
+    now = [(piece.text, piece.trained) for piece in example_of(rows.documents, rows.subject.opened.tokenizer)]
     then = [(piece.text, piece.trained) for piece in record.example]
     if now == then:
         what = "The example row that the run recorded has the same text and trained spans when it is rendered again."

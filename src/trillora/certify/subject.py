@@ -133,12 +133,10 @@ class Subject:
     @cached_property
     def opened(self) -> OpenModel:
         """The base model. Nothing is downloaded because an adapter names it."""
-        tokens = (self.recipe.tokens or ()) if self.recipe is not None else ()
+        if self.run is not None:
+            return self.run.open_base(self._base)
         if self._base is not None:
-            return OpenModel.open(self._base, revision=None, trust_remote_code=False, tokens=tokens)
-        if self.recipe is not None:
-            model = self.recipe.model
-            return OpenModel.open(model.name, revision=model.revision, trust_remote_code=False, tokens=tokens)
+            return OpenModel.open(self._base, revision=None, trust_remote_code=False)
         name = self.base_id
         found = None if name is None else open_local(name)
         if found is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from trillora.data.batches import Batches
 from trillora.data.documents import NOTHING_LOST, Documents, Lost
+from trillora.data.excerpt import Piece, pieces_of
 from trillora.data.open import chat_template, open_dataset, with_template_date, with_token_ids
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
@@ -66,6 +67,13 @@ class StageData:
         """Fraction of padding in the batch of a step."""
         num_tokens = int(self.batches.documents.lengths_N[self.batches.documents_of(step)].sum())
         return 1 - num_tokens / (self.batches.batch_size * self.batches.length_of(step))
+
+
+def example_of(documents: Documents, tokenizer: Any) -> tuple[Piece, ...]:
+    """The first row as people see it: its text in pieces that are trained or not."""
+    document = documents[0]
+    trained = [False, *document.supervised[1:EXAMPLE_TOKENS].tolist()]
+    return pieces_of(tokenizer, document.tokens[:EXAMPLE_TOKENS].tolist(), trained)
 
 
 def shortest_block(longest: int, sequence_length: int) -> int:

@@ -52,9 +52,9 @@ from trillora.locks.extras import install_command
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.schema import StageRecipe
+from trillora.runs.adapter import adapter_of
 from trillora.runs.files import EVAL_FILE
 from trillora.runs.saved import SavedRun
-from trillora.runs.unfinished import adapter_of
 from trillora.step.background import compiling_in_background
 
 MAX_FILES = 100

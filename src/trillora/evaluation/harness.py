@@ -21,8 +21,8 @@ from trillora.evaluation.likelihood import Continuation, TokenScorer, in_two
 from trillora.events import Listener, ignore_events
 from trillora.generation.generator import Generator
 from trillora.locks.extras import install_command
+from trillora.runs.adapter import adapter_of
 from trillora.runs.saved import SavedRun
-from trillora.runs.unfinished import adapter_of
 
 try:
     from lm_eval.api.model import LM

@@ -1,9 +1,11 @@
 """What is exported: an adapter, its base model and the run that it comes from.
 
-source = open_source("runs/first", listener=listener)
-source.base_id              "HuggingFaceTB/SmolLM2-135M-Instruct", as adapter_config.json names it
-source.matrices             {"model.layers.0.mlp.up_proj.lora_a": …}
-source.notes                ("The run is not finished: this is its last checkpoint, step 120 of 400.",)
+    source = open_source("runs/first", listener=listener)
+    source.base_id              "HuggingFaceTB/SmolLM2-135M-Instruct", as adapter_config.json names it
+    source.matrices             {"model.layers.0.mlp.up_proj.lora_a": …}
+    source.notes                ("The run is not finished: this is its last checkpoint, step 120 of 400.",)
+
+Weights of the base are read later.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import numpy as np
 
 from trillora.adapters.card import CardFacts, Relation, model_card
 from trillora.adapters.logits_check import open_local
-from trillora.data.rendering.chat_templates import find_template
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.files.read_json import read_json
@@ -27,9 +28,9 @@ from trillora.model.loading.growth import tokenizer_files
 from trillora.model.loading.source import OpenModel, load_tokenizer
 from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.schema import Recipe
+from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import is_run
 from trillora.runs.saved import SavedAdapter, SavedRun, find_adapter
-from trillora.runs.unfinished import adapter_of
 
 TOKENIZER_FILE = "tokenizer_config.json"  # of a complete tokenizer next to an adapter
 
@@ -115,8 +116,10 @@ def open_source(
     base_id = read_head(folder).base_name or ""
     if run is not None:
         opened = run.open_base(base)
+    elif base is not None:
+        opened = OpenModel.open(base, revision=None, trust_remote_code=False)
     else:
-        opened = _open_local(base_id, folder) if base is None else _open_named(base)
+        opened = _open_local(base_id, folder)
     if _has_tokenizer(folder):
         opened = replace(opened, tokenizer=load_tokenizer(folder))
     if base is None and run is not None:
@@ -130,7 +133,6 @@ def open_source(
     shown = given.resolve().name
     if run is not None and given != run.folder:
         shown = f"{run.folder.resolve().name}-{shown}"
-    template = folder / TEMPLATE_FILE
     return ExportSource(
         shown,
         None if run is None else run.folder,
@@ -141,15 +143,10 @@ def open_source(
         matrices,
         recipe,
         tuple(notes),
-        find_template(str(template), (), None) if template.is_file() else None,
+        template_of(folder),
         folder if _has_tokenizer(folder) else None,
         found.part,
     )
-
-
-def _open_named(base: str) -> OpenModel:
-    """The base model that the user named. It is downloaded if needed."""
-    return OpenModel.open(base, revision=None, trust_remote_code=False)
 
 
 def _open_local(base_id: str, adapter: Path) -> OpenModel:

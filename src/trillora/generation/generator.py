@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from trillora.data.rendering.chat_templates import find_template
 from trillora.devices.mesh import (
     BATCH_AXES,
     MeshShape,
@@ -39,7 +38,7 @@ from trillora.events import Listener, Note, ignore_events
 from trillora.files.cache_dir import cache_root
 from trillora.files.user_path import user_path
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
-from trillora.model.adapters import TEMPLATE_FILE, fit_adapter, fitting, load_adapter
+from trillora.model.adapters import fit_adapter, fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import moved
@@ -49,9 +48,9 @@ from trillora.model.loading.weights import load_weights
 from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import load_model_section
 from trillora.recipe.schema import Auto, Dtype, Quantize, Recipe, stages_of
+from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import ADAPTER, is_run
 from trillora.runs.saved import SavedRun, find_adapter
-from trillora.runs.unfinished import adapter_of
 from trillora.step.background import compile_program
 from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import choose_dtype, fastest_attention, formats_to_try, memory_limit
@@ -507,8 +506,7 @@ def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path) -> tuple[P
     a template gets the adapter's. The adapter's stop tokens include those of the base."""
     tokenizer = opened.tokenizer
     own = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    file = adapter / TEMPLATE_FILE
-    trained = find_template(str(file), (), None) if file.is_file() else None
+    trained = template_of(adapter)
     data = stages_of(recipe)[-1].recipe.data if recipe is not None else None
     base = Prompts(
         tokenizer,

@@ -7,7 +7,7 @@
 
     find_adapter("runs/first").run                     a finished adapter, by its run or by its own folder
 
-`unfinished.adapter_of` also takes a run that is not finished. An address that only the folder of a run names is not
+`adapter_of` also takes a run that is not finished. An address that only the folder of a run names is not
 contacted: the folder may come from another person, and the address would get this user's credentials.
 """
 

@@ -21,7 +21,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from trillora.data.rendering.chat_templates import find_template
 from trillora.devices.chips import GIB
 from trillora.devices.mesh import remember_programs
 from trillora.errors import TrilloraError
@@ -30,16 +29,16 @@ from trillora.files.cache_dir import cache_root
 from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
-from trillora.model.adapters import TEMPLATE_FILE, fit_adapter, fitting, load_adapter
+from trillora.model.adapters import fit_adapter, fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
 from trillora.model.loading.source import base_name
 from trillora.recipe.load import load_model_section
 from trillora.recipe.schema import Quantize
+from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import REPORT_FILE, is_run
 from trillora.runs.saved import SavedRun, find_adapter
-from trillora.runs.unfinished import adapter_of
 from trillora.serving.engine import Engine
 from trillora.serving.http.log import LOGGER
 from trillora.serving.job import Job, NotFinite, Piece
@@ -187,7 +186,7 @@ def _models(generator: Generator, base: str, folders: dict[str, Path], compiler:
             adapter = _placed(matrices, own, mesh, folder)
             alike = (own, Programs(Decoder(own), generator.base, adapter, mesh, compiler))
             known.append(alike)
-        template = _template(folder) or generator.base_prompts.template
+        template = template_of(folder) or generator.base_prompts.template
         adapter = _placed(matrices, alike[0], mesh, folder)
         own_prompts = generator.prompts.with_template(template)
         models[name] = Served(name, own_prompts, adapter, alike[1], num_tokens)
@@ -200,11 +199,6 @@ def _placed(matrices: dict[str, Any], model: CausalLM, mesh: Mesh, folder: Path)
     fitted = fit_adapter(matrices, model.adapter_layout, where=str(folder))
     shardings = shard_adapter(model.adapter_layout, mesh)
     return {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
-
-
-def _template(folder: Path) -> str | None:
-    own = folder / TEMPLATE_FILE
-    return find_template(str(own), (), None) if own.is_file() else None
 
 
 def _length(generator: Generator, wanted: int | None) -> int:

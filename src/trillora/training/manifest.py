@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from trillora.data.excerpt import pieces_of
-from trillora.data.stage import EXAMPLE_TOKENS, StageData
+from trillora.data.stage import StageData, example_of
 from trillora.model.layout import stored_weights
 from trillora.model.loading.digest import settings_digests
 from trillora.model.loading.source import EMBEDDED, OpenModel
@@ -71,8 +70,7 @@ def of_run(
 
 
 def of_stage(stage: StageData, tokenizer: Any, first_step: int) -> StageRecord:
-    train, document = stage.recipe.train, stage.batches.documents[0]
-    trained = [False, *document.supervised[1:EXAMPLE_TOKENS].tolist()]
+    train = stage.recipe.train
     return StageRecord(
         name=stage.name,
         first_step=first_step,
@@ -83,7 +81,7 @@ def of_stage(stage: StageData, tokenizer: Any, first_step: int) -> StageRecord:
         files=tuple(DataFileFacts(f["name"], f["sha256"], f["format"], f["num_rows"]) for f in stage.dataset.files),
         data=stage.batches.summary(),
         num_evaluated=0 if stage.evaluation is None else len(stage.evaluation),
-        example=pieces_of(tokenizer, document.tokens[:EXAMPLE_TOKENS].tolist(), trained),
+        example=example_of(stage.batches.documents, tokenizer),
     )
 
 

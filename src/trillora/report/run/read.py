@@ -40,6 +40,7 @@ from trillora.runs.files import (
     GROUP_FILE,
     HISTORY_FILE,
     MANIFEST_FILE,
+    MARKS,
     METRICS_FILE,
     RECIPE_FILE,
     RESOLVED_FILE,
@@ -49,8 +50,6 @@ from trillora.runs.saved import not_a_run
 from trillora.secrets import mask_secrets, mask_settings, mask_values, secrets_of_environment
 
 MAX_FILE = 1 << 30  # bytes; metrics of a million steps have about 300 MB
-# A folder with one of them is a run.
-FILES = (MANIFEST_FILE, METRICS_FILE, HISTORY_FILE, RESOLVED_FILE, RECIPE_FILE)
 
 
 @dataclass
@@ -90,7 +89,7 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     user_path(folder, where="the run")
-    if not any((folder / name).is_file() for name in FILES):
+    if not any((folder / name).is_file() for name in MARKS):
         raise not_a_run(folder)
     known = secrets_of_environment()
     run = RunRecord(

@@ -216,22 +216,15 @@ class GroupTraining(RunProcess):
         self._folder.write(RESOLVED_FILE, resolved.dump(self._recipe))
         self._folder.write(RECIPE_FILE, run_file.dump(filled), mode=run_file.MODE)
         of_run = manifest.of_run(filled, data, assembly, identity, opened)
-        adapters = tuple(
-            AdapterPlan(
-                one.name,
-                one.recipe.train.rate,
-                one.recipe.lora.rank,
-                one.recipe.lora.alpha,
-                one.recipe.train.seed,
-                one.num_steps,
-            )
-            for one in data
-        )
+        adapters = []
+        for one in data:
+            train, lora = one.recipe.train, one.recipe.lora
+            adapters.append(AdapterPlan(one.name, train.rate, lora.rank, lora.alpha, train.seed, one.num_steps))
         of_run = dataclasses.replace(
             of_run,
             num_steps=max(one.num_steps for one in data),
             stages=tuple(dataclasses.replace(stage, first_step=1) for stage in of_run.stages),  # they start together
-            group=GroupPlan(group.kind, adapters),
+            group=GroupPlan(group.kind, tuple(adapters)),
         )
         self._folder.write(MANIFEST_FILE, of_run.to_json())
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trillora.data.open import chat_template
+from trillora.data.rendering.chat_templates import find_template
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.files.checksums import with_checksums
@@ -60,3 +61,9 @@ def adapter_of(
     note = f"The run is not finished: this is its last checkpoint, step {step}{of}."
     listener(Note(note))
     return SavedAdapter(run.folder / EXPORTS / name, run, note)
+
+
+def template_of(folder: Path) -> str | None:
+    """The chat template next to an adapter, if it was trained with its own."""
+    file = folder / TEMPLATE_FILE
+    return find_template(str(file), (), None) if file.is_file() else None

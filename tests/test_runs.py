@@ -130,7 +130,7 @@ def test_an_interrupted_run_is_asked_from_its_last_checkpoint(run: Path, interru
     saved = SavedRun.open(interrupted)
     assert not saved.is_finished
     generator = Generator.open(str(interrupted), listener=events.append)
-    note = "The run is not finished: this is its last checkpoint, step 2 of 4."
+    note = "The run is not finished: its last checkpoint is used, step 2 of 4."
     assert Note(note) in events
     adapter = adapter_of(saved)
     assert (adapter.note, adapter.name, adapter.is_result) == (note, "stopped", False)
@@ -176,6 +176,11 @@ def test_one_of_several_adapters_is_chosen_by_its_name(run: Path, interrupted: P
     assert "--adapter NAME" in caught.value.do and str(interrupted / "adapters" / "code") in caught.value.do
     shutil.copytree(run / "adapter", interrupted / "adapter")
     assert saved.several == {} and adapter_of(saved).is_result
+    shutil.rmtree(interrupted / "adapters")
+    shutil.rmtree(interrupted / "adapter")
+    (interrupted / "group.json").write_text("{}")
+    with pytest.raises(TrilloraError, match="This run has no adapter"):
+        adapter_of(saved)
 
 
 def test_an_adapter_without_a_run(run: Path, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@
 
     find_adapter("runs/first").run                     a finished adapter, by its run or by its own folder
 
-`adapter_of` also takes a run that is not finished. An address that only the folder of a run names is not
-contacted: the folder may come from another person, and the address would get this user's credentials.
+`runs.adapter` also takes a run that is not finished. An address that only the folder of a run names is not contacted:
+the folder may come from another person, and the address would get this user's credentials.
 """
 
 from __future__ import annotations
@@ -137,6 +137,9 @@ class SavedRun:
             return SavedAdapter(own, self)
         if self.parts:
             raise _several(self)
+        if self.is_finished:
+            what, do = "This run has no adapter.", "see in its report how its adapters ended"
+            raise TrilloraError(what, where=str(self.folder), do=do)
         raise not_finished(self, "it has no adapter yet")
 
     def checkpoints(self) -> Checkpoints:

@@ -113,9 +113,9 @@ def evaluate(
 
     `max_rows` limits each file to that many evenly spaced rows. `max_tokens` limits each answer (default: slightly more
     than the longest expected answer). `overrides` replace options of the run's recipe, such as the address of its data.
-    `adapter` is tested instead of the run's own: the name of one of several, or a folder. `eval.json` is written only
-    for the result of a finished run. `stage` is
-    the name of the stage or phase whose rows are tested (default: the last stage); a phase has an adapter of its own.
+    `adapter` is tested instead of the run's own: the name of one of several, or a folder. `stage` is the name of the
+    stage or phase whose rows are tested (default: the last stage); a phase has an adapter of its own. `eval.json` is
+    written only for the result of a finished run.
     `forgetting` asks general questions too. `gate` has conditions on the scores: `Evaluation.passed`.
     """
     saved = SavedRun.open(run, overrides)

@@ -25,7 +25,6 @@ from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
 from trillora.files.digests import json_digest
 from trillora.files.read_json import read_json
-from trillora.files.user_path import user_path
 from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, is_end, load_adapter, read_layers
 from trillora.model.bridge import build_module
 from trillora.model.loading.digest import weights_digest
@@ -34,7 +33,7 @@ from trillora.model.loading.source import weight_files
 from trillora.model.lora import LoraSpec
 from trillora.model.parts.peft_names import by_parameter, names_in_file
 from trillora.recipe.schema import EMBEDDED
-from trillora.runs.files import ADAPTER, ADAPTERS, MANIFEST_FILE, is_run
+from trillora.runs.saved import find_adapter
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 TOKENIZER_FILES = (*TOKEN_FILES, "tokenizer_config.json", "special_tokens_map.json")
@@ -70,32 +69,10 @@ class AdapterInput:
     tokenizer: dict[str, bytes]
 
 
-def find_adapter(name: str | Path) -> Path:
-    """The folder of an adapter, given by itself or by its run."""
-    path = user_path(name, where="the adapter")
-    if (path / CONFIG_FILE).is_file():
-        return path
-    if (path / ADAPTER).is_dir():
-        return path / ADAPTER
-    several = sorted(entry.name for entry in (path / ADAPTERS).glob("*") if (entry / CONFIG_FILE).is_file())
-    if several:
-        raise TrilloraError(
-            f"This run has {len(several)} adapters.",
-            where=str(path),
-            do=f"name one of them: {' '.join(str(path / ADAPTERS / each) for each in several[:8])}",
-        )
-    if is_run(path):
-        raise TrilloraError("This run has no adapter yet.", where=str(path), do="finish the run first")
-    raise TrilloraError(
-        "There is no adapter here." if path.is_dir() else "There is no such folder.",
-        where=str(path),
-        do=f"give a finished run, or a folder that contains {CONFIG_FILE}",
-    )
-
-
 def read_input(name: str | Path) -> AdapterInput:
     """Reads and checks one adapter. Its files may be hostile: `load_adapter` checks them."""
-    folder = find_adapter(name)
+    found = find_adapter(name)
+    folder, manifest = found.folder, found.run.manifest if found.run is not None else None
     file = folder / CONFIG_FILE
     config = read_json(file, dict[str, Any], do="copy the file again, or use another adapter")
     _check_is_sum(config, file)
@@ -109,7 +86,7 @@ def read_input(name: str | Path) -> AdapterInput:
         changes=changes,
         digest=_digest(changes),
         base=base if isinstance(base, str) and base else None,
-        base_digest=recorded_base_digest(folder),
+        base_digest=manifest.identity.get("model") if manifest is not None else None,
         config=config,
         parameters=_parameters(config, changes),
         names={layer: name for name, layer in read_layers(folder).items()},
@@ -248,17 +225,6 @@ def _normal(base: str) -> str:
     name = SMOLLM2_HUB_ID if base == EMBEDDED else base
     folder = os.path.expanduser(name)
     return os.path.realpath(folder) if os.path.isdir(folder) else name.rstrip("/").lower()
-
-
-def recorded_base_digest(folder: Path) -> str | None:
-    """What a run recorded of its base model; the adapter is in RUN/adapter or RUN/adapters/NAME."""
-    for run in (folder.parent, folder.parent.parent):
-        if is_run(run) and (run / MANIFEST_FILE).is_file():
-            facts = read_json(run / MANIFEST_FILE, dict[str, Any], do="restore it from a copy")
-            identity = facts.get("identity")
-            digest = identity.get("model") if isinstance(identity, dict) else None
-            return digest if isinstance(digest, str) else None
-    return None
 
 
 def _digest(changes: dict[str, LayerChange]) -> str:

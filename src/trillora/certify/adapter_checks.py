@@ -167,8 +167,7 @@ def _peft_defaults() -> dict[str, Any]:
 
 def check_base(subject: Subject) -> Iterator[Check]:
     """Whether the base model is the one that the run was trained on."""
-    facts = subject.facts
-    recorded = None if facts is None else facts.identity.get("model")
+    recorded = None if subject.manifest is None else subject.manifest.identity.get("model")
     opened_base = subject.opened
     if recorded is None:
         what = f"The digest of {opened_base.base_name} is recorded; there is no run to compare it with."
@@ -190,9 +189,9 @@ def check_base(subject: Subject) -> Iterator[Check]:
 
 def _base_settings(subject: Subject) -> Iterator[Check]:
     """Files of the base that an export copies: one that was edited after training would be in the export."""
-    recorded = None if subject.facts is None else subject.facts.model.get("settings")
+    recorded = None if subject.manifest is None else subject.manifest.model.get("settings")
     if not isinstance(recorded, dict):
-        return  # an older run, or the embedded model
+        return  # the embedded model
     now = settings_digests(subject.opened.folder)
     changed = [name for name in SETTINGS_FILES if now.get(name) != recorded.get(name)]
     if not changed:
@@ -206,7 +205,7 @@ def _base_settings(subject: Subject) -> Iterator[Check]:
 
 def _base_id(subject: Subject) -> Check:
     name = subject.base_id
-    known = None if subject.facts is None else subject.facts.model.get("base_name")
+    known = None if subject.manifest is None else subject.manifest.model.get("base_name")
     expected = base_name(str(known)) if known else None
     if name is None:
         what = f"{CONFIG_FILE} does not name the base model, so nothing can load the adapter by itself."

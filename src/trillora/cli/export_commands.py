@@ -161,7 +161,7 @@ def _to_hub(
 
 def _folder(source: ExportSource, kind: str, out: Path | None) -> Path:
     from trillora.files.user_path import user_path
-    from trillora.runs.files import ADAPTERS, EXPORTS
+    from trillora.runs.files import EXPORTS
 
     if out is not None:
         return user_path(out, where="--out")
@@ -171,8 +171,7 @@ def _folder(source: ExportSource, kind: str, out: Path | None) -> Path:
             where=str(source.adapter),
             do="choose a new folder with --out",
         )
-    phase = f"-{source.adapter.name}" if source.adapter.parent.name == ADAPTERS else ""
-    return source.run / EXPORTS / f"{kind}{phase}"
+    return source.run / EXPORTS / (kind if source.part is None else f"{kind}-{source.part}")
 
 
 def _overrides(trust: bool, checkpoints: str | None) -> tuple[str, ...]:

@@ -159,9 +159,7 @@ def evaluate(
         if data or gate or forgetting or stage:
             what = "--harness runs tasks with data of their own."
             raise TrilloraError(what, where="--harness", do="leave out --data, --gate, --forgetting and --stage")
-        _harness(
-            run, harness, include_path, rows, not no_base, _adapter(adapter), _overrides(overrides, trust), as_json
-        )
+        _harness(run, harness, include_path, rows, not no_base, adapter, _overrides(overrides, trust), as_json)
         return
     with progress_on_stderr() as listener:
         from trillora.evaluation import evaluate as evaluation
@@ -170,7 +168,7 @@ def evaluate(
             run,
             data or None,
             stage=stage,
-            adapter=_adapter(adapter),
+            adapter=adapter,
             overrides=_overrides(overrides, trust),
             max_rows=rows,
             max_tokens=max_tokens,
@@ -193,7 +191,7 @@ def _harness(
     include_path: Path | None,
     rows: int | None,
     with_base: bool,
-    adapter: Path | None,
+    adapter: str | None,
     overrides: Sequence[str],
     as_json: bool,
 ) -> None:
@@ -230,12 +228,8 @@ def _overrides(given: Sequence[str] | None, trust_remote_code: bool) -> list[str
     return [*(given or ()), *(["model.trust_remote_code=true"] if trust_remote_code else [])]
 
 
-def _adapter(folder: str | None, only_base: bool = False) -> Path | None:
-    if folder is None:
-        return None
-    if only_base:
+def _adapter(name: str | None, only_base: bool) -> str | None:
+    if name is not None and only_base:
         what = "--base and --adapter contradict each other."
         raise TrilloraError(what, where="--adapter", do="leave out one of them")
-    from trillora.adapters.inputs import find_adapter
-
-    return find_adapter(folder)
+    return name

@@ -1,4 +1,4 @@
-"""The rows of an evaluation: which run, stage and file they come from, and their documents as in training."""
+"""The rows of an evaluation: which stage and file they come from, and their documents as in training."""
 
 from __future__ import annotations
 
@@ -16,44 +16,13 @@ from trillora.events import Alarm, Listener
 from trillora.model.adapters import TEMPLATE_FILE
 from trillora.recipe.load import RunRecipe
 from trillora.recipe.schema import StageRecipe, stages_of
-from trillora.runs.files import ADAPTER, ADAPTERS, RECIPE_FILE, is_run
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import Tokenizer
 
 
-def check_run(folder: Path, adapter: Path | None = None) -> Path:
-    """Checks that the folder holds a run, which is finished unless another adapter is given."""
-    if not is_run(folder):
-        others = sorted(file.parent.name for file in folder.parent.glob(f"*/{RECIPE_FILE}"))
-        do = "give the folder that `trillora train --out` wrote"
-        raise TrilloraError(
-            "This folder is not a run: it has no recipe.json." if folder.is_dir() else "There is no such run.",
-            where=str(folder),
-            do=f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do,
-        )
-    if adapter is None and (folder / ADAPTERS).is_dir() and not (folder / ADAPTER).is_dir():
-        names = sorted(phase.name for phase in (folder / ADAPTERS).iterdir())
-        raise TrilloraError(
-            "This run has several adapters, one for each phase.",
-            where=str(folder),
-            do=f"choose one with --stage: {' '.join(names)}",
-        )
-    if adapter is None and not (folder / ADAPTER).is_dir():
-        raise TrilloraError(
-            "This run has no adapter yet, so there is nothing to test.",
-            where=str(folder),
-            do="finish it first: the same `trillora train` command resumes it",
-        )
-    return folder
-
-
 def recipe_with_data(
-    run_recipe: RunRecipe,
-    run: Path,
-    data: str | Path | None,
-    adapter: Path | None = None,
-    name: str | None = None,
+    run_recipe: RunRecipe, data: str | Path | None, adapter: Path, name: str | None = None
 ) -> StageRecipe:
     """The recipe of a stage, by default the run's last one, with the test rows as its data, in the chat template of the
     adapter."""
@@ -62,7 +31,7 @@ def recipe_with_data(
     stage = stages[number].recipe
     section = stage.data
     changes: dict[str, Any] = {}
-    template = (adapter or run / ADAPTER) / TEMPLATE_FILE
+    template = adapter / TEMPLATE_FILE
     if template.is_file():  # the run may have been copied here; its template was copied with it
         changes["chat_template"] = str(template)
     if data is not None:

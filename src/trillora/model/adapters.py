@@ -48,10 +48,11 @@ from trillora.model.lora_spec import AdapterDoesNotFit, LayerLora, LoraSpec, bou
 from trillora.model.parts.expert_parameters import INNER
 from trillora.model.parts.peft_names import by_parameter, layers_in, metadata_of, names_in_file, with_layers
 from trillora.model.parts.whole_weights import Indices, in_config, is_used, other_parts, sorted_rows
+from trillora.runs.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS_FILE, CONFIG_FILE = ADAPTER_WEIGHTS, ADAPTER_CONFIG
 TEMPLATE_FILE = "chat_template.jinja"  # only if the run had its own
 
 # Options that change W + scale * B A to another formula, with the value that means "not used".

@@ -41,11 +41,10 @@ from trillora.recipe.run_file import RunFile
 from trillora.recipe.schema import LISTS, ModelSection, PhaseOptions, Recipe, StageOptions
 from trillora.recipe.section import Section, as_mapping, merged
 from trillora.recipe.tiny import APPLIED, require_local_data, shrunk, tiny_overrides
-from trillora.runs.files import MANIFEST_FILE, METRICS_FILE, RECIPE_FILE, RESOLVED_FILE
+from trillora.runs.files import MARKS, RECIPE_FILE
 from trillora.safe_text import visible_line
 from trillora.secrets import MASK
 
-RUN_FILES = (RECIPE_FILE, RESOLVED_FILE, MANIFEST_FILE, METRICS_FILE)  # a recipe next to one came with a run
 MAX_BYTES = 1 << 20  # of a recipe; PyYAML reads about 200 kB per second
 
 
@@ -64,7 +63,7 @@ def load_recipe(
     if isinstance(source, Mapping):
         return _checked(source, "the recipe", Path.cwd(), overrides, tiny=tiny)
     file = user_path(source, where="the recipe")
-    flag = "model.trust_remote_code=true" if any(os.path.isfile(file.parent / name) for name in RUN_FILES) else None
+    flag = "model.trust_remote_code=true" if any(os.path.isfile(file.parent / name) for name in MARKS) else None
     if file.name == RECIPE_FILE:
         saved = run_file.read(file)
         recipe = _checked(saved.recipe, str(file), file.parent, overrides, flag, tiny)

@@ -1,4 +1,4 @@
-"""Compiles what users run on TPUs to the end, with this environment's TPU compiler: the matrix of benchmarks/PREFLIGHT.md.
+"""Compiles what users run on TPUs to the end, with the TPU compiler: the matrix of benchmarks/PREFLIGHT.md.
 
     python tools/compile_matrix.py                     all rows that docs/compile_matrix.jsonl lacks for these versions
     python tools/compile_matrix.py --only gemma        rows whose name contains the word, again

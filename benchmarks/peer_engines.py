@@ -246,7 +246,7 @@ def train_trillora(args: argparse.Namespace, work: Work, folder: Path) -> Measur
     # As planned by the compiler, because jax counts the peak of the whole process. `RESULTS.md`: they agree.
     peak = step_bytes(plan.compiled)
     notes = (
-        f"remat {plan.settings.remat}, {plan.settings.micro_batch_size} rows at once, compiled {compile_seconds:.0f} s"
+        f"remat {plan.settings.remat}, micro-batch {plan.settings.micro_batch_size}, compiled {compile_seconds:.0f} s"
     )
     return Measured(step_ends, losses, num_trained, peak, notes)
 

@@ -410,7 +410,7 @@ def test_session_without_tpu_is_refused_and_says_so_in_its_record(
     monkeypatch.setattr(listed, "CODE", f"print('{json.dumps(CPU)}')")
     with pytest.raises(SessionError, match="no TPU"):
         session.check()
-    with pytest.raises(SessionError, match="has not passed"):  # `colab exec` runs the next cell all the same
+    with pytest.raises(SessionError, match="has not passed"):  # `colab exec` runs the next cell anyway
         session.train()
     assert json.loads((session.results / RESULT).read_text())["state"] == "no-tpu"
 

@@ -258,7 +258,7 @@ def test_refused_creation_leaves_nothing(google: Google, plan: Callable[..., Lau
     google.set(refuse={"create": [texts.CAPACITY]})
     with pytest.raises(TrilloraError, match="No v6e-8 is free"):
         TpuVm(plan(), pace=PACE).step("create")
-    assert google.machines == [] and google.verbs().count("delete") == 2, "a refused request may exist all the same"
+    assert google.machines == [] and google.verbs().count("delete") == 2, "a refused request may exist anyway"
 
 
 def test_failed_request_is_deleted_because_it_holds_quota(google: Google, plan: Callable[..., LaunchPlan]) -> None:

@@ -147,7 +147,7 @@ class Generator:
     ) -> Generator:
         """Opens a run's folder, a model's folder, a hub id or `smollm2`. `overrides` replace options of the run's
         recipe; only they can allow a model's Python code to run. `adapter` is used instead of the run's own: the name
-        of one of several, or a folder. `quantize`: format of the base; None: that of the run. `opened`: the model, if
+        of one of several, or a folder. `quantize`: format of the base; None: the run's format. `opened`: the model, if
         it is already open."""
         folder = user_path(name, where="the run or model")
         run = SavedRun.open(folder, overrides) if is_run(folder) else None

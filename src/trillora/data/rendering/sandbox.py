@@ -73,8 +73,8 @@ class ChatTemplate:
 
     @cached_property
     def _needs_parts(self) -> bool:
-        """Whether the template writes content that is a list of parts, but drops content that is text. Those of some
-        multimodal models do, such as SmolVLM and LLaVA. llama.cpp and vLLM give them a list of one part too."""
+        """Whether the template writes content that is a list of parts, but drops content that is text. Some multimodal
+        models' templates do, such as SmolVLM and LLaVA. llama.cpp and vLLM give them a list of one part too."""
         question: Message = {"role": "user", "content": OPEN}
         return not self._writes_mark([question]) and self._writes_mark([_with_parts(question)])
 

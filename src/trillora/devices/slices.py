@@ -153,8 +153,8 @@ def find_slice(name: str) -> Slice:
         raise TrilloraError(
             f"{name.strip()!r} is a GPU. Only steps on TPUs can be compiled or estimated without the chip.",
             where="--on",
-            do="on a machine with this GPU, run `trillora train RECIPE --out FOLDER train.steps=1`: it compiles the step, "
-            "prints the memory that it needs, and takes what fits",
+            do="on a machine with this GPU, run `trillora train RECIPE --out FOLDER train.steps=1`: it compiles the "
+            "step, prints the memory that it needs, and takes what fits",
         )
     if key not in known:
         guess = nearest(key, known)

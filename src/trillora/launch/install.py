@@ -76,7 +76,7 @@ def check_machine(set_name: str) -> None:
     if (system, machine) not in (("Linux", "x86_64"), ("Linux", "AMD64")):
         raise InstallError(
             f"The set {set_name} is for Linux on x86-64, and this is {system} on {machine}.\n"
-            "  do: use a machine with x86-64 processors, as all machines with TPUs have."
+            "  do: use a machine with x86-64 processors, as Colab, Kaggle and all machines with TPUs have."
         )
     (first, last), this = PYTHONS[set_name], sys.version_info[:2]
     if not first <= this <= last:

@@ -45,4 +45,5 @@ def serving_release(files: dict[str, Path], folder: Path) -> Iterator[dict[str, 
 
     with serving(Handler) as address:
         proxies = dict.fromkeys(("https_proxy", "HTTPS_PROXY"), address)
-        yield {**proxies, "no_proxy": "", "NO_PROXY": "", "PIP_CERT": str(certificate), "PIP_RETRIES": "0"}
+        trusted = dict.fromkeys(("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"), str(certificate))
+        yield {**proxies, **trusted, "no_proxy": "", "NO_PROXY": "", "PIP_RETRIES": "0"}

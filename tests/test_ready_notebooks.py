@@ -18,7 +18,7 @@ import nbformat
 import pytest
 import tiny_run
 import yaml
-from dose import FULL, slow_case
+from dose import FULL
 from loopback_release import serving_release
 from safetensors.numpy import load_file
 from test_notebooks import ADAPTER, execute
@@ -112,7 +112,7 @@ def with_small_values(name: str, wheel: Path, model: Path, target: Path) -> Path
     return target
 
 
-@pytest.mark.parametrize("name", ["colab-t4", slow_case("colab-tpu"), "kaggle-2xt4", slow_case("kaggle-tpu")])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_downloads_checks_trains_evaluates_and_exports(
     name: str,
     wheel: Path,

@@ -44,6 +44,6 @@ def serving_release(files: dict[str, Path], folder: Path) -> Iterator[dict[str, 
                 channel.sendall(head.encode() + (body or b""))
 
     with serving(Handler) as address:
-        proxies = dict.fromkeys(("https_proxy", "HTTPS_PROXY"), address)
-        trusted = dict.fromkeys(("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"), str(certificate))
-        yield {**proxies, **trusted, "no_proxy": "", "NO_PROXY": "", "PIP_RETRIES": "0"}
+        # Without the first two, requests prefers their certificates to pip's own.
+        unset = {"REQUESTS_CA_BUNDLE": "", "CURL_CA_BUNDLE": ""}
+        yield {**unset, "PIP_PROXY": address, "PIP_CERT": str(certificate), "PIP_RETRIES": "0"}

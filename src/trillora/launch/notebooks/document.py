@@ -23,7 +23,7 @@ import nbformat
 
 from trillora.events import Listener, ignore_events
 from trillora.launch.bundle import Bundle
-from trillora.launch.notebooks.targets import PLACES, Target
+from trillora.launch.notebooks.targets import PLACES, Place, Target
 from trillora.launch.origin import Release, describe
 from trillora.recipe.schema import stages_of
 from trillora.shipped import HOME, shipped_files
@@ -38,7 +38,7 @@ FOLDER = """\
 import {imports}
 
 NAME = {name}
-folder = pathlib.Path("/tmp" if "KAGGLE_KERNEL_RUN_TYPE" in os.environ else "trillora", NAME).absolute()
+folder = pathlib.Path({home}, NAME).absolute()
 folder.mkdir(parents=True, exist_ok=True)
 wheel = folder / {wheel}
 """
@@ -64,27 +64,38 @@ def find_bundle():
     """The bundle, wherever it was uploaded to."""
     if EMBEDDED:
         return io.BytesIO(base64.b64decode(EMBEDDED))
-    if "COLAB_RELEASE_TAG" in os.environ and not os.path.exists(f"/content/{{NAME}}.bundle"):
-        from google.colab import drive
-        drive.mount("/content/drive")
-    roots = ("/kaggle/input", "/content", "/content/drive/MyDrive/trillora", folder.parent / "input")
-    for root in map(pathlib.Path, roots):
-        pattern = f"{{NAME}}.bundle" if "content" in str(root) else f"**/{{NAME}}.bundle"
-        for file in root.glob(pattern):
+    {places}
+    for place in places:
+        for file in [place] if place.is_file() else place.rglob(f"{{NAME}}.bundle"):
             with file.open("rb") as content:
                 if hashlib.file_digest(content, "sha256").hexdigest() == BUNDLE_SHA256:
                     return file.open("rb")
-    raise FileNotFoundError(f"There is no {{NAME}}.bundle of this notebook. Upload it: {{', '.join(map(str, roots))}}")
+    raise FileNotFoundError(f"There is no {{NAME}}.bundle of this notebook. Upload it: {{', '.join(map(str, places))}}")
 
 
 with find_bundle() as packed, tarfile.open(fileobj=packed) as archive:
     archive.extractall(folder, filter="data")
 '''
-OWN_DATA = {
+HOME_FOLDER: dict[Place, str] = {
+    "colab": '"trillora"',
+    "kaggle": '"/tmp" if "KAGGLE_KERNEL_RUN_TYPE" in os.environ else "trillora"',
+}
+UPLOADS: dict[Place, str] = {
+    "colab": """\
+uploaded = pathlib.Path(f"/content/{NAME}.bundle")
+    if "COLAB_RELEASE_TAG" in os.environ and not uploaded.exists():
+        from google.colab import drive
+        drive.mount("/content/drive")
+    places = [pathlib.Path("/content/drive/MyDrive/trillora"), folder.parent / "input"]
+    if uploaded.exists():
+        places.insert(0, uploaded)""",
+    "kaggle": 'places = [pathlib.Path("/kaggle/input"), folder.parent / "input"]',
+}
+OWN_DATA: dict[Place, str] = {
     "colab": "upload a file with the folder symbol on the left, and write its path after `path:`, `/content/NAME.csv`",
     "kaggle": "upload a file with Add Input > Upload, and write its path after `path:`, `/kaggle/input/…/NAME.csv`",
 }
-FINISH = {
+FINISH: dict[Place, str] = {
     "colab": "# release=True gives the machine back: it costs compute units while it is idle, too.\n"
     "session.finish(release=False)",
     "kaggle": "session.finish()",
@@ -121,7 +132,7 @@ def make_notebook(
     wheel has all files."""
     cells = [
         _text(_introduction(bundle, target)),
-        *_fetching(bundle, packed, embed, release),
+        *_fetching(bundle, packed, target, embed, release),
         _text(_about_recipe(target)),
         _code(f'_ = (folder / "recipe.yaml").write_text({_literal(bundle.recipe_text)}, encoding="utf-8")'),
         _text("## Install and check\nThe first minute on the chip: a tiny model is trained and compared."),
@@ -162,13 +173,16 @@ def _introduction(bundle: Bundle, target: Target) -> str:
     )
 
 
-def _fetching(bundle: Bundle, packed: Path | None, embed: bool, release: Release | None) -> list[Any]:
+def _fetching(
+    bundle: Bundle, packed: Path | None, target: Target, embed: bool, release: Release | None
+) -> list[Any]:
     """The cells that bring Trillora and the files of the recipe. What they bring is said before."""
     inside = (files_in_wheel(bundle) or {}) if packed is None else {}
     imports = [*(["base64", "hashlib", "io"] if packed else []), "os", "pathlib", *(["subprocess"] if release else [])]
     imports += ["sys", *(["tarfile"] if packed else []), *(["zipfile"] if inside else [])]
     wheel = release.wheel if release else bundle.wheel.name
-    code = FOLDER.format(imports=", ".join(imports), name=_quoted(bundle.name), wheel=_quoted(wheel))
+    names = {"name": _quoted(bundle.name), "wheel": _quoted(wheel), "home": HOME_FOLDER[target.place]}
+    code = FOLDER.format(imports=", ".join(imports), **names)
     if release is not None:
         code += DOWNLOAD.format(url=_quoted(release.url), sha256=_quoted(release.sha256))
         named = f"[Trillora {release.version}]({release.page})"
@@ -187,16 +201,16 @@ def _fetching(bundle: Bundle, packed: Path | None, embed: bool, release: Release
     shown = [f"| {name} | {size:,} |" for name, size in sizes[:MOST_FILES]]
     if left := sizes[MOST_FILES:]:
         shown.append(f"| {len(left):,} more | {sum(size for _, size in left):,} |")
-    where = "in the next cell, in base64" if embed else f"the file `{bundle.name}{SUFFIX}`, found by its SHA-256"
+    where = "base64, in the next cell" if embed else f"the file `{bundle.name}{SUFFIX}`, found by its SHA-256"
     table = "\n".join(["| file | bytes |", "|---|---|", *shown])
     text = base64.b64encode(packed.read_bytes()).decode() if embed else ""
     lines = [text[start : start + WIDTH] for start in range(0, len(text), WIDTH)]
     with open(packed, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return [
-        _text(f"{said}.\n\nThe bundle, {where}, has these files:\n\n{table}"),
+        _text(f"{said}.\n\nThe bundle ({where}) has these files:\n\n{table}"),
         _hidden("\n".join(['EMBEDDED = """\\', *lines, '"""'])),
-        _code(code + UNPACK.format(sha256=_quoted(sha256))),
+        _code(code + UNPACK.format(sha256=_quoted(sha256), places=UPLOADS[target.place])),
     ]
 
 

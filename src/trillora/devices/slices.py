@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trillora.devices.chips import GPUS
 from trillora.errors import TrilloraError, nearest
 
 # ---- notebook platforms
@@ -148,6 +149,13 @@ def find_slice(name: str) -> Slice:
         if key.startswith(alias):
             key = ours + key.removeprefix(alias)
     known = SLICES | NOTEBOOK_SLICES
+    if key.upper() in map(str.upper, GPUS):
+        raise TrilloraError(
+            f"{name.strip()!r} is a GPU. Only steps on TPUs can be compiled or estimated without the chip.",
+            where="--on",
+            do="on a machine with this GPU, run `trillora train RECIPE --out FOLDER train.steps=1`: it compiles the "
+            "step, prints the memory that it needs, and takes what fits",
+        )
     if key not in known:
         guess = nearest(key, known)
         hint = f"did you mean {guess}? " if guess else ""

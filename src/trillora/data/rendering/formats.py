@@ -232,7 +232,7 @@ def _arguments(row: Row) -> dict[str, Any]:
 
 
 def picked(row: Row, columns: dict[str, str], dropped: Collection[str] = ()) -> Row:
-    """The row with the keys that `data.columns` gives it, without the keys in `data.drop_keys`. A column of null counts as
+    """The row with the keys that `data.columns` gives it, without `data.drop_keys`. A column of null counts as
     absent."""
     if dropped:
         row = _without_keys(row, dropped)

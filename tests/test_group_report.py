@@ -33,8 +33,8 @@ from trillora.events import (
     ignore_events,
     to_metrics_line,
 )
-from trillora.report.run.adapter_curves import looks_of
 from trillora.report.run.adapters import edge_of_rates
+from trillora.report.run.curves.several_adapters import looks_of
 from trillora.report.run.read import read_run
 from trillora.report.run.status import before_and_after, run_status
 from trillora.report.run.write import write_report
@@ -190,7 +190,7 @@ def test_the_page_describes_the_winner_and_says_whether_its_rate_is_at_the_edge(
         )
     (run / "group.json").write_text(json.dumps(summary))
     text = Page(report(run)).text
-    assert "The adapter is lr-0.003 from step 30, the best on validation data; the run went on to step 120." in text
+    assert "The adapter is lr-0.003 from step 30, the best on validation data; the run continued to step 120." in text
     assert "The best learning rate, 3e-3, is the highest that was tried; try higher." in text
     assert edge_of_rates(1e-5, RATES).endswith("is the lowest that was tried; try lower.")
     assert edge_of_rates(1e-3, [1e-3, 1e-3, None]) == edge_of_rates(None, RATES) == ""

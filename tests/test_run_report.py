@@ -20,7 +20,7 @@ from test_secrets import CANARIES
 from trillora.errors import TrilloraError
 from trillora.events import Evaluated, Note, Sample, Sampled, Skipped, Step, to_metrics_line
 from trillora.model.loading.description import EMBEDDED_NOTE
-from trillora.report.run.charts import calmed, nice_ticks, smoothed, thinned
+from trillora.report.run.curves.chart import calmed, nice_ticks, smoothed, thinned
 from trillora.report.run.read import read_run
 from trillora.report.run.status import total_seconds
 from trillora.report.run.write import write_report
@@ -68,7 +68,7 @@ def test_report_of_a_finished_run_is_complete_and_in_order(run: Path) -> None:
 
 
 def test_the_page_describes_the_adapter_of_the_best_step(tmp_path: Path) -> None:
-    """Its scores and its answers, although the run went on and became worse."""
+    """Its scores and its answers, although the run continued and became worse."""
     run = write_run(tmp_path / "run", num_steps=4)
     losses, answers = {0: 4.0, 2: 1.0, 4: 2.0}, {0: "base says", 2: "right", 4: "overtrained"}
     events: list[Any] = [Step(n, 4, "chat", 3.0, 1e-3, 0.5, False, 1234.0, n, 9.0, 0.1) for n in range(1, 5)]
@@ -81,7 +81,7 @@ def test_the_page_describes_the_adapter_of_the_best_step(tmp_path: Path) -> None
     (run / "run.json").write_text(json.dumps(manifest))
     page = report(run)
     text = Page(page).text
-    first = "The adapter is from step 2, the best on validation data; the run went on to step 4."
+    first = "The adapter is from step 2, the best on validation data; the run continued to step 4."
     assert first in text[: text.index("Finished: 4 steps")]
     assert "Evaluation loss fell by 75\u00a0%, from 4.00 to 1.00" in text and "<small>4.00 →</small>" in page
     assert "1 of 2 answers as expected, 0 before training." in text

@@ -1,7 +1,7 @@
 """Which trained state the adapter of a finished run has: that of the best evaluation, or that of the last step.
 
 run.json  "adapter": {"step": 16, "evaluation_loss": 0.428, "why": ""}, and 32 steps in metrics.jsonl
-->  "The adapter is from step 16, the best on validation data; the run went on to step 32."
+->  "The adapter is from step 16, the best on validation data; the run continued to step 32."
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def adapter_in_words(run: RunRecord) -> str:
 def _sentence(start: str, step: int, last: int, is_best: bool) -> str:
     if not is_best:
         return f"{start}, the last one." if step == last else f"{start}."
-    after = f"; the run went on to step {last:,}." if step < last else ", and the last."
+    after = f"; the run continued to step {last:,}." if step < last else ", and the last."
     return f"{start}, the best on validation data{after}"

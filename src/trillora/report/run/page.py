@@ -26,11 +26,11 @@ from trillora.report.numbers import (
     format_short,
     format_time,
 )
-from trillora.report.run.adapter_curves import adapter_curves, hues_of
 from trillora.report.run.adapter_tables import adapters_table, scores_table
 from trillora.report.run.adapters import MAX_ADAPTERS
 from trillora.report.run.answers import answers
-from trillora.report.run.curves import curves
+from trillora.report.run.curves.one_adapter import curves
+from trillora.report.run.curves.several_adapters import adapter_curves, hues_of
 from trillora.report.run.eval_scores import eval_scores
 from trillora.report.run.parse import count, words
 from trillora.report.run.read import DataFileFacts, RunRecord, StageRecord

@@ -8,7 +8,7 @@ from math import isfinite
 
 from trillora.events import Step
 from trillora.report.numbers import format_number, format_rate, format_short
-from trillora.report.run.charts import (
+from trillora.report.run.curves.chart import (
     MAX_MARKS,
     MAX_STRIPS,
     Chart,

@@ -48,7 +48,7 @@ def _borders(run: RunRecord) -> list[tuple[float, str]]:
 def _loss(run: RunRecord, first: int, last: int, borders: list[tuple[float, str]]) -> Chart | None:
     trained = groupby(run.steps, lambda step: step.stage)
     raw = [stretch for _, steps in trained if (stretch := _finite(steps, lambda step: step.loss))]
-    smooth = [smoothed(calmed(stretch), max(len(stretch) / 30, 2)) for stretch in raw]
+    smooth = [smoothed(calmed(stretch), max(len(stretch) / 30, 1)) for stretch in raw]
     evaluated = groupby(sorted(run.evaluations, key=lambda e: e.stage), lambda e: e.stage)
     evaluations = [
         stretch for _, events in evaluated if (stretch := [(float(e.step), e.loss) for e in events if isfinite(e.loss)])

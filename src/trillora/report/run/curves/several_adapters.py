@@ -115,7 +115,7 @@ def adapter_curves(run: RunRecord) -> Drawings:
 def _smooth_losses(adapter: AdapterRecord, last: int) -> list[Point]:
     """Up to the step `last`. All lines of a chart are smoothed equally, or they could not be compared."""
     points = [(float(s.step), s.loss) for s in adapter.steps if s.step <= last and math.isfinite(s.loss)]
-    return smoothed(calmed(points), max(last / 30, 2))
+    return smoothed(calmed(points), max(last / 30, 1))
 
 
 Lines = Sequence[tuple[AdapterRecord, list[Point]]]

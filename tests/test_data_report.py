@@ -23,8 +23,10 @@ import trillora
 from trillora.cli import app
 from trillora.data.excerpt import MAX_CHARACTERS, Gap, Piece, pieces_of, shortened
 from trillora.data.lengths import bin_edges
+from trillora.data.open import open_dataset
 from trillora.data.padding import padding_warning
 from trillora.data.summary import DataReport, inspect
+from trillora.errors import TrilloraError
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
 from trillora.report.data.page import page
@@ -160,6 +162,41 @@ def test_bad_rows_are_counted_and_refused_only_on_request(look: Look, on_bad_row
     assert [Path(row.where).name for row in report.first_bad_rows] == ["rows.jsonl:21", "rows.jsonl:22"]
     assert report.verdict.ready == (on_bad_row == "skip")
     assert (report.verdict.refusal() is None) == (on_bad_row == "skip")
+
+
+def test_if_no_row_is_good_the_advice_is_not_to_skip_them(look: Look) -> None:
+    template = {"user": "{{ qestion }}", "assistant": "{{ answer }}"}
+    report = look([{"question": str(n), "answer": "b"} for n in range(30)], template=template)
+    text = printed(report)
+    assert "30 rows are bad, and none is good" in text and "use only keys of the row in the template" in text
+    refusal = report.verdict.refusal()
+    assert refusal is not None and "on_bad_row" not in text + refusal.do
+
+
+def test_a_run_without_a_good_row_does_not_advise_to_skip_them(folder: Path) -> None:
+    template = {"user": "{{ qestion }}", "assistant": "{{ answer }}"}
+    recipe = write_recipe(folder, [{"question": str(n), "answer": "b"} for n in range(30)], template=template)
+    (stage,) = stages_of(load_recipe(recipe))
+    with pytest.raises(TrilloraError, match="None of the first 30 rows can be used") as caught:
+        open_dataset(stage.recipe, chat_tokenizer("chatml"), lambda event: None)
+    assert "on_bad_row" not in caught.value.do and str(caught.value.where).endswith("rows.jsonl:1")
+
+
+def test_remarks_and_notes_are_on_every_screen(folder: Path, look: Look) -> None:
+    (folder / "more.csv").write_text("question;answer;mood\na;b;c\n")
+    (folder / "docs").mkdir()
+    (folder / "docs" / "a.txt").write_text("some text")
+    (folder / "docs" / "b.rst").write_text("some text")
+    report = look([], path=[str(folder / "more.csv"), str(folder / "docs")])
+    for shown in (printed(report), page(report)):
+        assert "is not used" in shown and "columns are separated by semicolons" in shown and "1 x .rst" in shown
+        assert "auto  (the answers of chats, the whole of texts)" in shown
+
+
+def test_nothing_is_called_lost_or_kept_beside_bad_rows(look: Look) -> None:
+    assert "Nothing is lost" not in printed(look([CHATS[0], "no JSON"]))
+    assert "every other row fits into 128 tokens" in printed(look([CHATS[0], "no JSON"]))
+    assert "Nothing is lost: every row fits" in printed(look(CHATS))
 
 
 def test_rows_too_long_are_counted_and_refused(look: Look) -> None:

@@ -113,6 +113,7 @@ class DataReport:
     sources: tuple[SourceFacts, ...]
     reasons: tuple[Reason, ...]
     first_bad_rows: tuple[DataProblem, ...]
+    notes: tuple[str, ...]  # about files
     remarks: dict[str, int]  # what of the rows is not trained on, with the number of rows
     splits: dict[str, int]
     trained_tokens: int = 0
@@ -194,6 +195,8 @@ def _bad_row(recipe: StageRecipe, dataset: Dataset) -> TrilloraError | None:
     first = dataset.problems[0]
     others = dataset.num_problems - 1
     more = f" ({others:,} more {'row is' if others == 1 else 'rows are'} bad)" if others else ""
+    if not len(dataset.store.rows):
+        return TrilloraError(f"{first.what}{more}", where=first.where, do=first.do)
     return refused(f"{first.what}{more}", first.where, first.do)
 
 
@@ -226,6 +229,7 @@ def _row_facts(dataset: Dataset) -> dict[str, Any]:
         ),
         "reasons": tuple(Reason(what, count) for what, count in facts["reasons"].items()),
         "first_bad_rows": tuple(dataset.problems[:NUM_BAD_SHOWN]),
+        "notes": tuple(dataset.notes),
         "remarks": dataset.remarks,
         "splits": dict(zip(PARTS, parts, strict=True)),
     }

@@ -30,7 +30,7 @@ from jax.experimental import topologies
 from trillora.devices.chips import CHIPS, DEVICE_KINDS, GIB
 from trillora.devices.slices import Slice, find_slice
 from trillora.errors import TrilloraError
-from trillora.events import Event, Listener, Note, to_json
+from trillora.events import Chosen, Event, Listener, Note, to_json
 from trillora.model.layout import stored_weights
 from trillora.model.loading.source import load_config
 from trillora.preflight.early_exit import CompileResult, compile_until_layout
@@ -96,11 +96,21 @@ class AbsentDevice:
         return None
 
 
+def _without_devices(listener: Listener) -> Listener:
+    """Drops what was decided for the devices: they are those of the slice asked about, not of this machine."""
+
+    def listen(event: Event) -> None:
+        if not (isinstance(event, Chosen) and event.path in ("hardware.backend", "hardware.devices")):
+            listener(event)
+
+    return listen
+
+
 def answer(question: dict[str, Any], listener: Listener) -> StageResult:
     """`question`: slice, method, whole, model (folder), trust_remote_code, stage (a StageRecipe), num_steps, kept
     (the `StepSettings` of another stage, or null), slowdown (as measured on the chip, or null); for a group of
     adapters, members (name and StageRecipe of each) and width (how many of them are trained)."""
-    place = find_slice(question["slice"])
+    place, listener = find_slice(question["slice"]), _without_devices(listener)
     stage = StageRecipe.model_validate(question["stage"])
     config = load_config(Path(question["model"]), trust_remote_code=question["trust_remote_code"])
     answer_by = by_estimate if question["method"] == "estimate" else by_compiler

@@ -127,7 +127,8 @@ class Worker:
             raise TrilloraError(what, where="data", do=do)
         if "error" in reply:
             self.close()
-            raise TrilloraError(reply["error"][0], where="data.template or the chat template", do=reply["error"][1])
+            what, where, do = reply["error"]
+            raise TrilloraError(what, where=where, do=do)
 
     def stop(self) -> None:
         """End a rendering in another thread: the process is killed and not started again."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from trillora.child_process import read_frame, write_frame
 from trillora.data.rendering.render import MAX_CHARACTERS, Cut, RenderedRow, Renderer, RenderSettings, parse
-from trillora.data.rows import BadRow, Chat
+from trillora.data.rows import BadRow, BadTemplate, Chat
 from trillora.errors import TrilloraError
 
 SECONDS_PER_ROW = 2.0  # of processor time
@@ -43,7 +43,8 @@ def main() -> None:
     try:
         renderer = _limited(lambda: Renderer(RenderSettings(**json.loads(settings[0]))))
     except BadRow as error:
-        write_frame(outgoing, [_answer({"error": [error.what, error.do]})])
+        where = error.where if isinstance(error, BadTemplate) else "data.template or the chat template"
+        write_frame(outgoing, [_answer({"error": [error.what, where, error.do]})])
         return
     write_frame(outgoing, [_answer({"ready": True})])
     while (frame := read_frame(incoming)) is not None:

@@ -8,7 +8,15 @@ from trillora.data.excerpt import shortened
 from trillora.data.summary import DataReport
 from trillora.errors import TrilloraError
 from trillora.files.atomic import write_file
-from trillora.report.data.text import bad_rows_by_reason, bins_and_edge, say_epoch, say_lost, say_rows, say_verdict
+from trillora.report.data.text import (
+    bad_rows_by_reason,
+    bins_and_edge,
+    say_bin,
+    say_epoch,
+    say_lost,
+    say_rows,
+    say_verdict,
+)
 from trillora.report.html import card, coloured, document, text, tiles
 from trillora.report.numbers import format_bytes
 
@@ -89,7 +97,7 @@ def _lengths(report: DataReport) -> str:
             continue
         kind = "none" if not bin.rows else "trained-fill" if bin.fits else too_long
         bar = f'<div class="{kind}" style="width:{bin.rows / most:.2%}"></div>'
-        lines.append(f"<span>{bin.first:,} to {bin.last:,}</span><span>{bin.rows:,}</span>{bar}")
+        lines.append(f"<span>{say_bin(bin)}</span><span>{bin.rows:,}</span>{bar}")
     middle = f"Median {lengths.median:,}, 95th percentile {lengths.percentile_95:,}, longest {lengths.longest:,}."
     return f'<div class="bins">{"".join(lines)}</div><p>{middle} {text(say_lost(report))}</p>'
 
@@ -115,10 +123,10 @@ def _bad_rows(report: DataReport) -> str:
 
 
 def _remarks(report: DataReport) -> str:
-    if not report.remarks:
+    found = [(f"{n:,}", remark) for remark, n in report.remarks.items()] + [("", note) for note in report.notes]
+    if not found:
         return ""
-    rows = report.remarks.items()
-    lines = (f'<tr><td class="number">{n:,}</td><td class="name">{text(remark)}</td></tr>' for remark, n in rows)
+    lines = (f'<tr><td class="number">{n}</td><td class="name">{text(what)}</td></tr>' for n, what in found)
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 

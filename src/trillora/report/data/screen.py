@@ -17,6 +17,8 @@ from trillora.report.data.text import (
     bad_rows_by_reason,
     bins_and_edge,
     nearby,
+    nearby_first,
+    say_bin,
     say_epoch,
     say_lost,
     say_rows,
@@ -79,12 +81,14 @@ def _show_rows(report: DataReport, console: Console) -> None:
 
 
 def _show_remarks(report: DataReport, console: Console) -> None:
-    if not report.remarks:
+    if not report.remarks and not report.notes:
         return
     _title(console, "Remarks")
     table = _grid(2, right=(0,))
     for remark, num_rows in report.remarks.items():
         table.add_row(Text(format_count(num_rows, "row", "rows"), "yellow"), Text(visible(remark)))
+    for note in report.notes:
+        table.add_row("", Text(nearby_first(note)))
     _print(console, table)
 
 
@@ -132,7 +136,7 @@ def _show_lengths(report: DataReport, console: Console) -> None:
                 table.add_row(Text(f"{report.sequence_length:,}", "bold yellow"), "", Text(edge, "bold yellow"))
             else:
                 bar = Text(_bar(bin.rows, most, console), "green" if bin.fits else too_long)
-                table.add_row(f"{bin.first:,} to {bin.last:,}", f"{bin.rows:,}", bar)
+                table.add_row(say_bin(bin), f"{bin.rows:,}", bar)
         _print(console, table)
         middle = f"median {lengths.median:,}, 95th percentile {lengths.percentile_95:,}, longest {lengths.longest:,}"
         _print(console, Text(middle))

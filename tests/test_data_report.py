@@ -225,7 +225,7 @@ def test_shortened_rows_are_counted(look: Look) -> None:
 
 def test_the_example_joins_to_the_decoded_row_and_marks_the_answers(look: Look) -> None:
     row = chat("Grüße 漢字 👩‍🚀?", "漢字 👩‍🚀", "é")
-    example = look([row]).example
+    (example,) = look([row]).examples
     assert example is not None
     text = chat_tokenizer("chatml").apply_chat_template(row["messages"], tokenize=False)
     assert "".join(piece.text for piece in example.pieces) == text
@@ -233,6 +233,55 @@ def test_the_example_joins_to_the_decoded_row_and_marks_the_answers(look: Look) 
     assert trained == "漢字 👩‍🚀<|im_end|>é<|im_end|>"
     assert {piece.text for piece in example.pieces if piece.special} == {"<|im_start|>", "<|im_end|>"}
     assert (example.tokens, example.trained_tokens) == counted_slowly(row)
+
+
+def test_a_row_of_every_shape_is_an_example(look: Look) -> None:
+    tools = {"messages": chat("Time?", "Noon.")["messages"], "system": "Be brief."}
+    rows = [*CHATS[:1], *[chat("a", "b", "c")] * 2, tools, {"messages": chat("a", "<think>b</think>c")["messages"]}]
+    report = look(rows)
+    assert report.shapes == {"one round": 1, "several rounds": 2, "one round, system": 1, "one round, thinking": 1}
+    shown = [(e.shape, e.turns, e.place.rpartition(":")[2]) for e in report.examples]
+    assert shown[:2] == [("one round", 2, "1"), ("several rounds", 4, "2")]
+    assert len(shown) == 3 and shown[2] in (("one round, system", 3, "4"), ("one round, thinking", 2, "5"))
+    text = printed(report)
+    assert "conversations  1 one round; 2 several rounds" in text
+    assert "chat of 4 turns (several rounds)" in text and "chat of 4 turns (several rounds)" in page(report)
+
+
+def test_any_row_can_be_shown(folder: Path) -> None:
+    write_recipe(folder, [*CHATS, "no JSON", chat("Who?", "Me.")])
+    recipe = str(folder / "recipe.yaml")
+    for row in ("21", "rows.jsonl:22", f"{folder}/rows.jsonl:22"):
+        code, out, _ = invoke(recipe, "--row", row)
+        out = " ".join(out.split())
+        assert code == 0 and "rows.jsonl:22 chat of 2 turns" in out and "⟦Me.<|im_end|>⟧" in out, row
+        assert "duplicates" not in out, "only the row"
+    assert '"place"' in invoke(recipe, "--row", "2", "--json")[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("rows.jsonl:21", "not JSON"),
+        ("99", "There are only 21 rows"),
+        ("0", "'0' is not a row"),
+        ("rows.jsonl:x", "'rows.jsonl:x' is not a row"),
+        ("other.jsonl:1", "No row is from a file 'other.jsonl'"),
+    ],
+)
+def test_a_row_that_cannot_be_shown_is_an_error(folder: Path, row: str, message: str) -> None:
+    write_recipe(folder, [*CHATS, "no JSON", chat("Who?", "Me.")])
+    code, _, error = invoke(str(folder / "recipe.yaml"), "--row", row)
+    assert code == 2 and message in error and "do:" in error
+
+
+def test_a_data_file_needs_no_recipe(folder: Path) -> None:
+    (folder / "qa.csv").write_text("question,answer\nWho?,Me.\n")
+    code, out, _ = invoke(str(folder / "qa.csv"), "--model", str(folder / "model"))
+    out = " ".join(out.split())
+    assert code == 0 and "qa.csv:2 chat of 2 turns (one round)" in out and "ready to train" in out
+    code, _, error = invoke(str(write_recipe(folder, CHATS)), "--model", "smollm2")
+    assert code == 2 and "--model is for a data file" in error
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "mistral"])
@@ -331,7 +380,9 @@ def test_json_is_one_object_on_stdout(folder: Path) -> None:
     assert code == 0 and out.count("\n") == 1
     assert report["batch_size"] == 2 and report["verdict"]["ready"] is True
     expected = "rows bad_rows duplicate_rows trained_tokens masked_tokens padded_tokens packed_fill steps_per_epoch"
-    expected += " padding_fraction padding_warning formats files lengths lost splits example verdict"
+    expected += (
+        " padding_fraction padding_warning formats files lengths lost splits examples remarks notes shapes verdict"
+    )
     assert set(expected.split()) <= set(report)
     assert report["files"][0]["bytes"] == (folder / "rows.jsonl").stat().st_size
     assert "page.html" in err
@@ -454,8 +505,7 @@ def test_each_recipe_of_a_data_format_is_ready_to_train_on_its_sample(name: str)
     report = inspect(stage.recipe)
     assert report.verdict.ready
     assert (report.rows, report.bad_rows) == (12, 0)
-    assert report.example is not None
-    trained = "".join(piece.text for piece in report.example.pieces if piece.trained)
+    trained = "".join(piece.text for piece in report.examples[0].pieces if piece.trained)
     assert trained.endswith("<|im_end|>")  # SmolLM2's stop token is also its EOS
 
 

@@ -45,7 +45,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.files.digests import json_digest, text_digest
 
-FORMAT = 5  # of a store: increase it when the same data would be read, tokenized or stored differently
+FORMAT = 6  # of a store: increase it when the same data would be read, tokenized or stored differently
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
@@ -256,6 +256,7 @@ class _StoreBuilder:
     on_bad_row: str  # refuse: stop, and store nothing
     listener: Listener
     names: dict[tuple[int, str], int] = field(default_factory=dict)  # file and member -> index in the store
+    shapes: dict[str, int] = field(default_factory=lambda: {"": 0})  # of conversations -> index in the store
     notes: list[tuple[int, str]] = field(default_factory=list)  # the file's index, and what to say about it
     problems: list[tuple[Any, ...]] = field(default_factory=list)  # the file's index, then the fields of a Fault
     num_past_limit: int = 0
@@ -281,6 +282,7 @@ class _StoreBuilder:
                     "files": [self._file_facts(number, file) for number, file in enumerate(self.inputs.files)],
                     "formats": dict(found),
                     "names": list(self.names),
+                    "shapes": list(self.shapes),
                     "notes": self.notes[:KEPT_PROBLEMS],
                     "problems": self.problems,
                     "num_problems": self.reasons.total(),
@@ -349,7 +351,9 @@ class _StoreBuilder:
             name = self.names.setdefault((batch.file, row.member), len(self.names))
             kind, was_cut = KINDS.index(rendered.kind), document is not whole
             at = (row.line, row.nth)
-            facts.append((0, rendered.digest, *at, 0, 0, rendered.weight, name, source, kind, was_cut))
+            shape = self.shapes.setdefault(rendered.shape, len(self.shapes))
+            about = (kind, was_cut, shape, rendered.turns)
+            facts.append((0, rendered.digest, *at, 0, 0, rendered.weight, name, source, *about))
             documents.append(document)
         self.num_rows[batch.file][batch.format] += len(documents)
         return documents, np.array(facts, ROW)

@@ -211,6 +211,6 @@ def _outcome(answer: list[Any]) -> Outcome:
     if len(answer) == 3:
         return BadRow(*answer)
     text, supervised, planted, *others = answer
-    cuts, kind, digest, weight, remarks = others
+    cuts, kind, digest, weight, remarks, turns, shape = others
     spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
-    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks))
+    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks), turns, shape)

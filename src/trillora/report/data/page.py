@@ -13,6 +13,7 @@ from trillora.report.data.text import (
     bins_and_edge,
     say_bin,
     say_epoch,
+    say_example,
     say_lost,
     say_rows,
     say_verdict,
@@ -37,7 +38,7 @@ def page(report: DataReport) -> str:
             _tiles(report),
             card("Tokens in an epoch", _tokens(report)),
             card("Row lengths in tokens", _lengths(report)),
-            card("What is trained", _example(report)),
+            card("What is trained", _examples(report)),
             card("Remarks", _remarks(report)),
             card("What is wrong with the bad rows", _bad_rows(report)),
             card("Rows", _rows(report)),
@@ -102,13 +103,12 @@ def _lengths(report: DataReport) -> str:
     return f'<div class="bins">{"".join(lines)}</div><p>{middle} {text(say_lost(report))}</p>'
 
 
-def _example(report: DataReport) -> str:
-    example = report.example
-    if example is None:
-        return ""
-    amount = f"{example.kind}, {example.trained_tokens:,} of {example.tokens:,} tokens trained"
-    row = coloured(shortened(example.pieces))
-    return f'<div class="faint">{text(example.place)}: {amount}</div>{row}'
+def _examples(report: DataReport) -> str:
+    return "".join(
+        f'<div class="faint">{text(example.place)}: {text(say_example(example))}</div>'
+        f"{coloured(shortened(example.pieces))}"
+        for example in report.examples
+    )
 
 
 def _bad_rows(report: DataReport) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trillora.data.excerpt import Gap, Piece, shortened
-from trillora.data.summary import DataReport
+from trillora.data.summary import DataReport, ExampleFacts
 from trillora.errors import TrilloraError
 from trillora.report.data.text import (
     bad_rows_by_reason,
@@ -20,6 +20,7 @@ from trillora.report.data.text import (
     nearby_first,
     say_bin,
     say_epoch,
+    say_example,
     say_lost,
     say_rows,
     say_verdict,
@@ -40,7 +41,7 @@ def show(report: DataReport, console: Console) -> None:
     _show_bad_rows(report, console)
     _show_tokens(report, console)
     _show_lengths(report, console)
-    _show_example(report, console)
+    show_examples(report, console)
     _show_verdict(report, console)
 
 
@@ -152,16 +153,18 @@ def _draws(console: Console) -> bool:
     return console.encoding.lower().startswith("utf")
 
 
-def _show_example(report: DataReport, console: Console) -> None:
-    example = report.example
-    if example is None:
-        return
-    _title(console, "Example")
+def show_examples(report: DataReport, console: Console) -> None:
+    """The rows with what is trained of them."""
+    for number, example in enumerate(report.examples):
+        _title(console, "Example" if not number else "Another, of another kind")
+        _show_example(example, console)
+
+
+def _show_example(example: ExampleFacts, console: Console) -> None:
     has_colours = console.color_system is not None and not console.no_color
     legend = [("trained", TRAINED), ("context", MASKED), ("special token", SPECIAL)]
-    amount = f"{example.trained_tokens:,} of {example.tokens:,} tokens trained"
     key = [part for word, style in legend for part in ((word, style), " ")] if has_colours else ["⟦trained⟧"]
-    _print(console, Text.assemble(f"{nearby(example.place)}  {example.kind}, {amount}  ", *key))
+    _print(console, Text.assemble(f"{nearby(example.place)}  {say_example(example)}  ", *key))
     console.print()
     short = shortened(example.pieces)
     _print(console, coloured(short) if has_colours else bracketed(short))

@@ -6,7 +6,7 @@ import os
 
 from trillora.data.lengths import Bin, Lengths
 from trillora.data.prepare import DataProblem, reason_of
-from trillora.data.summary import DataReport, DataVerdict
+from trillora.data.summary import DataReport, DataVerdict, ExampleFacts
 from trillora.report.numbers import format_count
 from trillora.safe_text import visible
 
@@ -85,6 +85,7 @@ def say_rows(report: DataReport) -> list[tuple[str, str]]:
     facts = [
         ("rows", f"{report.rows:,}  ({_counts(report.kinds)})"),
         ("bad rows", f"{report.bad_rows:,}  ({fate})" if report.bad_rows else "none"),
+        *([("conversations", _counts(report.shapes, "; "))] if report.shapes else []),
         ("duplicates", f"{report.duplicate_rows:,}" if report.duplicate_rows else "none"),
     ]
     if report.shortened_rows:
@@ -131,5 +132,12 @@ def nearby_first(note: str) -> str:
     return f"{nearby(path)}{colon}{visible(rest)}"
 
 
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"
+def say_example(example: ExampleFacts) -> str:
+    """What the row is, and how much of it is trained."""
+    turns = f" of {format_count(example.turns, 'turn', 'turns')}" if example.turns else ""
+    shape = f" ({example.shape})" if example.shape else ""
+    return f"{example.kind}{turns}{shape}, {example.trained_tokens:,} of {example.tokens:,} tokens trained"
+
+
+def _counts(counts: dict[str, int], separator: str = ", ") -> str:
+    return separator.join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"

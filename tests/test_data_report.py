@@ -193,7 +193,7 @@ def test_remarks_and_notes_are_on_every_screen(folder: Path, look: Look) -> None
         assert "auto  (the answers of chats, the whole of texts)" in shown
 
 
-def test_nothing_is_called_lost_or_kept_beside_bad_rows(look: Look) -> None:
+def test_nothing_is_called_lost_or_kept_with_bad_rows(look: Look) -> None:
     assert "Nothing is lost" not in printed(look([CHATS[0], "no JSON"]))
     assert "every other row fits into 128 tokens" in printed(look([CHATS[0], "no JSON"]))
     assert "Nothing is lost: every row fits" in printed(look(CHATS))

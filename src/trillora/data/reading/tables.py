@@ -88,7 +88,7 @@ def _separator(header: str, usual: str) -> str:
 
 
 def csv_rows(stream: Stream, at: Cursor, usual: str, say: Callable[[str], None]) -> RowsOfFile:
-    """Each record after the header as an object of strings. `say` is told if `usual` does not separate the columns."""
+    """Each record after the header as an object of strings. `say` receives a note if `usual` does not separate them."""
     csv.field_size_limit(MAX_ROW_BYTES)  # process-wide; the default of 128 KiB is less than a long answer
     lines = _CsvLines(stream)
     text = iter(lines)

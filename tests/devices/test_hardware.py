@@ -116,17 +116,21 @@ def test_an_unknown_slice_names_the_nearest_and_all(name: str, guess: str) -> No
     assert raised.value.where == "--on"
 
 
-@pytest.mark.parametrize("name", ["t4", "L4", "a100", "h100", "H200"])
-def test_a_gpu_is_no_slice_and_the_message_says_how_to_ask_there(name: str) -> None:
-    with pytest.raises(TrilloraError, match=f"'{name}' is a GPU") as raised:
-        find_slice(name)
-    assert raised.value.where == "--on" and "trillora train RECIPE --out FOLDER train.steps=1" in raised.value.do
-
-
 def test_a_name_similar_to_none_gets_the_list_without_a_guess() -> None:
     with pytest.raises(TrilloraError) as raised:
         find_slice("")
     assert raised.value.do.startswith("Known: ")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["t4", "T4x2", "2xT4", "L4", "a100", "h100", "P100", "a100-80gb", "H200", "gh200", "l40s", "RTX 4090", "mi300x"],
+)
+def test_a_gpu_is_called_a_gpu(name: str) -> None:
+    with pytest.raises(TrilloraError, match="is a GPU") as raised:
+        find_slice(name)
+    assert raised.value.where == "--on" and "trillora train RECIPE --out RUN train.steps=5" in raised.value.do
+    assert "docs/gpu.md" in raised.value.do and "v5e" not in raised.value.do
 
 
 def test_larger_slices_are_of_the_same_chip_and_ascend() -> None:

@@ -47,7 +47,7 @@ from trillora.model.adapters import (
     read_adapter,
 )
 from trillora.model.lora import LoraSpec
-from trillora.recipe.merge_options import MergeOptions
+from trillora.recipe.group_section import MergeOptions
 from trillora.runs.files import ADAPTER, MERGE_FILE
 
 _LIBRARY = "transformers.models."  # PEFT imports what auto_mapping names

@@ -19,9 +19,8 @@ from trillora.evaluation.evaluate import evaluate
 from trillora.events import AdapterEnded, AdapterStep, Event, Note, Scored
 from trillora.generation.generator import Generator
 from trillora.recipe.load import load_recipe
-from trillora.step.group_plan import Segment, halvings, planned_widths, segments, selections
-from trillora.training.group.loop import Call, plan_calls
-from trillora.training.group.rates import best, score
+from trillora.step.group_plan import Segment, best, halvings, planned_widths, score, segments, selections
+from trillora.training.entries.stepper import Call, plan_calls
 from trillora.training.loop import Diverged
 from trillora.training.trainer import train
 
@@ -307,5 +306,5 @@ def test_calls_and_widths() -> None:
 def test_learning_rates_are_judged_by_their_latest_losses() -> None:
     assert [selection.keep for selection in selections(1000)][-1] == 1
     assert selections(3)[-1].step == 3
-    assert score([9.0, 9.0, 2.0, 4.0]) == 3.0 and score([]) == float("inf") == score([1.0, float("nan")])
+    assert score([9.0, 9.0, 2.0, 4.0]) == 3.0 and score([]) == float("inf") == score([1.0, None])
     assert best([3.0, 1.0, 2.0, 1.0], 2) == [1, 3] and best([1.0, 1.0], 1) == [1]

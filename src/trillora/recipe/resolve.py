@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from pydantic import PositiveInt
+
 from trillora.recipe import yaml
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.schema import (
@@ -36,8 +38,8 @@ from trillora.secrets import mask_message
 class DocumentRoom(NamedTuple):
     """Room for the documents of packed sequences: a sequence consists of blocks (see `engine.ragged`)."""
 
-    block: int  # tokens; no document is longer
-    most: int  # documents that can begin in a block
+    block: PositiveInt  # tokens; no document is longer
+    most: PositiveInt  # documents that can begin in a block
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,15 @@ class StepSettings:
     """How the training step of one stage runs."""
 
     backend: Backend
-    num_devices: int
+    num_devices: PositiveInt
     mesh: MeshSection
     dtype: Dtype
     layers: Layers
     attention: Attention
-    loss_chunk: int  # tokens
+    loss_chunk: PositiveInt  # tokens
     remat: Remat
-    micro_batch_size: int  # sequences, over all devices; of each adapter, if several are trained together
-    adapters_at_once: int = 1
+    micro_batch_size: PositiveInt  # sequences, over all devices; of each adapter, if several are trained together
+    adapters_at_once: PositiveInt = 1
     quantize: Quantize = "none"
     matmul: Matmul = "full"
     kernels: Kernels = "xla"
@@ -130,17 +132,13 @@ class ResolvedStage:
     template_date: str | None
     reasons: dict[str, str]
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ResolvedStage:
-        return cls(**{**values, "settings": StepSettings.from_dict(values["settings"])})
-
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
     """Every decision of a run."""
 
     stages: tuple[ResolvedStage, ...]
-    evaluate_every: int  # steps
+    evaluate_every: PositiveInt  # steps
 
     def stage(self, name: str) -> ResolvedStage | None:
         return next((stage for stage in self.stages if stage.name == name), None)
@@ -150,10 +148,6 @@ class ResolvedRecipe:
             "stages": [{**vars(stage), "settings": stage.settings.to_dict()} for stage in self.stages],
             "evaluate_every": self.evaluate_every,
         }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ResolvedRecipe:
-        return cls(tuple(map(ResolvedStage.from_dict, values["stages"])), values["evaluate_every"])
 
     def fill(self, recipe: Recipe) -> Recipe:
         """The recipe with the decisions in place of every `auto`. Options that the user fixed have the same value."""

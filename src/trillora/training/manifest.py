@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from trillora.data.stage import StageData
 from trillora.model.layout import stored_weights
 from trillora.model.loading.digest import settings_digests
 from trillora.model.loading.source import EMBEDDED, OpenModel
@@ -17,6 +16,7 @@ from trillora.recipe.resolve import ResolvedRecipe
 from trillora.recipe.schema import Recipe
 from trillora.secrets import mask_values
 from trillora.step.build import Assembly
+from trillora.training.entries.timeline import Entry
 from trillora.training.run_identity import fixed_options
 from trillora.version import __version__
 
@@ -33,14 +33,15 @@ def describe_devices(devices: Sequence[Any]) -> str:
 
 def of_run(
     recipe: Recipe,
-    stages: Sequence[StageData],
+    entries: Sequence[Entry],
     assembly: Assembly,
     identity: dict[str, str],
     opened: OpenModel,
 ) -> dict[str, Any]:
     """The content of `run.json`. `base_name` is what `from_pretrained` loads the base model from."""
     model, mesh = assembly.model, assembly.mesh
-    first_steps = [1 + sum(stage.num_steps for stage in stages[:number]) for number in range(len(stages))]
+    firsts = [1 + sum(entry.num_steps for entry in entries[:number]) for number in range(len(entries))]
+    stages = [(one, first) for entry, first in zip(entries, firsts, strict=True) for one in entry.members]
     return mask_values(
         {
             "format": 1,
@@ -65,10 +66,29 @@ def of_run(
                 "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             },
             "identity": identity,
-            "num_steps": sum(stage.num_steps for stage in stages),
-            "stages": [stage.facts(opened.tokenizer, first) for stage, first in zip(stages, first_steps, strict=True)],
+            "num_steps": sum(entry.num_steps for entry in entries),
+            "stages": [stage.facts(opened.tokenizer, first) for stage, first in stages],
+            **_group(entries[-1]),
         }
     )
+
+
+def _group(entry: Entry) -> dict[str, Any]:
+    """The adapters that are trained together, if there are several."""
+    if entry.is_single:
+        return {}
+    adapters = [
+        {
+            "name": one.name,
+            "learning_rate": one.recipe.train.rate,
+            "rank": one.recipe.lora.rank,
+            "alpha": one.recipe.lora.alpha,
+            "seed": one.recipe.train.seed,
+            "num_steps": one.num_steps,
+        }
+        for one in entry.members
+    ]
+    return {"group": {"kind": entry.kind, "adapters": adapters}}
 
 
 def of_checkpoint(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_run
 from dose import FULL, slow_case
-from safetensors.numpy import load_file
+from safetensors.numpy import load, load_file
 from tiny_run import checkpoints_of, metrics
 
 from trillora.errors import TrilloraError
@@ -181,6 +181,26 @@ def test_phases_resumed_from_any_checkpoint_end_the_same(
     last, expected = (checkpoints_of(where).read(10) for where in (out, whole[0]))
     assert last["state.safetensors"] == expected["state.safetensors"]
     assert last["adapters.safetensors"] == expected["adapters.safetensors"]
+
+
+def test_a_checkpoint_has_the_arrays_of_every_adapter_that_is_trained(whole: tuple[Path, list[Event]]) -> None:
+    """By the adapter's name. The first phase ends at step 6, and then only its weights are left."""
+    early, late = (checkpoints_of(whole[0]).read(step) for step in (4, 8))
+    names = [{name.partition("/")[0] for name in load(files["state.safetensors"])} for files in (early, late)]
+    assert names == [{"sums", "pairs"}, {"pairs"}]
+    kept = {name.partition("/")[0] for name in load(late["adapters.safetensors"])}
+    assert kept == {"sums", "pairs"}
+
+
+def test_a_run_of_other_phases_is_not_resumed(folder: Path, whole: tuple[Path, list[Event]], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out)
+    shutil.rmtree(out / "adapters")
+    (out / "group.json").unlink()
+    values = phases(folder)
+    values["phases"][0]["name"] = "others"
+    with pytest.raises(TrilloraError, match="is of other adapters: sums, pairs"):
+        train(load_recipe(values), out, accept_changes=True)
 
 
 def test_a_phase_that_diverges_stops_and_the_others_continue(

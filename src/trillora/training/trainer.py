@@ -39,7 +39,7 @@ from trillora.step.compile_guard import describe
 from trillora.step.decisions import memory_limit
 from trillora.training import manifest
 from trillora.training.entries.plan import Choices, Plans, plan_entries, resolve, widest_of
-from trillora.training.entries.programs import Ahead, Copy, Work, first_state, planned_programs
+from trillora.training.entries.programs import Ahead, Copy, Work, planned_programs, start_state
 from trillora.training.entries.timeline import Entry, timeline_of
 from trillora.training.loop import Diverged, Run, train_entries
 from trillora.training.results import Results
@@ -199,7 +199,7 @@ class _Training(RunProcess):
         """The state to begin with, on the devices, and what the adapters leave so far."""
         assembly, position = course.plan.assembly, course.position
         if saved is None:
-            return first_state(course.entries[0], assembly, base, self._start), {}
+            return start_state(course.entries[0], assembly, base, self._start), {}
         where, entry = self._checkpoints.where(saved[0]), course.entry
         before = [member.name for member in position.members]
         if before != entry.names and not (entry.is_single and len(before) == 1):

@@ -98,7 +98,7 @@ def _plan_together(entry: Entry, choices: Choices) -> Plans:
             return assemble_group(entry.members, settings, config, mesh)
 
         name, first = width_name(width), choices.fixed(entry.members[0].name)
-        fixed = {key: first[key] for key in ("layers", "quantize") if key in first}
+        fixed = {key: value for key, value in first.items() if key in ("layers", "quantize")}
         own = choices.fixed(name) if choices.is_same_hardware else {}
         kept: dict[str, Any] = {**fixed, **shared, **own, "adapters_at_once": width}
         num_steps, predictor = entry.members[0].num_steps, choices.predictor(name)

@@ -174,7 +174,7 @@ def read_base(folder: Path, assembly: Assembly, listener: Listener) -> Tree:
     return load_weights(folder, model.module, model.layout, assembly.base_shardings, listener)
 
 
-def first_state(entry: Entry, assembly: Assembly, base: Tree, start: Start | None) -> TrainState:
+def start_state(entry: Entry, assembly: Assembly, base: Tree, start: Start | None) -> TrainState:
     """The state before the first step. `start`: the adapter to begin with."""
     if isinstance(assembly, GroupAssembly):
         return place_group(assembly, entry.members, base, start)
@@ -184,14 +184,14 @@ def first_state(entry: Entry, assembly: Assembly, base: Tree, start: Start | Non
 def place_state(assembly: Assembly, seed: int, base: Tree, start: Start | None = None) -> TrainState:
     """The first state of one adapter, on the devices."""
 
-    def state(adapter: Tree) -> TrainState:
+    def first_state(adapter: Tree) -> TrainState:
         return initial_state(adapter, assembly.optimizer, seed)
 
     if start is not None:
         adapter = fit_adapter(start.arrays, assembly.model.adapter_layout, start.where)
     else:
         adapter = assembly.model.initial_adapter(base, seed)
-    return jax.jit(state, out_shardings=_shardings(assembly.state_shapes))(adapter)
+    return jax.jit(first_state, out_shardings=_shardings(assembly.state_shapes))(adapter)
 
 
 def place_group(

@@ -200,7 +200,7 @@ def train_trillora(args: argparse.Namespace, work: Work, folder: Path) -> Measur
     from trillora.preflight.predict import predictor_for
     from trillora.recipe.load import load_recipe
     from trillora.step.autotune import choose, step_bytes
-    from trillora.training.trainer import place_state
+    from trillora.training.entries.programs import place_state
 
     config = AutoConfig.from_pretrained(args.model)
     batches = [packed(documents, work.row) for documents in documents_of_steps(work, config.vocab_size)]

@@ -1,6 +1,6 @@
 """Which trained state the adapter of a finished run has: the best evaluation's, or the last step's.
 
-run.json  "adapter": {"step": 16, "evaluation_loss": 0.428, "why": ""}, and 32 steps in metrics.jsonl
+run.json  "adapter": {"step": 16, "evaluation_loss": 0.428}, and 32 steps in metrics.jsonl
 ->  "The adapter is from step 16, the best on validation data; the run continued to step 32."
 """
 
@@ -26,10 +26,8 @@ def adapter_in_words(run: RunRecord) -> str:
     if best is not None:
         is_best, last = step == best.best_step, best.last_step
         return _sentence(f"The adapter is {best.name} from step {step:,}", step, last, is_best)
-    source = run.manifest.adapter
-    if source.why:
-        return f"The adapter is from step {step:,}, not the best on validation data."
-    return _sentence(f"The adapter is from step {step:,}", step, run.last_step, source.evaluation_loss is not None)
+    is_best = run.manifest.adapter.evaluation_loss is not None
+    return _sentence(f"The adapter is from step {step:,}", step, run.last_step, is_best)
 
 
 def _sentence(start: str, step: int, last: int, is_best: bool) -> str:

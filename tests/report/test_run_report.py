@@ -49,7 +49,7 @@ def test_report_of_a_finished_run_is_complete_and_in_order(run: Path) -> None:
             "2 of 3 answers as expected, 0 before training.",
         ),
         *("evaluation loss", "perplexity", "token accuracy", "tokens trained on", "training time", "tokens per second"),
-        *("device memory, measured", "skipped steps"),
+        *("measured memory", "skipped steps"),
         *("Curves", "evaluation", "best", "romanian", "Learning rate", "Tokens per second"),
         *("Answers before and after", "AwsEc2Snapshot", "the base model", "Sure! Here", "step 300", "Expected"),
         *("Test set", "findings-test.jsonl, 200 rows", "valid JSON", "100", "severity", "47", "Data"),

@@ -157,8 +157,7 @@ def _figures(run: RunRecord) -> list[Tile]:
     if peaks := _known(step.peak_fraction for step in run.steps):
         tiles.append(Tile("of peak FLOP/s", format_percent(statistics.median(peaks))))
     if memory := _known(step.memory_gib for step in run.steps):
-        whose = "process" if words(run.manifest.environment.get("backend")) == "cpu" else "device"
-        tiles.append(Tile(f"{whose} memory, measured", format_number(max(memory)), unit="GiB"))
+        tiles.append(Tile("measured memory", format_number(max(memory)), unit="GiB"))
     skipped = max(sum(step.skipped for step in steps), len(run.skips))
     if run.steps:
         tiles.append(Tile("skipped steps", f"{skipped:,}", is_alarm=skipped > 0))

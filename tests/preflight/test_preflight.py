@@ -24,7 +24,7 @@ import trillora
 from trillora.cli import app
 from trillora.data.stage import read_stage
 from trillora.errors import TrilloraError
-from trillora.events import Event, Note, ignore_events
+from trillora.events import Chosen, Event, Note, ignore_events
 from trillora.model.loading.source import load_config
 from trillora.preflight import client, compiler_process
 from trillora.preflight.early_exit import CompileResult
@@ -348,6 +348,21 @@ def test_a_process_that_cannot_start_is_reported(question: Question, monkeypatch
     monkeypatch.setattr(client, "PROGRAM", "raise SystemExit(3)")
     with pytest.raises(client.CompilerCrashed, match=r"v5e-1 \(exit code 3\)\."):
         client.ask(question, ignore_events)
+
+
+def test_devices_of_the_slice_are_not_reported_as_found_here() -> None:
+    """The user has named the slice; "jax found TPU v5 lite" would be about a machine without one."""
+    heard: list[Event] = []
+    listen = compiler_process._without_devices(heard.append)
+    kept = [Chosen("engine.attention", "splash", "the kernel for bfloat16 on tpu"), Note("Checking v5e-8")]
+    for event in (
+        Chosen("hardware.backend", "tpu", "jax found TPU v5 lite"),
+        Chosen("hardware.devices", 8, "all devices"),
+    ):
+        listen(event)
+    for event in kept:
+        listen(event)
+    assert heard == kept
 
 
 # ---- mistakes

@@ -118,9 +118,10 @@ def _meant_columns(row: Row) -> dict[str, str]:
     own = {key.strip().lower(): key for key, value in row.items() if value is not None}
     for key, answers in _PLAIN_FORMATS.values():
         if key in own and (answer := next((name for name in answers if name in own), None)):
-            return {name: own[name] for name in (key, answer, "input", "system") if name in own}
-    if turns := next((name for name in TURN_KEYS if name in own), None):
-        return {"messages": own[turns]}
+            others = ("input", "system") if key == "instruction" else ("system",)
+            return {name: own[name] for name in (key, answer, *others) if name in own}
+    if turns := next((own[name] for name in TURN_KEYS if name in own), None):
+        return {"messages": turns}
     texts = [key for key, value in row.items() if isinstance(value, str)]
     return {"question": texts[0], "answer": texts[1]} if len(texts) == len(row) == 2 else {}
 

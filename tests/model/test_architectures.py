@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import tiny_models
 from architecture_checks import CHECKS, Subject
@@ -9,6 +12,9 @@ from dose import FULL, slow_case
 
 from trillora.errors import TrilloraError
 from trillora.model import bridge
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import architectures
 
 SUITE = tiny_models.buildable(tiny_models.SUITE)
 # The part of the suite that also runs with the oldest supported libraries.
@@ -65,3 +71,9 @@ def test_a_model_that_cannot_be_traced_names_operation_and_file(monkeypatch: pyt
     with pytest.raises(TrilloraError, match="cannot be traced: Concretization") as caught:
         CHECKS["unrolled"](Subject("dbrx"))
     assert "modeling_dbrx.py" in str(caught.value.where) and "docs/models.md" in caught.value.do
+
+
+def test_the_page_of_models_is_made_from_its_record() -> None:
+    written = architectures.PAGE.read_text(encoding="utf-8")
+    assert architectures.page(tiny_models) == written, "run tools/architectures.py --page-only"
+    assert written.count("\n| ") > 150

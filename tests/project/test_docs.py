@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import api_reference
-import architectures
 import command_reference
 import pytest
 import recipe_reference
@@ -154,14 +153,6 @@ def test_the_python_reference_has_every_public_name() -> None:
     assert part == part_of(api_reference.DOCUMENT, api_reference.PART), "run tools/api_reference.py"
     functions = {name for name in trillora.__all__ if callable(getattr(trillora, name)) and name[0].islower()}
     assert functions <= set(re.findall("^### (.*)", part, flags=re.M)) and len(functions) == 4
-
-
-def test_the_page_of_models_is_made_from_its_record() -> None:
-    import tiny_models
-
-    written = architectures.PAGE.read_text(encoding="utf-8")
-    assert architectures.page(tiny_models) == written, "run tools/architectures.py --page-only"
-    assert written.count("\n| ") > 150
 
 
 def test_the_page_of_terms_has_every_name_that_recipes_suggest_a_better_one_for() -> None:

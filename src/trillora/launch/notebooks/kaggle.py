@@ -131,7 +131,7 @@ def kernel_metadata(files: KaggleFiles, number: int) -> dict[str, Any]:
     }
 
 
-def dataset_metadata(files: KaggleFiles) -> dict[str, Any]:
+def dataset_metadata(files: KaggleFiles) -> dict[str, object]:
     """Private, and without a licence that would allow anything."""
     slug = files.dataset_id.partition("/")[2]
     return {"id": files.dataset_id, "title": slug.replace("-", " "), "licenses": [{"name": "other"}]}

@@ -207,7 +207,7 @@ class CausalLM:
             chunk = interop.torch_view(split_rows(hidden_BTD, self.mesh))
             return (chunk,) if kind is tuple else kind(last_hidden_state=chunk)
 
-        def return_zeros(ids: Any) -> Any:
+        def return_zeros(ids: torch.Tensor) -> torch.Tensor:
             """A multimodal model looks up the tokens itself. The head's part of the adapter has no rows for them."""
             width = self.module.get_input_embeddings().weight.shape[-1]
             return interop.torch_view(jnp.zeros((*ids.shape, width), hidden_BTD.dtype))
@@ -363,7 +363,7 @@ def find_decoder(module: torch.nn.Module, stack: LayerStack) -> torch.nn.Module 
     return None
 
 
-def build_module(config: PretrainedConfig, dtype: str, *, trust_remote_code: bool = False) -> Any:
+def build_module(config: PretrainedConfig, dtype: str, *, trust_remote_code: bool = False) -> torch.nn.Module:
     """transformers' module with parameters on the meta device and real buffers; of a multimodal one, the text model. It
     is in evaluation mode: the base is frozen, so its own dropout is off."""
     attention_functions.register()
@@ -460,7 +460,7 @@ def _replaced_forward(module: torch.nn.Module, forward: object) -> Iterator[None
         module.__dict__.pop("forward", None)
 
 
-def _dtype(tensor: torch.Tensor) -> np.dtype[Any]:
+def _dtype(tensor: torch.Tensor) -> np.dtype:
     return np.dtype(mappings.t2j_dtype(tensor.dtype))
 
 

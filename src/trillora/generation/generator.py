@@ -42,7 +42,7 @@ from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
 from trillora.model.adapters import TEMPLATE_FILE, fit_adapter, fitting, load_adapter
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import Arrays, moved
 from trillora.model.layout import Tree
@@ -588,14 +588,16 @@ def place_model(
         number = "float32" if dtype == "float32" else choose_dtype(devices, text, quantize)[0]
         return CausalLM(
             config,
-            dtype=number,
-            quantize=stored_format(quantize, platform, codes_for),
+            ModelOptions(
+                dtype=number,
+                quantize=stored_format(quantize, platform, codes_for),
+                scan=False,
+                remat="none",
+                attention=fastest_attention(devices[0], number, text),
+                mesh=mesh,
+                trust_remote_code=trust_remote_code,
+            ),
             lora=spec,
-            scan=False,
-            remat="none",
-            attention=fastest_attention(devices[0], number, text),
-            mesh=mesh,
-            trust_remote_code=trust_remote_code,
         )
 
     limit = None if platform == "cpu" else memory_limit(devices)

@@ -144,25 +144,7 @@ def assemble(
     `mapped`: the loss will be mapped over several adapters."""
     train, data = recipe.train, recipe.data
     spec = lora_spec(recipe.lora, num_new_tokens=len(recipe.tokens or ()))
-    model = CausalLM(
-        config,
-        ModelOptions(
-            dtype=settings.dtype,
-            quantize=stored_format(settings.quantize, settings.backend, settings.matmul),
-            matmul=settings.matmul,
-            scan=settings.layers == "scan",
-            remat=settings.remat,
-            attention=settings.attention,
-            document_room=settings.document_room,
-            kernels=settings.kernels,
-            products=products_on(mesh.devices.flat[0]),
-            interpret=settings.kernels == "fused" and settings.backend == "cpu",
-            mapped=mapped,
-            mesh=mesh,
-            trust_remote_code=recipe.model.trust_remote_code,
-        ),
-        lora=spec,
-    )
+    model = CausalLM(config, _model_options(recipe, settings, mesh, mapped=mapped), lora=spec)
     check_layers(recipe.lora, spec, model)
     check_kernels(model, mesh, settings.backend)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -196,6 +178,24 @@ def assemble(
             for name, dtype in BATCH_DTYPES.items()
         },
         micro_batch_size=settings.micro_batch_size,
+    )
+
+
+def _model_options(recipe: StageRecipe, settings: StepSettings, mesh: Mesh, *, mapped: bool) -> ModelOptions:
+    return ModelOptions(
+        dtype=settings.dtype,
+        quantize=stored_format(settings.quantize, settings.backend, settings.matmul),
+        matmul=settings.matmul,
+        scan=settings.layers == "scan",
+        remat=settings.remat,
+        attention=settings.attention,
+        document_room=settings.document_room,
+        kernels=settings.kernels,
+        products=products_on(mesh.devices.flat[0]),
+        interpret=settings.kernels == "fused" and settings.backend == "cpu",  # for tests and comparisons
+        mapped=mapped,
+        mesh=mesh,
+        trust_remote_code=recipe.model.trust_remote_code,
     )
 
 

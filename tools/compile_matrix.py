@@ -241,9 +241,10 @@ def compile_answers(config: Any, devices: list[Any], dtype: Any, quantize: Any, 
     import jax
 
     from trillora.generation import generator as generation
+    from trillora.generation.placement import place_model
     from trillora.step.build import shard_adapter, weight_shardings
 
-    model, mesh = generation.place_model(config, devices, lora, dtype, quantize, "full", trust_remote_code=False)
+    model, mesh = place_model(config, devices, lora, dtype, quantize, "full", trust_remote_code=False)
 
     def shapes(layout: Any, shardings: Any) -> Any:
         return {key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[key]) for key, x in layout.items()}

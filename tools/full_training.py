@@ -21,7 +21,7 @@ from trillora.devices.slices import find_slice
 from trillora.engine.loss import chunked_loss
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.step import Batch, Loss, TrainState, initial_state, make_train_step
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Tree
 from trillora.step.build import BATCH_DTYPES, loss_chunk_positions, weight_shardings
 from trillora.step.compiler_options import tpu_options
@@ -36,7 +36,7 @@ def lower_step(case: Published) -> tuple[Any, dict[str, str | bool], int]:
     mesh = make_mesh(list(topology.devices), MeshShape(fsdp=len(topology.devices)))
     kind, sizes = MODELS[case.model]
     config = getattr(transformers, kind)(**sizes)
-    model = CausalLM(config, dtype="bfloat16", remat=case.remat, attention=case.attention, mesh=mesh)
+    model = CausalLM(config, ModelOptions(dtype="bfloat16", remat=case.remat, attention=case.attention, mesh=mesh))
     optimizer = make_optimizer(case.optimizer, weight_decay=0.1)
     schedule = make_schedule("constant", 1e-4, warmup_steps=0, num_steps=1000)
     loss = full_loss(model, loss_chunk_positions(LOSS_CHUNK, case.rows, case.tokens))

@@ -18,7 +18,7 @@ from trillora.devices.slices import find_slice
 from trillora.events import ignore_events
 from trillora.preflight.client import ask, versions
 from trillora.preflight.inputs import KNOWN_MODELS, describe_model
-from trillora.preflight.question import Question
+from trillora.preflight.question import StepQuestion
 from trillora.preflight.result import Method, StageResult
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
@@ -49,7 +49,7 @@ CASES: tuple[tuple[str, str, int, int, int, str, bool], ...] = (
 )
 
 
-def question(case: tuple[str, str, int, int, int, str, bool], method: Method) -> Question:
+def question(case: tuple[str, str, int, int, int, str, bool], method: Method) -> StepQuestion:
     """The question preflight would ask. Every option is fixed, so the compiler and the estimate see the same step."""
     model, slice_name, batch_size, micro_batch_size, sequence_length, remat, split = case
     num_devices = find_slice(slice_name).num_devices
@@ -69,7 +69,7 @@ def question(case: tuple[str, str, int, int, int, str, bool], method: Method) ->
         }
     )
     folder, _ = describe_model(recipe)
-    return Question(slice_name, method, str(folder), stages_of(recipe)[0].recipe, num_steps=100)
+    return StepQuestion(slice_name, method, str(folder), stages_of(recipe)[0].recipe, num_steps=100)
 
 
 def measure(case: tuple[str, str, int, int, int, str, bool], method: Method) -> StageResult:

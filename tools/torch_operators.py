@@ -59,7 +59,7 @@ def operators_of(name: str) -> set[str]:
     import tiny_models
     from torchax.tensor import Environment
 
-    from trillora.model.bridge import CausalLM
+    from trillora.model.bridge import CausalLM, ModelOptions
     from trillora.model.lora_spec import LoraSpec
 
     found: set[str] = set()
@@ -70,7 +70,7 @@ def operators_of(name: str) -> set[str]:
         found.add(name_of(function))
         return operator
 
-    model = CausalLM(tiny_models.configuration(name), lora=LoraSpec(rank=2, alpha=2), scan=False)
+    model = CausalLM(tiny_models.configuration(name), ModelOptions(scan=False), lora=LoraSpec(rank=2, alpha=2))
     base, adapter = (
         {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in layout.items()}
         for layout in (model.layout, model.adapter_layout)

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from trillora.devices.chips import GPUS
 from trillora.engine.kernels.joined_linear import joined_linear, linear_and_low, lora_linear
 from trillora.engine.kernels.product_sum import IN_XLA, Products, Tiles, is_supported, product_sum
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.lora_spec import LoraSpec
 from trillora.preflight.estimate.traced import Value, read_program
 from trillora.preflight.hlo.simulate import simulate
@@ -187,7 +187,9 @@ def test_a_model_uses_the_kernel_and_an_estimate_counts_all_products() -> None:
     flops = []
     for products in (Products(1), IN_XLA):
         model = CausalLM(
-            config, dtype="bfloat16", lora=LoraSpec(rank=2), remat="none", kernels="fused", products=products
+            config,
+            ModelOptions(dtype="bfloat16", remat="none", kernels="fused", products=products),
+            lora=LoraSpec(rank=2),
         )
         base, adapter = (
             {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in layout.items()}

@@ -34,7 +34,7 @@ from trillora.data.stage import StageData, evaluation_batches, read_stage, short
 from trillora.engine.attention import MaskRule, ScoreScaling, attend
 from trillora.engine.ragged import documents_bucket, find_documents, ragged_function, why_masked
 from trillora.events import Chosen, Event, ignore_events
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.loading.source import load_tokenizer
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import DocumentRoom, StepSettings
@@ -288,12 +288,7 @@ def test_the_model_gives_every_layer_the_lengths(scan: bool) -> None:
 
     def calls(room: tuple[int, int] | None) -> list[tuple[str, int, dict[str, Any]]]:
         model = CausalLM(
-            config,
-            dtype="bfloat16",
-            scan=scan,
-            remat="linear",
-            attention="cudnn",
-            document_room=room,
+            config, ModelOptions(dtype="bfloat16", scan=scan, remat="linear", attention="cudnn", document_room=room)
         )
         base = {k: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for k, leaf in model.layout.items()}
         inputs = {name: jax.ShapeDtypeStruct((2, 16), jnp.int32) for name in ("tokens", "positions", "segments")}

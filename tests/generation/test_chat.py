@@ -29,7 +29,7 @@ from trillora.generation.chat import COMMANDS, GREETING, converse
 from trillora.generation.columns import NARROWEST, Column, column_width, side_by_side
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import stack
 from trillora.safe_text import visible
 
@@ -46,7 +46,7 @@ def generator() -> Generator:
     config = tiny_run.llama(num_layers=1)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     mesh = make_mesh(jax.devices()[:1], MeshShape())
-    model = CausalLM(config, lora=LORA, scan=False, remat="none", mesh=mesh)
+    model = CausalLM(config, ModelOptions(scan=False, remat="none", mesh=mesh), lora=LORA)
     flat = {name: to_jax(tensor) for name, tensor in (*reference.named_parameters(), *reference.named_buffers())}
     base = stack({name: flat[name] for leaf in model.layout.values() for name in leaf.names}, model.layout)
     rng = np.random.default_rng(1)

@@ -32,7 +32,7 @@ from trillora.generation import generator as generator_module
 from trillora.generation.chat import GREETING, converse
 from trillora.generation.generator import Generator, bucket_length
 from trillora.generation.prompts import Prompts
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.decode import Decoder
 from trillora.model.loading.source import find_model, load_config
 from trillora.model.loading.weights import load_weights
@@ -105,7 +105,7 @@ def test_greedy_tokens_equal_transformers_with_and_without_an_adapter(name: str)
 
 def test_stacked_weights_generate_the_same(llama: Generator) -> None:
     prompts = random_prompts()
-    scanned = CausalLM(tiny_models.configuration("llama", NUM_LAYERS), remat="none")
+    scanned = CausalLM(tiny_models.configuration("llama", NUM_LAYERS), ModelOptions(remat="none"))
     assert any(leaf.stacked for leaf in scanned.layout.values())
     base = weights_of(tiny_models.build("llama", num_layers=NUM_LAYERS), scanned)
     starts = jnp.array([17 - len(p) for p in prompts])
@@ -280,13 +280,13 @@ def test_prompts_that_do_not_fit_are_refused_with_the_limit(llama: Generator) ->
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "recurrent_gemma", "minimax", "rwkv", "bloom"])
 def test_a_model_with_an_unsupported_cache_is_refused(name: str) -> None:
     with pytest.raises(TrilloraError, match=r"cache|cannot generate"):
-        Decoder(CausalLM(tiny_models.configuration(name), remat="none"))
+        Decoder(CausalLM(tiny_models.configuration(name), ModelOptions(remat="none")))
 
 
 def test_several_devices_generate_the_same_as_one(run: Path, trained: Generator) -> None:
     folder = run.parent / "model"
     mesh = make_mesh(jax.devices()[:8], MeshShape(data=2, fsdp=2, tensor=2))
-    model = CausalLM(load_config(folder), scan=False, remat="none", mesh=mesh)
+    model = CausalLM(load_config(folder), ModelOptions(scan=False, remat="none", mesh=mesh))
     base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh))
     assert any(not array.sharding.is_fully_replicated for array in base.values())
     spread = Generator(model, base, {}, trained.prompts, mesh)

@@ -34,7 +34,7 @@ from trillora.errors import TrilloraError
 from trillora.export.merged import export_merged
 from trillora.export.source import open_source
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, fit_adapter, load_adapter
-from trillora.model.bridge import CausalLM, build_module
+from trillora.model.bridge import CausalLM, ModelOptions, build_module
 from trillora.model.layout import unstack
 from trillora.model.lora_spec import LoraSpec, adapted_layers, select_targets
 from trillora.model.parts.expert_parameters import by_expert, expert_parameters
@@ -272,7 +272,9 @@ def test_experts_on_a_mesh_give_the_gradients_of_one_device(
     monkeypatch.setattr(engine_experts, "ROW_BLOCK", 1)
     monkeypatch.setattr(engine_experts, "FIRST", first)
     mesh = make_mesh(jax.devices()[: shape.size], shape)
-    spread = CausalLM(tiny_models.configuration(name, LAYERS.get(name)), lora=SPEC, mesh=mesh, remat="linear")
+    spread = CausalLM(
+        tiny_models.configuration(name, LAYERS.get(name)), ModelOptions(mesh=mesh, remat="linear"), lora=SPEC
+    )
     logits, own = logits_and_gradients(spread, base, adapter, TOKENS)
     assert distance(logits, np.asarray(expected)) <= LOGITS
     assert gradient_distance(own, {key: np.asarray(array) for key, array in gradients.items()}) <= GRADIENTS

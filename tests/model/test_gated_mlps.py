@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from trillora.errors import TrilloraError
 from trillora.events import ignore_events
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import split_layers, unstack
 from trillora.model.lora import add_lora
 from trillora.model.lora_spec import LoraSpec
@@ -161,7 +161,7 @@ def test_only_plain_lora_on_all_three_layers_uses_the_kernels() -> None:
     for lora in (*others, {"targets": ("w1", "w2")}):
         assert not find_gated_mlps(gated(**lora)), lora
     config = subject_of("llama").config
-    quantized = CausalLM(config, lora=LoraSpec(rank=4), quantize="int8", kernels="fused")
+    quantized = CausalLM(config, ModelOptions(quantize="int8", kernels="fused"), lora=LoraSpec(rank=4))
     assert not quantized.gated_mlps and not CausalLM(config, lora=LoraSpec(rank=4)).gated_mlps
 
 

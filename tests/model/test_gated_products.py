@@ -13,7 +13,7 @@ from norm_models import SIZES, random_tree
 from torchax import interop
 from transformers import AutoConfig
 
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import unstack
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides import gated_products
@@ -112,7 +112,7 @@ def test_other_products_are_left_alone(function: Any, used: list[Any]) -> None:
 def loss_and_gradients(attention: Any) -> dict[str, Any]:
     """Of a tiny Llama with two layers."""
     config = AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": 2}, num_key_value_heads=2, pad_token_id=0)
-    model = CausalLM(config, lora=LoraSpec(rank=2), attention=attention, interpret=True)
+    model = CausalLM(config, ModelOptions(attention=attention, interpret=True), lora=LoraSpec(rank=2))
     layouts = (model.layout, model.adapter_layout)
     base, adapter = (jax.tree.map(lambda array: 0.2 * array, random_tree(layout)) for layout in layouts)
     batch = {"tokens": jnp.arange(8, dtype=jnp.int32).reshape(2, 4)}

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from trillora.engine.hash_random import MaskKey
 from trillora.errors import TrilloraError
 from trillora.model import lora
-from trillora.model.bridge import CausalLM, build_module
+from trillora.model.bridge import CausalLM, ModelOptions, build_module
 from trillora.model.layout import Tree, stack, unstack
 from trillora.model.lora import add_lora, chosen_layers, initial_adapter, linear_layers
 from trillora.model.lora_spec import LoraSpec, select_targets
@@ -127,7 +127,7 @@ def test_only_the_adapter_is_trainable() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_matrices_have_the_shapes_of_peft(name: str) -> None:
-    model = CausalLM(tiny_models.build(name).config, lora=LoraSpec(rank=3), scan=False)
+    model = CausalLM(tiny_models.build(name).config, ModelOptions(scan=False), lora=LoraSpec(rank=3))
     for target in model.targets:
         layer = model.module.get_submodule(target)
         num_in, num_out = layer.weight.shape if isinstance(layer, Conv1D) else layer.weight.shape[::-1]
@@ -142,7 +142,7 @@ def test_the_scale_is_alpha_over_rank_or_its_square_root() -> None:
 
 
 def start(seed: int, *, scan: bool) -> Tree:
-    model = CausalLM(tiny_models.build("llama").config, lora=LoraSpec(rank=4), scan=scan)
+    model = CausalLM(tiny_models.build("llama").config, ModelOptions(scan=scan), lora=LoraSpec(rank=4))
     return unstack(initial_adapter(model.adapter_layout, seed), model.adapter_layout)
 
 
@@ -179,7 +179,9 @@ class Tiny:
 
     def __init__(self, *, scan: bool, dropout: float) -> None:
         reference = tiny_models.build("llama", num_layers=2)
-        self.model = CausalLM(reference.config, lora=LoraSpec(rank=4, alpha=8, dropout=dropout), scan=scan)
+        self.model = CausalLM(
+            reference.config, ModelOptions(scan=scan), lora=LoraSpec(rank=4, alpha=8, dropout=dropout)
+        )
         flat = {name: to_jax(t) for name, t in (*reference.named_parameters(), *reference.named_buffers())}
         self.base = stack({n: flat[n] for leaf in self.model.layout.values() for n in leaf.names}, self.model.layout)
         names = sorted(name for leaf in self.model.adapter_layout.values() for name in leaf.names)

@@ -37,7 +37,7 @@ from trillora.engine.optim import make_optimizer
 from trillora.errors import TrilloraError
 from trillora.events import Alarm
 from trillora.model.adapters import CONFIG_FILE, check_changes_something, fit_adapter, load_adapter
-from trillora.model.bridge import CausalLM, build_module
+from trillora.model.bridge import CausalLM, ModelOptions, build_module
 from trillora.model.layout import stack, unstack
 from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights
@@ -155,7 +155,7 @@ def test_we_load_an_adapter_of_peft_and_both_compute_the_same(variant: str, tmp_
 def test_scanned_layers_compute_the_same_as_unrolled_ones(variant: str) -> None:
     name, spec = VARIANTS[variant]
     config = tiny_models.build(name).config
-    scanned, unrolled = ours(name, spec), CausalLM(config, lora=spec, scan=False, remat="none")
+    scanned, unrolled = ours(name, spec), CausalLM(config, ModelOptions(scan=False, remat="none"), lora=spec)
     # Layers of one segment have the same ranks: 0, 1, 2 and 3 all differ with the patterns.
     assert len(scanned.stack.segments) == (4 if variant == "patterns" else 1)
     adapter = random_adapter(scanned)
@@ -227,7 +227,7 @@ def recipe_of(folder: Path, lora: dict[str, Any], **train: Any) -> dict[str, Any
 def initial(folder: Path, settings: dict[str, Any]) -> dict[str, np.ndarray]:
     """Our adapter before the first step, by parameter name."""
     recipe = load_recipe(settings)
-    model = CausalLM(load_config(folder / "model"), lora=lora_spec(recipe.lora), scan=False)
+    model = CausalLM(load_config(folder / "model"), ModelOptions(scan=False), lora=lora_spec(recipe.lora))
     mesh = make_mesh(jax.devices()[:1], MeshShape())
     base = load_weights(folder / "model", model.module, model.layout, weight_shardings(model, mesh))
     return unstack(model.initial_adapter(base, recipe.train.seed), model.adapter_layout)

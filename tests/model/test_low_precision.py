@@ -33,7 +33,7 @@ from trillora.devices.slices import find_slice
 from trillora.engine.quantize import Format, Parts, dequantize, quantize, round_rows, rounded_linear, to_fp8
 from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import stack, unstack
 from trillora.model.lora_spec import LoraSpec
 from trillora.preflight.compiler_process import StepSearch, by_estimate
@@ -264,7 +264,7 @@ def test_only_linear_layers_of_the_base_round() -> None:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=128
     )
-    model = CausalLM(config, quantize="int8", matmul="int8", lora=LoraSpec(rank=4), remat="none")
+    model = CausalLM(config, ModelOptions(quantize="int8", matmul="int8", remat="none"), lora=LoraSpec(rank=4))
     shapes = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in model.layout.items()}
     adapter = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in model.adapter_layout.items()}
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)

@@ -44,7 +44,7 @@ from trillora.errors import TrilloraError
 from trillora.evaluation.evaluate import evaluate
 from trillora.events import Chosen, Note
 from trillora.generation.generator import Generator
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Tree, stack, stored_weights, unstack
 from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights, random_weights
@@ -129,7 +129,7 @@ def test_zeros_stay_zeros() -> None:
 def test_bits_per_weight_of_a_large_model(format: Format, bits: float) -> None:
     """One scale of 32 bits per channel of at least 4096 inputs; nf4 as in the QLoRA paper."""
     config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_key_value_heads=8)
-    layout = CausalLM(config, quantize=format).layout
+    layout = CausalLM(config, ModelOptions(quantize=format)).layout
     num_bytes = sum(leaf.num_bytes for leaf in layout.values() if leaf.quantized)
     weights = {leaf.quantized.key: leaf.quantized.weight for leaf in layout.values() if leaf.quantized}
     assert len(weights) == 7
@@ -212,7 +212,7 @@ def test_logits_and_gradients_equal_pytorch_with_the_dequantized_weights(
 
 
 def test_only_linear_layers_of_the_decoder_are_quantized() -> None:
-    model = CausalLM(tiny_models.configuration("mixtral"), quantize="int8", scan=False)
+    model = CausalLM(tiny_models.configuration("mixtral"), ModelOptions(quantize="int8", scan=False))
     quantized = {leaf.quantized.key for leaf in model.layout.values() if leaf.quantized}
     layers = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(4) for name in "qkvo"]
     assert quantized == set(layers)
@@ -224,7 +224,7 @@ def test_a_batch_of_adapters_on_one_base_equals_each_alone() -> None:
     config = tiny_models.configuration("llama")
     config.num_hidden_layers = 1
     mesh = make_mesh(jax.devices()[:1], MeshShape())
-    model = CausalLM(config, lora=LORA, quantize="int8", mesh=mesh)
+    model = CausalLM(config, ModelOptions(quantize="int8", mesh=mesh), lora=LORA)
     base = random_weights(model.module, model.layout, weight_shardings(model, mesh), seed=0)
     random = np.random.default_rng(0)
     tokens = {"tokens": jnp.asarray(random.integers(3, 256, (2, 12)), jnp.int32)}
@@ -246,7 +246,7 @@ def test_a_batch_of_adapters_on_one_base_equals_each_alone() -> None:
 def test_frozen_weight_is_the_dequantized_one() -> None:
     """For adapters that need it, such as DoRA's norm."""
     for name, module_name in (("llama", "model.layers.0.self_attn.q_proj"), ("gpt2", "transformer.h.0.attn.c_attn")):
-        model = CausalLM(tiny_models.configuration(name), quantize="int8", scan=False, remat="none")
+        model = CausalLM(tiny_models.configuration(name), ModelOptions(quantize="int8", scan=False, remat="none"))
         module = model.module.get_submodule(module_name)
         reference, flat = with_dequantized_weights(name, model)
         seen: list[np.ndarray] = []
@@ -264,7 +264,7 @@ def test_frozen_weight_is_the_dequantized_one() -> None:
 
 @pytest.mark.parametrize("name", [slow_case("llama"), "gpt2"])
 def test_dora_starts_from_the_norms_of_the_dequantized_weights(name: str) -> None:
-    model = CausalLM(tiny_models.configuration(name), lora=LoraSpec(rank=2, dora=True), quantize="nf4")
+    model = CausalLM(tiny_models.configuration(name), ModelOptions(quantize="nf4"), lora=LoraSpec(rank=2, dora=True))
     reference, flat = with_dequantized_weights(name, model)
     started = unstack(model.initial_adapter(tree_of(model, flat), seed=0), model.adapter_layout)
     magnitudes = {key: value for key, value in started.items() if key.endswith(".lora_magnitude")}
@@ -287,7 +287,7 @@ def test_a_model_without_linear_layers_is_refused() -> None:
     config = tiny_models.configuration("llama")
     config.num_hidden_layers = 0
     with pytest.raises(TrilloraError, match="no linear layers") as error:
-        CausalLM(config, quantize="int8")
+        CausalLM(config, ModelOptions(quantize="int8"))
     assert error.value.where == "model.quantize"
 
 
@@ -312,7 +312,7 @@ def test_loading_keeps_the_codes_and_at_most_one_whole_weight(stacked: Path, for
     from safetensors.torch import load_file
 
     mesh = make_mesh(jax.devices(), MeshShape(fsdp=2, tensor=4))
-    model = CausalLM(load_config(stacked / "model"), quantize=format, mesh=mesh)
+    model = CausalLM(load_config(stacked / "model"), ModelOptions(quantize=format, mesh=mesh))
     shardings = weight_shardings(model, mesh)
     before = {id(a) for a in jax.live_arrays()}
     most = 0
@@ -351,7 +351,7 @@ def test_blocks_are_not_split_over_devices() -> None:
     config.intermediate_size = 1024 + BLOCK // 2 * 3
     mesh = make_mesh(jax.devices()[:4], MeshShape(tensor=4))
     for format, expected in (("nf4", None), ("int8", "tensor")):
-        model = CausalLM(config, quantize=format, mesh=mesh)
+        model = CausalLM(config, ModelOptions(quantize=format, mesh=mesh))
         down = next(k for k in model.layout if "down_proj" in k and k.endswith("_q"))
         spec = (*weight_shardings(model, mesh)[down].spec, None, None, None)
         assert spec[2] == expected
@@ -359,7 +359,7 @@ def test_blocks_are_not_split_over_devices() -> None:
 
 def test_random_weights_are_quantized_too(stacked: Path) -> None:
     mesh = make_mesh(jax.devices()[:1], MeshShape())
-    model = CausalLM(load_config(stacked / "model"), quantize="int8", mesh=mesh)
+    model = CausalLM(load_config(stacked / "model"), ModelOptions(quantize="int8", mesh=mesh))
     base = random_weights(model.module, model.layout, weight_shardings(model, mesh), seed=0)
     assert {k: (a.shape, a.dtype) for k, a in base.items()} == {k: (a.shape, a.dtype) for k, a in model.layout.items()}
     codes = np.asarray(next(a for k, a in base.items() if k.endswith("q_proj.weight_q")))
@@ -493,7 +493,7 @@ def test_auto_takes_the_first_format_that_fits(
 ) -> None:
     """The devices have `room` times the memory of the base in the expected format; training takes 1.25 times."""
     config = load_config(folder / "model")
-    layout = CausalLM(config, quantize=None if expected == "none" else expected).layout
+    layout = CausalLM(config, ModelOptions(quantize=None if expected == "none" else expected)).layout
     limit = room * sum(leaf.num_bytes for leaf in layout.values())
     compiled: list[str] = []
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import unstack
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides.rms_norms import find_rms_norms
@@ -86,7 +86,7 @@ def test_a_layer_may_normalise_what_all_layers_are_given(scan: bool, monkeypatch
     config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=1, pad_token_id=0)
     batch, found = {"tokens": jnp.ones((1, 4), jnp.int32)}, []
     for kernels in ("xla", "fused"):
-        model = CausalLM(config, lora=LoraSpec(rank=2), scan=scan, kernels=kernels, interpret=True)
+        model = CausalLM(config, ModelOptions(scan=scan, kernels=kernels, interpret=True), lora=LoraSpec(rank=2))
         base, adapter = (random_tree(layout) for layout in (model.layout, model.adapter_layout))
         loss = jax.value_and_grad(lambda adapter, base, model=model: model.hidden(base, adapter, batch).sum())
         value, gradients = jax.jit(loss)(adapter, base)

@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 
 from trillora.engine.kernels.joined_linear import lora_linear
 from trillora.model import lora
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import stack, unstack
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides.torchax_fixes import environment
@@ -265,7 +265,7 @@ def test_layers_that_use_the_window_in_their_own_code_do_not_share_a_body() -> N
 @pytest.mark.skipif("zaya" not in CONFIG_MAPPING, reason="transformers does not have the model yet")
 def test_linked_layers_share_products_in_every_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers with the same input are computed together; the first trace of the model finds out which."""
-    model = CausalLM(configuration("zaya"), lora=LoraSpec(rank=2), kernels="fused", interpret=True)
+    model = CausalLM(configuration("zaya"), ModelOptions(kernels="fused", interpret=True), lora=LoraSpec(rank=2))
     base, adapter = (
         {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in layout.items()}
         for layout in (model.layout, model.adapter_layout)

@@ -48,7 +48,7 @@ from transformers import (
 from trillora.engine.quantize import dequantize
 from trillora.errors import TrilloraError
 from trillora.events import Note
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import unstack
 from trillora.model.loading.source import find_model, load_config
 from trillora.model.loading.stored import packed as packed_module
@@ -400,7 +400,7 @@ def test_the_quantized_base_keeps_codes_of_its_own_format(format: Any, tmp_path:
     quantize, about = KEPT[format]
     config = small(intermediate_size=128)  # blocks of 64 that do not cross rows
     write(tmp_path, config, quantize, about)
-    model = CausalLM(load_config(tmp_path), dtype="bfloat16", quantize=format)
+    model = CausalLM(load_config(tmp_path), ModelOptions(dtype="bfloat16", quantize=format))
     notes: list[Any] = []
     base = load_weights(tmp_path, model.module, model.layout, whole(model.layout), notes.append)
     exact, _ = load(tmp_path, config, "float32")
@@ -419,7 +419,7 @@ def test_the_quantized_base_keeps_codes_of_its_own_format(format: Any, tmp_path:
 
 def test_another_format_is_quantized_again_and_that_is_said(tmp_path: Path) -> None:
     write(tmp_path, small(), float8(32, 32), FP8)
-    model = CausalLM(load_config(tmp_path), dtype="bfloat16", quantize="int8")
+    model = CausalLM(load_config(tmp_path), ModelOptions(dtype="bfloat16", quantize="int8"))
     notes: list[Any] = []
     load_weights(tmp_path, model.module, model.layout, whole(model.layout), notes.append)
     said = [note.text for note in notes if isinstance(note, Note)]
@@ -429,7 +429,7 @@ def test_another_format_is_quantized_again_and_that_is_said(tmp_path: Path) -> N
 def test_the_step_does_not_see_how_a_checkpoint_is_stored(tmp_path: Path) -> None:
     """Memory and time of preflight come from this layout."""
     write(tmp_path, gpt_oss(), mxfp4, {"quant_method": "mxfp4"}, "experts.")
-    ours, plain = (CausalLM(config, dtype="bfloat16") for config in (load_config(tmp_path), gpt_oss()))
+    ours, plain = (CausalLM(config, ModelOptions(dtype="bfloat16")) for config in (load_config(tmp_path), gpt_oss()))
     assert ours.layout == plain.layout and read_method(tmp_path) is not None
 
 

@@ -14,7 +14,7 @@ from norm_models import SIZES, random_tree
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import unstack
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides import sums
@@ -25,7 +25,7 @@ def loss_and_gradients(kernels: Any, *, scan: bool = False) -> dict[str, Any]:
     """Of one layer, or of two that are scanned."""
     sizes = {**SIZES, "num_hidden_layers": 2 if scan else 1}
     config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=2, pad_token_id=0)
-    model = CausalLM(config, lora=LoraSpec(rank=2), scan=scan, kernels=kernels, interpret=True)
+    model = CausalLM(config, ModelOptions(scan=scan, kernels=kernels, interpret=True), lora=LoraSpec(rank=2))
     layouts = (model.layout, model.adapter_layout)
     base, adapter = (jax.tree.map(lambda array: 0.2 * array, random_tree(layout)) for layout in layouts)
     batch = {"tokens": jnp.arange(8, dtype=jnp.int32).reshape(2, 4)}

@@ -30,7 +30,7 @@ from trillora.errors import TrilloraError
 from trillora.export.merged import export_merged
 from trillora.export.source import open_source
 from trillora.model.adapters import adapter_files, fit_adapter, load_adapter
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.limits import check_rows
 from trillora.model.loading import weights
 from trillora.model.loading.source import OpenModel, load_config
@@ -71,7 +71,7 @@ def test_a_wrapper_on_text_equals_pytorch(name: str) -> None:
 def our_logits(folder: Path, adapter: Path) -> np.ndarray:
     """By Trillora, from the files of the model and of the adapter."""
     spec, matrices = load_adapter(adapter)
-    model = CausalLM(load_config(folder), lora=spec, scan=False, remat="none")
+    model = CausalLM(load_config(folder), ModelOptions(scan=False, remat="none"), lora=spec)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     base = load_weights(folder, model.module, model.layout, dict.fromkeys(model.layout, device))
     arrays = fit_adapter(matrices, model.adapter_layout, "here")
@@ -88,7 +88,7 @@ def test_peft_loads_the_adapter_on_the_wrapper_and_computes_the_same(
     wrapper = tiny_models.build(name, num_layers=2)
     wrapper.save_pretrained(tmp_path / "model")
     spec = LoraSpec(rank=4, alpha=8)
-    model = CausalLM(load_config(tmp_path / "model"), lora=spec, scan=False, remat="none")
+    model = CausalLM(load_config(tmp_path / "model"), ModelOptions(scan=False, remat="none"), lora=spec)
     assert removed_modules(model.module)
     inside = model.module.get_decoder().modules()
     assert {id(model.module.get_submodule(target)) for target in model.targets} < {id(child) for child in inside}

@@ -32,7 +32,7 @@ from trillora.preflight.estimate.estimate import Estimate
 from trillora.preflight.hlo.memory import StepShapes, describe, largest, logits_bytes, out_of_memory, read_report
 from trillora.preflight.hlo.simulate import SimulatedStep
 from trillora.preflight.inputs import KNOWN_MODELS, describe_model, fingerprint, read_inputs
-from trillora.preflight.question import Question
+from trillora.preflight.question import StepQuestion
 from trillora.preflight.result import LargeBuffer, StageResult, Trial
 from trillora.preflight.verdict import ladder, preflight, relax
 from trillora.recipe.load import load_recipe
@@ -297,20 +297,20 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def question() -> Question:
+def question() -> StepQuestion:
     recipe = load_recipe({"model": "llama", "data": "chats.jsonl", "train": {"steps": 10}})
-    return Question("v5e-1", "estimate", "llama", stages_of(recipe)[0].recipe, num_steps=10)
+    return StepQuestion("v5e-1", "estimate", "llama", stages_of(recipe)[0].recipe, num_steps=10)
 
 
-def test_a_question_survives_being_sent(question: Question) -> None:
+def test_a_question_survives_being_sent(question: StepQuestion) -> None:
     settings = StepSettings("tpu", 1, MeshSection(), "bfloat16", "scan", "splash", 4096, "full", 8)
     member = Stage("first", question.stage)
     for sent in (question, dataclasses.replace(question, kept=settings, members=(member, member), width=2)):
-        assert Question.from_dict(json.loads(json.dumps(sent.to_dict()))) == sent
+        assert StepQuestion.from_dict(json.loads(json.dumps(sent.to_dict()))) == sent
 
 
 def test_nothing_the_compiler_process_prints_reaches_the_terminal(
-    question: Question, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    question: StepQuestion, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(client, "PROGRAM", f"then = {json.loads(json.dumps(RESULT.to_dict()))!r}\n{NOISY_CHILD}")
     events: list[Event] = []
@@ -324,7 +324,7 @@ def test_nothing_the_compiler_process_prints_reaches_the_terminal(
     [("raise", "(exit code 1): RuntimeError: INVALID_ARGUMENT: Mosaic failed"), ("abort", "(killed by SIGABRT).")],
 )
 def test_a_crash_is_one_line_and_keeps_the_output_in_a_file(
-    question: Question,
+    question: StepQuestion,
     monkeypatch: pytest.MonkeyPatch,
     cache: Path,
     capfd: pytest.CaptureFixture[str],
@@ -344,7 +344,7 @@ def test_a_crash_is_one_line_and_keeps_the_output_in_a_file(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_process_that_cannot_start_is_reported(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_is_reported(question: StepQuestion, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PROGRAM", "raise SystemExit(3)")
     with pytest.raises(client.CompilerCrashed, match=r"v5e-1 \(exit code 3\)\."):
         client.ask(question, ignore_events)

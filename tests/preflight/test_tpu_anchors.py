@@ -16,7 +16,7 @@ from tpu_published_rates import MODELS, PUBLISHED
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.devices.slices import find_slice
 from trillora.engine.loss import token_losses
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 
 ROUNDING = 1e-5  # relative, float32: chunks are summed in another order than whole logits
 
@@ -69,7 +69,7 @@ def test_full_training_differentiates_every_weight() -> None:
         vocab_size=64,
         sliding_window=8,
     )
-    model = CausalLM(config, dtype="float32", remat="full")
+    model = CausalLM(config, ModelOptions(dtype="float32", remat="full"))
     shapes, _ = full_training.weight_shapes(model, make_mesh(jax.devices()[:1], MeshShape()), jnp.float32)
     rng = np.random.default_rng(0)
     weights = {key: jnp.asarray(rng.normal(0, 0.1, leaf.shape), jnp.float32) for key, leaf in shapes.items()}

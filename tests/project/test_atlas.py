@@ -30,7 +30,7 @@ from html_pages import HOSTILE, Page
 from trillora.devices.slices import find_slice
 from trillora.errors import TrilloraError
 from trillora.preflight.client import has_compiler_builds
-from trillora.preflight.question import Question
+from trillora.preflight.question import StepQuestion
 from trillora.preflight.result import StageResult, StepTimes
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import MeshSection
@@ -48,7 +48,7 @@ class StandIn:
     factors: tuple[tuple[str, float], ...] = (("none", 8.0), ("linear", 3.0), ("wide", 2.0), ("full", 1.0))
     asked: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
 
-    def __call__(self, question: Question, limits: Limits) -> StageResult:
+    def __call__(self, question: StepQuestion, limits: Limits) -> StageResult:
         stage, place = question.stage, find_slice(question.slice)
         train, limit = stage.train, limit_of(place.name)
         self.asked.append((stage.model.name, place.name, train.sequence_length))
@@ -121,7 +121,7 @@ def test_a_stopped_sweep_resumes_where_it_was(tmp_path: Path) -> None:
         parts.append(part)
         running = sweep(tmp_path / "parts.jsonl", cells, part)
 
-        def answer(question: Question, limits: Limits, part: StandIn = part, running: Sweep = running) -> Any:
+        def answer(question: StepQuestion, limits: Limits, part: StandIn = part, running: Sweep = running) -> Any:
             if len(part.asked) >= 10:
                 running._end = 0.0
             return part(question, limits)
@@ -150,7 +150,7 @@ def test_the_most_useful_cells_come_first_and_time_ends_a_sweep(tmp_path: Path) 
     assert sweep(tmp_path / "a.jsonl", cells, compiler, minutes=0.0).run(2) == 0
 
 
-def _ended(running: Sweep, compiler: StandIn, question: Question, limits: Limits) -> StageResult:
+def _ended(running: Sweep, compiler: StandIn, question: StepQuestion, limits: Limits) -> StageResult:
     result = compiler(question, limits)
     if len(compiler.asked) == 5:
         running._end = 0.0
@@ -161,7 +161,7 @@ def test_a_failing_compiler_is_an_answer_and_the_other_cells_continue(tmp_path: 
     file, cells = tmp_path / "a.jsonl", selected(["google/*:v6e-1"])
     compiler = StandIn()
 
-    def answer(question: Question, limits: Limits) -> StageResult:
+    def answer(question: StepQuestion, limits: Limits) -> StageResult:
         if question.stage.model.name == "google/gemma-2-9b":
             raise TrilloraError("The compiler process ended without an answer.", do="try again")
         if question.stage.model.name == "google/gemma-2-2b":

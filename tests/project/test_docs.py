@@ -41,8 +41,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scripts_that_the_documents_name_exist() -> None:
-    """`peers.py` may be anywhere in the repository; a name with a folder must be at that place. `COMMIT:NAME` is of
-    that commit."""
+    """`peers.py` may be anywhere in the repository; a name with a folder must be at that place. A name after a commit,
+    as `git show` reads it, is of a script that was deleted."""
     names = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")
     documents = [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in names)]
     folders = (ROOT / name for name in ("benchmarks", "src", "tests", "tools"))

@@ -17,7 +17,7 @@ from transformers import MixtralConfig
 from trillora.devices.mesh import AXES, MeshShape, make_mesh, weight_spec
 from trillora.events import ignore_events
 from trillora.model.adapters import load_adapter
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
@@ -106,7 +106,7 @@ def test_experts_on_a_mesh_equal_one_device(tmp_path: Path) -> None:
 def test_other_weights_are_copied_if_they_are_few_next_to_the_experts(num_experts: int, copied: bool) -> None:
     config = MixtralConfig(**tiny_run.WIDE, num_hidden_layers=2, vocab_size=256, num_local_experts=num_experts)
     mesh = make_mesh(jax.devices()[:4], MeshShape(fsdp=4))
-    shardings = weight_shardings(CausalLM(config, mesh=mesh), mesh)
+    shardings = weight_shardings(CausalLM(config, ModelOptions(mesh=mesh)), mesh)
     experts = {key: sharding for key, sharding in shardings.items() if ".experts." in key}
     assert len(experts) == 2 and all(sharding.spec[1] == "fsdp" for sharding in experts.values())
     large = next(sharding for key, sharding in shardings.items() if "q_proj" in key)

@@ -23,7 +23,7 @@ import torch
 from trillora.engine.loss import chunked_loss, token_losses
 from trillora.model.adapter_parameters import name_in_memory
 from trillora.model.adapters import adapter_files, fit_adapter
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Tree, stack, unstack
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.parts.expert_parameters import expert_parameters
@@ -57,7 +57,7 @@ class Subject:
         self.logits, self.gradients = self._reference(self.torch_model)
 
     def ours(self, **options: Any) -> CausalLM:
-        return CausalLM(self.config, lora=LORA, **options)
+        return CausalLM(self.config, ModelOptions(**options), lora=LORA)
 
     def _random_adapter(self) -> dict[str, np.ndarray]:
         generator = np.random.default_rng(1)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from trillora.export.merged import export_merged
 from trillora.export.source import open_source
 from trillora.model.adapters import adapter_files
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.lora_spec import LoraSpec
 
 
@@ -36,7 +36,7 @@ def make(folder: Path, num_layers: int, width: int, vocabulary: int) -> None:
         dtype="bfloat16",
         architectures=["LlamaForCausalLM"],
     )
-    model = CausalLM(config, lora=LoraSpec(rank=16), scan=False)
+    model = CausalLM(config, ModelOptions(scan=False), lora=LoraSpec(rank=16))
     base = folder / "base"
     base.mkdir(parents=True)
     parts: dict[str, list[tuple[str, torch.Size]]] = {}

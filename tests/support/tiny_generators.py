@@ -16,7 +16,7 @@ from chat_tokenizers import chat_tokenizer
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import stack
 
 NUM_LAYERS = 2  # generation unrolls the layers, and most models have one kind
@@ -48,7 +48,7 @@ def tiny_generator(name: str, longest: int | None = None) -> tuple[Generator, di
     reference = tiny_models.build(name, num_layers=num_layers(name))
     mesh = make_mesh(jax.devices()[:1], MeshShape())
     config = tiny_models.configuration(name, num_layers(name))
-    model = CausalLM(config, lora=LORA, scan=False, remat="none", mesh=mesh)
+    model = CausalLM(config, ModelOptions(scan=False, remat="none", mesh=mesh), lora=LORA)
     random = np.random.default_rng(1)
     matrices = {n: random.normal(0, 0.2, leaf.shape).astype(np.float32) for n, leaf in model.adapter_layout.items()}
     adapter = {key: jnp.asarray(array) for key, array in matrices.items()}

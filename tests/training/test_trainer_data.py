@@ -18,7 +18,7 @@ from trillora.devices.mesh import MeshShape, local_rows, make_mesh, put_batch, r
 from trillora.engine.loss import token_losses
 from trillora.errors import TrilloraError
 from trillora.events import Note
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
@@ -40,7 +40,7 @@ def batches_of(folder: Path, sequence_length: int = 64, **data: Any) -> Batches:
 
 def losses_by_document(batches: Batches, folder: Path) -> dict[tuple[int, ...], list[float]]:
     """Tokens of a document -> the loss of each of its trained tokens."""
-    model = CausalLM(load_config(folder / "model"), dtype="float32", lora=None)
+    model = CausalLM(load_config(folder / "model"), ModelOptions(dtype="float32"), lora=None)
     one_device = replicated(make_mesh(jax.devices()[:1], MeshShape()))
     base = load_weights(folder / "model", model.module, model.layout, dict.fromkeys(model.layout, one_device))
     logits = jax.jit(model.logits)

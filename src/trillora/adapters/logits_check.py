@@ -19,7 +19,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.hub import find_cached
 from trillora.model.adapters import fit_adapter, fitting
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Tree
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
@@ -83,7 +83,7 @@ def _compare(
     devices = find_devices("auto", None)[:1]
     mesh = make_mesh(devices, MeshShape())
     with fitting(base_name):
-        model = CausalLM(opened.config, lora=spec, remat="none", mesh=mesh)
+        model = CausalLM(opened.config, ModelOptions(remat="none", mesh=mesh), lora=spec)
     limit = memory_limit(devices)
     if limit is not None and sum(leaf.num_bytes for leaf in model.layout.values()) > FULL_MEMORY * limit:
         return f"the base model {base_name} in float32 does not fit into memory"

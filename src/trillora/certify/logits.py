@@ -33,7 +33,7 @@ from trillora.devices.mesh import MeshShape, find_devices, make_mesh
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note
 from trillora.model.adapters import fit_adapter, fitting
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Tree
 from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights
@@ -91,7 +91,7 @@ def compute_reference(subject: Subject, rows: Sequence[TokenizedDocument], liste
     listener(Note("Computing the logits of what was trained, in float32 on the CPU"))
     mesh = make_mesh(find_devices("cpu", None)[:1], MeshShape())
     with fitting(str(subject.folder)):
-        model = CausalLM(opened.config, lora=trained.spec, remat="none", mesh=mesh)
+        model = CausalLM(opened.config, ModelOptions(remat="none", mesh=mesh), lora=trained.spec)
     _check_memory(model)
     fitted = fit_adapter(trained.matrices, model.adapter_layout, where=trained.source)
     base = load_weights(opened.folder, model.module, model.layout, weight_shardings(model, mesh), listener)
@@ -119,7 +119,7 @@ def with_stored(logits: Sequence[PromptLogits], folder: Path, listener: Listener
     """The same with the logits of the model in `folder`: a merged model with its weights as they are rounded."""
     listener(Note("Computing the logits of the rounded weights, in float32 on the CPU"))
     mesh = make_mesh(find_devices("cpu", None)[:1], MeshShape())
-    model = CausalLM(load_config(folder), remat="none", mesh=mesh)
+    model = CausalLM(load_config(folder), ModelOptions(remat="none", mesh=mesh))
     _check_memory(model)
     base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)
     found_BV, _ = _run(model, base, {}, [each.tokens for each in logits], ())

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from trillora.model.adapters import load_adapter
 from trillora.model.loading.source import load_config
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.wrapper import auto_class
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PreTrainedModel
 
 LLAMA_CPP_SECONDS = 600
 _DEQUANTIZED = ("mxfp4", "fp8", "mxfp8")  # by transformers itself, with an option
@@ -96,7 +99,7 @@ def read_with_peft(base: Path, adapter: Path, prompts: Sequence[Sequence[int]]) 
     return Reading(found, tuple(heard), _lost(model, arrays), len(arrays))
 
 
-def _lost(model: Any, arrays: dict[str, np.ndarray]) -> tuple[str, ...]:
+def _lost(model: PreTrainedModel, arrays: dict[str, np.ndarray]) -> tuple[str, ...]:
     """The arrays that PEFT's model does not have. PEFT ignores names that it does not know, and warns at most of layers
     that got no values. Rows of tokens may be in another order, and whole weights shared, so only their names count."""
     from peft import get_peft_model_state_dict
@@ -116,7 +119,7 @@ def read_with_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> Re
     return Reading(found, tuple(heard))
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path) -> PreTrainedModel:
     import torch
     import transformers
 
@@ -145,7 +148,7 @@ def _num_tokens(adapter: Path) -> int:
     return len(AutoTokenizer.from_pretrained(str(adapter), local_files_only=True, trust_remote_code=False))
 
 
-def _logprobs(model: Any, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+def _logprobs(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     import torch
 
     found = []

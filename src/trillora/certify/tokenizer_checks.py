@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trillora.certify.certificate import Check, Status
 from trillora.certify.gguf_file import GgufFile
@@ -80,7 +80,7 @@ def _of_the_run(subject: Subject) -> Iterator[Check]:
     yield Check("tokenizer", "same as in training", "failed", what, do=do)
 
 
-def _special_tokens(own: Any, base: Any) -> Check:
+def _special_tokens(own: Tokenizer, base: Tokenizer) -> Check:
     wrong = []
     for name in ("bos", "eos", "pad", "unk"):
         now, before = ((getattr(each, f"{name}_token"), getattr(each, f"{name}_token_id")) for each in (own, base))
@@ -96,7 +96,7 @@ def _shown(token: tuple[str | None, int | None]) -> str:
     return "missing" if token[0] is None else f"{token[0]!r} ({token[1]})"
 
 
-def _same_tokens(own: Any, base: Any) -> Check:
+def _same_tokens(own: Tokenizer, base: Tokenizer) -> Check:
     wrong = []
     for text in (*SAMPLES, " ".join(map(str, getattr(base, "new_tokens", ())))):
         for special in (True, False):
@@ -149,7 +149,7 @@ def check_template_of_run(subject: Subject) -> Iterator[Check]:
     yield Check("tokenizer", "template of the recipe", "ok" if is_same else "failed", what, do="" if is_same else DO)
 
 
-def _double_start(subject: Subject, own: Any) -> Iterator[Check]:
+def _double_start(subject: Subject, own: Tokenizer) -> Iterator[Check]:
     """A template that writes BOS, with a tokenizer that adds another."""
     if own.bos_token_id is None or not own.chat_template or subject.template is None:
         return

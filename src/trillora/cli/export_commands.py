@@ -21,6 +21,16 @@ KINDS = ("merged", "gguf", "lora-gguf", "ollama", "text-adapter", "hub")
 DEFAULT_TYPES = {"gguf": "f16", "ollama": "q8_0"}
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # short names for --to merged
 
+StoredType = Annotated[
+    str | None,
+    typer.Option(
+        "--type",
+        metavar="TYPE",
+        help="gguf, ollama: f16, q8_0, q4_0, … (default: f16 and q8_0). merged: float32, float16 or bfloat16 "
+        "(default: that of the base).",
+    ),
+]
+
 
 def export(
     name: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run or of an adapter.")],
@@ -29,15 +39,7 @@ def export(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="New folder (default: RUN/exports/KIND).")
     ] = None,
-    type: Annotated[
-        str | None,
-        typer.Option(
-            "--type",
-            metavar="TYPE",
-            help="gguf, ollama: f16, q8_0, q4_0, … (default: f16 and q8_0). merged: float32, float16 or bfloat16 "
-            "(default: that of the base).",
-        ),
-    ] = None,
+    type: StoredType = None,
     adapter: Annotated[
         str | None, typer.Option("--adapter", metavar="NAME", help="Which adapter of the run: its name or folder.")
     ] = None,

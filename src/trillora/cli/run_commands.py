@@ -122,21 +122,24 @@ def chat(
     converse(generator, ask, say, max_tokens=max_tokens, sampling=sampling, width=width)
 
 
+MaxAnswer = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        metavar="N",
+        parser=parse_tokens,
+        help="Maximum length of an answer, in tokens (default: fits the longest expected).",
+    ),
+]
+
+
 def evaluate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run.")],
     overrides: Overrides = None,
     *,
     data: TestData = None,
     rows: NumRows = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            metavar="N",
-            parser=parse_tokens,
-            help="Maximum length of an answer, in tokens (default: fits the longest expected).",
-        ),
-    ] = None,
+    max_tokens: MaxAnswer = None,
     no_base: Annotated[
         bool, typer.Option("--no-base", help="Evaluate only the adapter, which takes half the time.")
     ] = False,

@@ -17,6 +17,26 @@ if TYPE_CHECKING:
 
     from trillora.serving.served import Service
 
+BatchRows = Annotated[
+    int | None,
+    typer.Option(
+        "--rows",
+        metavar="N",
+        parser=number_parser(int, 1, 1024),
+        help="Answers to generate at the same time (default: what fits into memory, at most 32).",
+    ),
+]
+
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        "--max-length",
+        metavar="N",
+        parser=number_parser(int, 2, 2**20),
+        help="Maximum length of prompt and answer together, in tokens (default: the model's, at most 4096).",
+    ),
+]
+
 
 def serve(
     name: RunOrModel,
@@ -34,24 +54,8 @@ def serve(
         str | None,
         typer.Option("--key-env", metavar="NAME", help="Environment variable with the key that clients must send."),
     ] = None,
-    rows: Annotated[
-        int | None,
-        typer.Option(
-            "--rows",
-            metavar="N",
-            parser=number_parser(int, 1, 1024),
-            help="Answers to generate at the same time (default: what fits into memory, at most 32).",
-        ),
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            "--max-length",
-            metavar="N",
-            parser=number_parser(int, 2, 2**20),
-            help="Maximum length of prompt and answer together, in tokens (default: the model's, at most 4096).",
-        ),
-    ] = None,
+    rows: BatchRows = None,
+    max_length: MaxLength = None,
     queue: Annotated[
         int,
         typer.Option(

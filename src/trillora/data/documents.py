@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +48,7 @@ class Documents:
         return TokenizedDocument((tokens & ~TRAINED).astype(np.int32), (tokens & TRAINED) != 0, weight)
 
     @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
+    def arrays(self) -> tuple[np.ndarray, ...]:
         """The arrays with one entry per document."""
         return self.starts_N, self.lengths_N, self.trained_N, self.rows_N, self.weights_N
 

@@ -31,7 +31,7 @@ from trillora.errors import TrilloraError
 from trillora.evaluation.bootstrap import Sums, shares
 from trillora.evaluation.likelihood import Continuation, Likelihood
 from trillora.evaluation.result import Example
-from trillora.events import Listener, Note
+from trillora.events import Event, Listener, Note
 from trillora.recipe.schema import StageRecipe
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _continuation(document: Any, stops: Sequence[int]) -> Continuation:
 def _without_notes(listener: Listener) -> Listener:
     """Notes would name the temporary file."""
 
-    def listen(event: Any) -> None:
+    def listen(event: Event) -> None:
         if not isinstance(event, Note):
             listener(event)
 

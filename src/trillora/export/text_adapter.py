@@ -19,7 +19,7 @@ from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
 from trillora.files.checksums import with_checksums
 from trillora.model.adapters import adapter_files, check_shapes
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.loading.wrapper import TEXT, is_wrapper, text_class
 
 
@@ -29,8 +29,8 @@ def export_text_adapter(source: ExportSource, out: Path, *, listener: Listener =
     text = config.get_text_config()
     kind = text_class(text.model_type)
     _check(source, text, kind)
-    wrapper = CausalLM(config, scan=False, remat="none")
-    alone = CausalLM(text, scan=False, remat="none")
+    wrapper = CausalLM(config, ModelOptions(scan=False, remat="none"))
+    alone = CausalLM(text, ModelOptions(scan=False, remat="none"))
     prefixes = {_name_of(wrapper.module, part): _name_of(alone.module, other) for part, other in _parts(wrapper, alone)}
 
     def renamed(name: str) -> str:

@@ -10,7 +10,6 @@ compiles nothing.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,49 +21,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from trillora.devices.chips import Device
 from trillora.devices.mesh import (
     BATCH_AXES,
-    MeshShape,
     batch_sharding,
     find_devices,
-    make_mesh,
     remember_programs,
     replicated,
 )
-from trillora.engine.quantize import Matmul, stored_format
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress, ignore_events
 from trillora.files.cache_dir import cache_root
 from trillora.files.user_path import user_path
+from trillora.generation.placement import place_adapter, place_model
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
-from trillora.model.adapters import fit_adapter, fitting, load_adapter
+from trillora.model.adapters import fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import Arrays, moved
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.model.loading.weights import load_weights
-from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import load_model_section
-from trillora.recipe.schema import Auto, Dtype, Quantize, Recipe, stages_of
+from trillora.recipe.schema import Quantize, Recipe, stages_of
 from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import ADAPTER, is_run
 from trillora.runs.saved import SavedRun, find_adapter
 from trillora.step.background import Program, compile_program
 from trillora.step.build import shard_adapter, weight_shardings
-from trillora.step.decisions import choose_dtype, fastest_attention, formats_to_try, memory_limit
 
 if TYPE_CHECKING:
-    from trillora.model.loading.types import PretrainedConfig
+    pass
 
 SHORTEST_BUCKET = 32  # prompt slots
 ANSWER_STEP = 64  # cache slots for answers are a multiple of this, so that few lengths need a program of their own
 ROWS_PER_READ = 8  # prompts of a batch that are read together where padding costs more than calls do
 TOKENS_PER_CALL = 32  # generated before the host checks whether all sequences have stopped
 OTHER_MODEL = {"model", "model.name", "model.revision"}  # overrides that ask for another base than the run's
-FULL_DEVICE = 0.6  # fraction of a device's memory that weights may use before they are split over all devices
 
 
 @dataclass(frozen=True)
@@ -179,22 +172,17 @@ class Generator:
                 opened.config, devices, spec, source.dtype, base_format, codes_for, trust_remote_code=trusted
             )
         own, prompts = _prompts(opened, recipe, adapter_folder or folder / ADAPTER)
-        folder = opened.folder
-        base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)
-        fitted = fit_adapter(matrices, model.adapter_layout, where=str(adapter_folder))
-        shardings = shard_adapter(model.adapter_layout, mesh)
-        placed = {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
-        is_tight = devices[0].platform == "cpu" and mesh.size == 1
+        base = load_weights(opened.folder, model.module, model.layout, weight_shardings(model, mesh), listener)
         return cls(
             model,
             base,
-            placed,
+            place_adapter(matrices, model, mesh, where=str(adapter_folder)),
             prompts,
             mesh,
             base_prompts=own,
             longest=longest,
             batch_size=batch_size,
-            is_tight=is_tight,
+            is_tight=devices[0].platform == "cpu" and mesh.size == 1,
             listener=listener,
         )
 
@@ -548,41 +536,3 @@ def _other_base(trained: str, quantize: str) -> Note:
     was = f"in {trained}" if trained not in ("none", "auto") else "not quantized"
     now = "is not quantized" if quantize == "none" else f"is quantized to {quantize}"
     return Note(f"The base {now}. In training it was {was}, so answers may differ.")
-
-
-def place_model(
-    config: PretrainedConfig,
-    devices: Sequence[Device],
-    spec: LoraSpec | None,
-    dtype: Auto | Dtype,
-    quantize: Auto | Quantize,
-    codes_for: Matmul,
-    *,
-    trust_remote_code: bool,
-) -> tuple[CausalLM, Mesh]:
-    """The model on one device if the weights fit there; otherwise with tensor parallelism over all devices.
-    `codes_for`: the matmuls that the codes were made for in training. Here matmuls are full."""
-    platform, text = devices[0].platform, config.get_text_config()
-
-    def build(mesh: Mesh, quantize: Quantize) -> CausalLM:
-        number = "float32" if dtype == "float32" else choose_dtype(devices, text, quantize)[0]
-        return CausalLM(
-            config,
-            dtype=number,
-            quantize=stored_format(quantize, platform, codes_for),
-            lora=spec,
-            scan=False,
-            remat="none",
-            attention=fastest_attention(devices[0], number, text),
-            mesh=mesh,
-            trust_remote_code=trust_remote_code,
-        )
-
-    limit = None if platform == "cpu" else memory_limit(devices)
-    formats = formats_to_try(platform) if quantize == "auto" else (quantize,)
-    meshes = (make_mesh(devices[:1], MeshShape()), make_mesh(devices, MeshShape(tensor=len(devices))))
-    for mesh, format in itertools.product(meshes, formats):
-        model = build(mesh, format)
-        if limit is None or sum(leaf.num_bytes for leaf in model.layout.values()) <= FULL_DEVICE * limit * mesh.size:
-            break
-    return model, mesh  # the last ones, if nothing fits: they need the least memory

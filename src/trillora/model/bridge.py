@@ -1,6 +1,6 @@
 """A transformers causal LM as pure functions of JAX arrays.
 
-    model = CausalLM(config, lora=LoraSpec(rank=16))
+    model = CausalLM(config, ModelOptions(dtype="bfloat16"), lora=LoraSpec(rank=16))
     hidden_BTD = model.hidden(base, adapter, {"tokens": tokens_BT})      # inside jax.jit
     logits_BCV = model.head(base, model.head_adapter(adapter), hidden_BTD[:, :128])
 
@@ -21,6 +21,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -72,67 +73,65 @@ RANDOM = ("normal_", "trunc_normal_", "uniform_", "kaiming_uniform_", "xavier_un
 OF_LINEAR = (LORA_A.suffix, LORA_B.suffix)
 
 
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is computed, and on which devices."""
+
+    dtype: str = "float32"
+    quantize: Format | None = None
+    matmul: Matmul = "full"
+    scan: bool = True
+    unroll: int = 1
+    remat: Remat = "full"
+    attention: Implementation = "xla"
+    # Tokens of a block of a packed sequence, and how many documents can begin in a block (see `engine.ragged`); None if
+    # that is not known.
+    document_room: tuple[int, int] | None = None
+    kernels: Kernels = "xla"
+    products: Products = IN_XLA
+    interpret: bool = False
+    mapped: bool = False
+    mesh: Mesh | None = None
+    trust_remote_code: bool = False
+
+
 class CausalLM:
     """One architecture with its adapters, to be called inside `jax.jit`."""
 
     def __init__(
         self,
         config: PretrainedConfig,
+        options: ModelOptions = ModelOptions(),  # noqa: B008, it is frozen
         *,
-        dtype: str = "float32",
-        quantize: Format | None = None,
-        matmul: Matmul = "full",
         lora: LoraSpec | None = None,
-        scan: bool = True,
-        unroll: int = 1,
-        remat: Remat = "full",
-        attention: Implementation = "xla",
-        document_room: tuple[int, int] | None = None,
-        kernels: Kernels = "xla",
-        products: Products = IN_XLA,
-        interpret: bool = False,
-        mapped: bool = False,
-        mesh: Mesh | None = None,
-        trust_remote_code: bool = False,
     ) -> None:
-        """`document_room`: tokens of a block of a packed sequence, and how many documents can begin in a block (see
-        `engine.ragged`); None if that is not known."""
-        self._build = functools.partial(
-            CausalLM,
-            config,
-            dtype=dtype,
-            quantize=quantize,
-            matmul=matmul,
-            scan=scan,
-            unroll=unroll,
-            remat=remat,
-            attention=attention,
-            document_room=document_room,
-            kernels=kernels,
-            products=products,
-            interpret=interpret,
-            mapped=mapped,
-            mesh=mesh,
-            trust_remote_code=trust_remote_code,
-        )
-        self.module = build_module(config, dtype, trust_remote_code=trust_remote_code)
+        self._config, self._options = config, options
+        kernels, quantize, matmul = options.kernels, options.quantize, options.matmul
+        self.module = build_module(config, options.dtype, trust_remote_code=options.trust_remote_code)
         self.name = type(self.module).__name__
         self.attention_style = attention_functions.choose_style(self.module)
-        self.matmul, self.arithmetic = matmul, _arithmetic(dtype, quantize, matmul)
+        self.matmul, self.arithmetic = matmul, _arithmetic(options.dtype, quantize, matmul)
         self.quantize, self._quantized = quantize, _quantize(self.module, quantize, matmul)
         self.targets = add_lora(self.module, lora)
         self.lora = lora or LoraSpec()
         self.whole = select_modules(self.module, self.lora)
         add_token_rows(self.module, self.lora.tokens, self.whole)
         add_whole_weights(self.module, self.whole, self.lora.num_tokens, self.targets)
-        self.kernels, self.products, self.document_room = kernels, products, document_room
+        self.kernels, self.products, self.document_room = kernels, options.products, options.document_room
         self.gated_mlps = find_gated_mlps(self.module) if kernels == "fused" else []
         self.rms_norms = find_rms_norms(self.module) if kernels == "fused" else []
         self._rotations = rotations_with_gradient(self.module) if kernels == "fused" else []
         self.has_dropout = lora is not None and lora.dropout > 0
-        self._splits_lora = kernels == "fused" and not scan  # stored as one array of all equal layers
-        self.stack = LayerStack(self.module, scan=scan, unroll=unroll, remat=remat, stack_lora=self._splits_lora)
-        self.attention, self.interpret, self.mapped, self.mesh = attention, interpret, mapped, mesh
+        self._splits_lora = kernels == "fused" and not options.scan  # stored as one array of all equal layers
+        self.stack = LayerStack(
+            self.module,
+            scan=options.scan,
+            unroll=options.unroll,
+            remat=options.remat,
+            stack_lora=self._splits_lora,
+        )
+        self.attention, self.mesh = options.attention, options.mesh
+        self.interpret, self.mapped = options.interpret, options.mapped
         self.decoder = find_decoder(self.module, self.stack)
         self.arguments = inspect.signature(self.module.forward).parameters
         self._decoder_output: type | None = None
@@ -140,7 +139,7 @@ class CausalLM:
 
     def with_lora(self, lora: LoraSpec | None) -> CausalLM:
         """The same model with other adapters. Both use the same base weights."""
-        return self._build(lora=lora)
+        return CausalLM(self._config, self._options, lora=lora)
 
     @property
     def has_separate_head(self) -> bool:
@@ -207,7 +206,7 @@ class CausalLM:
             chunk = interop.torch_view(split_rows(hidden_BTD, self.mesh))
             return (chunk,) if kind is tuple else kind(last_hidden_state=chunk)
 
-        def return_zeros(ids: Any) -> Any:
+        def return_zeros(ids: torch.Tensor) -> torch.Tensor:
             """A multimodal model looks up the tokens itself. The head's part of the adapter has no rows for them."""
             width = self.module.get_input_embeddings().weight.shape[-1]
             return interop.torch_view(jnp.zeros((*ids.shape, width), hidden_BTD.dtype))
@@ -363,7 +362,7 @@ def find_decoder(module: torch.nn.Module, stack: LayerStack) -> torch.nn.Module 
     return None
 
 
-def build_module(config: PretrainedConfig, dtype: str, *, trust_remote_code: bool = False) -> Any:
+def build_module(config: PretrainedConfig, dtype: str, *, trust_remote_code: bool = False) -> torch.nn.Module:
     """transformers' module with parameters on the meta device and real buffers; of a multimodal one, the text model. It
     is in evaluation mode: the base is frozen, so its own dropout is off."""
     attention_functions.register()
@@ -460,7 +459,7 @@ def _replaced_forward(module: torch.nn.Module, forward: object) -> Iterator[None
         module.__dict__.pop("forward", None)
 
 
-def _dtype(tensor: torch.Tensor) -> np.dtype[Any]:
+def _dtype(tensor: torch.Tensor) -> np.dtype:
     return np.dtype(mappings.t2j_dtype(tensor.dtype))
 
 

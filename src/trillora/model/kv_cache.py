@@ -96,7 +96,9 @@ class _KeysAndValues(cache_utils.CacheLayerMixin):
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         """Does nothing: the arrays come from `StaticCache`."""
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object) -> tuple[Any, Any]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values, and returns those for attention: the prompt's own at first, then the whole buffer."""
         self.num_updates += 1
         new = interop.jax_view(keys), interop.jax_view(values)
@@ -142,8 +144,8 @@ class _Recurrent(cache_utils.LinearAttentionCacheLayerMixin):
         """Does nothing: the arrays come from `StaticCache`."""
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
-    ) -> Any:
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> torch.Tensor:
         old = self.conv_states[state_idx]
         whole = conv_states if old is None else torch.cat([old, conv_states], dim=-1)
         size = conv_kernel_size or (conv_states if old is None else old).shape[-1]
@@ -152,7 +154,9 @@ class _Recurrent(cache_utils.LinearAttentionCacheLayerMixin):
         self.conv_states[state_idx], self.has_previous_state[state_idx] = whole[..., -size:].clone(), True
         return whole
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: object) -> Any:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 

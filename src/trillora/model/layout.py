@@ -26,7 +26,7 @@ class Leaf:
     names: tuple[str, ...]  # of the parameters: one, or one per stacked layer
     stacked: bool
     shape: tuple[int, ...]  # with the stacked dim
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     quantized: QuantizedPart | None = None
 
     @property

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from torchax import interop
 from transformers.pytorch_utils import Conv1D
 
@@ -58,7 +59,7 @@ class _LinearOutput:
     lora_init: str
     lora_stream: int  # a number for the dropout key, different for each adapted projection of a layer
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         joined = self._joined_output(x) if not args and not kwargs else None
         if joined is not None:
             return joined
@@ -75,7 +76,7 @@ class _LinearOutput:
             y = token_logits(self, interop.jax_view(x), y)
         return interop.torch_view(checkpoint_name(y, name_of_output(x.shape[-1], y.shape[-1], current())))
 
-    def _joined_output(self, x: torch.Tensor) -> Any:
+    def _joined_output(self, x: torch.Tensor) -> torch.Tensor | None:
         """The output of a layer that `lora_linear` computes; None if it does not."""
         given, trace = fused_input(x), current()
         if given is None or trace is None:
@@ -120,7 +121,7 @@ class _LinearOutput:
         a = jnp.concatenate([a[:half], jax.lax.stop_gradient(a[half:])])
         return a, jnp.concatenate([b[:, :half], jax.lax.stop_gradient(b[:, half:])], axis=1)
 
-    def _scaled_matrices(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def _scaled_matrices(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """A, and B times the scale, which is applied to B, not to wide outputs."""
         a, b = self._matrices()
         return a.astype(dtype), (b * self.lora_scale).astype(dtype)
@@ -203,7 +204,7 @@ class _EmbeddingOutput:
     lora_embedding_b: torch.nn.Parameter
     lora_scale: float
 
-    def forward(self, tokens: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, tokens: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         out = super().forward(tokens, *args, **kwargs)  # type: ignore[misc]
         if not isinstance(out, TORCHAX_TENSORS):
             return out
@@ -214,7 +215,9 @@ class _EmbeddingOutput:
         return interop.torch_view(y + delta.astype(y.dtype))
 
 
-def joined_layers(layers: Sequence[torch.nn.Module], inputs: Iterable[AdaptedInput]) -> dict[int, tuple[Any, ...]]:
+def joined_layers(
+    layers: Sequence[torch.nn.Module], inputs: Iterable[AdaptedInput]
+) -> dict[int, tuple[torch.nn.Module, ...]]:
     """The parts of each decoder layer that are called with the same input, as seen in a trace of the first one: for the
     id of each part, all of them."""
     found: dict[int, tuple[Any, ...]] = {}
@@ -229,7 +232,7 @@ def joined_layers(layers: Sequence[torch.nn.Module], inputs: Iterable[AdaptedInp
 
 
 @functools.cache
-def _with_output(cls: Any, mixin: type = _LinearOutput) -> type:
+def _with_output(cls: type, mixin: type = _LinearOutput) -> type:
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 
@@ -240,7 +243,7 @@ def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
     adaptable = linear_layers(model) if spec is None else adaptable_layers(model, spec)
     layers = {} if spec is None else chosen_layers(model, spec)
     for name, module in adaptable.items():
-        cls: Any = type(module)
+        cls: type = type(module)
         is_embedding = isinstance(module, torch.nn.Embedding)
         module.__class__ = _with_output(cls, _EmbeddingOutput if is_embedding else _LinearOutput)
         if spec is not None and name in layers:
@@ -284,7 +287,7 @@ def _add_parameters(name: str, module: torch.nn.Module, layer: LayerLora, spec: 
     )  # the same in all layers, which share one scan body; the dropout key already contains the layer
 
 
-def adaptable_layers(model: torch.nn.Module, spec: LoraSpec) -> dict[str, Any]:
+def adaptable_layers(model: torch.nn.Module, spec: LoraSpec) -> dict[str, torch.nn.Module]:
     """The layers that patterns select from: all linear ones; and the embedding, if it is named."""
     linear = linear_layers(model)
     if isinstance(spec.targets, str) or not hasattr(model, "get_input_embeddings"):
@@ -295,7 +298,7 @@ def adaptable_layers(model: torch.nn.Module, spec: LoraSpec) -> dict[str, Any]:
     return {name: embedding, **linear} if is_named else linear
 
 
-def linear_layers(model: torch.nn.Module) -> dict[str, Any]:
+def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Every linear module that returns a single tensor. A router may subclass Linear and return a tuple: subclasses are
     called once on the meta device to find out."""
     found = {}

@@ -22,7 +22,7 @@ from trillora.devices.versions import installed_version, matches_pin, pinned_ver
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, Progress
 from trillora.files.cache_dir import cache_root
-from trillora.preflight.question import Question
+from trillora.preflight.question import StepQuestion
 from trillora.preflight.result import Method, StageResult
 
 WHERE_IT_RUNS = "any x86-64 Linux: a Colab or Kaggle CPU notebook, WSL, a container"
@@ -61,7 +61,7 @@ def choose_method(use_estimate: bool) -> Method:
     return "compiler"
 
 
-def ask(question: Question, listener: Listener) -> StageResult:
+def ask(question: StepQuestion, listener: Listener) -> StageResult:
     """The result for one slice, from a process started for this question."""
     with CompilerClient(question.method) as client:
         return client.ask(question, listener)
@@ -113,7 +113,7 @@ class CompilerClient:
             os.close(write_end)
         return self._process
 
-    def ask(self, question: Question, listener: Listener) -> StageResult:
+    def ask(self, question: StepQuestion, listener: Listener) -> StageResult:
         """The result for one slice. Events of the process reach the listener as they arrive."""
         place = find_slice(question.slice)
         process = self.get_ready(place)
@@ -131,7 +131,9 @@ class CompilerClient:
             self._end()
         return result
 
-    def _converse(self, process: subprocess.Popen[str], question: Question, listener: Listener) -> StageResult | None:
+    def _converse(
+        self, process: subprocess.Popen[str], question: StepQuestion, listener: Listener
+    ) -> StageResult | None:
         """None if the process died."""
         assert process.stdin is not None and self._answers is not None
         try:

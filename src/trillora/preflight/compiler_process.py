@@ -3,9 +3,9 @@ errors, and cannot be stopped.
 
     python -m trillora.preflight.compiler_process FD
 
-A `Question` is a line of JSON on stdin. Events and one result per question are lines of JSON on the file descriptor FD
-(see `client`). The step is chosen by `autotune.choose` and built by `build.assemble`, as in training; only the devices
-are absent.
+A `StepQuestion` is a line of JSON on stdin. Events and one result per question are lines of JSON on the file descriptor
+FD (see `client`). The step is chosen by `autotune.choose` and built by `build.assemble`, as in training; only the
+devices are absent.
 
 Compilation is abandoned once the memory layout is known (`early_exit`); with `whole` it runs to the end.
 """
@@ -39,7 +39,7 @@ from trillora.preflight.estimate.estimate import Estimate, argument_bytes
 from trillora.preflight.hlo.memory import StepShapes, largest, logits_bytes, out_of_memory
 from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown
 from trillora.preflight.predict import FLOPS_AGREE, Estimates, Simulations
-from trillora.preflight.question import Question
+from trillora.preflight.question import StepQuestion
 from trillora.preflight.result import StageResult, StepTimes, Trial, UnitSeconds
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
@@ -125,7 +125,7 @@ class StepSearch:
     slowdown: Slowdown = AS_ASSUMED
 
 
-def answer(question: Question, listener: Listener) -> StageResult:
+def answer(question: StepQuestion, listener: Listener) -> StageResult:
     place, listener = find_slice(question.slice), _without_devices(listener)
     config = load_config(Path(question.model), trust_remote_code=question.trust_remote_code)
     kept = question.kept.shared() if question.kept else {}
@@ -143,7 +143,7 @@ def answer(question: Question, listener: Listener) -> StageResult:
     return result
 
 
-def _find_step(search: StepSearch, question: Question) -> StageResult:
+def _find_step(search: StepSearch, question: StepQuestion) -> StageResult:
     return by_estimate(search) if question.method == "estimate" else by_compiler(search, whole=question.whole)
 
 
@@ -357,7 +357,7 @@ def _without_number(name: str) -> str:
     return ".".join(words[numbered[-1] + 1 :] if numbered else words)
 
 
-def _questions() -> Iterator[Question]:
+def _questions() -> Iterator[StepQuestion]:
     """Questions from stdin, read in a thread: the parent keeps stdin open while it is alive, and when it dies this
     process must end even in the middle of a compilation."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -369,7 +369,7 @@ def _questions() -> Iterator[Question]:
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        yield Question.from_dict(json.loads(lines.get()))
+        yield StepQuestion.from_dict(json.loads(lines.get()))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What the compiler process is asked: one stage of a recipe on one slice. No jax.
 
-    Question("v5e-8", "compiler", "/models/qwen3", stage.recipe, num_steps=300)
+    StepQuestion("v5e-8", "compiler", "/models/qwen3", stage.recipe, num_steps=300)
 
 It is sent as one line of JSON; the answer is a `StageResult`.
 """
@@ -16,7 +16,7 @@ from trillora.recipe.schema import Stage, StageRecipe
 
 
 @dataclass(frozen=True)
-class Question(JsonRecord):
+class StepQuestion(JsonRecord):
     slice: str
     method: Method
     model: str  # folder of the model

@@ -25,7 +25,7 @@ from trillora.preflight.client import WHERE_IT_RUNS, CompilerClient, choose_meth
 from trillora.preflight.host import host_lines
 from trillora.preflight.inputs import PreflightInput, StageInput, fingerprint, read_inputs
 from trillora.preflight.measured_speeds import measured_speeds, slowdown_of
-from trillora.preflight.question import Question
+from trillora.preflight.question import StepQuestion
 from trillora.preflight.result import (
     Method,
     OptionChange,
@@ -182,7 +182,7 @@ class _Preflight:
         slowdown = slowdown_of(measured_speeds(place))
         for stage in sorted(self.inputs.stages, key=lambda s: -s.sequence_length):
             recipe = relax(stage.recipe, relaxed)
-            question = Question(
+            question = StepQuestion(
                 slice=place.name,
                 method=self.method,
                 whole=self.whole,

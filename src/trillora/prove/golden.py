@@ -24,7 +24,7 @@ import json
 import math
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from safetensors.numpy import save_file
 
 from trillora.data.pack import fill_row
 from trillora.data.tokenizing.encode import TokenizedDocument
-from trillora.devices.chips import generation_of
+from trillora.devices.chips import Device, generation_of
 from trillora.devices.mesh import gather, local_rows, put_batch
 from trillora.engine.step import initial_state
 from trillora.events import Listener, Progress
@@ -91,13 +91,13 @@ class GoldenRun:
     how: str  # the settings that differ between chips
 
 
-def golden_dtypes(device: Any) -> tuple[Dtype, ...]:
+def golden_dtypes(device: Device) -> tuple[Dtype, ...]:
     """The number formats to prove: bfloat16 where a run would use it, and float32 everywhere."""
     has_bfloat16 = device.platform == "tpu" or (device.platform == "gpu" and generation_of(device).has_bfloat16)
     return ("bfloat16", "float32") if has_bfloat16 else ("float32",)
 
 
-def train_golden(devices: list[Any], dtype: Dtype, listener: Listener, num_steps: int = NUM_STEPS) -> GoldenRun:
+def train_golden(devices: Sequence[Device], dtype: Dtype, listener: Listener, num_steps: int = NUM_STEPS) -> GoldenRun:
     """Trains the golden model on these devices."""
     label = f"Training the golden model in {dtype}"
     listener(Progress(label, 0, num_steps + 1))
@@ -131,7 +131,7 @@ def train_golden(devices: list[Any], dtype: Dtype, listener: Listener, num_steps
     )
 
 
-def golden_plan(devices: list[Any], dtype: Dtype) -> Plan:
+def golden_plan(devices: Sequence[Device], dtype: Dtype) -> Plan:
     """The compiled step. The devices need not be attached."""
     with tempfile.TemporaryDirectory(prefix="trillora-golden-") as name:
         (Path(name) / "config.json").write_text(json.dumps({**CONFIG, "dtype": "float32"}), "utf-8")

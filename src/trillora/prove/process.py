@@ -15,11 +15,12 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 
+from trillora.devices.chips import Device
 from trillora.devices.cluster import join_cluster
 from trillora.devices.measured import GoldenFigures, MeasuredChip, ProofCheck
 from trillora.devices.mesh import any_process, find_devices
@@ -37,7 +38,7 @@ MAX_ERROR = 600  # characters of an error's text in a record
 END = 55  # seconds after the start of the process; another number format that would not end by then is skipped
 
 
-def prove_devices(devices: list[Any], listener: Listener) -> MeasuredChip:
+def prove_devices(devices: Sequence[Device], listener: Listener) -> MeasuredChip:
     """The record of these devices."""
     checks: list[ProofCheck] = []
     golden: dict[str, GoldenFigures] = {}
@@ -84,7 +85,7 @@ def prove_devices(devices: list[Any], listener: Listener) -> MeasuredChip:
     )
 
 
-def _collectives(devices: list[Any], listener: Listener) -> ProofCheck:
+def _collectives(devices: Sequence[Device], listener: Listener) -> ProofCheck:
     name = "collectives"
     if len(devices) == 1:
         return ProofCheck(name, "skipped", "one device")
@@ -97,7 +98,7 @@ def _collectives(devices: list[Any], listener: Listener) -> ProofCheck:
     return ProofCheck(name, "ok", f"all-reduce, all-gather and reduce-scatter over {len(devices)} devices are exact")
 
 
-def _speed(devices: list[Any], dtype: Dtype, listener: Listener, found: list[Rates]) -> ProofCheck:
+def _speed(devices: Sequence[Device], dtype: Dtype, listener: Listener, found: list[Rates]) -> ProofCheck:
     """A chip that cannot be timed, for example because another process uses its memory, may still be right."""
     label = "Measuring speeds"
     listener(Progress(label, 0, 1))

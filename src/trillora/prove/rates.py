@@ -10,7 +10,7 @@ takes long enough to time; the time of a loop without turns is subtracted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from trillora.devices.chips import Device
 from trillora.devices.mesh import per_shard
 from trillora.recipe.schema import Dtype
 
@@ -53,7 +54,7 @@ class Rates:
     reduce_gb_per_second: float | None
 
 
-def exchange_faults(devices: list[Any]) -> list[str]:
+def exchange_faults(devices: Sequence[Device]) -> list[str]:
     """What is wrong with collectives over all devices. Whole numbers are exchanged, so results must be exact."""
     mesh, num_devices = Mesh(np.array(devices), (AXIS,)), len(devices)
     numbers = np.arange(num_devices * num_devices * 128, dtype=np.float32).reshape(num_devices, -1)
@@ -76,7 +77,7 @@ def exchange_faults(devices: list[Any]) -> list[str]:
     return faults
 
 
-def exchange_program(devices: list[Any]) -> Any:
+def exchange_program(devices: Sequence[Device]) -> Any:
     """The lowered program that exchanges numbers. The devices need not be attached."""
     mesh, split, num_devices = Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS), len(devices)
 
@@ -94,7 +95,7 @@ def exchange_program(devices: list[Any]) -> Any:
     return jax.jit(per_shard(exchange, mesh, split, split)).lower(numbers)
 
 
-def measure_rates(devices: list[Any], dtype: Dtype) -> Rates:
+def measure_rates(devices: Sequence[Device], dtype: Dtype) -> Rates:
     mesh, sizes = Mesh(np.array(devices), (AXIS,)), CPU if devices[0].platform == "cpu" else CHIP
     gather = reduce = None
     if len(devices) > 1:

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.chips import GIB, Device
@@ -28,8 +26,9 @@ from trillora.events import Listener, Note, ignore_events
 from trillora.files.cache_dir import cache_root
 from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
+from trillora.generation.placement import place_adapter
 from trillora.generation.prompts import Prompts
-from trillora.model.adapters import fit_adapter, fitting, load_adapter
+from trillora.model.adapters import fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
@@ -44,7 +43,6 @@ from trillora.serving.http.log import LOGGER
 from trillora.serving.job import AnswerPiece, Job, NotFinite
 from trillora.serving.lane import BatchSizes, Lane
 from trillora.serving.programs import FEWEST_SLOTS, BatchShape, Compiler, ServingPrograms
-from trillora.step.build import shard_adapter
 from trillora.step.decisions import memory_limit
 
 LONGEST = 4096  # slots of a row, unless the user asks for more: few conversations are longer
@@ -183,22 +181,16 @@ def _models(generator: Generator, base: str, folders: dict[str, Path], compiler:
         if alike is None:
             with fitting(str(folder)):
                 own = model.with_lora(spec)
-            adapter = _placed(matrices, own, mesh, folder)
+            adapter = place_adapter(matrices, own, mesh, where=str(folder))
             alike = (own, ServingPrograms(Decoder(own), generator.base, adapter, mesh, compiler))
             known.append(alike)
         template = template_of(folder) or generator.base_prompts.template
-        adapter = _placed(matrices, alike[0], mesh, folder)
+        adapter = place_adapter(matrices, alike[0], mesh, where=str(folder))
         own_prompts = generator.prompts.with_template(template)
         models[name] = Served(name, own_prompts, adapter, alike[1], num_tokens)
     for served in models.values():
         served.prompts.serve_strangers(PROMPTS_AT_ONCE)
     return models
-
-
-def _placed(matrices: dict[str, np.ndarray], model: CausalLM, mesh: Mesh, folder: Path) -> Tree:
-    fitted = fit_adapter(matrices, model.adapter_layout, where=str(folder))
-    shardings = shard_adapter(model.adapter_layout, mesh)
-    return {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
 
 
 def _length(generator: Generator, wanted: int | None) -> int:

@@ -182,34 +182,44 @@ def choose(
         return (build or assemble)(recipe, settings, config, mesh, num_steps)
 
     candidates = Candidates(make, decisions.values)
-    batch_size = recipe.train.batch_size
-    has_experts = num_experts(config.get_text_config()) > 1
-    meshes = meshes_to_try(len(devices), batch_size, has_experts=has_experts)
-    meshes = meshes if decisions.is_open("mesh") else [decisions["mesh"]]
+    meshes = _meshes(decisions, recipe, config, len(devices))
     remats: tuple[Remat, ...] = (fixed["remat"],) if "remat" in fixed else REMAT_ORDER
-    sizes = micro_batch_sizes(batch_size, fixed.get("micro_batch_size"), meshes[-1].data * meshes[-1].fsdp)
+    sizes = micro_batch_sizes(recipe.train.batch_size, fixed.get("micro_batch_size"), meshes[-1].data * meshes[-1].fsdp)
     smallest = (meshes[-1], remats[-1], sizes[-1])
     attempts = decide_quantization(decisions, lambda: candidates.settings(*smallest), candidates, compiler, limit)
     decide_kernels(decisions, config, devices, in_group=build is not None)
-    if predictor is not None and limit is not None and by_time:
-        guesses = guess_all(candidates, meshes, remats, sizes, predictor, limit * USABLE, listener)
+    usable = limit and limit * USABLE
+    if predictor is not None and usable is not None and by_time:
+        guesses = guess_all(candidates, meshes, remats, sizes, predictor, usable, listener)
         if "loss_chunk" not in fixed:
-            guesses |= smaller_chunks(guesses, limit * USABLE)
-        search = Search(guesses, limit * USABLE, num_steps, predictor.error)
+            guesses |= smaller_chunks(guesses, usable)
+        search = Search(guesses, usable, num_steps, predictor.error)
     else:
         ranked = [candidates.settings(meshes[0], remat, size) for size in sizes for remat in remats]
-        ranked = fastest_first(ranked, recipe.train.sequence_length)
-        search = Search(in_order(ranked), limit and limit * USABLE, num_steps, error=0.0)
+        search = Search(in_order(fastest_first(ranked, recipe.train.sequence_length)), usable, num_steps, error=0.0)
     compiled = compile_fastest(search, candidates, compiler, predictor, limit, listener)
     attempts += [*search.too_large(), *search.attempts]
-    for name in refused_options().keys() - known_refusals.keys():
-        listener(Note(f"The compiler refuses its option {name}: steps are compiled without it and may be slower"))
+    _report_refusals(known_refusals, listener)
     best = search.best
     if best is None:
         raise _does_not_fit(attempts, limit)
     attempts.sort(key=lambda attempt: attempt is best)
     decisions.decide_step(best.settings, reason(best, limit, attempts[:-1]))
     return Plan(best.settings, decisions.reasons, candidates.assembly(best.settings), compiled, tuple(attempts))
+
+
+def _meshes(
+    decisions: Decisions, recipe: StageRecipe, config: PretrainedConfig, num_devices: int
+) -> Sequence[MeshSection]:
+    if not decisions.is_open("mesh"):
+        return [decisions["mesh"]]
+    has_experts = num_experts(config.get_text_config()) > 1
+    return meshes_to_try(num_devices, recipe.train.batch_size, has_experts=has_experts)
+
+
+def _report_refusals(known: Mapping[str, str], listener: Listener) -> None:
+    for name in refused_options().keys() - known.keys():
+        listener(Note(f"The compiler refuses its option {name}: steps are compiled without it and may be slower"))
 
 
 def _does_not_fit(attempts: list[Attempt], limit: float | None) -> DoesNotFit:

@@ -42,7 +42,7 @@ from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_st
 from trillora.engine.types import Pytree
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import kind_of
-from trillora.model.bridge import CausalLM, Inputs
+from trillora.model.bridge import CausalLM, Inputs, ModelOptions
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.parts.expert_parameters import split_by_expert
@@ -158,23 +158,7 @@ def assemble(
     `mapped`: the loss will be mapped over several adapters."""
     train, data = recipe.train, recipe.data
     spec = lora_spec(recipe.lora, num_new_tokens=len(recipe.tokens or ()))
-    model = CausalLM(
-        config,
-        dtype=settings.dtype,
-        quantize=stored_format(settings.quantize, settings.backend, settings.matmul),
-        matmul=settings.matmul,
-        lora=spec,
-        scan=settings.layers == "scan",
-        remat=settings.remat,
-        attention=settings.attention,
-        document_room=settings.document_room,
-        kernels=settings.kernels,
-        products=products_on(mesh.devices.flat[0]),
-        interpret=settings.kernels == "fused" and settings.backend == "cpu",  # for tests and comparisons
-        mapped=mapped,
-        mesh=mesh,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
+    model = CausalLM(config, _model_options(recipe, settings, mesh, mapped=mapped), lora=spec)
     check_layers(recipe.lora, spec, model)
     check_kernels(model, mesh, settings.backend)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -208,6 +192,24 @@ def assemble(
             for name, dtype in BATCH_DTYPES.items()
         },
         micro_batch_size=settings.micro_batch_size,
+    )
+
+
+def _model_options(recipe: StageRecipe, settings: StepSettings, mesh: Mesh, *, mapped: bool) -> ModelOptions:
+    return ModelOptions(
+        dtype=settings.dtype,
+        quantize=stored_format(settings.quantize, settings.backend, settings.matmul),
+        matmul=settings.matmul,
+        scan=settings.layers == "scan",
+        remat=settings.remat,
+        attention=settings.attention,
+        document_room=settings.document_room,
+        kernels=settings.kernels,
+        products=products_on(mesh.devices.flat[0]),
+        interpret=settings.kernels == "fused" and settings.backend == "cpu",  # for tests and comparisons
+        mapped=mapped,
+        mesh=mesh,
+        trust_remote_code=recipe.model.trust_remote_code,
     )
 
 

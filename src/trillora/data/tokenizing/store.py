@@ -155,7 +155,7 @@ def open_store(folder: Path, files: list[str]) -> Store | None:
     return Store(folder, tokens, rows, facts, files)
 
 
-def _mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:
     # An empty file cannot be mapped.
     return np.memmap(file, dtype, "r") if file.stat().st_size else np.empty(0, dtype)
 

@@ -15,12 +15,15 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trillora.errors import TrilloraError
 from trillora.locks.extras import install_command
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 # Name -> general.file_type, as in llama.cpp's enum llama_ftype.
 FILE_TYPES = {
@@ -52,7 +55,7 @@ def check_type(type: str) -> None:
         _library()
 
 
-def tensor_type(name: str, shape: Sequence[int], type: str, num_layers: int) -> Any:
+def tensor_type(name: str, shape: Sequence[int], type: str, num_layers: int) -> GGMLQuantizationType:
     """The type of one tensor. Types with blocks need rows of whole blocks; others get the next larger type."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -77,13 +80,13 @@ def _k_type(name: str, num_layers: int) -> str:
     return "Q6_K" if is_important and is_sensitive else "Q4_K"
 
 
-def byte_shape(shape: Sequence[int], type: Any) -> tuple[int, ...]:
+def byte_shape(shape: Sequence[int], type: GGMLQuantizationType) -> tuple[int, ...]:
     from gguf import quant_shape_to_byte_shape
 
     return tuple(quant_shape_to_byte_shape(shape, type))
 
 
-def to_bytes(array: np.ndarray, type: Any, name: str = "tensor") -> np.ndarray:
+def to_bytes(array: np.ndarray, type: GGMLQuantizationType, name: str = "tensor") -> np.ndarray:
     """Rows of float32 in another type, as bytes."""
     from gguf import GGMLQuantizationType, quants
 
@@ -102,19 +105,19 @@ def to_bytes(array: np.ndarray, type: Any, name: str = "tensor") -> np.ndarray:
     return quants.quantize(array, type).view(np.uint8)
 
 
-def to_values(data: np.ndarray, type: Any) -> np.ndarray:
+def to_values(data: np.ndarray, type: GGMLQuantizationType) -> np.ndarray:
     """The other way: bytes of whole rows as float32."""
     from gguf import quants
 
     return np.asarray(quants.dequantize(data, type).astype(np.float32, copy=False))
 
 
-def round_trip(array: np.ndarray, type: Any) -> np.ndarray:
+def round_trip(array: np.ndarray, type: GGMLQuantizationType) -> np.ndarray:
     """The values that a reader gets back, in float32."""
     return to_values(to_bytes(array, type), type).reshape(array.shape)
 
 
-def _quantize_k(array: np.ndarray, type: Any) -> np.ndarray:
+def _quantize_k(array: np.ndarray, type: GGMLQuantizationType) -> np.ndarray:
     rows = array.reshape(-1, array.shape[-1])
     result = np.empty(byte_shape(rows.shape, type), np.uint8)
     pointer = ctypes.POINTER(ctypes.c_float)

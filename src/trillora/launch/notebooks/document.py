@@ -251,15 +251,15 @@ def _literal(text: str) -> str:
     return f'"""\\\n{text}"""' if is_plain else repr(text)
 
 
-def _text(source: str) -> Any:
+def _text(source: str) -> nbformat.NotebookNode:
     return nbformat.v4.new_markdown_cell(source)
 
 
-def _code(source: str) -> Any:
+def _code(source: str) -> nbformat.NotebookNode:
     return nbformat.v4.new_code_cell(source.rstrip())
 
 
-def _hidden(source: str) -> Any:
+def _hidden(source: str) -> nbformat.NotebookNode:
     """Colab and JupyterLab hide the source of such a cell."""
     metadata = {"cellView": "form", "jupyter": {"source_hidden": True}}
     return nbformat.v4.new_code_cell(source, metadata=metadata)

@@ -136,7 +136,7 @@ def machine_keys(target: Target) -> dict[str, Any]:
     return {"enable_gpu": not is_tpu, "enable_tpu": is_tpu, "machine_shape": target.accelerator}
 
 
-def dataset_metadata(files: KaggleFiles) -> dict[str, Any]:
+def dataset_metadata(files: KaggleFiles) -> dict[str, object]:
     """Private, and without a license that would allow anything."""
     slug = files.dataset_id.partition("/")[2]
     return {"id": files.dataset_id, "title": slug.replace("-", " "), "licenses": [{"name": "other"}]}

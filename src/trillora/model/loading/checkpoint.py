@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trillora.errors import TrilloraError
 from trillora.model.adapters import check_shapes, fitting
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.loading.source import OpenModel
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.stored.packed import Stored, opened_tensor
@@ -70,7 +70,7 @@ class Checkpoint:
         # Only a config whose code the user trusts still has an auto_map.
         trusted = hasattr(base.config, "auto_map")
         with fitting(spec.file or base.base_name):
-            model = CausalLM(base.config, lora=spec, scan=False, remat="none", trust_remote_code=trusted)
+            model = CausalLM(base.config, ModelOptions(scan=False, remat="none", trust_remote_code=trusted), lora=spec)
         self._model, self._module, self.folder = model, model.module, base.folder
         self.tensors = unquantized(read_headers(base.folder), read_method(base.folder))
         known, _ = match_names(self.tensors, self._module)

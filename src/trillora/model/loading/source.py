@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trillora.errors import TrilloraError, nearest
 from trillora.files.hub import HUB_ID, download, list_files
@@ -101,7 +101,7 @@ def find_model(
     return _from_hub(name, revision, trust_remote_code, with_weights)
 
 
-def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
+def load_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """Returns the transformers config of a causal language model, or of a multimodal model that contains one; other
     models raise an error that names them."""
     from transformers import AutoConfig
@@ -170,7 +170,7 @@ def tokenizer_errors() -> Iterator[None]:
 
 
 @tokenizer_errors()
-def load_tokenizer(folder: Path, tokens: Sequence[str] = ()) -> Any:
+def load_tokenizer(folder: Path, tokens: Sequence[str] = ()) -> Tokenizer:
     """Loads the tokenizer and adds `tokens`. Missing files are an error: transformers would create an empty
     tokenizer."""
     from transformers import AutoTokenizer

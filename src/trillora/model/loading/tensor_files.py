@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -13,7 +13,7 @@ from trillora.errors import TrilloraError
 
 
 @contextmanager
-def opened(file: Path, framework: Literal["pt", "np"] = "pt") -> Iterator[Any]:
+def opened(file: Path, framework: Literal["pt", "np"] = "pt") -> Iterator[safe_open]:
     try:
         with safe_open(str(file), framework=framework) as tensors:
             yield tensors

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -386,7 +385,7 @@ def _report_unused(unused: list[str], module: torch.nn.Module) -> None:
 
 
 @contextmanager
-def _open_source(source: Source, module: torch.nn.Module, dtype: np.dtype[Any]) -> Iterator[ReadSlice]:
+def _open_source(source: Source, module: torch.nn.Module, dtype: np.dtype) -> Iterator[ReadSlice]:
     """Yields a function that reads any slice of the parameter. The file is mapped only meanwhile, to free its pages."""
     if isinstance(source, Stored):
         with opened_tensor(source, _torch_dtype(dtype)) as read_slice:
@@ -406,8 +405,8 @@ def _cut(tensor: torch.Tensor, index: Index) -> torch.Tensor:
     return tensor[index]
 
 
-def _place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding, read: ReadSlice) -> jax.Array:
-    def host_slice(index: Index | None) -> np.ndarray[Any, Any]:
+def _place(name: str, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, read: ReadSlice) -> jax.Array:
+    def host_slice(index: Index | None) -> np.ndarray:
         piece = read(index or ())
         # A copy even without a cast: the array must not refer to the mapped file, which may change or be removed.
         cast = piece.detach().to(_torch_dtype(dtype), copy=True).contiguous()
@@ -422,14 +421,14 @@ def _place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sh
     return jax.make_array_from_callback(shape, sharding, host_slice)
 
 
-def _as_numpy(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def _as_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
     if dtype.kind == "V":  # bfloat16 and float8: types of ml_dtypes, which numpy cannot convert
         same_size = {1: torch.uint8, 2: torch.uint16}[dtype.itemsize]
         return tensor.view(same_size).numpy().view(dtype)
     return tensor.numpy()
 
 
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
     found: torch.dtype = getattr(torch, dtype.name)
     return found
 
@@ -442,7 +441,7 @@ def _of_one_layer(sharding: Sharding, leaf: Leaf) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
 
-def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding) -> jax.Array:
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
     return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
 
 
@@ -455,5 +454,5 @@ def _with_layer(stack: jax.Array, part: jax.Array, layer: int) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0)
 
 
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.Array:
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

@@ -108,7 +108,7 @@ def removed_modules(module: torch.nn.Module) -> frozenset[str]:
     return found
 
 
-def _text_parts(module: torch.nn.Module) -> tuple[Any, Any, Any]:
+def _text_parts(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
     inside = {id(child) for child in module.modules()}
     try:
         parts = (module.get_decoder(), module.get_input_embeddings(), module.get_output_embeddings())

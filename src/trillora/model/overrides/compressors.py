@@ -131,7 +131,11 @@ def _rotate(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
 
 
 def _chosen(
-    indexer: Any, hidden_states: torch.Tensor, q_residual: torch.Tensor, position_ids: torch.Tensor, windows: Windows
+    indexer: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    q_residual: torch.Tensor,
+    position_ids: torch.Tensor,
+    windows: Windows,
 ) -> jax.Array:
     """The windows that an indexer chooses for each token, as a boolean array [B, T, N]."""
     B, T, _ = hidden_states.shape

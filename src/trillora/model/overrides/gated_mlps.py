@@ -68,7 +68,7 @@ def find_gated_mlps(model: torch.nn.Module) -> list[GatedMlp]:
     return found
 
 
-def _recognise(module: torch.nn.Module, layers: dict[str, Any]) -> GatedMlp | None:
+def _recognise(module: torch.nn.Module, layers: dict[str, torch.nn.Module]) -> GatedMlp | None:
     """None if the module computes anything else."""
     generator = torch.Generator().manual_seed(0)
     calls: list[tuple[str, Any, torch.Tensor]] = []  # layer, input, output
@@ -123,13 +123,13 @@ def _computed(mlp: GatedMlp, x: jax.Array, trace: Trace) -> jax.Array:
     rank, dtype = mlp.rank, x.dtype
     assert rank is not None
 
-    def matrices(layer: Any) -> tuple[jax.Array, jax.Array]:
+    def matrices(layer: torch.nn.Module) -> tuple[jax.Array, jax.Array]:
         """A [R, D], and B [E, R] times the scale, with zeros up to the rank of the kernels."""
         a, b = interop.jax_view(layer.lora_a), interop.jax_view(layer.lora_b) * layer.lora_scale
         missing = rank - a.shape[0]
         return jnp.pad(a, ((0, missing), (0, 0))).astype(dtype), jnp.pad(b, ((0, 0), (0, missing))).astype(dtype)
 
-    def named(y: jax.Array, layer: Any) -> jax.Array:
+    def named(y: jax.Array, layer: torch.nn.Module) -> jax.Array:
         saved: jax.Array = checkpoint_name(y, name_of_output(layer.in_features, y.shape[-1], trace))
         return saved
 

@@ -51,7 +51,7 @@ def make_rope_static(module: torch.nn.Module) -> None:
             child.__dict__["forward"] = functools.partial(_forward, child, child.forward, long)
 
 
-def _long_rope(child: Any, layer: str | None) -> _LongRope:
+def _long_rope(child: torch.nn.Module, layer: str | None) -> _LongRope:
     parameters = child.config.rope_parameters if layer is None else child.config.rope_parameters[layer]
     trained = parameters["original_max_position_embeddings"]
     options = {} if layer is None else {"layer_type": layer}
@@ -61,7 +61,7 @@ def _long_rope(child: Any, layer: str | None) -> _LongRope:
 
 
 def _forward(
-    child: Any,
+    child: torch.nn.Module,
     forward: Callable[..., object],
     long: dict[str | None, _LongRope],
     x: torch.Tensor,

@@ -180,7 +180,7 @@ def test_examples_show_the_question_and_nothing_of_the_template(tested: tuple[Ev
 def test_packed_loss_equals_unpacked_and_any_batch_size_gives_it(
     run: Path, other_chats: Path, generator: Generator, tested: tuple[Evaluation, list[Any]]
 ) -> None:
-    recipe = recipe_with_data(load_run_recipe(run), run, other_chats)
+    recipe = recipe_with_data(load_run_recipe(run), other_chats, run / "adapter")
     assert recipe.data.pack
     unpacked = recipe.model_copy(update={"data": recipe.data.model_copy(update={"pack": False})})
     _, documents = read_rows(recipe, AutoTokenizer.from_pretrained(run.parent / "model"), False, None, ignore_events)
@@ -209,7 +209,7 @@ def test_without_a_file_the_runs_own_test_rows_are_used(run: Path, folder: Path,
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     dataset = load(folder / "chats.jsonl", tokenizer, tmp_path, validation=0.1, test=0.3)
     own = dataset.documents("test")
-    recipe = recipe_with_data(load_run_recipe(run), run, None)
+    recipe = recipe_with_data(load_run_recipe(run), None, run / "adapter")
     name, documents = read_rows(recipe, tokenizer, True, None, ignore_events)
     assert 0 < len(documents) == len(own) < len(dataset.store.rows)
     assert all((documents[i].tokens == own[i].tokens).all() for i in range(len(own)))
@@ -217,7 +217,7 @@ def test_without_a_file_the_runs_own_test_rows_are_used(run: Path, folder: Path,
 
 
 def test_some_rows_are_evenly_spaced(run: Path, folder: Path, other_chats: Path) -> None:
-    recipe = recipe_with_data(load_run_recipe(run), run, other_chats)
+    recipe = recipe_with_data(load_run_recipe(run), other_chats, run / "adapter")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     for num_rows, expected in ((3, [0, 5, 10]), (1, [0]), (99, list(range(11)))):
         _, documents = read_rows(recipe, tokenizer, False, num_rows, ignore_events)
@@ -284,7 +284,7 @@ def test_rows_longer_than_the_runs_are_dropped_and_reported(run: Path, folder: P
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     events: list[Any] = []
-    recipe = recipe_with_data(load_run_recipe(run), run, file)
+    recipe = recipe_with_data(load_run_recipe(run), file, run / "adapter")
     _, documents = read_rows(recipe, AutoTokenizer.from_pretrained(run.parent / "model"), False, None, events.append)
     assert documents.rows_N.tolist() == [0, 2]
     assert [event.text for event in events if isinstance(event, Alarm)] == [

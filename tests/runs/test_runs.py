@@ -46,6 +46,9 @@ def named(node: ast.AST) -> Iterator[str]:
             yield text
         case ast.BinOp(op=ast.Div(), left=left, right=right):
             yield from (text for side in (left, right) for text in texts(side) if text.partition("/")[0] in WORDS)
+        case ast.JoinedStr(values=values):
+            parts = [part for value in values for text in texts(value) for part in text.split("/")[1:]]
+            yield from (part for part in parts if part in NAMES)
         case ast.Compare(left=ast.Attribute(attr="name"), comparators=others):
             yield from (text for other in others for text in texts(other) if text in WORDS)
         case ast.Call(func=ast.Attribute(attr=called), args=arguments) if called in CALLS:
@@ -79,6 +82,7 @@ def test_the_names_of_a_runs_files_have_one_home() -> None:
         'run.glob("checkpoints/*")',
         'os.path.join(run, "adapter")',
         "f\"{run / 'exports'}\"",
+        'f"{run}/adapter"',
     ],
 )
 def test_a_planted_name_is_found(tmp_path: Path, code: str) -> None:

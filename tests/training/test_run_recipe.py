@@ -90,7 +90,7 @@ def test_eval_tests_exactly_the_rows_that_were_held_out(run: Path, folder: Path)
     (stage,) = stages_of(load_recipe(settings(folder)))
     trained = read_stage(stage, tokenizer, ignore_events).dataset
     held_out = trained.documents("test")
-    recipe = recipe_with_data(load_run_recipe(run), run, None)
+    recipe = recipe_with_data(load_run_recipe(run), None, run / "adapter")
     _, documents = read_rows(recipe, tokenizer, True, None, ignore_events)
     assert len(documents) == len(held_out) > 10
     assert all((documents[i].tokens == held_out[i].tokens).all() for i in range(len(held_out)))
@@ -174,14 +174,14 @@ def test_credentials_of_addresses_are_not_saved_and_asked_for_again(tmp_path: Pa
     ]
     error = refused(lambda: load_recipe(tmp_path / "recipe.json"))
     assert error.do.endswith("data.path.0.path=ADDRESS data.path.2.path=ADDRESS train.checkpoint_dir=ADDRESS")
-    error = refused(lambda: recipe_with_data(saved, tmp_path, None))
+    error = refused(lambda: recipe_with_data(saved, None, tmp_path / "adapter"))
     assert error.do.endswith("data.path.0.path=ADDRESS data.path.2.path=ADDRESS")
-    assert recipe_with_data(saved, tmp_path, "other.jsonl").data.path == "other.jsonl"
+    assert recipe_with_data(saved, "other.jsonl", tmp_path / "adapter").data.path == "other.jsonl"
     given = [
         f"data.path.0.path=https://me:{SECRET}@host/a.jsonl",
         f"data.path.2.path=https://host/b.jsonl?sig={SECRET}",
     ]
-    assert recipe_with_data(load_run_recipe(tmp_path, given), tmp_path, None).data.path == recipe.data.path
+    assert recipe_with_data(load_run_recipe(tmp_path, given), None, tmp_path / "adapter").data.path == recipe.data.path
     again = load_recipe(tmp_path / "recipe.json", [*given, f"train.checkpoint_dir=s3://key:{SECRET}@bucket/run"])
     assert again == recipe
 

@@ -58,14 +58,15 @@ class SavedAdapter:
     @property
     def part(self) -> str | None:
         """Its name, if its run has several adapters."""
-        return self.folder.name if self.folder.parent.name == ADAPTERS else None
+        return self.folder.name if self.folder.absolute().parent.name == ADAPTERS else None
 
     @property
     def name(self) -> str:
         """The name of its run, or of one of several."""
         if self.run is not None and self.note:
             return self.run.folder.absolute().name
-        return (self.folder.absolute().parent if self.folder.name == ADAPTER else self.folder).name
+        is_own = self.folder.name == ADAPTER and self.part is None
+        return (self.folder.absolute().parent if is_own else self.folder).name
 
     @property
     def is_result(self) -> bool:
@@ -91,8 +92,9 @@ class SavedRun:
     def around(cls, folder: Path, overrides: Sequence[str] = ()) -> Self | None:
         """The run of RUN/adapter, RUN/adapters/NAME or RUN/exports/NAME."""
         path = folder.absolute()
-        above = path.parent if path.name == ADAPTER else path.parent.parent
-        is_inside = path.name == ADAPTER or path.parent.name in (ADAPTERS, EXPORTS)
+        is_one_of_many = path.parent.name in (ADAPTERS, EXPORTS)
+        above = path.parent.parent if is_one_of_many else path.parent
+        is_inside = is_one_of_many or path.name == ADAPTER
         return cls(above, tuple(overrides)) if is_inside and is_run(above) else None
 
     @cached_property

@@ -13,7 +13,7 @@ from trillora.adapters.merge import merge_adapters
 from trillora.errors import Bug, TrilloraError
 from trillora.files.checksums import with_checksums
 from trillora.model.adapters import peft_files
-from trillora.recipe.merge_options import MergeOptions
+from trillora.recipe.group_section import MergeOptions
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "some/base"}
 

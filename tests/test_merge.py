@@ -30,8 +30,8 @@ from trillora.cli import app
 from trillora.errors import Bug, TrilloraError
 from trillora.events import Alarm, Event
 from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, load_adapter, peft_files
+from trillora.recipe.group_section import MergeOptions
 from trillora.recipe.load import load_recipe
-from trillora.recipe.merge_options import MergeOptions
 from trillora.training.trainer import train
 
 pytestmark = pytest.mark.usefixtures("shared_steps")

@@ -20,8 +20,8 @@ from trillora.adapters import logits_check
 from trillora.adapters.merge import merge_adapters
 from trillora.errors import Bug, TrilloraError
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, load_adapter
+from trillora.recipe.group_section import MERGE_METHODS, MergeOptions
 from trillora.recipe.load import load_recipe
-from trillora.recipe.merge_options import MERGE_METHODS, MergeOptions
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_files, lo
 from trillora.model.bridge import CausalLM
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.parts.peft_names import names_in_file, with_layers
-from trillora.recipe.merge_options import MergeOptions
+from trillora.recipe.group_section import MergeOptions
 
 # Checkpoints of all of them store experts one by one, under the names of linear layers. PEFT renames laguna's too.
 SLOW = ("glm4_moe", "qwen3_next", "qwen3_moe", "mixtral", "dots1", "hunyuan_v1_moe", "nemotron_h_mixture", "olmoe")

@@ -47,7 +47,7 @@ from trillora.model.adapters import (
     read_adapter,
 )
 from trillora.model.lora import LoraSpec
-from trillora.recipe.merge_options import MergeOptions
+from trillora.recipe.group_section import MergeOptions
 
 FACTS_FILE = "merge.json"
 _LIBRARY = "transformers.models."  # PEFT imports what auto_mapping names

@@ -27,7 +27,7 @@ from typing import Literal
 import numpy as np
 
 from trillora.errors import Bug, TrilloraError
-from trillora.recipe.merge_options import MergeOptions
+from trillora.recipe.group_section import MergeOptions
 
 LARGEST = 1e15  # entry of a change: float32 ends at 3e38, and the iteration below squares the matrix
 ROUNDING = 1e-6  # of float32: matrices that differ by less, relative to their norm, are the same

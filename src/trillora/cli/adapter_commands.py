@@ -50,7 +50,7 @@ def merge(
     as_json: JsonResult = False,
 ) -> None:
     """Merge adapters of one base model into one adapter."""
-    from trillora.recipe.merge_options import MergeOptions
+    from trillora.recipe.group_section import MergeOptions
 
     options = MergeOptions(method, _numbers(weights), density, rank, seed)  # type: ignore[arg-type]
     with progress_on_stderr() as listener:

@@ -1,17 +1,35 @@
-"""The sections `sweep` and `merge` of a recipe that trains several adapters together."""
+"""The sections `sweep` and `merge` of a recipe that trains several adapters together, and how adapters are merged to
+one: the method and its numbers, for the command, the recipe and Python.
+
+MergeOptions("ties", weights=(1.0, 0.5), density=0.2)
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from trillora.errors import TrilloraError
-from trillora.recipe.merge_options import MergeMethod, MergeOptions
+from trillora.errors import TrilloraError, nearest
 from trillora.recipe.section import Rank, Rate, Section, conflict
 
 MAX_ADAPTERS = 64  # trained together
+MergeMethod = Literal["linear", "cat", "svd", "ties", "dare-linear", "dare-ties", "magnitude-prune"]
+MERGE_METHODS: tuple[str, ...] = get_args(MergeMethod)
+DEFAULT_DENSITY = 0.5
+
+# The options that have an effect on a method, in addition to the weights.
+_USED: dict[str, set[str]] = {
+    "linear": {"rank"},
+    "cat": set(),
+    "svd": {"rank"},
+    "ties": {"rank", "density"},
+    "dare-linear": {"rank", "density", "seed"},
+    "dare-ties": {"rank", "density", "seed"},
+    "magnitude-prune": {"rank", "density"},
+}
 
 
 class SweepSection(Section):
@@ -48,6 +66,70 @@ class SweepSection(Section):
             what = f"The sweep has {count:,} combinations; the limit is {MAX_ADAPTERS}."
             raise conflict("keep", what, "give fewer values")
         return self
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """None means the default: weights of 1, a density of 0.5, seed 0, and the rank that docs/merging.md gives."""
+
+    method: MergeMethod = "linear"
+    weights: tuple[float, ...] | None = None  # one per adapter
+    density: float | None = None  # the share of entries that is kept
+    rank: int | None = None  # of the result
+    seed: int | None = None  # of the random choice of entries
+
+    def checked(self, num_adapters: int, prefix: str = "--") -> MergeOptions:
+        """The same options with weights, density and seed filled in. `prefix` names an option in errors: `--` on the
+        command line, `merge.` in a recipe."""
+        if self.method not in MERGE_METHODS:
+            meant = nearest(str(self.method), MERGE_METHODS)
+            raise TrilloraError(
+                f"Unknown merge method '{self.method}'.",
+                where=f"{prefix}method",
+                do=(f"did you mean {meant}? " if meant else "") + f"Methods: {' '.join(MERGE_METHODS)}",
+            )
+        used = _USED[self.method]
+        for option in ("density", "rank", "seed"):
+            if getattr(self, option) is not None and option not in used:
+                raise TrilloraError(
+                    f"The method {self.method} has no {option}.",
+                    where=f"{prefix}{option}",
+                    do=f"leave it out; methods with it: {' '.join(m for m in MERGE_METHODS if option in _USED[m])}",
+                )
+        weights = self._checked_weights(num_adapters, prefix)
+        density = DEFAULT_DENSITY if self.density is None else self.density
+        if not 0 < density <= 1:
+            what = f"The density must be above 0 and at most 1, got {density}."
+            raise TrilloraError(what, where=f"{prefix}density", do="use a share such as 0.5")
+        if self.rank is not None and self.rank < 1:
+            what = f"The rank must be at least 1, got {self.rank}."
+            raise TrilloraError(what, where=f"{prefix}rank", do="use the rank of one of the adapters, or leave it out")
+        if self.seed is not None and self.seed < 0:
+            what = f"The seed must not be negative, got {self.seed}."
+            raise TrilloraError(what, where=f"{prefix}seed", do="use 0 or more")
+        return MergeOptions(
+            self.method,
+            weights,
+            density if "density" in used else None,
+            self.rank,
+            (self.seed or 0) if "seed" in used else None,
+        )
+
+    def _checked_weights(self, num_adapters: int, prefix: str) -> tuple[float, ...]:
+        weights = (1.0,) * num_adapters if self.weights is None else tuple(map(float, self.weights))
+        where = f"{prefix}weights"
+        if len(weights) != num_adapters:
+            raise TrilloraError(
+                f"There are {num_adapters} adapters and {len(weights)} {'weight' if len(weights) == 1 else 'weights'}.",
+                where=where,
+                do=f"give one weight per adapter, in their order: {','.join(['1'] * num_adapters)}",
+            )
+        if not all(math.isfinite(weight) for weight in weights):
+            what = f"A weight is not a finite number: {', '.join(f'{weight:g}' for weight in weights)}."
+            raise TrilloraError(what, where=where, do="use numbers such as 1 and 0.5")
+        if not any(weights):
+            raise TrilloraError("All weights are zero, so the merge would change nothing.", where=where, do="use 1")
+        return weights
 
 
 class MergeSection(Section):

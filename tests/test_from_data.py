@@ -1,0 +1,44 @@
+"""A recipe that is made of a data file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trillora.recipe.from_data import is_data_file, options_from_data, recipe_text
+from trillora.recipe.load import load_recipe
+
+
+@pytest.mark.parametrize("name", ["qa.csv", "a/b.jsonl", "rows.json", "rows.jsonl.zst", "all.tar.gz", "Rows.PARQUET"])
+def test_rows_are_recognized_by_their_suffix(name: str) -> None:
+    assert is_data_file(name)
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "qa.yml", "qa", "runs/qa/recipe.json", "qa.csv.bak"])
+def test_a_recipe_is_not_data(name: str) -> None:
+    assert not is_data_file(name)
+
+
+def test_the_written_recipe_has_the_given_options_and_is_read_back_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["train.steps=5", "lora.rank=4", "data.validation=val.csv"]
+    recipe = load_recipe(options_from_data("qa.csv", "org/model"), overrides)
+    text = recipe_text(recipe, "Trained on qa.csv.")
+    assert text.splitlines() == [
+        "# Trained on qa.csv.",
+        "model: org/model",
+        f"data: {{path: {tmp_path / 'qa.csv'}, validation: {tmp_path / 'val.csv'}}}",
+        "lora: {rank: 4}",
+        "train: {steps: 5}",
+    ]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "recipe.yaml").write_text(text)
+    assert load_recipe(tmp_path / "elsewhere" / "recipe.yaml") == recipe
+
+
+def test_a_recipe_without_overrides_is_two_lines(tmp_path: Path) -> None:
+    recipe = load_recipe(options_from_data(tmp_path / "qa.csv"))
+    assert recipe_text(recipe) == f"model: smollm2\ndata: {tmp_path / 'qa.csv'}\n"

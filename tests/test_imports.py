@@ -24,7 +24,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("recipe", "devices", "engine"),
     ("model",),
     ("data", "shipped"),
-    ("step",),
+    ("step", "early"),
     ("prove", "generation"),
     ("evaluation",),
     ("preflight", "tracking", "doctor", "adapters"),

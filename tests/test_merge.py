@@ -24,9 +24,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from trillora.adapters import merge, methods
-from trillora.adapters.inputs import find_adapter, read_input
+from trillora.adapters.inputs import read_input
 from trillora.adapters.merge import MergeResult, merge_adapters
 from trillora.cli import app
+from trillora.early.runs import find_adapter
 from trillora.errors import Bug, TrilloraError
 from trillora.events import Alarm, Event
 from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, load_adapter, peft_files

@@ -47,11 +47,13 @@ def train(
     from pathlib import Path
 
     from trillora.devices.quiet import quiet_libraries, start_gpu
+    from trillora.early.training import check_start
     from trillora.recipe.load import load_recipe
     from trillora.recipe.tiny import is_tiny_run
     from trillora.report.console import console_listener
 
     loaded = load_recipe(recipe, overrides, tiny=tiny or is_tiny_run(out))
+    check_start(loaded, Path(out))
     quiet_libraries(loaded.hardware.backend)
     start_gpu(loaded.hardware.backend)
     from trillora.training.trainer import train as run

@@ -21,11 +21,11 @@ import numpy as np
 
 from trillora.adapters.logits_check import open_local
 from trillora.adapters.methods import Change
+from trillora.early.runs import find_adapter
 from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
 from trillora.files.digests import json_digest
 from trillora.files.read_json import read_json
-from trillora.files.user_path import user_path
 from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, is_end, load_adapter, read_layers
 from trillora.model.bridge import build_module
 from trillora.model.loading.digest import weights_digest
@@ -68,29 +68,6 @@ class AdapterInput:
     names: dict[str, str]  # layer -> name in the file, where these differ
     template: bytes | None
     tokenizer: dict[str, bytes]
-
-
-def find_adapter(name: str | Path) -> Path:
-    """The folder of an adapter, given by itself or by its run."""
-    path = user_path(name, where="the adapter")
-    if (path / CONFIG_FILE).is_file():
-        return path
-    if (path / "adapter").is_dir():
-        return path / "adapter"
-    several = sorted(entry.name for entry in (path / "adapters").glob("*") if (entry / CONFIG_FILE).is_file())
-    if several:
-        raise TrilloraError(
-            f"This run has {len(several)} adapters.",
-            where=str(path),
-            do=f"name one of them: {' '.join(str(path / 'adapters' / each) for each in several[:8])}",
-        )
-    if is_run(path):
-        raise TrilloraError("This run has no adapter yet.", where=str(path), do="finish the run first")
-    raise TrilloraError(
-        "There is no adapter here." if path.is_dir() else "There is no such folder.",
-        where=str(path),
-        do=f"give a finished run, or a folder that contains {CONFIG_FILE}",
-    )
 
 
 def read_input(name: str | Path) -> AdapterInput:

@@ -25,11 +25,11 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from trillora.adapters.inputs import find_adapter
 from trillora.adapters.logits_check import open_local
 from trillora.certify.certificate import Kind
 from trillora.data.open import chat_template
 from trillora.data.rendering.render import TEMPLATE_DATE
+from trillora.early.runs import find_adapter
 from trillora.errors import TrilloraError
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.digests import json_digest

@@ -69,7 +69,10 @@ def export(
     for option, given in (("--repo", repo is not None), ("--what", what != "adapter"), ("--public", not private)):
         if given:
             raise TrilloraError(f"{option} is for --to hub.", where=option, do="remove it, or use --to hub")
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
+        from trillora.early.runs import check_exportable
+
+        check_exportable(name)
         from trillora.export.source import open_source
 
         source = open_source(name, adapter=adapter, base=base, overrides=overrides, listener=listener)
@@ -136,9 +139,12 @@ def _to_hub(
 
     check_repo(repo)
     token = token_of_environment()  # before the work
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
         import tempfile
 
+        from trillora.early.runs import check_exportable
+
+        check_exportable(name)
         from trillora.export.merged import export_merged
         from trillora.export.source import open_source
 

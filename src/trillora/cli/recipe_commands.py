@@ -38,6 +38,11 @@ def train(
 
     loaded = load_recipe(recipe, overrides or (), tiny=tiny or is_tiny_run(out))
     with run_events(as_json, loaded.hardware.backend, loaded.track.every_steps) as listener:
+        from trillora.devices.quiet import start_gpu
+        from trillora.early.training import check_start
+
+        check_start(loaded, out)
+        start_gpu(loaded.hardware.backend)
         from trillora.training import trainer
 
         result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
@@ -82,7 +87,13 @@ def preflight(
 
     slices = _slices(on, overrides or ())
     loaded = load_recipe(recipe, overrides or (), tiny=tiny)
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
+        from trillora.devices.slices import find_slice
+        from trillora.early.training import check_files_of
+
+        for name in slices:
+            find_slice(name)
+        check_files_of(loaded)
         from trillora.preflight.verdict import preflight as check
 
         results = check(
@@ -134,9 +145,12 @@ def inspect(
     from trillora.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or (), tiny=tiny)
-    with progress_on_stderr() as listener:
-        from trillora.data.summary import inspect as summarise
+    with progress_on_stderr(as_json=as_json) as listener:
+        from trillora.early.training import check_files_of
         from trillora.recipe.schema import stages_of
+
+        check_files_of(loaded)
+        from trillora.data.summary import inspect as summarise
 
         stages = [s for s in stages_of(loaded) if stage in (None, s.name)]
         if not stages:

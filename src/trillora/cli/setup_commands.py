@@ -19,6 +19,9 @@ EXIT_REFUSED = 1
 def quickstart(out: RunFolder = Path("runs/quickstart"), as_json: JsonEvents = False) -> None:
     """Train a small model offline, in minutes on a laptop."""
     with run_events(as_json) as listener:
+        from trillora.devices.quiet import start_gpu
+
+        start_gpu()
         from trillora.quickstart import run as lesson
 
         result, evaluation = lesson.run(out, listener)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from trillora.data.documents import Documents
+from trillora.early.runs import ADAPTERS, check_run
 from trillora.errors import TrilloraError
 from trillora.evaluation import choices
 from trillora.evaluation.answers import (
@@ -41,7 +42,7 @@ from trillora.evaluation.forgetting import measure_forgetting
 from trillora.evaluation.gate import Wanted, check_fields, judge, parse_gate
 from trillora.evaluation.likelihood import TokenScorer
 from trillora.evaluation.result import Evaluation, Forgetting
-from trillora.evaluation.rows import PHASES, check_run, read_rows, recipe_with_data
+from trillora.evaluation.rows import read_rows, recipe_with_data
 from trillora.evaluation.scores import METRICS, Scores, majority, parse_object
 from trillora.evaluation.text_metrics import NO_SACREBLEU, Comparison
 from trillora.events import Alarm, Listener, Note, ignore_events
@@ -118,8 +119,8 @@ def evaluate(
     `forgetting` asks general questions too. `gate` has conditions on the scores: `Evaluation.passed`.
     """
     folder = user_path(run, where="the run")
-    if stage is not None and adapter is None and (folder / PHASES / stage).is_dir():
-        adapter = folder / PHASES / stage
+    if stage is not None and adapter is None and (folder / ADAPTERS / stage).is_dir():
+        adapter = folder / ADAPTERS / stage
     check_run(folder, adapter)
     paths = _paths(data)
     wanted = parse_gate(gate, _labels(paths) if len(paths) > 1 else ()) if gate is not None else ()

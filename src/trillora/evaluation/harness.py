@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trillora.early.runs import check_run
 from trillora.engine.sampling import GREEDY, Sampling
 from trillora.errors import TrilloraError, nearest
 from trillora.evaluation.likelihood import Continuation, TokenScorer, in_two
-from trillora.evaluation.rows import check_run
 from trillora.events import Listener, ignore_events
 from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator

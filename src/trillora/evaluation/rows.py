@@ -14,37 +14,8 @@ from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener
 from trillora.model.adapters import TEMPLATE_FILE
-from trillora.recipe.load import RunRecipe, is_run
-from trillora.recipe.run_file import NAME as RECIPE_FILE
+from trillora.recipe.load import RunRecipe
 from trillora.recipe.schema import StageRecipe, stages_of
-
-PHASES = "adapters"  # the folder with the adapters of the phases
-
-
-def check_run(folder: Path, adapter: Path | None = None) -> Path:
-    """Checks that the folder holds a run, which is finished unless another adapter is given."""
-    if not is_run(folder):
-        others = sorted(file.parent.name for file in folder.parent.glob(f"*/{RECIPE_FILE}"))
-        do = "give the folder that `trillora train --out` wrote"
-        raise TrilloraError(
-            "This folder is not a run: it has no recipe.json." if folder.is_dir() else "There is no such run.",
-            where=str(folder),
-            do=f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do,
-        )
-    if adapter is None and (folder / PHASES).is_dir() and not (folder / "adapter").is_dir():
-        names = sorted(phase.name for phase in (folder / PHASES).iterdir())
-        raise TrilloraError(
-            "This run has several adapters, one for each phase.",
-            where=str(folder),
-            do=f"choose one with --stage: {' '.join(names)}",
-        )
-    if adapter is None and not (folder / "adapter").is_dir():
-        raise TrilloraError(
-            "This run has no adapter yet, so there is nothing to test.",
-            where=str(folder),
-            do="finish it first: the same `trillora train` command resumes it",
-        )
-    return folder
 
 
 def recipe_with_data(

@@ -32,6 +32,7 @@ from trillora.devices.mesh import (
     remember_programs,
     replicated,
 )
+from trillora.early.runs import run_adapter
 from trillora.engine.quantize import Matmul, stored_format
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
@@ -149,7 +150,7 @@ class Generator:
         recipe = load_run_recipe(run, overrides).recipe if is_run(run) else None
         adapter_folder = adapter
         if adapter is None and recipe is not None and with_adapter:
-            adapter_folder = _adapter_folder(run)
+            adapter_folder = run_adapter(run)
         source = load_model_section(name, overrides) if recipe is None else recipe.model
         trusted = source.trust_remote_code
         listener(Note(f"Model {source.name}" + (f" with {adapter_folder}" if adapter_folder else "")))
@@ -496,22 +497,6 @@ def _as_arrays(sampling: Sampling) -> Sampling:
 def _stop_array(stops: Sequence[int]) -> np.ndarray:
     """Padded to a fixed length with -1, which is not a token."""
     return np.array([*stops, *[-1] * (8 - len(stops))], np.int32)
-
-
-def _adapter_folder(run: Path) -> Path:
-    folder = run / "adapter"
-    if not folder.is_dir() and (run / "adapters").is_dir():
-        names = sorted(phase.name for phase in (run / "adapters").iterdir())
-        raise TrilloraError(
-            "This run has several adapters, one for each phase.",
-            where=str(run),
-            do=f"choose one with --adapter {run}/adapters/NAME: {' '.join(names)}",
-        )
-    if not folder.is_dir():
-        raise TrilloraError(
-            "This run has no adapter yet.", where=str(run), do="finish the run, or use its base model with --base"
-        )
-    return folder
 
 
 def _check_base(opened: OpenModel, run: Path) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from trillora.adapters.inputs import find_adapter
 from trillora.data.rendering.chat_templates import find_template
 from trillora.devices.chips import GIB
 from trillora.devices.mesh import remember_programs
+from trillora.early.runs import find_adapter
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.files.cache_dir import cache_root

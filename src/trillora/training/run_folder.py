@@ -17,14 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from trillora.early.training import check_not_finished
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, HistoryEntry, Listener, ignore_events, to_metrics_line
 from trillora.files.atomic import append_file, write_file
 from trillora.files.bounded import read_bounded
-from trillora.files.user_path import user_path
 
 STALLS_FILE = "stalls.log"  # stacks of steps that took long
-GROUP_FILE = "group.json"  # how each adapter of a group ended; written last
 MAX_LOG = 1 << 30  # bytes; a million steps have about 300 MB
 
 
@@ -35,9 +34,7 @@ class RunFolder:
         self.path, self._writes, self._listener = path, writes, listener
         self._waiting: dict[Path, bytes] = {}  # lines that a full disk refused
         self._has_alarmed = False
-        user_path(path, where="--out")
-        if path.exists() and not path.is_dir():
-            raise TrilloraError("--out must be a folder, not a file.", where=str(path), do="choose another --out")
+        check_not_finished(path)
         if writes:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -49,10 +46,6 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
-
-    @property
-    def is_finished(self) -> bool:
-        return (self.path / "adapter").exists() or (self.path / GROUP_FILE).exists()
 
     def write(self, name: str, text: str, *, mode: int = 0o666) -> None:
         self._replace(self.path / name, text.encode(), mode)

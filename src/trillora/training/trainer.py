@@ -27,7 +27,6 @@ from trillora.data.stage import StageData
 from trillora.devices.cluster import join_cluster
 from trillora.devices.mesh import any_process
 from trillora.engine.step import TrainState, initial_state, next_stage
-from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.checksums import with_checksums
@@ -89,9 +88,6 @@ def train(
 def _train(
     recipe: Recipe, folder: RunFolder, is_writer: bool, stop: Stop, listener: Listener, accept_changes: bool
 ) -> TrainResult:
-    if folder.is_finished:
-        what = "This folder already contains a finished run."
-        raise TrilloraError(what, where=str(folder.path), do="use another --out, or remove the folder")
     kind = _Training if group_of(recipe) is None else GroupTraining
     with _owned_checkpoints(recipe, folder, is_writer, listener) as checkpoints, compiling_in_background():
         return kind(recipe, folder, checkpoints, stop, listener, accept_changes).run()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.excerpt import Piece
+from trillora.early.runs import no_run
 from trillora.errors import TrilloraError
 from trillora.events import (
     METRICS,
@@ -113,13 +114,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     user_path(folder, where="the run")
     if not any((folder / name).is_file() for name in FILES):
-        raise TrilloraError(
-            f"This is not a run folder: it has none of {', '.join(FILES)}."
-            if folder.is_dir()
-            else "The run folder does not exist.",
-            where=str(folder),
-            do="give the folder that --out named when the run was started",
-        )
+        raise no_run(folder)
     known = secrets_of_environment()
     run = RunRecord(
         folder,

@@ -24,6 +24,7 @@ from trillora.adapters.merge import MergeResult, merge_adapters, write_merge_fac
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.stage import StageData
+from trillora.early.runs import GROUP_FILE
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Note, Progress, Score, Scored
 from trillora.files.checksums import with_checksums
@@ -46,7 +47,6 @@ from trillora.training.group.loop import GroupRun, Member
 from trillora.training.group.position import GroupPosition
 from trillora.training.group.state_files import Kept
 from trillora.training.loop import Diverged
-from trillora.training.run_folder import GROUP_FILE
 from trillora.training.validation import Evaluator
 
 UNFINISHED = "merged-unfinished"  # the merged adapter, until it is scored

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trillora.report.output import closed_pipe_safe, masked
+from trillora.report.output import closed_pipe_safe, masked, unguarded
 
 if TYPE_CHECKING:
     from trillora.evaluation.evaluate import Evaluation
@@ -54,7 +54,8 @@ def progress_on_stderr(*, as_json: bool = False) -> Iterator[Listener]:
 def sign_of_life(*, silent: bool = False) -> Iterator[Callable[[], None]]:
     """Says on stderr that the command is at work, if it shows nothing else before. Mistakes are found earlier and need
     no such line. Yields a function that is called when something else is shown."""
-    if silent or "jax" in sys.modules:  # nothing large is left to import
+    is_own = unguarded(sys.stderr) is sys.__stderr__  # no other program reads it instead of a person
+    if silent or not is_own or "jax" in sys.modules:  # nothing large is left to import
         yield lambda: None
         return
     timer = threading.Timer(SILENT_SECONDS, _say_starting)

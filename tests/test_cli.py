@@ -328,3 +328,26 @@ def test_every_event_is_one_line_of_json(event: Event) -> None:
     assert list(fields) == list(type(event).__match_args__)
     if isinstance(event, Step) and math.isnan(event.loss):
         assert fields["loss"] == "nan"
+
+
+# Completion
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("trillora tr", "train"), ("trillora train --acc", "--accept-changes"), ("trillora trian --acc", "")],
+)
+def test_the_shell_completes_commands_and_options_without_anything_large(words: str, expected: str) -> None:
+    variables = {"_TRILLORA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    code = (
+        "import contextlib, os, sys\n"
+        f"os.environ |= {variables!r}\n"
+        "from trillora.cli import main\n"
+        "sys.argv = ['trillora']\n"
+        "with contextlib.suppress(SystemExit): main()\n"
+        "print('loaded:', *{name.partition('.')[0] for name in sys.modules})"
+    )
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT).stdout
+    completed, _, loaded = output.rpartition("loaded:")
+    assert completed.strip() == expected and set(loaded.split()) & HEAVY == set()

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 from trillora.report.output import closed_pipe_safe, masked, unguarded
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import typer
+
     from trillora.evaluation.evaluate import Evaluation
     from trillora.events import Event, Listener
 
@@ -103,12 +107,12 @@ def show_evaluation(evaluation: Evaluation, as_json: bool) -> None:
     show(evaluation, SafeConsole())
 
 
-def show_stopped(as_json: bool) -> None:
-    """The last line of a run that was interrupted."""
+def show_stopped(run: Path, context: typer.Context, as_json: bool) -> None:
+    """The last lines of a run that was interrupted."""
     if not as_json:
-        from trillora.report.run.next_steps import RESUME
+        from trillora.report.run.next_steps import after_stop
 
-        print(RESUME)
+        print(after_stop(run, context.find_root().meta["command"]), end="")
 
 
 def print_json(value: Any) -> None:

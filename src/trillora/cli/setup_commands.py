@@ -16,7 +16,7 @@ from trillora.errors import EXIT_STOPPED
 EXIT_REFUSED = 1
 
 
-def quickstart(out: RunFolder = Path("runs/quickstart"), as_json: JsonEvents = False) -> None:
+def quickstart(context: typer.Context, out: RunFolder = Path("runs/quickstart"), as_json: JsonEvents = False) -> None:
     """Train a small model offline, in minutes on a laptop."""
     with run_events(as_json) as listener:
         from trillora.devices.quiet import start_gpu
@@ -26,7 +26,7 @@ def quickstart(out: RunFolder = Path("runs/quickstart"), as_json: JsonEvents = F
 
         result, evaluation = lesson.run(out, listener)
     if evaluation is None:
-        show_stopped(as_json)
+        show_stopped(result.run, context, as_json)
         raise typer.Exit(EXIT_STOPPED)
     show_evaluation(evaluation, as_json)
     if not as_json:

@@ -21,7 +21,7 @@ help:
 	@echo "make compat         run the core tests with the oldest and the newest libraries that pip may choose"
 	@echo "make harness        test the interface to lm-evaluation-harness, with its forty packages"
 	@echo "make clouds         give launch files to the real SkyPilot and xpk, with their two hundred packages"
-	@echo "make architectures  check every model architecture; writes docs/ARCHITECTURES.md"
+	@echo "make architectures  check every model architecture; writes docs/models.md"
 	@echo "make recipes        measure the recipes: preflight, and their --tiny runs; writes README's table of recipes"
 	@echo "make atlas          compile popular models for many TPU slices (MINUTES=15, FRESH=1); writes docs/ATLAS.md"
 	@echo "make real-data      download public data sets and run trillora inspect on each"
@@ -67,7 +67,7 @@ types: setup
 # Also part of the tests (tests/test_docs.py). The theme, Material for MkDocs 9.8, gets security updates until 2027-05-05
 # and prints that with the name of its successor at every build; the variable turns off this text and nothing else.
 docs: setup
-	@for page in recipe api; do $(BIN)/python tools/$${page}_reference.py || exit 1; done
+	@for page in recipe command api; do $(BIN)/python tools/$${page}_reference.py || exit 1; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html; to read it: $(BIN)/python -m http.server --directory build/site"
 

@@ -64,4 +64,4 @@ def test_a_model_that_cannot_be_traced_names_operation_and_file(monkeypatch: pyt
     monkeypatch.setattr(bridge, "static_loops", lambda model: [])
     with pytest.raises(TrilloraError, match="cannot be traced: Concretization") as caught:
         CHECKS["unrolled"](Subject("dbrx"))
-    assert "modeling_dbrx.py" in str(caught.value.where) and "docs/ARCHITECTURES.md" in caught.value.do
+    assert "modeling_dbrx.py" in str(caught.value.where) and "docs/models.md" in caught.value.do

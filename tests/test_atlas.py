@@ -206,7 +206,7 @@ def test_estimates_are_marked_and_give_way_to_compiled_steps(tmp_path: Path) -> 
     estimated = read_steps(file)
     pages = render(estimated)
     assert all("0 compiled and 2 estimated (≈)" in page for page in pages.values())
-    assert "*≈ GO*" in pages["ATLAS.md"] and pages["atlas.html"].count("≈ GO") == 2
+    assert "| *≈ " in pages["ATLAS.md"] and pages["atlas.html"].count("≈ GO") == 2
     sweep(file, cells[:1], StandIn()).run(1)
     write_steps(file, read_steps(file))
     steps = read_steps(file)

@@ -24,6 +24,7 @@ from chat_tokenizers import chat_tokenizer
 from dose import dose, slow_case
 from hostile_json import changed_bytes, changed_value
 from planted_defects import DEFECTS, Defect, World
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from trillora.certify.certificate import Certificate, Check, read_certificate
@@ -221,6 +222,22 @@ def test_settings_of_the_base_that_changed_after_training_are_not_certified(worl
     assert name in fault.what and json.loads((tmp_path / "merged" / name).read_text())["temperature"] == 50
     [warned] = [check for check in adapter.checks if check.name == "base settings"]
     assert adapter.passed and warned.status == "warning", "an adapter does not contain the file"
+
+
+def test_a_base_with_values_that_are_not_finite_proves_nothing(world: World, tmp_path: Path) -> None:
+    """Norms and losses of such a base cannot be written as JSON, and say nothing about the adapter."""
+    [file] = world.model.glob("*.safetensors")
+    good = file.read_bytes()
+    weights = load_file(file)
+    name = next(name for name in sorted(weights) if name.endswith("down_proj.weight"))
+    weights[name][0, 0] = float("nan")
+    try:
+        save_file(weights, file, metadata={"format": "pt"})
+        certificate = certify(shutil.copytree(world.adapter, tmp_path / "adapter"), run=world.run)
+    finally:
+        file.write_bytes(good)
+    assert not certificate.passed
+    assert any(name in check.what and "not finite" in check.what for check in certificate.failed), summary(certificate)
 
 
 def test_llama_cpp_has_a_limit_of_memory_and_answers_no_one_else(world: World) -> None:

@@ -37,7 +37,7 @@ def test_every_figure_of_the_documents_is_that_of_its_record() -> None:
     shown = {name: claims.read(ROOT, name, records) for name in names}
     for document in shown.values():
         document.as_it_should_be()
-    assert len(shown["README.md"].claims) >= 20 and len(names) > 20
+    assert len(shown["README.md"].claims) >= 10 and len(shown["docs/status.md"].claims) >= 10 and len(names) > 20
     assert sum(len(document.claims) for document in shown.values()) > 50
 
 
@@ -73,7 +73,7 @@ def test_a_number_typed_anywhere_into_the_readme_is_found() -> None:
         inside_recipes = "<!-- recipes: start" in "".join(lines[:number]) and "recipes: end" in "".join(lines[number:])
         assert differs or bare == [(number + 1, "3.37")] or inside_recipes, number  # tests/test_recipes.py compares it
         visited += 1
-    assert visited > 80
+    assert visited > 60
 
 
 def test_what_is_exempt_in_the_readme_is_in_it() -> None:

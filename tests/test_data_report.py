@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import trillora
 from trillora.cli import app
-from trillora.data.excerpt import MAX_CHARACTERS, Gap, Piece, pieces_of, shortened
+from trillora.data.excerpt import MAX_CHARACTERS, ExcerptPiece, Gap, pieces_of, shortened
 from trillora.data.lengths import bin_edges
 from trillora.data.padding import padding_warning
 from trillora.data.summary import DataReport, inspect
@@ -215,12 +215,16 @@ def test_a_character_in_several_tokens_is_never_torn(name: str) -> None:
 
 
 def test_a_long_example_loses_its_middle_with_a_count() -> None:
-    pieces = [Piece("a" * 9000, False, False), Piece("<|end|>", True, True), Piece("b" * 50, True, False)]
+    pieces = [
+        ExcerptPiece("a" * 9000, False, False),
+        ExcerptPiece("<|end|>", True, True),
+        ExcerptPiece("b" * 50, True, False),
+    ]
     short = shortened(pieces)
-    assert sum(len(piece.text) for piece in short if isinstance(piece, Piece)) <= MAX_CHARACTERS
+    assert sum(len(piece.text) for piece in short if isinstance(piece, ExcerptPiece)) <= MAX_CHARACTERS
     assert sum(piece.characters if isinstance(piece, Gap) else len(piece.text) for piece in short) == 9057
     assert short[-2:] == pieces[-2:]  # short pieces are not cut
-    many = shortened([Piece("ab", bool(n % 2), False) for n in range(1000)])
+    many = shortened([ExcerptPiece("ab", bool(n % 2), False) for n in range(1000)])
     assert sum(piece.characters if isinstance(piece, Gap) else len(piece.text) for piece in many) == 2000
     assert len(many) < 50
 

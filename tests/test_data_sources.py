@@ -42,7 +42,7 @@ from rendering import load
 
 from trillora.data.reading import archives, json_rows, streams
 from trillora.data.reading.cursor import MAX_ROW_BYTES
-from trillora.data.reading.files import DataFile, Kind, expand
+from trillora.data.reading.files import DataFile, FileKind, expand
 from trillora.data.rows import Fault, RawRow
 from trillora.errors import TrilloraError
 
@@ -587,7 +587,7 @@ def test_200_mb_are_read_in_bounded_memory(name: str, monkeypatch: pytest.Monkey
     block = (row + between).encode() * 50
     count = (200 if FULL else 50) * MIB // len(block)
     monkeypatch.setattr(DataFile, "open", lambda file: Repeated(head, block, count, tail))
-    file = DataFile(name, name, 0, Kind(os.path.splitext(name)[1][1:], ""))
+    file = DataFile(name, name, 0, FileKind(os.path.splitext(name)[1][1:], ""))
     num_rows, peak = peak_bytes(lambda: sum(1 for _ in rows_of(file)))
     assert num_rows == count * 50 + 1
     assert peak < 16 * MIB

@@ -17,6 +17,7 @@ from trillora.recipe.problems import ELSEWHERE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import api_reference
+import command_reference
 import recipe_reference
 from docs_site import LINK, PAGES, ROOT, SOURCES, for_site, with_sections
 from generated import part_of
@@ -137,6 +138,15 @@ def test_the_recipe_reference_has_every_option_of_the_schema() -> None:
     assert part == part_of(recipe_reference.DOCUMENT, recipe_reference.PART), "run tools/recipe_reference.py"
     rows = [line for line in part.splitlines() if line.startswith(("| `", "| [`"))]
     assert len(rows) == recipe_reference.num_options(schema) > 100
+
+
+def test_the_page_of_commands_has_every_option_of_every_command() -> None:
+    part = command_reference.page_part()
+    written = part_of(command_reference.DOCUMENT, command_reference.PART)
+    assert part == written, "run tools/command_reference.py"
+    found = [command_reference.options(command, context) for _, command, context in command_reference.commands()]
+    rows = [line for line in part.splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(map(len, found)) > 100 and len(found) >= 20
 
 
 def test_the_python_reference_has_every_public_name() -> None:

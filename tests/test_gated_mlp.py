@@ -12,9 +12,9 @@ import torch
 from gpu_lowering import lowered_for_a_gpu
 from torch.nn import functional
 
-from trillora.engine.kernels.gated_mlp import Activation, Blocks, Form, Middle, is_supported, middle, padded_rank
+from trillora.engine.kernels.gated_mlp import Activation, Middle, MlpBlocks, MlpForm, is_supported, middle, padded_rank
 
-FEW = Blocks(rows=16, columns=32, programs=4)  # so that a program has several blocks
+FEW = MlpBlocks(rows=16, columns=32, programs=4)  # so that a program has several blocks
 # Relative to the largest value. float32: sums in another order, and the kernels' error function. bfloat16: inputs are
 # exact, h and the gradients dg and du are rounded once (2**-9) and then summed.
 ROUNDING = {"float32": 1e-5, "bfloat16": 2**-7}
@@ -54,20 +54,20 @@ def expected(given: Middle, activation: Activation, dh: jax.Array, dld: jax.Arra
     [
         (64, 128, 16, "silu", "float32", None),  # without kernels
         (16, 16, 32, "gelu", "bfloat16", None),
-        (64, 128, 16, "silu", "float32", Blocks()),
-        (64, 128, 16, "silu", "bfloat16", Blocks()),
-        (70, 192, 32, "gelu", "float32", Blocks()),  # the last tile of rows is not full
-        (33, 48, 64, "gelu_tanh", "bfloat16", Blocks()),  # blocks of 16 columns
-        (5, 16, 16, "gelu_tanh", "float32", Blocks()),  # less than a block
+        (64, 128, 16, "silu", "float32", MlpBlocks()),
+        (64, 128, 16, "silu", "bfloat16", MlpBlocks()),
+        (70, 192, 32, "gelu", "float32", MlpBlocks()),  # the last tile of rows is not full
+        (33, 48, 64, "gelu_tanh", "bfloat16", MlpBlocks()),  # blocks of 16 columns
+        (5, 16, 16, "gelu_tanh", "float32", MlpBlocks()),  # less than a block
         (256, 128, 16, "silu", "float32", FEW),  # 16 tiles of rows in 1 part, 4 blocks of columns in 1 part
         (16 * 7 - 3, 96, 16, "gelu", "bfloat16", FEW),  # 7 tiles in 2 parts: the last tile is beyond the last row
     ],
 )
 def test_results_and_gradients_are_pytorchs(
-    num_rows: int, width: int, rank: int, activation: Activation, dtype: str, blocks: Blocks | None
+    num_rows: int, width: int, rank: int, activation: Activation, dtype: str, blocks: MlpBlocks | None
 ) -> None:
     given, *gradients = inputs(num_rows, width, rank, dtype)
-    form = Form(activation, "xla") if blocks is None else Form(activation, interpret=True, blocks=blocks)
+    form = MlpForm(activation, "xla") if blocks is None else MlpForm(activation, interpret=True, blocks=blocks)
 
     @jax.jit
     def compute(given: Middle, gradients: tuple[jax.Array, ...]) -> list[jax.Array]:
@@ -86,7 +86,7 @@ def test_activations_of_extreme_values_are_finite(activation: Activation) -> Non
     given, dh, dld = inputs(16, 16, 16, "float32")
     extreme = jnp.broadcast_to(jnp.asarray([-1e4, -100, -20, 0, 20, 100, 1e4, -0.0] * 2, jnp.float32), (16, 16))
     given = given._replace(g0_MF=extreme, bg_FR=jnp.zeros((16, 16)))
-    results, pull = jax.vjp(lambda given: middle(given, Form(activation, interpret=True)), given)
+    results, pull = jax.vjp(lambda given: middle(given, MlpForm(activation, interpret=True)), given)
     for each in (*results, *pull((dh, dld))[0]):
         assert jnp.isfinite(each).all()
     slope = pull((jnp.ones_like(dh), jnp.zeros_like(dld)))[0].g0_MF
@@ -99,7 +99,7 @@ def test_only_the_outputs_of_the_base_are_kept_for_the_backward_pass() -> None:
     given, *_ = inputs(32, 64, 16, "float32")
 
     def adapted(low: jax.Array, ad: jax.Array, frozen: jax.Array) -> jax.Array:
-        h, ld = middle(given._replace(low_MQ=low, ad_RF=ad), Form("silu", interpret=True))
+        h, ld = middle(given._replace(low_MQ=low, ad_RF=ad), MlpForm("silu", interpret=True))
         return h @ frozen.T + ld @ given.bg_FR.T[:, :48]
 
     _, pull = jax.vjp(lambda low, ad: adapted(low, ad, values(48, 64, seed=9)), given.low_MQ, given.ad_RF)
@@ -128,7 +128,7 @@ def test_kernels_can_be_lowered_for_a_gpu(num_rows: int, width: int, rank: int) 
     def two_layers(given: Middle) -> Any:
         def one(number: int, given: Middle) -> jax.Array:
             with jax.named_scope(f"layer_{number}"):
-                h, ld = middle(given, Form("silu"))
+                h, ld = middle(given, MlpForm("silu"))
                 return h.astype(jnp.float32).sum() + ld.astype(jnp.float32).sum()
 
         return jax.value_and_grad(lambda given: one(0, given) + one(1, given))(given)

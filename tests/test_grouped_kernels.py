@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from gpu_lowering import lowered_for_a_gpu
 
-from trillora.engine.mixture.grouped_kernels import Blocks, is_supported, outer_products, product
+from trillora.engine.mixture.grouped_kernels import GroupedBlocks, is_supported, outer_products, product
 
 SIZES = [37, 0, 90, 5]  # an empty group, groups larger and smaller than a tile
 ROWS, INPUTS, OUTPUTS = 140, 48, 32  # the last 8 rows have no group
-BLOCKS = Blocks(rows=32, outputs=16, inputs=16)
+BLOCKS = GroupedBlocks(rows=32, outputs=16, inputs=16)
 ROUNDING = 1e-5  # float32 sums in another order, relative to the largest value
 
 

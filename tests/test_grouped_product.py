@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trillora.engine.mixture.grouped_product import Form, adapted_product, grouped_product, kernel_for, tiles_of
+from trillora.engine.mixture.grouped_product import GroupedForm, adapted_product, grouped_product, kernel_for, tiles_of
 
 LANES, ROWS, GROUPS, INPUTS, OUTPUTS = 3, 8, 4, 5, 6
 ROUNDING = 1e-5  # float32 sums in another order
@@ -58,7 +58,7 @@ def test_product_with_an_adapter_equals_three_products(lanes: bool) -> None:
     weights, sizes = values(GROUPS, OUTPUTS, INPUTS, seed=2), jnp.asarray([2, 0, 5, 1], jnp.int32)
 
     def ours(rows: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        return loss(lambda *_: adapted_product(rows, weights, a, b, sizes, Form(outputs_first=True)))(
+        return loss(lambda *_: adapted_product(rows, weights, a, b, sizes, GroupedForm(outputs_first=True)))(
             rows, weights, sizes
         )
 
@@ -92,10 +92,10 @@ def test_the_kernel_of_tpus_equals_jaxs_product(outputs_first: bool) -> None:
     """In the interpreter. The last 56 rows have no group, and anything may be in their results."""
     rows, weights = values(256, 256), values(3, *((384, 256) if outputs_first else (256, 384)), seed=1)
     sizes = jnp.asarray([130, 0, 70], jnp.int32)
-    kernel = Form(outputs_first, padded=1.28, kernel="megablox", interpret=True)
+    kernel = GroupedForm(outputs_first, padded=1.28, kernel="megablox", interpret=True)
     assert tiles_of(256, 3, 256, 384) == (128, 256, 384)
 
-    def together(form: Form) -> Any:
+    def together(form: GroupedForm) -> Any:
         def of_groups(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
             return grouped_product(rows, weights, sizes, form)[:200]
 
@@ -104,7 +104,7 @@ def test_the_kernel_of_tpus_equals_jaxs_product(outputs_first: bool) -> None:
         )
         return total, of_rows[:200], of_weights
 
-    ours, reference = together(kernel), together(Form(outputs_first))
+    ours, reference = together(kernel), together(GroupedForm(outputs_first))
     for own, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(own, expected, rtol=ROUNDING, atol=ROUNDING * float(jnp.abs(expected).max()))
 

@@ -36,12 +36,12 @@ from trillora.files.storage import MARK, open_storage
 from trillora.model.layout import Leaf
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import ResolvedRecipe
+from trillora.runs.files import METRICS_FILE
 from trillora.training.divergence import DivergenceMonitor
 from trillora.training.loop import Position
 from trillora.training.state_files import (
     FACTS_FILE,
     FILES,
-    METRICS_FILE,
     STATE_FILE,
     find_fault,
     from_files,

@@ -29,7 +29,7 @@ from rendering import load
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from trillora.data.reading.files import DataFile, Kind, expand
+from trillora.data.reading.files import DataFile, FileKind, expand
 from trillora.data.rows import Fault, RawRow
 from trillora.errors import TrilloraError
 
@@ -150,7 +150,7 @@ def test_a_file_replaced_by_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_local_urls_are_files_folders_and_globs(tmp_path: Path) -> None:
     path = write(tmp_path, "d/a.jsonl", b'{"text": "a"}\n')
-    expected = [DataFile(path, path, 0, Kind("jsonl", ""))]
+    expected = [DataFile(path, path, 0, FileKind("jsonl", ""))]
     assert [expand([f"local://{entry}"]) for entry in (path, tmp_path / "d", tmp_path / "d/*.jsonl")] == [expected] * 3
 
 

@@ -23,6 +23,7 @@ from trillora.files.user_path import user_path
 from trillora.recipe import run_file, yaml
 from trillora.recipe.load import load_recipe, load_run_recipe, options
 from trillora.recipe.schema import MAX_STEPS, stages_of
+from trillora.runs.files import RECIPE_FILE
 
 SMALLEST: dict[str, Any] = {"model": "smollm2", "data": "train.jsonl"}
 LONG = 10.0  # seconds; each case takes milliseconds
@@ -345,13 +346,13 @@ def test_no_recipe_ends_in_a_traceback_and_an_accepted_one_survives_its_file(tmp
             raise AssertionError(f"{number}: {source if source is tree else text!r} {overrides}"[:2000]) from error
         else:
             num_accepted += 1
-            (run / run_file.NAME).write_text(run_file.dump(recipe))
+            (run / RECIPE_FILE).write_text(run_file.dump(recipe))
             again = load_run_recipe(run)
             if not again.saved.withheld:
                 assert again.recipe == recipe, f"{number}: {tree} {overrides}"[:2000]
             else:
                 with pytest.raises(TrilloraError, match="credentials"):
-                    load_recipe(run / run_file.NAME)
+                    load_recipe(run / RECIPE_FILE)
         slowest = max(slowest, time.monotonic() - start)
     assert slowest < LONG
     assert num_accepted > total / 20, "most changes are refused, but not all"

@@ -350,7 +350,7 @@ def test_a_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch
             ["12 sequences cannot be spread evenly over 8 devices"],
         ),
         (
-            ["--on", "v5e-1", "model.name=no-such-owner/no-such-model"],
+            ["--on", "v5e-1", "--estimate", "model.name=no-such-owner/no-such-model"],
             ["cannot be reached", "no-such-owner/no-such-model"],
         ),
         (["--on", "v5e-1", "train.batchsize=3"], ["train.batch_size"]),

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from trillora.preflight.result import (
-    Change,
     HostLine,
     LargeBuffer,
+    OptionChange,
     PreflightResult,
     RunForecast,
     StageForecast,
@@ -85,8 +85,8 @@ CHANGED = replace(
     smallest_go="kaggle",
     run=replace(RUN, sessions=4, weeks=2, session_hours=9.0, weekly_hours=20.0, cost=0.0),
     changes=(
-        Change("train.micro_batch_size", 32, 8, "32 sequences at once need 40.1 GiB of the 15.75"),
-        Change("hardware.mesh", "auto", {"data": 2, "fsdp": 4}, "it fits"),
+        OptionChange("train.micro_batch_size", 32, 8, "32 sequences at once need 40.1 GiB of the 15.75"),
+        OptionChange("hardware.mesh", "auto", {"data": 2, "fsdp": 4}, "it fits"),
     ),
     tried=(
         Trial("32 sequences at once, remat none", 40.1, False),

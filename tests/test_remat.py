@@ -13,7 +13,7 @@ from dose import slow_case
 
 from trillora.model.layout import unstack
 from trillora.model.remat import POLICIES, Remat, recomputed_together
-from trillora.model.stack import Segment
+from trillora.model.stack import RepeatedLayers
 from trillora.recipe import schema
 
 ROUNDING = 1e-5  # relative, float32
@@ -62,7 +62,7 @@ def test_gradients_are_those_without_recomputation(name: str, remat: Remat, scan
 def test_layers_that_save_different_values_have_bodies_of_their_own() -> None:
     ours = subject_of("llama").ours(remat="half")
     num_layers = len(ours.stack.layers)
-    assert ours.stack.segments[0] == Segment(0, 2, num_layers // 2)
+    assert ours.stack.segments[0] == RepeatedLayers(0, 2, num_layers // 2)
     assert recomputed_together("half", [0, 1, 2]) == [slice(0, 1), slice(1, 2), slice(2, 3)]
     assert recomputed_together("full", [0, 1, 2]) == [slice(0, 3)]
 

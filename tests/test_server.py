@@ -40,7 +40,7 @@ from trillora.serving.app import App
 from trillora.serving.http import server
 from trillora.serving.http.server import Server, open_socket, read_key
 from trillora.serving.lane import Lane
-from trillora.serving.programs import Compiler, Shape
+from trillora.serving.programs import BatchShape, Compiler
 from trillora.serving.served import Service, open_service
 
 Reference = Callable[[list[int]], torch.Tensor]
@@ -549,11 +549,11 @@ def test_caches_that_do_not_fit_into_memory_are_refused_with_figures(
     running: Running, generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = running.service.models["one"].programs
-    one_row = programs.num_bytes(Shape(1, 256))
-    assert 0.9 < programs.num_bytes(Shape(4, 256)) / (4 * one_row) < 1.1
+    one_row = programs.num_bytes(BatchShape(1, 256))
+    assert 0.9 < programs.num_bytes(BatchShape(4, 256)) / (4 * one_row) < 1.1
     monkeypatch.setattr(served, "memory_limit", lambda devices: 10 * one_row)  # two copies of 4 rows, and a margin
     with pytest.raises(TrilloraError, match=r"8 rows of 256 tokens needs 0\.\d\d GiB, but only 0\.\d\d GiB"):
         served._fitting_shape(generator.mesh, programs, 8, 256, 256)
-    assert served._fitting_shape(generator.mesh, programs, None, 256, 256) == Shape(4, 256)
-    assert served._fitting_shape(generator.mesh, programs, None, None, 256) == Shape(4, 256)
+    assert served._fitting_shape(generator.mesh, programs, None, 256, 256) == BatchShape(4, 256)
+    assert served._fitting_shape(generator.mesh, programs, None, None, 256) == BatchShape(4, 256)
     assert served._fitting_shape(generator.mesh, programs, 8, None, 256).num_slots < 256

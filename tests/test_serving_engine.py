@@ -24,19 +24,21 @@ from trillora.generation.prompts import Prompts
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import StaticCache, held_slots, resized
 from trillora.serving.engine import Engine, QueueFull, Stopping
-from trillora.serving.job import Chosen, Job, Piece
-from trillora.serving.lane import Lane, Sizes
-from trillora.serving.programs import Compiler, Programs
+from trillora.serving.job import AnswerPiece, Job, SampledToken
+from trillora.serving.lane import BatchSizes, Lane
+from trillora.serving.programs import Compiler, ServingPrograms
 from trillora.serving.text import AnswerText
 
 LONGEST = 96
-Started = tuple[Job, "queue.SimpleQueue[Piece]"]
+Started = tuple[Job, "queue.SimpleQueue[AnswerPiece]"]
 
 
 @functools.cache
-def programs_of(generator: Generator) -> tuple[Programs, Compiler]:
+def programs_of(generator: Generator) -> tuple[ServingPrograms, Compiler]:
     compiler = Compiler()
-    return Programs(Decoder(generator.model), generator.base, generator.adapter, generator.mesh, compiler), compiler
+    return ServingPrograms(
+        Decoder(generator.model), generator.base, generator.adapter, generator.mesh, compiler
+    ), compiler
 
 
 @contextmanager
@@ -46,7 +48,7 @@ def running_engine(
     """An engine with the adapter and the base of a generator. Caches start with few slots, so that they have to grow.
     Few shapes: each takes a second to compile."""
     programs, compiler = programs_of(generator)
-    sizes = Sizes(rows, slots)
+    sizes = BatchSizes(rows, slots)
     trees = {"adapter": generator.adapter, "base": generator.neutral_adapter}
     lanes = {
         name: Lane(programs, generator.base, tree, generator.prompts.decode, sizes, generator.mesh)
@@ -62,13 +64,13 @@ def running_engine(
 
 
 def start(engine: Engine, prompt: list[int], max_tokens: int, **options: Any) -> Started:
-    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
     job = Job(options.pop("model", "adapter"), tuple(prompt), max_tokens, pieces.put, num_top=1, **options)
     engine.submit([job])
     return job, pieces
 
 
-def finished(started: Started) -> tuple[list[int], Piece]:
+def finished(started: Started) -> tuple[list[int], AnswerPiece]:
     """The tokens of an answer, and its last piece."""
     tokens: list[int] = []
     while True:
@@ -128,19 +130,19 @@ def test_text_is_shown_in_whole_characters_and_never_a_part_of_a_stop_string() -
         return "".join(pieces[token] for token in tokens)
 
     text = AnswerText(decode, stops=("END", "never"))
-    shown = [text.add(Chosen(i, -0.5, ())) for i in range(5)]
+    shown = [text.add(SampledToken(i, -0.5, ())) for i in range(5)]
     assert shown == ["Hel", "lo ", "", "ENX ", ""]
     assert [chosen.token for chosen in text.chosen()] == [0, 1, 2, 3]
-    assert text.add(Chosen(5, -0.5, ())) == "" and text.is_stopped
+    assert text.add(SampledToken(5, -0.5, ())) == "" and text.is_stopped
     assert text.rest() == "" and text.chosen(at_end=True) == ()  # no token of the stop string
     assert text.num_tokens == 6
 
     whole = "a ☃ \U0001f600é".encode()
     text = AnswerText(lambda tokens: bytes(tokens).decode("utf-8", "replace"))
-    shown = [text.add(Chosen(byte, 0.0, ())) for byte in whole]
+    shown = [text.add(SampledToken(byte, 0.0, ())) for byte in whole]
     assert "".join(shown) == whole.decode() and "\ufffd" not in "".join(shown)
     text = AnswerText(lambda tokens: bytes(tokens).decode("utf-8", "replace"))
-    assert "".join(text.add(Chosen(0xFF, 0.0, ())) for _ in range(40)) + text.rest() == "\ufffd" * 40
+    assert "".join(text.add(SampledToken(0xFF, 0.0, ())) for _ in range(40)) + text.rest() == "\ufffd" * 40
 
 
 def test_pieces_of_text_equal_the_decoded_answer() -> None:
@@ -151,7 +153,7 @@ def test_pieces_of_text_equal_the_decoded_answer() -> None:
         for _ in range(20):
             tokens = random.integers(0, len(tokenizer), 30).tolist()
             text = AnswerText(prompts.decode, stops)
-            assert "".join(text.add(Chosen(t, 0.0, ())) for t in tokens) + text.rest() == prompts.decode(tokens)
+            assert "".join(text.add(SampledToken(t, 0.0, ())) for t in tokens) + text.rest() == prompts.decode(tokens)
 
 
 def test_a_cache_keeps_its_tokens_when_it_changes_its_size() -> None:
@@ -209,7 +211,7 @@ def test_lanes_share_the_memory_of_the_rows() -> None:
         assert 0 < largest <= engine._budget
 
 
-def finished_now(started: Started) -> Piece | None:
+def finished_now(started: Started) -> AnswerPiece | None:
     while not started[1].empty():
         piece = started[1].get()
         if piece.is_last:

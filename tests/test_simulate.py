@@ -16,7 +16,7 @@ from dose import slow_case
 
 from trillora.devices.chips import CHIPS, Chip
 from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT
-from trillora.preflight.hlo.parse import Shape, parse, trip_count
+from trillora.preflight.hlo.parse import ArrayShape, parse, trip_count
 from trillora.preflight.hlo.simulate import GRID_STEP_SECONDS, HOP_SECONDS, TPU, VECTOR_CYCLES, SimulatedStep, simulate
 
 # Round figures: 100 TFLOP/s, 1 TB/s, 50 GB/s per link and direction, 1 GHz.
@@ -98,8 +98,8 @@ def test_text_is_parsed_into_computations_and_instructions() -> None:
     kernel = read.entry.by_name["kernel.1"]
     assert kernel.operands == ("x", "x")
     assert kernel.shapes == (
-        Shape("f32", (8, 128), (1, 0), (8, 128)),
-        Shape("bf16", (8, 128), (1, 0), (8, 128), memory_space=1),
+        ArrayShape("f32", (8, 128), (1, 0), (8, 128)),
+        ArrayShape("bf16", (8, 128), (1, 0), (8, 128), memory_space=1),
     )
     assert "block_q" in kernel.attributes  # two lines below the instruction
     assert 'op_name="attention"' in kernel.attributes
@@ -116,18 +116,18 @@ def test_text_without_a_program_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("shape", "num_bytes"),
     [
-        (Shape("bf16", (100, 100)), 20_000),
-        (Shape("bf16", (100, 100), (1, 0), (8, 128)), 104 * 128 * 2),  # both minor dims padded to whole tiles
-        (Shape("bf16", (100, 100), (0, 1), (8, 128)), 128 * 104 * 2),
-        (Shape("f32", (4, 16, 3), (2, 1, 0), (8, 128)), 4 * 16 * 128 * 4),  # rank 3: the major dim is not padded
-        (Shape("f32", (2000,), (0,), (1024,)), 2048 * 4),
-        (Shape("s4", (64, 128), (1, 0), (64, 128)), 64 * 128 / 2),
-        (Shape("pred", (10,)), 10),
-        (Shape("f8e4m3fn", (10,)), 10),
-        (Shape("token", ()), 0),
+        (ArrayShape("bf16", (100, 100)), 20_000),
+        (ArrayShape("bf16", (100, 100), (1, 0), (8, 128)), 104 * 128 * 2),  # both minor dims padded to whole tiles
+        (ArrayShape("bf16", (100, 100), (0, 1), (8, 128)), 128 * 104 * 2),
+        (ArrayShape("f32", (4, 16, 3), (2, 1, 0), (8, 128)), 4 * 16 * 128 * 4),  # rank 3: the major dim is not padded
+        (ArrayShape("f32", (2000,), (0,), (1024,)), 2048 * 4),
+        (ArrayShape("s4", (64, 128), (1, 0), (64, 128)), 64 * 128 / 2),
+        (ArrayShape("pred", (10,)), 10),
+        (ArrayShape("f8e4m3fn", (10,)), 10),
+        (ArrayShape("token", ()), 0),
     ],
 )
-def test_bytes_count_the_padding_of_tiles(shape: Shape, num_bytes: float) -> None:
+def test_bytes_count_the_padding_of_tiles(shape: ArrayShape, num_bytes: float) -> None:
     assert shape.num_bytes == num_bytes
 
 
@@ -195,7 +195,7 @@ def test_tuple_elements_may_be_written_without_an_instruction() -> None:
     plain, short = (program(PRODUCT, text, entry(*loop_lines())) for text in (loop("12"), written))
     assert simulate(short, CHIP, 1) == simulate(plain, CHIP, 1)
     body = parse(short).computations["body"]
-    assert body.by_name["s#1"].shapes == (Shape("bf16", (1024, 1024), (1, 0), (8, 128), memory_space=1),)
+    assert body.by_name["s#1"].shapes == (ArrayShape("bf16", (1024, 1024), (1, 0), (8, 128), memory_space=1),)
     assert body.by_name["s#0"].attribute("index") == "0"
 
 

@@ -25,7 +25,7 @@ from trillora.model.layout import stack, unstack
 from trillora.model.lora_spec import LoraSpec
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.remat import Remat
-from trillora.model.stack import LayerStack, Segment, find_segments
+from trillora.model.stack import LayerStack, RepeatedLayers, find_segments
 from trillora.model.trace import Trace, tracing
 
 pytestmark = pytest.mark.core
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.core
 ROUNDING = 1e-5  # of the largest value: float32, the same operations fused differently
 
 
-def num_bodies(segments: list[Segment]) -> int:
+def num_bodies(segments: list[RepeatedLayers]) -> int:
     return sum(segment.period for segment in segments)
 
 
-def layers_run(segments: list[Segment]) -> list[int]:
+def layers_run(segments: list[RepeatedLayers]) -> list[int]:
     return [s.start + i for s in segments for i in range(s.period * s.repetitions)]
 
 
@@ -161,7 +161,7 @@ class Stacked:
 @pytest.mark.parametrize("shared_shift", [True, False])
 def test_a_tensor_that_differs_per_layer_is_scanned_with_the_weights(shared_shift: bool) -> None:
     stacked = Stacked(Layers([0.9] * 5, shared_shift=shared_shift))
-    assert stacked.stack.segments == [Segment(0, 1, 5)]
+    assert stacked.stack.segments == [RepeatedLayers(0, 1, 5)]
     assert stacked.traced_tanhs() == 1
     assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
 
@@ -178,7 +178,7 @@ def test_a_number_equal_in_every_repetition_may_differ_within_the_period() -> No
     for i, layer in enumerate(module.layers):
         layer.kind = ("even", "odd")[i % 2]  # type: ignore[assignment]
     stacked = Stacked(module)
-    assert stacked.stack.segments == [Segment(0, 2, 3)]
+    assert stacked.stack.segments == [RepeatedLayers(0, 2, 3)]
     assert stacked.traced_tanhs() == 2
     assert distance(jax.jit(stacked.run)(*stacked.arguments()), stacked.expected) < ROUNDING
 

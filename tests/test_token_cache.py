@@ -25,7 +25,7 @@ from rendering import load
 
 from trillora.data import prepare as module
 from trillora.data.prepare import DataOptions, Dataset, FileInput, Source, StoreInputs, store_inputs
-from trillora.data.reading.files import HASHED_BLOCK, Content, DataFile, Kind, expand
+from trillora.data.reading.files import HASHED_BLOCK, Content, DataFile, FileKind, expand
 from trillora.data.rendering.render import RenderSettings
 from trillora.data.tokenizing.encode import Encoder
 from trillora.data.tokenizing.store import MAKING
@@ -113,7 +113,7 @@ def test_every_option_is_in_the_key_or_leaves_the_tokens_alone(tmp_path: Path) -
 def some_inputs() -> StoreInputs:
     return StoreInputs(
         version=1,
-        files=(FileInput(0, Kind("jsonl", ""), 10, "ab"),),
+        files=(FileInput(0, FileKind("jsonl", ""), 10, "ab"),),
         row_path=None,
         format="auto",
         rendering=RenderSettings([], []),

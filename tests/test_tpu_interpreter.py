@@ -19,7 +19,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from trillora.engine.attention import MaskRule, ScoreScaling, attend
-from trillora.engine.mixture.grouped_product import Form, grouped_product, tiles_of
+from trillora.engine.mixture.grouped_product import GroupedForm, grouped_product, tiles_of
 from trillora.engine.splash import block_kinds, block_size, is_fused
 
 pytestmark = pytest.mark.core
@@ -114,7 +114,7 @@ def test_grouped_matmul_equals_one_matmul_for_each_group(
     rows = jnp.asarray(random.standard_normal((num_rows, num_inputs)), dtype)
     shape = (len(sizes), num_outputs, num_inputs) if outputs_first else (len(sizes), num_inputs, num_outputs)
     weights = jnp.asarray(random.standard_normal(shape), dtype)
-    form = Form(outputs_first=outputs_first, kernel="megablox", interpret=TPU)
+    form = GroupedForm(outputs_first=outputs_first, kernel="megablox", interpret=TPU)
 
     def grouped(rows: jax.Array, weights: jax.Array) -> jax.Array:
         return grouped_product(rows, weights, jnp.asarray(sizes, jnp.int32), form)

@@ -29,9 +29,9 @@ from trillora.cli import tpu_vm_commands
 from trillora.errors import TrilloraError
 from trillora.launch import go, worker_files
 from trillora.launch.bundle import Bundle, make_bundle
-from trillora.launch.gcloud import TABLES, Refused, explain
+from trillora.launch.gcloud import TABLES, GcloudRefused, explain
 from trillora.launch.offers import CHIP_OFFERS, find_offer
-from trillora.launch.tpu_vm import STEPS, Plan, TpuVm, make_plan
+from trillora.launch.tpu_vm import STEPS, LaunchPlan, TpuVm, make_plan
 from trillora.preflight.result import PreflightResult
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
@@ -72,10 +72,10 @@ def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Google:
 
 
 @pytest.fixture
-def plan(bundle_of: Callable[..., Bundle], tmp_path: Path) -> Callable[..., Plan]:
+def plan(bundle_of: Callable[..., Bundle], tmp_path: Path) -> Callable[..., LaunchPlan]:
     """A plan for v6e-8; with `sections` of the recipe, and options of `make_plan`."""
 
-    def make(slice_name: str = "v6e-8", sections: dict[str, Any] | None = None, **options: Any) -> Plan:
+    def make(slice_name: str = "v6e-8", sections: dict[str, Any] | None = None, **options: Any) -> LaunchPlan:
         options = {"out": tmp_path / "out", "hours": 2.0, "zone": None, **options}
         return make_plan(bundle_of(**(sections or {})), slice_name, **options)
 
@@ -88,7 +88,7 @@ def plan(bundle_of: Callable[..., Bundle], tmp_path: Path) -> Callable[..., Plan
 @pytest.mark.core
 def test_preempted_run_of_two_workers_resumes_on_a_new_machine_and_equals_one_process(
     google: Google,
-    plan: Callable[..., Plan],
+    plan: Callable[..., LaunchPlan],
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -147,7 +147,7 @@ class Broken(TpuVm):
         raise RuntimeError("broken")
 
 
-def test_machine_is_deleted_after_an_error_unless_kept(google: Google, plan: Callable[..., Plan]) -> None:
+def test_machine_is_deleted_after_an_error_unless_kept(google: Google, plan: Callable[..., LaunchPlan]) -> None:
     with pytest.raises(RuntimeError, match="broken"):
         Broken(plan(), pace=PACE).launch()
     assert google.machines == [] and google.verbs().count("delete") == 1
@@ -158,7 +158,7 @@ def test_machine_is_deleted_after_an_error_unless_kept(google: Google, plan: Cal
     assert "costs money until you run: gcloud compute tpus queued-resources delete trillora-chat" in str(heard)
 
 
-def test_existing_machine_of_the_same_name_is_not_deleted(google: Google, plan: Callable[..., Plan]) -> None:
+def test_existing_machine_of_the_same_name_is_not_deleted(google: Google, plan: Callable[..., LaunchPlan]) -> None:
     TpuVm(plan(), pace=PACE).create()
     with pytest.raises(TrilloraError, match="already a machine with the name trillora-chat"):
         TpuVm(plan(), pace=PACE).launch()
@@ -166,7 +166,7 @@ def test_existing_machine_of_the_same_name_is_not_deleted(google: Google, plan: 
 
 
 def test_failing_deletion_is_tried_again_and_then_reported_with_its_command(
-    google: Google, plan: Callable[..., Plan]
+    google: Google, plan: Callable[..., LaunchPlan]
 ) -> None:
     google.set(refuse={"delete": ["ERROR: connection reset"]})
     machine = TpuVm(plan(), pace=PACE)
@@ -243,15 +243,15 @@ def test_machine_is_deleted_after_a_signal(
     ],
 )
 def test_answer_of_gcloud_becomes_an_error_that_says_what_to_do(
-    plan: Callable[..., Plan], answer: str, what: str, do: str
+    plan: Callable[..., LaunchPlan], answer: str, what: str, do: str
 ) -> None:
     launched = plan()
-    error = explain(Refused(answer, 1), launched.gcloud(), launched.offer.zones)
+    error = explain(GcloudRefused(answer, 1), launched.gcloud(), launched.offer.zones)
     assert re.search(what, error.what) and do in (error.do or "")
     assert "\x1b" not in str(error) and "aaaaaaaaaa" not in str(error)
 
 
-def test_refused_creation_leaves_nothing(google: Google, plan: Callable[..., Plan]) -> None:
+def test_refused_creation_leaves_nothing(google: Google, plan: Callable[..., LaunchPlan]) -> None:
     google.set(refuse={"create": [texts.QUOTA]})
     with pytest.raises(TrilloraError, match="TPUV6EPreemptiblePerProjectPerRegionForTPUAPI"):
         TpuVm(plan(), pace=PACE).launch()
@@ -261,7 +261,7 @@ def test_refused_creation_leaves_nothing(google: Google, plan: Callable[..., Pla
     assert google.machines == [] and google.verbs().count("delete") == 2, "a refused request may exist all the same"
 
 
-def test_failed_request_is_deleted_because_it_holds_quota(google: Google, plan: Callable[..., Plan]) -> None:
+def test_failed_request_is_deleted_because_it_holds_quota(google: Google, plan: Callable[..., LaunchPlan]) -> None:
     google.set(states=["CREATING", "ACCEPTED", f"FAILED\t{texts.QUOTA}"])
     with pytest.raises(TrilloraError, match="quota"):
         TpuVm(plan(), pace=PACE).launch()
@@ -274,7 +274,7 @@ def test_failed_request_is_deleted_because_it_holds_quota(google: Google, plan: 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", slow_case("SUSPENDING"), slow_case("DELETING"), "SOMETHING_NEW"])
 def test_request_in_a_state_without_a_way_back_is_deleted_and_made_again(
-    google: Google, plan: Callable[..., Plan], state: str
+    google: Google, plan: Callable[..., LaunchPlan], state: str
 ) -> None:
     google.set(states=["PROVISIONING", state, state])
     heard = Heard()
@@ -286,7 +286,7 @@ def test_request_in_a_state_without_a_way_back_is_deleted_and_made_again(
 
 
 @pytest.mark.parametrize("state", ["PREEMPTED", slow_case("TERMINATED"), slow_case("HIDDEN")])
-def test_lost_machine_without_a_bucket_is_an_error(google: Google, plan: Callable[..., Plan], state: str) -> None:
+def test_lost_machine_without_a_bucket_is_an_error(google: Google, plan: Callable[..., LaunchPlan], state: str) -> None:
     google.set(node=state)
     launched = plan()
     assert "train.checkpoint_dir=gs://" in launched.warnings()[0]
@@ -296,7 +296,7 @@ def test_lost_machine_without_a_bucket_is_an_error(google: Google, plan: Callabl
 
 
 def test_missing_bucket_account_project_and_gcloud_are_found_before_anything_is_created(
-    google: Google, plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    google: Google, plan: Callable[..., LaunchPlan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bucket = plan(sections={"train": {"checkpoint_dir": "gs://mine/chat"}})
     with pytest.raises(TrilloraError, match="bucket gs://mine does not exist") as caught:
@@ -323,7 +323,7 @@ def test_missing_bucket_account_project_and_gcloud_are_found_before_anything_is_
 # ---- tables
 
 
-def test_commands_are_those_of_the_documentation(plan: Callable[..., Plan]) -> None:
+def test_commands_are_those_of_the_documentation(plan: Callable[..., LaunchPlan]) -> None:
     commands = plan("v5e-8", zone="us-west4-a", project="my-project").commands()
     assert [step for number, (step, _) in enumerate(commands) if step not in dict(commands[:number])] == list(STEPS)
     assert commands[0][1] == (
@@ -343,7 +343,7 @@ def test_commands_are_those_of_the_documentation(plan: Callable[..., Plan]) -> N
     assert set(TABLES) == {"cloud-tpu", "compute-engine"}
 
 
-def test_compute_engine_has_the_same_steps(google: Google, plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_compute_engine_has_the_same_steps(google: Google, plan: Callable[..., LaunchPlan], tmp_path: Path) -> None:
     for name in ("create", "wait", "copy", "setup"):  # each alone, as in processes of their own
         assert TpuVm(plan("v6e-4", backend="compute-engine"), pace=PACE).step(name) == 0
     home = google.folder / "machines" / "trillora-chat" / "worker-0" / "trillora-chat"
@@ -354,7 +354,7 @@ def test_compute_engine_has_the_same_steps(google: Google, plan: Callable[..., P
     assert google.machines == [] and not any("tpus" in words for words in google.calls)
 
 
-def test_costs_are_those_of_all_chips_and_hours(plan: Callable[..., Plan]) -> None:
+def test_costs_are_those_of_all_chips_and_hours(plan: Callable[..., LaunchPlan]) -> None:
     hourly, total = plan("v6e-8").costs()
     assert "v6e-8 spot: $5.21 to $12.35 per hour" in hourly and "2.00 h by preflight: $10.42 to $24.70" in total
     assert "$16.80 per hour" in plan("v5p-8", is_spot=False).costs()[0]
@@ -379,7 +379,7 @@ def test_costs_are_those_of_all_chips_and_hours(plan: Callable[..., Plan]) -> No
     ],
 )
 def test_wrong_slice_zone_or_name_is_refused_without_gcloud(
-    plan: Callable[..., Plan], options: dict[str, Any], what: str, do: str
+    plan: Callable[..., LaunchPlan], options: dict[str, Any], what: str, do: str
 ) -> None:
     with pytest.raises(TrilloraError, match=what) as caught:
         plan(**{"slice_name": "v5e-8", **options})

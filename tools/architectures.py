@@ -1,5 +1,5 @@
 """Checks every causal LM of transformers that can be built small, and text models inside multimodal ones: `make
-architectures` writes docs/ARCHITECTURES.md.
+architectures` writes docs/models.md.
 
     python tools/architectures.py                 all cases of tests/tiny_models.py
     python tools/architectures.py llama gemma2    only these; the others keep their last result
@@ -28,7 +28,7 @@ from claim_records import measured_commit
 
 ROOT = Path(__file__).parents[1]
 ANSWERS = ROOT / ".architectures"
-PAGE = ROOT / "docs" / "ARCHITECTURES.md"
+PAGE = ROOT / "docs" / "models.md"
 VERSIONS = ("transformers", "torch", "torchax", "jax", "peft")
 
 

@@ -176,16 +176,6 @@ def short_name(model: str) -> str:
     return model.partition("/")[2]
 
 
-def slice_title(slice_name: str) -> str:
-    place = find_slice(slice_name)
-    chips = f"{place.num_chips} chip{'s' if place.num_chips > 1 else ''}"
-    devices = "" if place.num_devices == place.num_chips else f", {place.num_devices} devices"
-    notebook = f"; {NOTEBOOKS[slice_name]}" if slice_name in NOTEBOOKS else ""
-    price = hourly_price(slice_name)
-    cost = f"; ${price:.2f} per hour" if price else "; no public price"
-    return f"{slice_name} ({chips}{devices} of {limit_of(slice_name):g} GiB{cost}{notebook})"
-
-
 # ---- Markdown
 
 
@@ -213,8 +203,6 @@ def markdown(cells: Sequence[Cell], steps: Sequence[Step]) -> str:
         best=best_table(models, cells, sizes),
         longest=matrix(longest_cell),
         speed=matrix(lambda cell: timed(cell, cell.tokens_per_second)),
-        cost=matrix(lambda cell: timed(cell, cell.cost_per_million)),
-        slices="\n\n".join(slice_section(name, [at[m, name] for m in models if (m, name) in at]) for name in slices),
         failures=failures(cells),
     )
 
@@ -260,31 +248,6 @@ def timed(cell: Cell, figure: float | None) -> str:
 def marked(cell: Cell, words: str) -> str:
     """Estimates are in italics, with a sign."""
     return f"*≈ {words}*" if cell.is_estimate and words else words
-
-
-def slice_section(name: str, cells: Sequence[Cell]) -> str:
-    lines = [
-        f"### {slice_title(name)}",
-        "",
-        "| model | fits | longest | micro-batch | base | remat | GiB | tokens/s | of peak | hours per M | $ per M |",
-        "|---|---|---:|---:|---|---|---:|---:|---:|---:|---:|",
-    ]
-    for cell in cells:
-        share = f"{cell.share_of_peak:.0%}" if cell.share_of_peak is not None else ""
-        found = (
-            longest_text(cell),
-            str(cell.micro_batch or ""),
-            cell.base,
-            cell.remat,
-            significant(cell.first.peak_gib),
-            timed(cell, cell.tokens_per_second),
-            share,
-            timed(cell, cell.hours_per_million),
-            timed(cell, cell.cost_per_million),
-        )
-        figures = (marked(cell, figure) for figure in (cell.verdict, *found))
-        lines.append(f"| {short_name(cell.model)} | {' | '.join(figures)} |")
-    return "\n".join(lines)
 
 
 def failures(cells: Sequence[Cell]) -> str:

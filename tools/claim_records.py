@@ -207,8 +207,8 @@ def preflight_records(root: Path) -> Iterator[Record]:
 
 
 def architectures(root: Path) -> Iterator[Record]:
-    """docs/ARCHITECTURES.md, which `make architectures` writes: `architectures.passed`, `.all`, `.multimodal`."""
-    file = "docs/ARCHITECTURES.md"
+    """docs/models.md, which `make architectures` writes: `architectures.passed`, `.all`, `.multimodal`."""
+    file = "docs/models.md"
     text = (root / file).read_text("utf-8") if (root / file).exists() else ""
     found = re.search(r"\*\*(\d+) of (\d+) configurations\*\*.*?\((.*), (\w+), ([\d-]+)(?:, commit (\w+\+?))?\)", text)
     if found:

@@ -63,7 +63,7 @@ def speed(show: Show) -> str:
     fp8 = "peers-fp8.7b-2048"
     rows.append(
         [
-            "7.2B, 4 x 2,048 tokens, products with the base in fp8, another day",
+            "7.2B, 4 x 2,048 tokens, base matmuls in fp8, another day",
             cell(fp8, "trillora, fp8"),
             f"bfloat16: {cell(fp8, 'unsloth')}",
             *("", ""),

@@ -36,7 +36,7 @@ def main() -> int:
     for name in [*tiny_models.buildable(), *tiny_models.WRAPPERS]:
         try:
             found = operators_of(name)
-        except Exception as error:  # a model that is refused, or fails: docs/ARCHITECTURES.md has the reason
+        except Exception as error:  # a model that is refused, or fails: docs/models.md has the reason
             print(f"{name}: not traced ({str(error).splitlines()[0][:100]})", flush=True)
             continue
         for operator in found:

@@ -35,8 +35,9 @@ from trillora.model.adapters import CONFIG_FILE
 from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
-from trillora.recipe.load import is_run, load_run_recipe
+from trillora.recipe.load import load_run_recipe
 from trillora.recipe.schema import EMBEDDED, Recipe, stages_of
+from trillora.runs.files import ADAPTER, EVAL_FILE, MANIFEST_FILE, is_run
 from trillora.safe_text import visible_line
 from trillora.secrets import mask_secrets, secrets_of_environment
 from trillora.version import __version__
@@ -132,7 +133,7 @@ def is_unedited(text: str) -> bool:
 def refresh_card(run: Path) -> bool:
     """Writes the card of a run's adapter again, with the newest scores. One that a person has edited stays, and a file
     that cannot be read or written is no reason to stop."""
-    folder = run / "adapter"
+    folder = run / ADAPTER
     file = folder / CARD_FILE
     try:
         if os.path.lexists(file) and not is_unedited(read_text(file, do="remove this file")):
@@ -158,7 +159,7 @@ def _run_files(run: Path | None) -> tuple[dict[str, Any], dict[str, Any], Recipe
     if run is None or not is_run(run):
         return {}, {}, None
     found: list[dict[str, Any]] = []
-    for name in ("run.json", "eval.json"):
+    for name in (MANIFEST_FILE, EVAL_FILE):
         try:
             has_file = (run / name).is_file()
             found.append(read_json(run / name, dict[str, Any], do="", allow_infinity=True) if has_file else {})

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from trillora.adapters.logits_check import open_local
-from trillora.adapters.methods import Change
+from trillora.adapters.methods import LayerChange
 from trillora.early.runs import find_adapter
 from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
@@ -33,8 +33,8 @@ from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.source import weight_files
 from trillora.model.lora import LoraSpec
 from trillora.model.parts.peft_names import by_parameter, names_in_file
-from trillora.recipe.load import is_run
 from trillora.recipe.schema import EMBEDDED
+from trillora.runs.files import MANIFEST_FILE, is_run
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 TOKENIZER_FILES = (*TOKEN_FILES, "tokenizer_config.json", "special_tokens_map.json")
@@ -59,7 +59,7 @@ class AdapterInput:
     name: str  # as the user wrote it
     folder: Path
     rank: int
-    changes: dict[str, Change]  # by layer
+    changes: dict[str, LayerChange]  # by layer
     digest: str  # of the changes: equal for copies of an adapter
     base: str | None  # the base model's name in PEFT's config
     base_digest: str | None  # of the base's weights, known for an adapter of a run
@@ -95,7 +95,7 @@ def read_input(name: str | Path) -> AdapterInput:
     )
 
 
-def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dict[str, Change]:
+def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dict[str, LayerChange]:
     for name in matrices:
         if not name.endswith((".lora_a", ".lora_b")):
             raise TrilloraError(
@@ -114,7 +114,7 @@ def _changes(spec: LoraSpec, matrices: dict[str, np.ndarray], file: Path) -> dic
     for layer in sorted({name.rpartition(".")[0] for name in matrices}):
         a, b = matrices[f"{layer}.lora_a"], matrices[f"{layer}.lora_b"]
         rank = math.sqrt(a.shape[0]) if spec.rslora else a.shape[0]
-        changes[layer] = Change(a, b, alphas.get(layer, spec.alpha) / rank)
+        changes[layer] = LayerChange(a, b, alphas.get(layer, spec.alpha) / rank)
     return changes
 
 
@@ -230,15 +230,15 @@ def _normal(base: str) -> str:
 def recorded_base_digest(folder: Path) -> str | None:
     """What a run recorded of its base model; the adapter is in RUN/adapter or RUN/adapters/NAME."""
     for run in (folder.parent, folder.parent.parent):
-        if is_run(run) and (run / "run.json").is_file():
-            facts = read_json(run / "run.json", dict[str, Any], do="restore it from a copy")
+        if is_run(run) and (run / MANIFEST_FILE).is_file():
+            facts = read_json(run / MANIFEST_FILE, dict[str, Any], do="restore it from a copy")
             identity = facts.get("identity")
             digest = identity.get("model") if isinstance(identity, dict) else None
             return digest if isinstance(digest, str) else None
     return None
 
 
-def _digest(changes: dict[str, Change]) -> str:
+def _digest(changes: dict[str, LayerChange]) -> str:
     digest = hashlib.sha256()
     for layer, change in changes.items():
         facts = [layer, change.scale, change.a_RD.shape, change.b_ER.shape]

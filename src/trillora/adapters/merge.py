@@ -29,7 +29,7 @@ from trillora.adapters.inputs import (
     selection,
 )
 from trillora.adapters.logits_check import LogitsCheck, compare_logits
-from trillora.adapters.methods import METHODS, ROUNDING, Change, MergedLayer, definition, merge_layer
+from trillora.adapters.methods import METHODS, ROUNDING, LayerChange, MergedLayer, definition, merge_layer
 from trillora.errors import Bug, TrilloraError
 from trillora.events import Alarm, Listener, Note, Progress, ignore_events
 from trillora.files.atomic import write_file
@@ -48,8 +48,8 @@ from trillora.model.adapters import (
 )
 from trillora.model.lora import LoraSpec
 from trillora.recipe.group_section import MergeOptions
+from trillora.runs.files import ADAPTER, MERGE_FILE
 
-FACTS_FILE = "merge.json"
 _LIBRARY = "transformers.models."  # PEFT imports what auto_mapping names
 # How far logits may differ from the definition through rounding: of the logits, and of what the merge changes in them.
 OF_LOGITS, OF_CHANGE = 2e-5, 1e-2
@@ -135,7 +135,7 @@ def _new_folder(out: str | Path) -> Path:
     return folder
 
 
-def _by_layer(inputs: Sequence[AdapterInput]) -> dict[str, dict[int, Change]]:
+def _by_layer(inputs: Sequence[AdapterInput]) -> dict[str, dict[int, LayerChange]]:
     """layer -> number of the adapter -> its change. An adapter without the layer does not change it."""
     layers = sorted({layer for each in inputs for layer in each.changes})
     return {
@@ -144,7 +144,7 @@ def _by_layer(inputs: Sequence[AdapterInput]) -> dict[str, dict[int, Change]]:
     }
 
 
-def _limit(layers: dict[str, dict[int, Change]], options: MergeOptions, prefix: str) -> int | None:
+def _limit(layers: dict[str, dict[int, LayerChange]], options: MergeOptions, prefix: str) -> int | None:
     """The largest rank of the result; None if the whole change is kept."""
     is_whole = METHODS[options.method].prune is not None
     possible = max(
@@ -163,7 +163,7 @@ def _limit(layers: dict[str, dict[int, Change]], options: MergeOptions, prefix: 
 
 
 def _merge_layers(
-    layers: dict[str, dict[int, Change]], options: MergeOptions, rank: int | None, listener: Listener
+    layers: dict[str, dict[int, LayerChange]], options: MergeOptions, rank: int | None, listener: Listener
 ) -> dict[str, MergedLayer]:
     merged = {}
     for number, (layer, changes) in enumerate(layers.items()):
@@ -232,7 +232,7 @@ def _compare(
     digest: str | None,
     rank: int,
     matrices: dict[str, np.ndarray],
-    layers: dict[str, dict[int, Change]],
+    layers: dict[str, dict[int, LayerChange]],
     options: MergeOptions,
     listener: Listener,
 ) -> LogitsCheck | str:
@@ -299,7 +299,7 @@ def _result(
 
 def write_merge_facts(result: MergeResult) -> None:
     """Writes `merge.json` and the card again, after the merged adapter was moved into its run."""
-    write_file(result.adapter / FACTS_FILE, _facts(result))
+    write_file(result.adapter / MERGE_FILE, _facts(result))
     config = read_bounded(result.adapter / CONFIG_FILE, MAX_BYTES)
     write_file(result.adapter / CARD_FILE, _card(result, config, result.adapter.parent))
 
@@ -307,7 +307,7 @@ def write_merge_facts(result: MergeResult) -> None:
 def _card(result: MergeResult, config: bytes, run: Path | None = None) -> str:
     """The model card. Inputs are named without their folders: RUN/adapter and RUN/adapters/NAME by RUN and NAME."""
     names = [Path(each.name).resolve() for each in result.inputs]
-    shown = [path.parent.name if path.name == "adapter" else path.name for path in names]
+    shown = [path.parent.name if path.name == ADAPTER else path.name for path in names]
     parts = ", ".join(f"{name} ({each.weight:g})" for name, each in zip(shown, result.inputs, strict=True))
     note = f"Merged from {len(shown)} adapters by the method {result.method}, with their weights: {parts}."
     name = (result.adapter if run is None else run).resolve().name
@@ -333,7 +333,7 @@ def _write(
     tokenizer = next((each.tokenizer for each in inputs if each.tokenizer), {})
     try:
         # Both may be written again: after a move, and by a person.
-        others = {FACTS_FILE: _facts(result).encode(), CARD_FILE: _card(result, files[CONFIG_FILE]).encode()}
+        others = {MERGE_FILE: _facts(result).encode(), CARD_FILE: _card(result, files[CONFIG_FILE]).encode()}
         files = {**tokenizer, **files}
         LocalStorage(folder.parent).write(folder.name, {**others, **with_checksums(0, files)})
     except OSError as error:

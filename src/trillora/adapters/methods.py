@@ -36,26 +36,26 @@ NUM_SPARE, NUM_ITERATIONS = 16, 6  # of that iteration
 
 
 @dataclass(frozen=True)
-class Method:
+class MergeSteps:
     """The two steps before the sum."""
 
     prune: Literal["largest", "random"] | None = None
     elects_sign: bool = False
 
 
-METHODS: dict[str, Method] = {
-    "linear": Method(),
-    "cat": Method(),
-    "svd": Method(),
-    "ties": Method("largest", elects_sign=True),
-    "dare-linear": Method("random"),
-    "dare-ties": Method("random", elects_sign=True),
-    "magnitude-prune": Method("largest"),
+METHODS: dict[str, MergeSteps] = {
+    "linear": MergeSteps(),
+    "cat": MergeSteps(),
+    "svd": MergeSteps(),
+    "ties": MergeSteps("largest", elects_sign=True),
+    "dare-linear": MergeSteps("random"),
+    "dare-ties": MergeSteps("random", elects_sign=True),
+    "magnitude-prune": MergeSteps("largest"),
 }
 
 
 @dataclass(frozen=True)
-class Change:
+class LayerChange:
     """The change of one adapter to one layer, scale * B A."""
 
     a_RD: np.ndarray
@@ -92,7 +92,7 @@ def random_mask(seed: int, layer: str, adapter: int, shape: tuple[int, ...], den
     return generator.random(shape, np.float32) < np.float32(density)
 
 
-def terms(layer: str, changes: dict[int, Change], options: MergeOptions) -> dict[int, np.ndarray]:
+def terms(layer: str, changes: dict[int, LayerChange], options: MergeOptions) -> dict[int, np.ndarray]:
     """The terms of the sum that defines the merge, in float32. An adapter without this layer has none."""
     method, weights, density = METHODS[options.method], options.weights or (), options.density or 1.0
     pruned: dict[int, np.ndarray] = {}
@@ -124,12 +124,12 @@ def largest_mask(matrix: np.ndarray, density: float) -> np.ndarray:
     return mask.reshape(matrix.shape)
 
 
-def definition(layer: str, changes: dict[int, Change], options: MergeOptions) -> np.ndarray:
+def definition(layer: str, changes: dict[int, LayerChange], options: MergeOptions) -> np.ndarray:
     """The merged change of a layer before any cut."""
     return _sum(terms(layer, changes, options).values())
 
 
-def merge_layer(layer: str, changes: dict[int, Change], options: MergeOptions, rank: int | None) -> MergedLayer:
+def merge_layer(layer: str, changes: dict[int, LayerChange], options: MergeOptions, rank: int | None) -> MergedLayer:
     """`rank` limits the rank of the result; None keeps the whole change. The result is compared with the definition."""
     _check_size(layer, changes, options)
     if METHODS[options.method].prune:
@@ -150,7 +150,7 @@ def merge_layer(layer: str, changes: dict[int, Change], options: MergeOptions, r
     return merged
 
 
-def _check_size(layer: str, changes: dict[int, Change], options: MergeOptions) -> None:
+def _check_size(layer: str, changes: dict[int, LayerChange], options: MergeOptions) -> None:
     """Refuses values whose products float32 cannot hold, so that no result is infinite."""
     largest = max(
         abs((options.weights or ())[number] * change.scale) * _largest(change.a_RD) * _largest(change.b_ER)
@@ -168,7 +168,9 @@ def _largest(array: np.ndarray) -> float:
     return float(np.abs(array).max(initial=0.0))
 
 
-def _merge_products(changes: dict[int, Change], options: MergeOptions, rank: int | None) -> tuple[MergedLayer, float]:
+def _merge_products(
+    changes: dict[int, LayerChange], options: MergeOptions, rank: int | None
+) -> tuple[MergedLayer, float]:
     """The merged sum of products, and the square of its difference from the definition."""
     b_ER, a_RD = _joined(changes, options)
     gram = np.array([[_product(one, other) for other in changes.values()] for one in changes.values()])
@@ -223,7 +225,7 @@ def _cut(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
     return basis * root, np.divide(projected, root[:, None], out=np.zeros_like(projected), where=root[:, None] > 0)
 
 
-def _joined(changes: dict[int, Change], options: MergeOptions) -> tuple[np.ndarray, np.ndarray]:
+def _joined(changes: dict[int, LayerChange], options: MergeOptions) -> tuple[np.ndarray, np.ndarray]:
     """B [E, R] and A [R, D] whose product is the weighted sum of all changes, in float64."""
     weights = options.weights or ()
     b = np.concatenate([change.b_ER for change in changes.values()], axis=1, dtype=np.float64)
@@ -245,7 +247,7 @@ def _core(b_ER: np.ndarray, a_RD: np.ndarray) -> np.ndarray:
     return left @ right.T
 
 
-def _product(one: Change, other: Change) -> float:
+def _product(one: LayerChange, other: LayerChange) -> float:
     """The sum of the products of their entries."""
     b = one.b_ER.T.astype(np.float64) @ other.b_ER
     return one.scale * other.scale * float((b * (one.a_RD.astype(np.float64) @ other.a_RD.T)).sum())

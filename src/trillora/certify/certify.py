@@ -40,7 +40,7 @@ from trillora.certify.content_checks import (
 )
 from trillora.certify.file_checks import check_files, files_of, only_files
 from trillora.certify.gguf_file import open_gguf
-from trillora.certify.logits import Comparison, Reference, compare, compute_reference, with_stored
+from trillora.certify.logits import ReaderDifference, Reference, compare, compute_reference, with_stored
 from trillora.certify.readers import Reading, read_with_llama_cpp, read_with_peft, read_with_transformers
 from trillora.certify.row_checks import Changed, SampleRows, check_masks, check_scores, sample_rows
 from trillora.certify.subject import NotHere, Subject, find_subject
@@ -315,7 +315,7 @@ def uses_all_arrays(name: str, reading: Reading) -> Iterator[Check]:
         yield Check("reader", "arrays", "ok", f"{name} uses all {reading.num_arrays:,} arrays of the file.", 0, 0)
 
 
-def _close(name: str, found: Comparison, exact: Comparison | None, stored: str) -> Iterator[Check]:
+def _close(name: str, found: ReaderDifference, exact: ReaderDifference | None, stored: str) -> Iterator[Check]:
     """`exact` is the comparison of the same weights in float32, if the reader computes with rounded ones."""
     if found.change >= NOTHING and found.from_base <= 0.02 * found.change:
         do = "export it again: the adapter is not in it"

@@ -21,7 +21,7 @@ import numpy as np
 
 from trillora.certify.certificate import FILE, PAGE, Check, FileFacts
 from trillora.certify.gguf_file import GgufFile
-from trillora.certify.subject import MERGE_FACTS, Subject
+from trillora.certify.subject import Subject
 from trillora.certify.weights.checks import expected_of, source_of, stored_dtype, tensors_of
 from trillora.export.gguf.lora import lora_values
 from trillora.export.merged import other_files
@@ -32,6 +32,7 @@ from trillora.files.bounded import read_bounded
 from trillora.files.read_json import parse_json
 from trillora.files.storage import MARK
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE
+from trillora.runs.files import MERGE_FILE
 
 CARD = "README.md"
 MAX_BYTES = 64 << 20
@@ -86,7 +87,7 @@ def expected_files(subject: Subject) -> dict[str, bytes]:
 def nothing_else(subject: Subject, files: Mapping[str, FileFacts], expected: Mapping[str, bytes]) -> Check:
     """Any other file may be loaded by some program: code, a template, weights."""
     own = {
-        "adapter": (CONFIG_FILE, WEIGHTS_FILE, MARK, MERGE_FACTS),
+        "adapter": (CONFIG_FILE, WEIGHTS_FILE, MARK, MERGE_FILE),
         "ollama": (MODELFILE,),
     }.get(subject.kind, ())
     known = {*own, *expected, CARD, FILE, PAGE}

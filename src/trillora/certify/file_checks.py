@@ -30,7 +30,7 @@ MAX_FILES = 5000
 _OTHER_PICKLES = (".pkl", ".pickle", ".joblib", ".npy", ".npz", ".ckpt", ".h5", ".keras")
 
 
-class _Index(BaseModel):
+class _ShardIndex(BaseModel):
     model_config = ConfigDict(extra="ignore")
     weight_map: dict[str, str]
     metadata: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def _format(file: Path) -> str | None:
 
 
 def _shards(folder: Path, names: dict[str, list[str]]) -> Check:
-    index = read_json(folder / INDEX, _Index, do=DO)
+    index = read_json(folder / INDEX, _ShardIndex, do=DO)
     stored = Counter(name for tensors in names.values() for name in tensors)
     faults = [f"{shard} is missing" for shard in sorted({*index.weight_map.values()} - names.keys())]
     faults += [f"{name} is in two files" for name, count in stored.items() if count > 1]

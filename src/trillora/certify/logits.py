@@ -59,7 +59,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReaderDifference:
     """How far a reader is from our engine, over all prompts."""
 
     difference: float  # largest, of the log-probabilities of the most likely tokens, with the same weights
@@ -188,7 +188,7 @@ def _recorded(prompt: Sequence[int], own_V: np.ndarray, base_V: np.ndarray) -> P
     return PromptLogits(tuple(map(int, prompt)), tuple(map(int, ids)), own, base)
 
 
-def compare(logits: Sequence[PromptLogits], read: Sequence[np.ndarray]) -> Comparison:
+def compare(logits: Sequence[PromptLogits], read: Sequence[np.ndarray]) -> ReaderDifference:
     """`read` has a reader's log-probabilities of the whole vocabulary after each prompt."""
     found = []
     for each, logprobs_V in zip(logits, read, strict=True):
@@ -206,4 +206,4 @@ def compare(logits: Sequence[PromptLogits], read: Sequence[np.ndarray]) -> Compa
         divergence = max(0.0, float((share * (trained - own)).sum()))  # of the first 100 tokens: may round below zero
         exact = np.array(each.stored) if each.stored else trained
         found.append((abs(own - exact).max(), divergence, abs(trained - base).max(), abs(own - base).max()))
-    return Comparison(*(float(max(column)) for column in zip(*found, strict=True)))
+    return ReaderDifference(*(float(max(column)) for column in zip(*found, strict=True)))

@@ -26,6 +26,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.digests import file_digest
 from trillora.files.read_json import read_json
+from trillora.runs.files import ADAPTER, EVAL_FILE
 
 NUM_ROWS = 8  # whose spans are checked
 NUM_SCORED = 3  # whose loss is computed
@@ -198,8 +199,8 @@ def _recorded_example(rows: SampleRows) -> Iterator[Check]:
 def check_scores(subject: Subject, losses: tuple[float, float] | None) -> Iterator[Check]:
     """`losses`: of base and trained weights on sample rows."""
     name = None
-    file = None if subject.run is None else subject.run / "eval.json"
-    is_own = subject.adapter is not None and subject.run is not None and subject.adapter == subject.run / "adapter"
+    file = None if subject.run is None else subject.run / EVAL_FILE
+    is_own = subject.adapter is not None and subject.run is not None and subject.adapter == subject.run / ADAPTER
     if file is not None and file.is_file() and is_own:
         try:
             found = read_json(file, _Evaluation, do="evaluate it again with `trillora eval`")

@@ -50,14 +50,23 @@ from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.lora_spec import LayerLora, LoraSpec
 from trillora.recipe.group import group_of
-from trillora.recipe.load import is_run, load_run_recipe
+from trillora.recipe.load import load_run_recipe
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
+from trillora.runs.files import (
+    ADAPTER,
+    ADAPTERS,
+    CHECKPOINTS,
+    GROUP_FILE,
+    KEPT_FILE,
+    MANIFEST_FILE,
+    MERGE_FILE,
+    SAVED_FILE,
+    is_run,
+)
 from trillora.safe_text import visible_line
 from trillora.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
-GROUP_CHECKPOINT = "adapters.safetensors"  # of a run that trains several adapters: arrays called NAME/PARAMETER
-MERGE_FACTS = "merge.json"
 DO = "restore it from a copy, or train again"
 
 
@@ -115,9 +124,9 @@ class Subject:
         """The name of the adapter in a run that trains several; None otherwise."""
         if self.run is None or self.recipe is None or group_of(self.recipe) is None or self.adapter is None:
             return None
-        if self.adapter.parent.name == "adapters":
+        if self.adapter.parent.name == ADAPTERS:
             return self.adapter.name
-        file = self.run / "group.json"
+        file = self.run / GROUP_FILE
         best = read_json(file, dict[str, Any], do=DO).get("best") if file.is_file() else None
         return best if isinstance(best, str) else None
 
@@ -140,7 +149,7 @@ class Subject:
 
     @cached_property
     def facts(self) -> RunFacts | None:
-        file = None if self.run is None else self.run / "run.json"
+        file = None if self.run is None else self.run / MANIFEST_FILE
         return read_json(file, RunFacts, do=DO) if file is not None and file.is_file() else None
 
     # ---- the base
@@ -211,7 +220,7 @@ class Subject:
 
     @property
     def _is_merge(self) -> bool:
-        return self.adapter is not None and (self.adapter / MERGE_FACTS).is_file()
+        return self.adapter is not None and (self.adapter / MERGE_FILE).is_file()
 
     def _from_checkpoint(self) -> Trained:
         assert self.run is not None and self.recipe is not None
@@ -243,9 +252,9 @@ class Subject:
         if self.member is None:
             raise NotHere("This adapter is not one that the run trained.", where=str(self.adapter), do=DO)
         try:
-            arrays = load(files[GROUP_CHECKPOINT])
+            arrays = load(files[KEPT_FILE])
         except (KeyError, SafetensorError, ValueError) as error:
-            raise TrilloraError("The run's checkpoint cannot be read.", where=GROUP_CHECKPOINT, do=DO) from error
+            raise TrilloraError("The run's checkpoint cannot be read.", where=KEPT_FILE, do=DO) from error
         start = f"{self.member}/"
         matrices = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
         lora, found = self.stage.lora, load_adapter(self.adapter)[0]
@@ -258,14 +267,14 @@ class Subject:
         """Where the run says that its checkpoints are; next to it, if it was moved. The run may come from another
         person, so an address that it names is not contacted: that would use this user's network and credentials."""
         assert self.run is not None
-        beside, file = self.run / "checkpoints", self.run / "saved.json"
+        beside, file = self.run / CHECKPOINTS, self.run / SAVED_FILE
         if beside.is_dir() or not file.is_file():
             return str(beside)
         where = read_json(file, dict[str, Any], do=DO).get("where")
         place = str(where).rpartition("/")[0] if where else str(beside)
         if "://" in place:
             shown = visible_line(without_secrets(place))
-            do = f"to compare the adapter with what was trained, copy them to {self.run / 'checkpoints'}"
+            do = f"to compare the adapter with what was trained, copy them to {self.run / CHECKPOINTS}"
             logger.warning("The run says that its checkpoints are at %s, which is not contacted; %s.", shown, do)
             raise NotHere("The run's checkpoints are not on this machine.", where=shown, do=do)
         return place
@@ -299,7 +308,7 @@ def find_subject(target: str | Path, run: Path | None = None, base: str | None =
         return Subject(str(target), folder, kind, folder, around, base)
     source = run if run is not None else _run_around(folder)
     if source is not None and is_run(source):
-        is_finished = (source / "adapter").is_dir() or (source / "adapters").is_dir()
+        is_finished = (source / ADAPTER).is_dir() or (source / ADAPTERS).is_dir()
         return Subject(str(target), folder, kind, find_adapter(source) if is_finished else None, source, base)
     if source is not None:
         return Subject(str(target), folder, kind, find_adapter(source), _run_around(find_adapter(source)), base)

@@ -166,8 +166,8 @@ def _to_hub(
 
 
 def _folder(source: ExportSource, kind: str, out: Path | None) -> Path:
-    from trillora.export.source import EXPORTS
     from trillora.files.user_path import user_path
+    from trillora.runs.files import ADAPTERS, EXPORTS
 
     if out is not None:
         return user_path(out, where="--out")
@@ -177,7 +177,7 @@ def _folder(source: ExportSource, kind: str, out: Path | None) -> Path:
             where=str(source.adapter),
             do="choose a new folder with --out",
         )
-    phase = f"-{source.adapter.name}" if source.adapter.parent.name == "adapters" else ""
+    phase = f"-{source.adapter.name}" if source.adapter.parent.name == ADAPTERS else ""
     return source.run / EXPORTS / f"{kind}{phase}"
 
 

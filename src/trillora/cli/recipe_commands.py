@@ -98,12 +98,12 @@ def _write_recipe(recipe: Recipe, data: Path, run: Path) -> None:
     """The recipe of a run that was started with a data file, unless nothing of the run was written."""
     from trillora.files.atomic import write_file
     from trillora.recipe.from_data import recipe_text
-    from trillora.recipe.load import is_run
-    from trillora.report.run.next_steps import RECIPE_FILE
+    from trillora.report.run.next_steps import OWN_RECIPE
+    from trillora.runs.files import is_run
 
     if is_run(run):
         write_file(
-            run / RECIPE_FILE,
+            run / OWN_RECIPE,
             recipe_text(recipe, f"Made of {visible_line(data.name)}. docs/recipes.md has all options."),
         )
 

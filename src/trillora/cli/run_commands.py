@@ -197,9 +197,10 @@ def evaluate(
 
 def _check_evaluation(run: str, data: Sequence[str], stage: str | None, adapter: str | None) -> None:
     """What can be wrong before anything is loaded. A phase has an adapter of its own."""
-    from trillora.early.runs import ADAPTERS, check_run
+    from trillora.early.runs import check_run
     from trillora.early.training import check_files
     from trillora.files.user_path import user_path
+    from trillora.runs.files import ADAPTERS
 
     folder = user_path(run, where="the run")
     other = _adapter(adapter)

@@ -17,8 +17,8 @@ from trillora.events import Note
 if TYPE_CHECKING:
     from trillora.events import Listener
     from trillora.launch.bundle import Bundle
-    from trillora.launch.managed import Job
-    from trillora.launch.tpu_vm import Plan
+    from trillora.launch.managed import ManagedJob
+    from trillora.launch.tpu_vm import LaunchPlan
 
 Step = Literal["create", "wait", "copy", "setup", "run", "follow", "fetch", "delete"]
 Backend = Literal["cloud-tpu", "compute-engine"]
@@ -151,7 +151,7 @@ def _hours(bundle: Bundle, slice_name: str, force: bool, listener: Listener) -> 
     return answer.run.hours if answer is not None and answer.run is not None else None
 
 
-def _show_plan(plan: Plan, step: str | None, will_run: bool, as_json: bool) -> None:
+def _show_plan(plan: LaunchPlan, step: str | None, will_run: bool, as_json: bool) -> None:
     commands = [(name, command) for name, command in plan.commands() if step in (None, name)]
     costs, warnings = plan.costs(), plan.warnings()
     if as_json:
@@ -169,7 +169,7 @@ def _show_plan(plan: Plan, step: str | None, will_run: bool, as_json: bool) -> N
         print("Nothing was created. Add --run to execute these commands.")
 
 
-def _show_job(job: Job, folder: Path, command: str, hours: float | None, as_json: bool) -> None:
+def _show_job(job: ManagedJob, folder: Path, command: str, hours: float | None, as_json: bool) -> None:
     costs = job.offer.costs(spot=job.is_spot, hours=hours)
     if as_json:
         print_json({"folder": str(folder), "command": command, "costs": costs, "results": job.results})

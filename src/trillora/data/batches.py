@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trillora.data.documents import NOTHING_LOST, Documents, Lost
-from trillora.data.pack import Rows, best_fit, bucket_lengths, fill_row, one_per_row
+from trillora.data.pack import PackedRows, best_fit, bucket_lengths, fill_row, one_per_row
 from trillora.data.padding import padding_warning
 from trillora.errors import TrilloraError
 
@@ -27,7 +27,7 @@ class _Bucket(NamedTuple):
     """Sequences of one length."""
 
     length: int
-    rows: Rows
+    rows: PackedRows
 
 
 class Batches:

@@ -16,7 +16,7 @@ MIN_PIECE = 60  # characters; shorter pieces are not cut
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExcerptPiece:
     """Consecutive tokens of a row that are all trained or all not, and all special or all not."""
 
     text: str
@@ -31,7 +31,7 @@ class Gap:
     characters: int
 
 
-def pieces_of(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) -> tuple[Piece, ...]:
+def pieces_of(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) -> tuple[ExcerptPiece, ...]:
     """The decoded row, cut where `trained` or "is a special token" changes.
 
     A character may consist of several tokens. If a cut falls inside one, the character goes to the piece that holds its
@@ -57,12 +57,12 @@ def pieces_of(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) ->
             if stop < anchor[1] + len(part.rstrip("\ufffd")):  # this tokenizer does: decode from the start
                 stop = common_length(decode(tokens[:end]), whole)
         if stop > start:
-            pieces.append(Piece(whole[start:stop], *states[first]))
+            pieces.append(ExcerptPiece(whole[start:stop], *states[first]))
             start = stop
     return tuple(pieces)
 
 
-def shortened(pieces: Sequence[Piece]) -> list[Piece | Gap]:
+def shortened(pieces: Sequence[ExcerptPiece]) -> list[ExcerptPiece | Gap]:
     """The pieces with at most about MAX_CHARACTERS: the middle of long pieces and of a long list becomes a Gap."""
     half = MAX_PIECES // 2
     too_many = len(pieces) > MAX_PIECES
@@ -70,7 +70,7 @@ def shortened(pieces: Sequence[Piece]) -> list[Piece | Gap]:
     longest = MAX_CHARACTERS
     while longest > MIN_PIECE and sum(min(len(piece.text), longest) for piece in kept) > MAX_CHARACTERS:
         longest //= 2
-    short: list[Piece | Gap] = []
+    short: list[ExcerptPiece | Gap] = []
     for number, piece in enumerate(kept):
         if too_many and number == half:
             short.append(Gap(sum(len(removed.text) for removed in pieces[half:-half])))
@@ -78,7 +78,7 @@ def shortened(pieces: Sequence[Piece]) -> list[Piece | Gap]:
     return short
 
 
-def _without_middle(piece: Piece, longest: int) -> list[Piece | Gap]:
+def _without_middle(piece: ExcerptPiece, longest: int) -> list[ExcerptPiece | Gap]:
     if len(piece.text) <= longest:
         return [piece]
     half = longest // 2

@@ -25,7 +25,7 @@ from trillora.data.tokenizing.encode import TokenizedDocument
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Which documents are in which sequence: sequence r holds `documents[first[r]:first[r + 1]]`."""
 
     documents: NDArray[np.int64]
@@ -51,7 +51,7 @@ class Rows:
         return int(np.bincount(rows * (sequence_length // block) + begins // block).max())
 
 
-def best_fit(lengths_N: NDArray[np.int64], sequence_length: int) -> Rows:
+def best_fit(lengths_N: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Best-fit decreasing: longest document first, each into the fullest sequence that has room for it.
 
     Lengths [3, 5, 6] with sequence_length 8 -> sequences [[2], [1, 0]].
@@ -79,12 +79,12 @@ def best_fit(lengths_N: NDArray[np.int64], sequence_length: int) -> Rows:
             bisect.insort(rooms, left)
         waiting.append(row)
     by_row = np.argsort(row_of, kind="stable")
-    return Rows(order[by_row], np.searchsorted(row_of[by_row], np.arange(num_rows + 1)))
+    return PackedRows(order[by_row], np.searchsorted(row_of[by_row], np.arange(num_rows + 1)))
 
 
-def one_per_row(chosen: NDArray[np.int64]) -> Rows:
+def one_per_row(chosen: NDArray[np.int64]) -> PackedRows:
     """Each document in its own sequence."""
-    return Rows(chosen, np.arange(len(chosen) + 1))
+    return PackedRows(chosen, np.arange(len(chosen) + 1))
 
 
 def bucket_lengths(lengths_N: NDArray[np.int64], sequence_length: int, num_buckets: int) -> list[int]:

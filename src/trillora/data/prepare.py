@@ -31,8 +31,8 @@ import filelock
 import numpy as np
 
 from trillora.data.documents import PARTS, Documents, Lost, all_documents, fit, part_of, repeated
-from trillora.data.reading.files import Content, DataFile, Kind, expand
-from trillora.data.reading.hub_files import Part, hub_files
+from trillora.data.reading.files import Content, DataFile, FileKind, expand
+from trillora.data.reading.hub_files import DataSetPart, hub_files
 from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.readers import RowChoice, read_rows
 from trillora.data.rendering import formats
@@ -87,7 +87,7 @@ class FileInput(NamedTuple):
     """What of a file decides its tokens. Its name does not: a renamed file finds its store."""
 
     source: int  # entry of data.path
-    kind: Kind
+    kind: FileKind
     size: int  # bytes
     sha256: str
 
@@ -212,7 +212,7 @@ def _files(sources: Sequence[Source]) -> list[DataFile]:
     files: list[DataFile] = []
     for number, source in enumerate(sources):
         if source.config is not None or source.split is not None:
-            files += hub_files(source.path, Part(source.config, source.split), number)
+            files += hub_files(source.path, DataSetPart(source.config, source.split), number)
         else:
             files += [dataclasses.replace(file, source=number) for file in expand([source.path])]
     return files

@@ -17,7 +17,7 @@ import numpy as np
 
 from trillora.data.batches import Batches
 from trillora.data.documents import PARTS, Documents, part_of
-from trillora.data.excerpt import Piece, pieces_of
+from trillora.data.excerpt import ExcerptPiece, pieces_of
 from trillora.data.lengths import Lengths, LostFacts, length_facts, lost_facts
 from trillora.data.open import chat_template, open_dataset, with_template_date
 from trillora.data.prepare import DataProblem, Dataset
@@ -38,7 +38,7 @@ NUM_BAD_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class FileFacts:
+class FileSummary:
     name: str
     format: str
     rows: int  # without bad rows
@@ -67,7 +67,7 @@ class ExampleFacts:
     kind: str
     tokens: int
     trained_tokens: int
-    pieces: tuple[Piece, ...]  # their texts join to the decoded row
+    pieces: tuple[ExcerptPiece, ...]  # their texts join to the decoded row
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class DataReport:
     shortened_rows: int
     kinds: dict[str, int]
     formats: dict[str, int]
-    files: tuple[FileFacts, ...]
+    files: tuple[FileSummary, ...]
     sources: tuple[SourceFacts, ...]
     reasons: tuple[Reason, ...]
     first_bad_rows: tuple[DataProblem, ...]
@@ -218,7 +218,9 @@ def _row_facts(dataset: Dataset) -> dict[str, Any]:
         "shortened_rows": int(np.count_nonzero(rows["cut"])),
         "kinds": {kind: count for kind, count in zip(KINDS, kinds, strict=True) if count},
         "formats": dict(facts["formats"]),
-        "files": tuple(FileFacts(f["name"], f["format"], f["num_rows"], f["size"], f["sha256"]) for f in dataset.files),
+        "files": tuple(
+            FileSummary(f["name"], f["format"], f["num_rows"], f["size"], f["sha256"]) for f in dataset.files
+        ),
         "sources": tuple(
             SourceFacts(without_secrets(source.path), source.weight, count)
             for source, count in zip(options.sources, rows_of_source, strict=True)

@@ -15,11 +15,9 @@ from pathlib import Path
 from trillora.early.model import check_model
 from trillora.errors import TrilloraError, nearest
 from trillora.files.user_path import user_path
-from trillora.recipe.load import is_run, load_model_section, load_run_recipe
-from trillora.recipe.run_file import NAME as RECIPE_FILE
+from trillora.recipe.load import load_model_section, load_run_recipe
+from trillora.runs.files import ADAPTER, ADAPTERS, RECIPE_FILE, is_run
 
-ADAPTER, ADAPTERS = "adapter", "adapters"  # folders of a run: its adapter, or one for each phase
-GROUP_FILE = "group.json"  # how each adapter of a group ended; written last
 CONFIG_FILE = "adapter_config.json"
 FROM_TRAIN = "give the folder that `trillora train --out` wrote"
 

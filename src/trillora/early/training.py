@@ -23,12 +23,12 @@ from trillora.data.rendering.formats import detect, picked
 from trillora.data.rendering.render import parse
 from trillora.data.rows import BadRow, Fault, place, refused
 from trillora.early.model import check_model, check_targets
-from trillora.early.runs import ADAPTER, GROUP_FILE
 from trillora.errors import TrilloraError
 from trillora.files.hub import HUB_ID_AT
 from trillora.files.user_path import user_path
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.schema import Recipe, stages_of
+from trillora.runs.files import ADAPTER, is_finished
 
 FEWEST_BYTES = 64 << 20  # free on the disk of a run; a rank-16 adapter of a small model with its checkpoints takes them
 ROWS_READ = 3  # of each file
@@ -37,6 +37,7 @@ FILES_READ = 20  # of a folder
 
 def check_start(recipe: Recipe, out: Path) -> None:
     """Checks a run that is about to start or to resume in `out`."""
+    check_is_folder(out)
     check_not_finished(out)
     check_room(out)
     check_inputs(recipe)
@@ -56,12 +57,16 @@ def check_files_of(recipe: Recipe) -> None:
             check_files(path)
 
 
-def check_not_finished(out: Path) -> None:
-    """Checks the folder that a run is written to: it may be a new one, or that of an unfinished run."""
+def check_is_folder(out: Path) -> None:
+    """Checks that a run can have this folder, which need not exist."""
     user_path(out, where="--out")
     if out.exists() and not out.is_dir():
         raise TrilloraError("--out must be a folder, not a file.", where=str(out), do="choose another --out")
-    if (out / ADAPTER).exists() or (out / GROUP_FILE).exists():
+
+
+def check_not_finished(out: Path) -> None:
+    """Checks that a run may be written to this folder: that it has no finished one."""
+    if is_finished(out):
         do = "use another --out, or remove the folder"
         if (out / ADAPTER).exists():
             do += f"; to train its adapter further, use another --out and add lora.from={shlex.quote(str(out))}"

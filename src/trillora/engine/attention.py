@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-from trillora.engine.ragged import Documents, find_documents, ragged_function, why_masked
+from trillora.engine.ragged import BlockDocuments, find_documents, ragged_function, why_masked
 from trillora.engine.splash import splash_kernel
 
 Implementation = Literal["xla", "splash", "cudnn"]
@@ -82,7 +82,7 @@ def attend(
     sinks_H: jax.Array | None = None,
     segments_BT: jax.Array | None = None,
     positions_BT: jax.Array | None = None,
-    documents: Documents | None = None,
+    documents: BlockDocuments | None = None,
     bias_BHTS: jax.Array | None = None,
     implementation: Implementation = "xla",
     interpret: bool = False,
@@ -259,7 +259,7 @@ def _ragged(
     value_BSKE: jax.Array,
     rule: MaskRule,
     scores: ScoreScaling,
-    documents: Documents,
+    documents: BlockDocuments,
 ) -> jax.Array:
     """cuDNN with the places and lengths of the documents instead of a mask."""
     attention = ragged_function()

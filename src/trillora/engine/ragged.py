@@ -46,7 +46,7 @@ ARGUMENTS = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_
 MOST_OF_TOKENS = 1 / 32
 
 
-class Documents(NamedTuple):
+class BlockDocuments(NamedTuple):
     """The documents that begin in each block, in order. Unused places are -1."""
 
     lengths_BM: jax.Array
@@ -63,7 +63,7 @@ class Documents(NamedTuple):
 
 
 # query [B, T, H, D], key and value [B, T, K, D], documents, scale, window -> [B, T, H, D]
-RaggedAttention = Callable[[jax.Array, jax.Array, jax.Array, Documents, float, int | None], jax.Array]
+RaggedAttention = Callable[[jax.Array, jax.Array, jax.Array, BlockDocuments, float, int | None], jax.Array]
 
 
 def documents_bucket(most: int) -> int:
@@ -73,7 +73,7 @@ def documents_bucket(most: int) -> int:
     return power * 3 // 4 if most <= power * 3 // 4 else power
 
 
-def find_documents(segments_BT: jax.Array, block: int, most: int) -> Documents:
+def find_documents(segments_BT: jax.Array, block: int, most: int) -> BlockDocuments:
     """Where the segments of each sequence are. A segment is a run of equal ids. Padding, which has the id 0, also ends
     at the end of a block. No other segment may be longer than `block`, and at most `most` may begin in a block."""
     num_sequences, num_tokens = segments_BT.shape
@@ -95,7 +95,7 @@ def find_documents(segments_BT: jax.Array, block: int, most: int) -> Documents:
 
     starts_LM = of_documents(jnp.broadcast_to(place_T % block, segments_BT.shape))
     starts_LN = jnp.pad(starts_LM, ((0, 0), (0, 1)), constant_values=-1)
-    return Documents(of_documents(end_BT - place_T), starts_LN)
+    return BlockDocuments(of_documents(end_BT - place_T), starts_LN)
 
 
 def why_masked(num_heads: int, num_key_heads: int, *, causal: bool = True, mapped: bool = False) -> str | None:
@@ -127,7 +127,7 @@ def ragged_function() -> RaggedAttention | None:
         query_BTHD: jax.Array,
         key_BTKD: jax.Array,
         value_BTKD: jax.Array,
-        documents: Documents,
+        documents: BlockDocuments,
         scale: float,
         window: int | None,
     ) -> jax.Array:

@@ -27,7 +27,7 @@ MOST_TOP = 20  # most likely tokens whose probabilities are returned
 NOTHING = -1  # in place of a token: none was generated
 
 
-class Rule(NamedTuple):
+class RowRules(NamedTuple):
     """How each row continues. The fields of `sampling` are arrays [B]."""
 
     sampling: Sampling
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
     wants_top_B: jax.Array  # whether the most likely tokens are asked for
 
 
-class Rows(NamedTuple):
+class RowStates(NamedTuple):
     """`token_B` is sampled but not yet fed to the model."""
 
     cache: Any
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     starts_B: jax.Array  # the first slot that is not padding
     num_written_B: jax.Array
     done_B: jax.Array
-    rule: Rule
+    rule: RowRules
 
 
 class Written(NamedTuple):
@@ -62,18 +62,18 @@ Forward = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]
 
 
 def begin_rows(
-    logits_BV: jax.Array, cache: Any, num_read: int, starts_B: jax.Array, rule: Rule
-) -> tuple[Rows, Written]:
+    logits_BV: jax.Array, cache: Any, num_read: int, starts_B: jax.Array, rule: RowRules
+) -> tuple[RowStates, Written]:
     """Samples the first token after prompts that fill `num_read` slots."""
     zeros = jnp.zeros_like(starts_B)
-    rows = Rows(cache, zeros, zeros + (num_read - 1), starts_B, zeros, zeros > 0, rule)
+    rows = RowStates(cache, zeros, zeros + (num_read - 1), starts_B, zeros, zeros > 0, rule)
     rows, found = _sampled(logits_BV, cache, rows)
     return rows, Written(*(array[:, None] for array in found))
 
 
 def advance(
-    forward: Forward, rows: Rows, active_B: jax.Array, num_steps: jax.Array, most: int, num_top: int
-) -> tuple[Rows, Written]:
+    forward: Forward, rows: RowStates, active_B: jax.Array, num_steps: jax.Array, most: int, num_top: int
+) -> tuple[RowStates, Written]:
     """Decodes `num_steps` more tokens, at most `most`, in the rows that are active and not done. Ends early when there
     are none."""
     B, K = len(rows.token_B), num_top
@@ -84,7 +84,7 @@ def advance(
         jnp.zeros((B, most, K), jnp.float32),
     )
 
-    def step(carry: tuple[jax.Array, Rows, Written]) -> tuple[jax.Array, Rows, Written]:
+    def step(carry: tuple[jax.Array, RowStates, Written]) -> tuple[jax.Array, RowStates, Written]:
         i, rows, out = carry
         logits, cache = forward(rows.cache, rows.token_B, rows.slot_B, rows.starts_B)
         rows, found = _sampled(logits, cache, rows)
@@ -93,7 +93,7 @@ def advance(
         )
         return i + 1, rows, out
 
-    def unfinished(carry: tuple[jax.Array, Rows, Written]) -> jax.Array:
+    def unfinished(carry: tuple[jax.Array, RowStates, Written]) -> jax.Array:
         i, rows, _ = carry
         return (i < jnp.minimum(num_steps, most)) & ~rows.done_B.all()
 
@@ -102,7 +102,7 @@ def advance(
     return rows, out
 
 
-def _sampled(logits_BV: jax.Array, cache: Any, rows: Rows) -> tuple[Rows, Written]:
+def _sampled(logits_BV: jax.Array, cache: Any, rows: RowStates) -> tuple[RowStates, Written]:
     """One more token in every row that is not done, and what is reported about it (without the axis N)."""
     rule, alive = rows.rule, ~rows.done_B
     keys = jax.vmap(_key)(rule.sampling.seed, rule.numbers_B, rows.num_written_B)

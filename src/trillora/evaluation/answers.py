@@ -16,7 +16,7 @@ from trillora.data.questions import Question, question_of
 from trillora.evaluation.bootstrap import Sums, exp_quotient, shares
 from trillora.evaluation.likelihood import LOSS_CHUNK, DocumentScores, TokenScorer
 from trillora.evaluation.result import Example, Kind
-from trillora.evaluation.scores import Score, Scores, score, scored_text, summarise
+from trillora.evaluation.scores import AnswerScore, Scores, score, scored_text, summarise
 from trillora.evaluation.text_metrics import BLEU_COUNTS, TEXT_METRICS, Comparison, TextScore
 from trillora.events import Listener, Progress
 from trillora.generation.generator import Generator
@@ -62,7 +62,7 @@ def judge_answers(expected: Sequence[str], answers: Sequence[str], comparison: C
     return Judged(dataclasses.replace(summarise(each), **known), sums, examples)
 
 
-def _json_sums(each: Sequence[Score]) -> dict[str, Sums]:
+def _json_sums(each: Sequence[AnswerScore]) -> dict[str, Sums]:
     if not each:
         return {}
     sums = {"exact_match": shares(one.exact for one in each)}
@@ -87,7 +87,7 @@ def _text_sums(texts: Sequence[TextScore | None], comparison: Comparison) -> dic
     return sums
 
 
-def _of_one(one: Score, text: TextScore | None) -> dict[str, float]:
+def _of_one(one: AnswerScore, text: TextScore | None) -> dict[str, float]:
     found = {"exact_match": float(one.exact)}
     return found | {name: round(value, 6) for name, value in (text.scores if text is not None else {}).items()}
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from trillora.data.documents import Documents
-from trillora.early.runs import ADAPTERS, check_run
+from trillora.early.runs import check_run
 from trillora.errors import TrilloraError
 from trillora.evaluation import choices
 from trillora.evaluation.answers import (
@@ -55,9 +55,9 @@ from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.load import RunRecipe, load_run_recipe
 from trillora.recipe.schema import StageRecipe
+from trillora.runs.files import ADAPTERS, EVAL_FILE
 from trillora.step.background import compiling_in_background
 
-FILE = "eval.json"
 MAX_FILES = 100
 Data = str | Path | Sequence[str | Path] | None
 
@@ -152,7 +152,7 @@ def evaluate(
     for note in result.notes:
         listener(Note(note))
     if adapter is None:
-        _save(folder / FILE, result, listener)
+        _save(folder / EVAL_FILE, result, listener)
     return result
 
 

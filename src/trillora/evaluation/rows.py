@@ -16,6 +16,7 @@ from trillora.events import Alarm, Listener
 from trillora.model.adapters import TEMPLATE_FILE
 from trillora.recipe.load import RunRecipe
 from trillora.recipe.schema import StageRecipe, stages_of
+from trillora.runs.files import ADAPTER
 
 
 def recipe_with_data(
@@ -32,7 +33,7 @@ def recipe_with_data(
     stage = stages[number].recipe
     section = stage.data
     changes: dict[str, Any] = {}
-    template = (adapter or run / "adapter") / TEMPLATE_FILE
+    template = (adapter or run / ADAPTER) / TEMPLATE_FILE
     if template.is_file():  # the run may have been copied here; its template was copied with it
         changes["chat_template"] = str(template)
     if data is not None:

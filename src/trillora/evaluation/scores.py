@@ -1,7 +1,7 @@
 """Compares answers with the expected ones: equal texts, and for JSON objects their fields.
 
     >>> score('{"a": 1, "b": 2}', '{"b": 2.0, "a": 3}')
-    Score(exact=False, valid_json=True, right_fields=True, fields={'a': False, 'b': True})
+    AnswerScore(exact=False, valid_json=True, right_fields=True, fields={'a': False, 'b': True})
 
 Answers are untrusted text, so the JSON parser has limits: bounded nesting, no infinite numbers, no NaN. A Markdown
 fence around an answer is part of the answer: a task that expects JSON gets only JSON.
@@ -26,7 +26,7 @@ _INVALID = object()
 
 
 @dataclass(frozen=True)
-class Score:
+class AnswerScore:
     """One answer. The JSON measures are None if the expected answer is not a JSON object."""
 
     exact: bool
@@ -61,19 +61,19 @@ class Scores:
 METRICS = tuple(field.name for field in dataclasses.fields(Scores) if field.name != "fields")
 
 
-def score(expected: str, answer: str) -> Score:
+def score(expected: str, answer: str) -> AnswerScore:
     """Surrounding whitespace is ignored. For the fields of JSON, key order and inner whitespace are ignored too. If the
     expected answer contains thinking, only the text after it is compared."""
     expected, answer = _without_thinking(expected, answer)
     exact = expected.strip() == answer.strip()
     wanted = parse_object(expected)
     if wanted is None:
-        return Score(exact, None, None, {})
+        return AnswerScore(exact, None, None, {})
     found = parse_object(answer)
     if found is None:
-        return Score(exact, False, False, dict.fromkeys(wanted, False))
+        return AnswerScore(exact, False, False, dict.fromkeys(wanted, False))
     right = {name: name in found and canonical(found[name]) == canonical(value) for name, value in wanted.items()}
-    return Score(exact, True, found.keys() == wanted.keys(), right)
+    return AnswerScore(exact, True, found.keys() == wanted.keys(), right)
 
 
 def scored_text(expected: str, answer: str) -> tuple[str, str] | None:
@@ -91,7 +91,7 @@ def is_right(expected: str, answer: str) -> bool:
     return wanted is not _INVALID and found is not _INVALID and canonical(wanted) == canonical(found)
 
 
-def summarise(scores: Sequence[Score]) -> Scores:
+def summarise(scores: Sequence[AnswerScore]) -> Scores:
     """The fractions over all answers."""
     names = dict.fromkeys(name for one in scores for name in one.fields)
     return Scores(

@@ -25,11 +25,12 @@ from trillora.files.hub import HUB_ID
 from trillora.files.read_json import parse_json, read_data, read_text
 from trillora.files.storage import MARK
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE
+from trillora.runs.files import ADAPTERS, MERGE_FILE
 from trillora.safe_text import visible_line
 from trillora.secrets import mask_message
 
 VARIABLE = "HF_TOKEN"
-NOT_PUSHED = ("merge.json", "certificate.json", "certificate.html")  # they name folders of this machine
+NOT_PUSHED = (MERGE_FILE, "certificate.json", "certificate.html")  # they name folders of this machine
 COPY_AGAIN = "copy it again"
 File = Path | bytes
 
@@ -83,7 +84,7 @@ def adapter_to_push(source: ExportSource, base: str | None = None) -> dict[str, 
     files[CONFIG_FILE] = changed
     card = folder / CARD_FILE
     if not card.is_file() or is_unedited(read_text(card, do="remove this file")):
-        part = folder.name if folder.parent.name == "adapters" else None
+        part = folder.name if folder.parent.name == ADAPTERS else None
         files[CARD_FILE] = adapter_card(changed, source.run, name=source.name, part=part).encode()
     if MARK in files:
         files[MARK] = _new_checksums(folder, files)

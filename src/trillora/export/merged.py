@@ -25,7 +25,7 @@ from trillora.events import Listener, Progress, ignore_events
 from trillora.export.carried import Rounding, check_carries
 from trillora.export.merged_weights import MergedWeights
 from trillora.export.prompts import prompts_of
-from trillora.export.safetensors_file import Planned, write_tensors
+from trillora.export.safetensors_file import PlannedTensor, write_tensors
 from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
 from trillora.files.bounded import read_bounded
@@ -93,14 +93,14 @@ def writing(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _shards(weights: MergedWeights, dtype: str | None, max_bytes: int) -> dict[str, list[Planned]]:
+def _shards(weights: MergedWeights, dtype: str | None, max_bytes: int) -> dict[str, list[PlannedTensor]]:
     """The tensors of each file. A tensor that is larger than `max_bytes` has a file of its own."""
-    shards: list[list[Planned]] = [[]]
+    shards: list[list[PlannedTensor]] = [[]]
     size = 0
     for name in weights.names:
         own = weights.dtype(name)
         stored = dtype if dtype is not None and own in (*FLOATS, "float64") else own
-        tensor = Planned(name, _CODES.get(stored, stored), weights.shape(name))
+        tensor = PlannedTensor(name, _CODES.get(stored, stored), weights.shape(name))
         if shards[-1] and size + tensor.num_bytes > max_bytes:
             shards.append([])
             size = 0
@@ -122,10 +122,12 @@ def _rounding(dtype: str | None) -> Rounding:
     return rounded
 
 
-def _write_shards(folder: Path, weights: MergedWeights, shards: dict[str, list[Planned]], listener: Listener) -> None:
+def _write_shards(
+    folder: Path, weights: MergedWeights, shards: dict[str, list[PlannedTensor]], listener: Listener
+) -> None:
     total, done = sum(tensor.num_bytes for part in shards.values() for tensor in part), 0
 
-    def pieces(tensor: Planned) -> Iterator[np.ndarray]:
+    def pieces(tensor: PlannedTensor) -> Iterator[np.ndarray]:
         nonlocal done
         for piece in _pieces(weights, tensor):
             yield piece
@@ -143,7 +145,7 @@ def _write_shards(folder: Path, weights: MergedWeights, shards: dict[str, list[P
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
-def _pieces(weights: MergedWeights, tensor: Planned) -> Iterator[np.ndarray]:
+def _pieces(weights: MergedWeights, tensor: PlannedTensor) -> Iterator[np.ndarray]:
     """The bytes of a tensor in the type that it is stored in."""
     own = weights.dtype(tensor.name)
     if not weights.is_changed(tensor.name) and _CODES.get(own, own) == tensor.dtype:

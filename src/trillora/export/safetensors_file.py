@@ -1,6 +1,6 @@
 """Writes a safetensors file piece by piece: sizes are known before values, so no tensor is held as a whole.
 
-    write_tensors(path, [Planned("model.norm.weight", "BF16", (576,))], pieces)
+    write_tensors(path, [PlannedTensor("model.norm.weight", "BF16", (576,))], pieces)
 
 where `pieces(tensor)` yields arrays whose bytes, joined, are the tensor's. The file starts with the length of its
 header in 8 bytes and the header, JSON with the type, shape and place of each tensor. The values follow in that order.
@@ -22,7 +22,7 @@ SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, 
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTensor:
     """One tensor of the file."""
 
     name: str
@@ -34,7 +34,9 @@ class Planned:
         return math.prod(self.shape) * SIZES.get(self.dtype, 1)  # float8 types have one byte
 
 
-def write_tensors(path: Path, tensors: Sequence[Planned], pieces: Callable[[Planned], Iterable[np.ndarray]]) -> None:
+def write_tensors(
+    path: Path, tensors: Sequence[PlannedTensor], pieces: Callable[[PlannedTensor], Iterable[np.ndarray]]
+) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     place = 0
     for tensor in tensors:

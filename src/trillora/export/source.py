@@ -35,11 +35,11 @@ from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.growth import tokenizer_files
 from trillora.model.loading.source import OpenModel, load_tokenizer, weight_files
 from trillora.model.lora_spec import LoraSpec
-from trillora.recipe.load import is_run, load_run_recipe
+from trillora.recipe.load import load_run_recipe
 from trillora.recipe.schema import Recipe, stages_of
+from trillora.runs.files import ADAPTER, ADAPTERS, CHECKPOINTS, EXPORTS, is_run
 from trillora.secrets import without_secrets
 
-EXPORTS = "exports"  # the folder of a run that exports go to
 TOKENIZER_FILE = "tokenizer_config.json"  # of a complete tokenizer next to an adapter
 
 
@@ -83,7 +83,7 @@ class ExportSource:
         """The model card of something that is made from this adapter: README.md. `form` starts its first sentence, such
         as "A fine-tuned version"; `usage` says how to load it."""
         config = read_json(self.adapter / CONFIG_FILE, dict[str, Any], do="copy the file again")
-        part = self.adapter.name if self.adapter.parent.name == "adapters" else None
+        part = self.adapter.name if self.adapter.parent.name == ADAPTERS else None
         facts = CardFacts(self.name, self.base_id, relation, form, self.run, part, config, notes, library, tags, usage)
         return model_card(facts).encode()
 
@@ -155,23 +155,22 @@ def open_source(
 def _run_of(folder: Path) -> Path | None:
     """The run that an adapter's folder belongs to: RUN/adapter or RUN/adapters/NAME."""
     folder = folder.absolute()
-    parents = {"adapter": folder.parent, "adapters": folder.parent.parent}
-    run = parents["adapter"] if folder.name == "adapter" else None
-    run = parents["adapters"] if folder.parent.name == "adapters" else run
+    run = folder.parent if folder.name == ADAPTER else None
+    run = folder.parent.parent if folder.parent.name == ADAPTERS else run
     return run if run is not None and is_run(run) else None
 
 
 def _adapter_folder(given: Path, run: Path | None, adapter: str | Path | None) -> Path | None:
     """The finished adapter; None if the run has none yet."""
     if adapter is not None:
-        inside = None if run is None else run / "adapters" / str(adapter)
+        inside = None if run is None else run / ADAPTERS / str(adapter)
         chosen = inside if inside is not None and inside.is_dir() else user_path(adapter, where="--adapter")
-        return chosen / "adapter" if is_run(chosen) else chosen
+        return chosen / ADAPTER if is_run(chosen) else chosen
     if run is None or given != run:
         return given  # load_adapter refuses a folder without an adapter
-    if (run / "adapter").is_dir():
-        return run / "adapter"
-    several = sorted(entry.name for entry in (run / "adapters").glob("*") if (entry / CONFIG_FILE).is_file())
+    if (run / ADAPTER).is_dir():
+        return run / ADAPTER
+    several = sorted(entry.name for entry in (run / ADAPTERS).glob("*") if (entry / CONFIG_FILE).is_file())
     if several:
         raise TrilloraError(
             f"This run has {len(several)} adapters.",
@@ -184,7 +183,7 @@ def _adapter_folder(given: Path, run: Path | None, adapter: str | Path | None) -
 def _checkpoints(run: Path, recipe: Recipe, overrides: Sequence[str]) -> Checkpoints:
     """The run's checkpoints. Its folder may come from another person, so an address that only it names is not
     contacted: that would use this user's network and credentials."""
-    place, inside = recipe.train.checkpoint_dir or str(run / "checkpoints"), run / "checkpoints"
+    place, inside = recipe.train.checkpoint_dir or str(run / CHECKPOINTS), run / CHECKPOINTS
     is_given = any(override.startswith("train.checkpoint_dir=") for override in overrides)
     if "://" in place and not is_given:
         if not inside.is_dir():
@@ -260,7 +259,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def _check_base(opened: OpenModel, adapter: Path, run: Path | None) -> None:
     """An adapter is right only for the weights that it was trained on."""
-    recorded = recorded_base_digest(adapter if run is None else run / "adapter")
+    recorded = recorded_base_digest(adapter if run is None else run / ADAPTER)
     if recorded is not None and recorded != weights_digest(opened.folder, weight_files(opened.folder)):
         raise TrilloraError(
             "The base model is not the one that this run was trained on: its weights, config or code have changed.",

@@ -50,8 +50,9 @@ from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora_spec import LoraSpec
-from trillora.recipe.load import is_run, load_model_section, load_run_recipe
+from trillora.recipe.load import load_model_section, load_run_recipe
 from trillora.recipe.schema import Auto, Dtype, Quantize, Recipe, stages_of
+from trillora.runs.files import ADAPTER, MANIFEST_FILE, is_run
 from trillora.step.background import compile_program
 from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import choose_dtype, fastest_attention, formats_to_try, memory_limit
@@ -171,7 +172,7 @@ class Generator:
             model, mesh = place_model(
                 opened.config, devices, spec, source.dtype, base_format, codes_for, trust_remote_code=trusted
             )
-        own, prompts = _prompts(opened, recipe, adapter or (run / "adapter" if recipe is not None else None))
+        own, prompts = _prompts(opened, recipe, adapter or (run / ADAPTER if recipe is not None else None))
         folder = opened.folder
         base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)
         fitted = fit_adapter(matrices, model.adapter_layout, where=str(adapter_folder))
@@ -501,7 +502,7 @@ def _stop_array(stops: Sequence[int]) -> np.ndarray:
 
 def _check_base(opened: OpenModel, run: Path) -> None:
     """An adapter is right only for the weights that it was trained on."""
-    file = run / "run.json"
+    file = run / MANIFEST_FILE
     if not file.exists():  # a run that was stopped before its first step
         return
     facts = read_json(file, dict[str, Any], do="restore it from a copy, or run the training command again")

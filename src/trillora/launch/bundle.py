@@ -43,6 +43,7 @@ from trillora.recipe.data_section import DataSection
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import EMBEDDED, Recipe
 from trillora.recipe.section import Section
+from trillora.runs.files import ADAPTER
 from trillora.safe_text import visible_line
 from trillora.secrets import mask_values, secrets_of_environment
 
@@ -250,7 +251,7 @@ def _moved(recipe: Recipe, files: _Files) -> Recipe:
     start = recipe.lora.model_dump(by_alias=True).get("from")
     if start is not None:
         [field_name] = [name for name, info in type(recipe.lora).model_fields.items() if info.alias == "from"]
-        adapter = os.path.join(start, "adapter")  # of a run
+        adapter = os.path.join(start, ADAPTER)  # of a run
         place = files.folder(adapter if os.path.isdir(adapter) else start, "lora.from")
         sections["lora"] = recipe.lora.model_copy(update={field_name: place})
     return recipe.model_copy(update=sections)

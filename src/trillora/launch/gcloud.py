@@ -2,7 +2,7 @@
 
     gcloud = Gcloud(TABLES["cloud-tpu"], {"name": "chat", "zone": "us-east5-b", ...})
     gcloud.command("delete")   # ["gcloud", "compute", "tpus", "queued-resources", "delete", "chat", ...]
-    gcloud.call("delete")      # its output; Refused if gcloud fails
+    gcloud.call("delete")      # its output; GcloudRefused if gcloud fails
 
 A command of a table is split into words before its fields are filled in, so a value can never become a second word.
 Nothing here passes through a shell of this machine.
@@ -126,7 +126,7 @@ _QUOTA_NAME = re.compile(r"Quota (?:limit )?'([^']{1,120})'")
 _LIMIT = re.compile(r"Limit: ([0-9.]{1,12})")
 
 
-class Refused(Exception):
+class GcloudRefused(Exception):
     """gcloud failed. `reason` is what its answer means."""
 
     def __init__(self, text: str, code: int) -> None:
@@ -135,7 +135,7 @@ class Refused(Exception):
         self.reason: Reason = next((name for name, pattern in _REASONS if re.search(pattern, text)), "other")
 
 
-class Stream:
+class LineReader:
     """The lines of a process, read by a thread: a connection to a machine that is gone may stay silent for ever."""
 
     def __init__(self, pipe: IO[str]) -> None:
@@ -172,7 +172,7 @@ class Gcloud:
         return ["gcloud", *words, *([f"--project={self.project}"] if self.project else [])]
 
     def call(self, name: str, *, seconds: float, **fields: str) -> str:
-        """The output of a command. Raises `Refused` if it fails or takes longer."""
+        """The output of a command. Raises `GcloudRefused` if it fails or takes longer."""
         return self.plain(self.command(name, **fields)[1:], seconds=seconds)
 
     def plain(self, words: list[str], *, seconds: float) -> str:
@@ -191,13 +191,13 @@ class Gcloud:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise Refused(f"gcloud did not end within {seconds:.0f} s", TIMED_OUT) from error
+            raise GcloudRefused(f"gcloud did not end within {seconds:.0f} s", TIMED_OUT) from error
         if done.returncode:
-            raise Refused((done.stderr + done.stdout)[-MAX_OUTPUT:], done.returncode)
+            raise GcloudRefused((done.stderr + done.stdout)[-MAX_OUTPUT:], done.returncode)
         return done.stdout[:MAX_OUTPUT]
 
     @contextlib.contextmanager
-    def stream(self, name: str, **fields: str) -> Iterator[Stream]:
+    def stream(self, name: str, **fields: str) -> Iterator[LineReader]:
         """A long command and the lines that it prints. It is ended with the block."""
         process = subprocess.Popen(
             [self._found(), *self.command(name, **fields)[1:]],
@@ -211,7 +211,7 @@ class Gcloud:
         )
         assert process.stdout is not None
         try:
-            yield Stream(process.stdout)
+            yield LineReader(process.stdout)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -224,7 +224,7 @@ class Gcloud:
         return program
 
 
-def explain(refused: Refused, gcloud: Gcloud, zones: tuple[str, ...]) -> TrilloraError:
+def explain(refused: GcloudRefused, gcloud: Gcloud, zones: tuple[str, ...]) -> TrilloraError:
     """The answer of gcloud as an error that says what to do."""
     zone = gcloud.fields["zone"]
     kind = gcloud.fields["slice"]

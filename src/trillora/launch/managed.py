@@ -29,7 +29,7 @@ IMAGE = "python:3.12"  # xpk adds the folder to it
 
 
 @dataclass(frozen=True)
-class Job:
+class ManagedJob:
     """Everything that the files of a job depend on."""
 
     bundle: Bundle
@@ -119,7 +119,7 @@ def make_job(
     is_spot: bool = True,
     has_token: bool = False,
     force: bool = False,
-) -> Job:
+) -> ManagedJob:
     """Checks what can be checked without Google. A job without a bucket is refused: nothing of it would be left."""
     place = bundle.recipe.train.checkpoint_dir
     if not place or "://" not in place:
@@ -129,7 +129,7 @@ def make_job(
             do="add to the command: train.checkpoint_dir=gs://BUCKET/FOLDER",
         )
     offer = find_offer(slice_name)
-    return Job(
+    return ManagedJob(
         bundle=bundle,
         offer=offer,
         name=checked_name(name or default_name(bundle.name)),

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from trillora.errors import EXIT_STOPPED, TrilloraError
 from trillora.events import Alarm, Listener, Note, Progress, ignore_events
 from trillora.launch.bundle import Bundle
-from trillora.launch.gcloud import TABLES, TIMED_OUT, Gcloud, Phase, Refused, explain, said_by
+from trillora.launch.gcloud import TABLES, TIMED_OUT, Gcloud, GcloudRefused, Phase, explain, said_by
 from trillora.launch.install import TOKEN_FILE
 from trillora.launch.offers import (
     Offer,
@@ -57,12 +57,12 @@ OWN_CODES = (0, 1, 2, EXIT_STOPPED, 76)  # of a run that ended by itself; others
 PREEMPTION_CHECKS = 4  # the state of a preempted machine may change a little later than its processes end
 
 
-class Lost(Exception):
+class MachineLost(Exception):
     """The machine was preempted, or is gone for another reason."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """Everything that the commands of a launch depend on."""
 
     bundle: Bundle
@@ -145,10 +145,10 @@ def make_plan(
     is_spot: bool = True,
     has_token: bool = False,
     force: bool = False,
-) -> Plan:
+) -> LaunchPlan:
     """Checks what can be checked without Google: the slice, the zone, the names."""
     offer = find_offer(slice_name)
-    return Plan(
+    return LaunchPlan(
         bundle=bundle,
         offer=offer,
         backend=choose_backend(offer, backend),
@@ -166,7 +166,7 @@ class TpuVm:
     """The steps of a launch. Each can be called alone, in another process than the one before."""
 
     def __init__(
-        self, plan: Plan, listener: Listener = ignore_events, *, token: str | None = None, pace: float = 15.0
+        self, plan: LaunchPlan, listener: Listener = ignore_events, *, token: str | None = None, pace: float = 15.0
     ) -> None:
         self._plan, self._listener, self._token = plan, listener, token
         self._gcloud = plan.gcloud()
@@ -204,9 +204,9 @@ class TpuVm:
                 self.run()
                 code = self.follow()
                 if code == EXIT_STOPPED and self._plan.bundle.recipe.train.time_limit is None:
-                    raise Lost("the run received a signal to stop, as before a preemption")
+                    raise MachineLost("the run received a signal to stop, as before a preemption")
                 return code
-            except Lost as lost:
+            except MachineLost as lost:
                 self._listener(Alarm(f"The machine {self._plan.name} is lost: {lost}."))
                 self.delete()
                 if self._plan.bucket is None:
@@ -226,7 +226,7 @@ class TpuVm:
     def _end(self, code: int) -> None:
         """Fetches what there is. The log of the first worker was shown; those of the others matter after an error."""
         if code not in (0, EXIT_STOPPED) and self._plan.offer.slice.num_hosts > 1:
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(GcloudRefused):
                 command = f"tail -n 20 {self._plan.name}/worker.log"
                 self._show(self._gcloud.call("ssh_all", command=command, seconds=ASK))
         try:
@@ -262,7 +262,7 @@ class TpuVm:
         with _signals_raise():
             try:
                 return int(getattr(self, name)() or 0)
-            except Lost as lost:
+            except MachineLost as lost:
                 raise TrilloraError(
                     f"The machine {self._plan.name} is lost: {lost}.",
                     where=self._plan.zone,
@@ -293,12 +293,12 @@ class TpuVm:
         try:
             self._gcloud.call("create", seconds=CREATE)
             self._is_answered = True
-        except Refused as refused:
+        except GcloudRefused as refused:
             self._is_ours, self._is_answered = refused.reason != "exists", refused.code != TIMED_OUT
             raise self._explained(refused) from refused
 
     def wait(self) -> None:
-        """Returns when the machine answers to ssh. Raises `Lost` if it was taken away meanwhile."""
+        """Returns when the machine answers to ssh. Raises `MachineLost` if it was taken away meanwhile."""
         self._poll("state", self._plan.patience_hours * 3600.0 + BOOT_SECONDS)
         self._poll("node_state", BOOT_SECONDS)
         until = time.monotonic() + BOOT_SECONDS
@@ -306,10 +306,10 @@ class TpuVm:
             try:
                 self._gcloud.call("ssh_all", command="true", seconds=ASK)
                 return
-            except Refused as refused:
+            except GcloudRefused as refused:
                 self._require_ready()
                 if time.monotonic() > until:
-                    raise Lost(f"it does not answer to ssh ({said_by(refused.text)})") from refused
+                    raise MachineLost(f"it does not answer to ssh ({said_by(refused.text)})") from refused
                 time.sleep(self._pace)
 
     def copy(self) -> None:
@@ -355,7 +355,7 @@ class TpuVm:
             self._require_ready()
             silent = 0 if seen or is_cut else silent + 1
             if silent >= MAX_SILENT:
-                raise Lost("it does not answer to ssh any more")
+                raise MachineLost("it does not answer to ssh any more")
             next_line += seen
             time.sleep(self._pace)
 
@@ -367,7 +367,7 @@ class TpuVm:
         try:
             try:
                 self._gcloud.call("download", seconds=COPY, source=f"{self._plan.name}/run", target=str(making))
-            except Refused as refused:
+            except GcloudRefused as refused:
                 raise self._explained(refused) from refused
             os.replace(making / "run", out)
         except OSError as error:
@@ -385,7 +385,7 @@ class TpuVm:
             try:
                 self._gcloud.call("delete", seconds=DELETE)
                 break
-            except Refused as refused:
+            except GcloudRefused as refused:
                 is_last = attempt == MAX_FAILURES - 1
                 if refused.reason == "missing" and (self._is_answered or is_last):
                     break
@@ -413,7 +413,7 @@ class TpuVm:
                 return
             if phase == "lost":
                 self._refuse_failed(state, why)
-                raise Lost(f"its state is {said_by(state)}")
+                raise MachineLost(f"its state is {said_by(state)}")
             waited = time.monotonic() - started
             if waited > limit:
                 raise TrilloraError(
@@ -427,7 +427,7 @@ class TpuVm:
     def _refuse_failed(self, state: str, why: str) -> None:
         """A request that FAILED would fail again: an error. What was taken away is asked for again."""
         if state == "FAILED":
-            refused = Refused(why, 1)
+            refused = GcloudRefused(why, 1)
             if refused.reason != "other":
                 raise self._explained(refused)
             do = "try another --zone, or see `gcloud compute tpus queued-resources describe`"
@@ -441,16 +441,16 @@ class TpuVm:
     def _require_ready(self) -> None:
         state = self._ask("node_state").strip()
         if self._phase("node_state", state) != "ready":
-            raise Lost(f"its state is {said_by(state)}")
+            raise MachineLost(f"its state is {said_by(state)}")
 
     def _ask(self, question: str) -> str:
-        """The answer to a question, asked again if the network fails. `Lost` if there is no such machine."""
+        """The answer to a question, asked again if the network fails. `MachineLost` if there is no such machine."""
         for attempt in range(MAX_FAILURES):
             try:
                 return self._gcloud.call(question, seconds=ASK)
-            except Refused as refused:
+            except GcloudRefused as refused:
                 if refused.reason in ("missing", "lost"):
-                    raise Lost("there is no such machine") from refused
+                    raise MachineLost("there is no such machine") from refused
                 if refused.reason != "other" or attempt == MAX_FAILURES - 1:
                     raise self._explained(refused) from refused
                 time.sleep(self._pace)
@@ -460,7 +460,7 @@ class TpuVm:
         """A command that needs the machine. If it fails, the machine may be gone."""
         try:
             return self._gcloud.call(name, seconds=seconds, **fields)
-        except Refused as refused:
+        except GcloudRefused as refused:
             self._require_ready()
             raise self._explained(refused) from refused
 
@@ -510,13 +510,13 @@ class TpuVm:
     def _plain(self, *words: str) -> str:
         try:
             return self._gcloud.plain(list(words), seconds=ASK)
-        except Refused as refused:
+        except GcloudRefused as refused:
             raise self._explained(refused) from refused
 
     def _check_bucket(self, bucket: str) -> None:
         try:
             self._gcloud.plain(["storage", "buckets", "describe", bucket, "--format=value(location)"], seconds=ASK)
-        except Refused as refused:
+        except GcloudRefused as refused:
             region = self._plan.zone.rpartition("-")[0]
             raise TrilloraError(
                 f"The bucket {bucket} does not exist, or this account may not read it.",
@@ -524,7 +524,7 @@ class TpuVm:
                 do=f"create it with `gcloud storage buckets create {bucket} --location={region}`",
             ) from refused
 
-    def _explained(self, refused: Refused) -> TrilloraError:
+    def _explained(self, refused: GcloudRefused) -> TrilloraError:
         return explain(refused, self._gcloud, self._plan.offer.zones)
 
 

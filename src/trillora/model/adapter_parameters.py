@@ -16,7 +16,7 @@ _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
-class Kind:
+class ArrayKind:
     """One kind of array."""
 
     suffix: str  # of the name in memory
@@ -28,23 +28,23 @@ class Kind:
     is_fast: bool = False  # whether LoRA+ raises its learning rate; PEFT includes vectors
 
 
-LORA_A = Kind(".lora_a", ".lora_A.weight", 2, rank_dim=0)  # [R, D]
-LORA_B = Kind(".lora_b", ".lora_B.weight", 2, rank_dim=1, is_zero_at_start=True, is_fast=True)  # [E, R]
-MAGNITUDE = Kind(".lora_magnitude", ".lora_magnitude_vector", 1, is_fast=True)  # [E], of DoRA
+LORA_A = ArrayKind(".lora_a", ".lora_A.weight", 2, rank_dim=0)  # [R, D]
+LORA_B = ArrayKind(".lora_b", ".lora_B.weight", 2, rank_dim=1, is_zero_at_start=True, is_fast=True)  # [E, R]
+MAGNITUDE = ArrayKind(".lora_magnitude", ".lora_magnitude_vector", 1, is_fast=True)  # [E], of DoRA
 # Of an embedding [V, D], whose inputs are tokens: [R, V] and [D, R]. PEFT starts with A at zero.
-EMBEDDING_A = Kind(".lora_embedding_a", ".lora_embedding_A", 2, rank_dim=0, is_zero_at_start=True)
-EMBEDDING_B = Kind(".lora_embedding_b", ".lora_embedding_B", 2, rank_dim=1)
+EMBEDDING_A = ArrayKind(".lora_embedding_a", ".lora_embedding_A", 2, rank_dim=0, is_zero_at_start=True)
+EMBEDDING_B = ArrayKind(".lora_embedding_b", ".lora_embedding_B", 2, rank_dim=1)
 # [tokens, D], values of single tokens
-TOKEN_ROWS = Kind(".token_rows", ".token_adapter.trainable_tokens_delta", 2, from_base=True)
+TOKEN_ROWS = ArrayKind(".token_rows", ".token_adapter.trainable_tokens_delta", 2, from_base=True)
 # Of modules that are trained as a whole
-SAVED_WEIGHT = Kind(".saved_weight", ".weight", None, from_base=True)
-SAVED_BIAS = Kind(".saved_bias", ".bias", None, from_base=True)
+SAVED_WEIGHT = ArrayKind(".saved_weight", ".weight", None, from_base=True)
+SAVED_BIAS = ArrayKind(".saved_bias", ".bias", None, from_base=True)
 # In this order: the end of lora_A.weight is also the end of a whole weight.
 KINDS = (LORA_A, LORA_B, MAGNITUDE, EMBEDDING_A, EMBEDDING_B, TOKEN_ROWS, SAVED_WEIGHT, SAVED_BIAS)
 SUFFIXES = tuple(kind.suffix for kind in KINDS)
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> ArrayKind:
     """The kind of an array of the adapter, by its name or its key in the layout."""
     return next(kind for kind in KINDS if name.endswith(kind.suffix))
 

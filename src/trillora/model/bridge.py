@@ -473,7 +473,7 @@ def _cannot_trace(name: str, error: Exception) -> TrilloraError:
     return TrilloraError(
         f"{name} cannot be traced: {_reason(error)}",
         where=where,
-        do="choose an architecture from docs/ARCHITECTURES.md, or report this operation and the model's name",
+        do="choose an architecture from docs/models.md, or report this operation and the model's name",
     )
 
 

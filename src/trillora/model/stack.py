@@ -3,9 +3,9 @@
 Example: a first layer that differs from the other three, and a model that repeats two kinds of layers:
 
     >>> find_segments(["dense", "moe", "moe", "moe"])
-    [Segment(start=0, period=1, repetitions=1), Segment(start=1, period=1, repetitions=3)]
+    [RepeatedLayers(start=0, period=1, repetitions=1), RepeatedLayers(start=1, period=1, repetitions=3)]
     >>> find_segments(["local", "local", "global"] * 4)
-    [Segment(start=0, period=3, repetitions=4)]
+    [RepeatedLayers(start=0, period=3, repetitions=4)]
 
 In the first model, layer 0 runs by itself with weights such as `model.layers.0.self_attn.q_proj.weight` [E, D]. Layers
 1 to 3 are one `jax.lax.scan` over stacked weights: `model.layers.1:4:1.self_attn.q_proj.weight` [3, E, D]. In the
@@ -62,7 +62,7 @@ _MAX_PERIOD = 16
 
 
 @dataclass(frozen=True)
-class Segment:
+class RepeatedLayers:
     """`period` consecutive layers are one body, which runs `repetitions` times, beginning with layer `start`."""
 
     start: int
@@ -102,13 +102,13 @@ class _Varying:
         return interop.torch_view(jax.lax.select_n(scanned, *self.values))
 
 
-def find_segments(signatures: Sequence[Any]) -> list[Segment]:
+def find_segments(signatures: Sequence[Any]) -> list[RepeatedLayers]:
     """Splits the layers into segments so that as few layers as possible are traced, by dynamic programming: `best[n]`
     is the cheapest split of the first n layers."""
-    best: list[tuple[float, list[Segment]]] = [(0.0, [])]
+    best: list[tuple[float, list[RepeatedLayers]]] = [(0.0, [])]
     for end in range(1, len(signatures) + 1):
         cost, segments = best[end - 1]
-        choice = (cost + 1, [*segments, Segment(end - 1, 1, 1)])
+        choice = (cost + 1, [*segments, RepeatedLayers(end - 1, 1, 1)])
         for period in range(1, min(_MAX_PERIOD, end // 2) + 1):
             repetitions = 1
             last = signatures[end - period : end]
@@ -117,7 +117,7 @@ def find_segments(signatures: Sequence[Any]) -> list[Segment]:
                 start = end - repetitions * period
                 cost = best[start][0] + period + 0.5  # a loop costs a little more than its body
                 if cost < choice[0]:
-                    choice = (cost, [*best[start][1], Segment(start, period, repetitions)])
+                    choice = (cost, [*best[start][1], RepeatedLayers(start, period, repetitions)])
                 if start < period:
                     break
         best.append(choice)
@@ -249,13 +249,15 @@ class LayerStack:
             (signature, _window_attributes(layer)) for signature, layer in zip(signatures, self.layers, strict=True)
         ]
         self.kinds = [kinds.index(kind) for kind in kinds]  # equal layers have equal numbers
-        self.segments = find_segments(signatures) if scan else [Segment(i, 1, 1) for i in range(len(self.layers))]
+        self.segments = (
+            find_segments(signatures) if scan else [RepeatedLayers(i, 1, 1) for i in range(len(self.layers))]
+        )
         self.lora_segments = find_segments(signatures) if stack_lora else self.segments
         self.joined: dict[int, tuple[Any, ...]] = {}  # as in `Trace`; found when the first layer is probed
         for i, layer in enumerate(self.layers):
             layer.__dict__["forward"] = functools.partial(self._record, i, layer.forward)
 
-    def slots(self, *, of_lora: bool = False) -> list[tuple[Segment, int, str]]:
+    def slots(self, *, of_lora: bool = False) -> list[tuple[RepeatedLayers, int, str]]:
         """For each traced layer: its segment, its index in the period, and the prefix of its keys in the layout, such
         as `model.layers.0.` or `model.layers.1:4:1.`."""
         result = []
@@ -391,7 +393,7 @@ class LayerStack:
         return hidden
 
     def _scan(
-        self, trace: Trace, hidden: jax.Array, segment: Segment, weights: list[dict[str, jax.Array]]
+        self, trace: Trace, hidden: jax.Array, segment: RepeatedLayers, weights: list[dict[str, jax.Array]]
     ) -> jax.Array:
         varying = self._varying_arguments(trace, segment, hidden.shape[1])
         indices = list(range(segment.start, segment.start + segment.period))
@@ -494,7 +496,7 @@ class LayerStack:
         return out, [(original, added) for original, added in additions if added]
 
     def _check_same_program(
-        self, segment: Segment, tracer: Callable[[list[int]], Callable[..., Any]], hidden: jax.Array, xs: Any
+        self, segment: RepeatedLayers, tracer: Callable[[list[int]], Callable[..., Any]], hidden: jax.Array, xs: Any
     ) -> None:
         """If repetitions differ in window attributes, trace one of each kind and compare the programs: the signature
         assumes that these attributes only affect the mask."""
@@ -509,7 +511,7 @@ class LayerStack:
         if len(programs) > 1:
             raise CannotScan("layers with different windows differ in more than the mask")
 
-    def _varying_arguments(self, trace: Trace, segment: Segment, num_tokens: int) -> list[_Varying]:
+    def _varying_arguments(self, trace: Trace, segment: RepeatedLayers, num_tokens: int) -> list[_Varying]:
         found: list[_Varying] = []
         for j in range(segment.period):
             calls = [

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from trillora.engine.attention import Implementation
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.kernels.product_sum import IN_XLA, Products
-from trillora.engine.ragged import Documents
+from trillora.engine.ragged import BlockDocuments
 
 # What computes the operations between products: XLA, or kernels for a GPU (`overrides.gated_mlps`, `.rms_norms`, and
 # the loss). With kernels, layers that have the same input are computed together, with their adapters
@@ -71,7 +71,7 @@ class Trace:
     weights: dict[str, jax.Array]  # base and adapter, by layout key
     segments_BT: jax.Array | None = None
     positions_BT: jax.Array | None = None
-    documents: Documents | None = None  # where the segments are; None if a sequence may have any number of them
+    documents: BlockDocuments | None = None  # where the segments are; None if a sequence may have any number of them
     attention: Implementation = "xla"
     kernels: Kernels = "xla"
     products: Products = IN_XLA

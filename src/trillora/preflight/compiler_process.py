@@ -37,7 +37,7 @@ from trillora.preflight.early_exit import CompileResult, compile_until_layout
 from trillora.preflight.estimate.estimate import Estimate, argument_bytes
 from trillora.preflight.hlo.memory import StepShapes, largest, logits_bytes, out_of_memory
 from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown
-from trillora.preflight.predict import FLOPS_AGREE, Estimates, Predictor
+from trillora.preflight.predict import FLOPS_AGREE, Estimates, Simulations
 from trillora.preflight.result import StageResult, StepTimes, Trial, UnitSeconds
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
@@ -150,7 +150,7 @@ def by_compiler(
     slowdown: Slowdown = AS_ASSUMED,
 ) -> StageResult:
     chip = CHIPS[place.chip]
-    limit, predictor = chip.hbm_gib, Predictor(chip, slowdown, text=lambda result: result.program)
+    limit, predictor = chip.hbm_gib, Simulations(chip, slowdown, text=lambda result: result.program)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=place.topology, **place.options)
     with tempfile.TemporaryDirectory(prefix="trillora-preflight-", ignore_cleanup_errors=True) as folder:
         compiler = TpuCompiler(Path(folder), whole=whole)

@@ -63,7 +63,7 @@ class Estimates:
         return min(self._known.values(), key=lambda known: known[1].peak_bytes)[0]
 
 
-class Predictor(Estimates):
+class Simulations(Estimates):
     """Guesses by estimates, and times of compiled programs by simulation. `text` returns the program's HLO."""
 
     error = ERROR
@@ -109,4 +109,4 @@ def predictor_for(devices: list[Any]) -> Estimates | None:
     if platform == "gpu":
         return MemoryEstimates(chip)
     speeds = measured_chip(DEVICE_KINDS[kind], len(devices)) if kind in DEVICE_KINDS else None
-    return Predictor(chip, Slowdown(**speeds.slowdown) if speeds else AS_ASSUMED)
+    return Simulations(chip, Slowdown(**speeds.slowdown) if speeds else AS_ASSUMED)

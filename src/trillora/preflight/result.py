@@ -82,7 +82,7 @@ class Trial(_Record):
 
 
 @dataclass(frozen=True)
-class Change(_Record):
+class OptionChange(_Record):
     """An option of the recipe that must change for the run to fit."""
 
     option: str  # dotted, as in the recipe
@@ -215,7 +215,7 @@ class PreflightResult(_Record):
     memory: dict[str, float]  # GiB by part
     largest_buffers: tuple[LargeBuffer, ...]
     settings: StepSettings | None
-    changes: tuple[Change, ...]
+    changes: tuple[OptionChange, ...]
     tried: tuple[Trial, ...]
     host: tuple[HostLine, ...]
     smallest_go: str | None

@@ -26,8 +26,8 @@ from trillora.preflight.host import host_lines
 from trillora.preflight.inputs import PreflightInput, StageInput, fingerprint, read_inputs
 from trillora.preflight.measured_speeds import measured_speeds
 from trillora.preflight.result import (
-    Change,
     Method,
+    OptionChange,
     PreflightResult,
     RunForecast,
     StageForecast,
@@ -95,7 +95,7 @@ class _Outcome:
 
     stages: list[tuple[StageInput, StageResult]]
     tried: list[Trial]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[OptionChange, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -296,7 +296,7 @@ def _logits_matter(refused: StageResult) -> bool:
     return peak is None or logits is None or peak - logits <= refused.hbm_limit_gib
 
 
-def _proven(relaxed: Sequence[str], first: StageResult, stages: Sequence[StageInput]) -> tuple[Change, ...]:
+def _proven(relaxed: Sequence[str], first: StageResult, stages: Sequence[StageInput]) -> tuple[OptionChange, ...]:
     """The options that must change, with the values that fit."""
     why = f"fits: {first.hbm_peak_gib:.2f} of {first.hbm_limit_gib:.2f} GiB"
     given = given_settings(stages[0].recipe)
@@ -304,5 +304,5 @@ def _proven(relaxed: Sequence[str], first: StageResult, stages: Sequence[StageIn
     for field in relaxed:
         before, after = given.get(field, "auto"), getattr(first.settings, field)
         if before not in (after, "auto") or field == "loss_chunk":
-            proven.append(Change(StepSettings.OPTIONS[field], before, after, why))
+            proven.append(OptionChange(StepSettings.OPTIONS[field], before, after, why))
     return tuple(proven)

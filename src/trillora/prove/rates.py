@@ -28,7 +28,7 @@ REPEATS = 3  # the fastest counts
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LoopSizes:
     """How much work a turn of a loop is."""
 
     side: int  # of the square matrices of a product
@@ -39,8 +39,8 @@ class Sizes:
 
 
 # A turn takes about a millisecond or more on any chip, and the arrays are far larger than its caches.
-CHIP = Sizes(side=8192, num_bytes=2**30, part_bytes=2**26, gathered_bytes=2**30, seconds=0.25)
-CPU = Sizes(side=256, num_bytes=2**22, part_bytes=2**18, gathered_bytes=2**22, seconds=0.02)
+CHIP = LoopSizes(side=8192, num_bytes=2**30, part_bytes=2**26, gathered_bytes=2**30, seconds=0.25)
+CPU = LoopSizes(side=256, num_bytes=2**22, part_bytes=2**18, gathered_bytes=2**22, seconds=0.02)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def measure_rates(devices: list[Any], dtype: Dtype) -> Rates:
     )
 
 
-def _product_seconds(mesh: Mesh, sizes: Sizes, dtype: Dtype) -> float:
+def _product_seconds(mesh: Mesh, sizes: LoopSizes, dtype: Dtype) -> float:
     """Four products in a row. Random numbers, because chips are faster with zeros; of a size that products keep."""
 
     def start() -> tuple[jax.Array, jax.Array]:
@@ -127,18 +127,18 @@ def _product_seconds(mesh: Mesh, sizes: Sizes, dtype: Dtype) -> float:
     return _seconds(mesh, start, turn, sizes.seconds)
 
 
-def _copy_seconds(mesh: Mesh, sizes: Sizes) -> float:
+def _copy_seconds(mesh: Mesh, sizes: LoopSizes) -> float:
     return _seconds(mesh, lambda: _ones(sizes.num_bytes), lambda x: x + 1, sizes.seconds)
 
 
-def _reduce_seconds(mesh: Mesh, sizes: Sizes) -> float:
+def _reduce_seconds(mesh: Mesh, sizes: LoopSizes) -> float:
     def turn(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, AXIS) / mesh.size
 
     return _seconds(mesh, lambda: _ones(sizes.part_bytes), turn, sizes.seconds)
 
 
-def _gather_seconds(mesh: Mesh, sizes: Sizes, part_bytes: int) -> float:
+def _gather_seconds(mesh: Mesh, sizes: LoopSizes, part_bytes: int) -> float:
     def start() -> tuple[jax.Array, jax.Array]:
         part = _ones(part_bytes)
         return part, jnp.zeros((mesh.size, *part.shape), part.dtype)

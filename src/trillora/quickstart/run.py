@@ -20,6 +20,7 @@ from trillora.files.atomic import write_file
 from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.recipe.load import load_recipe
 from trillora.report.run.write import write_report
+from trillora.runs.files import ADAPTER
 from trillora.training.run_process import TrainResult
 from trillora.training.trainer import train
 
@@ -74,4 +75,4 @@ def _resumable_or_new(folder: Path) -> Path:
 
 def _is_resumable(run: Path) -> bool:
     recipe = run / "recipe.yaml"
-    return recipe.is_file() and recipe.read_text("utf-8") == RECIPE and not (run / "adapter").exists()
+    return recipe.is_file() and recipe.read_text("utf-8") == RECIPE and not (run / ADAPTER).exists()

@@ -16,8 +16,9 @@ import re
 from typing import Any
 
 from trillora.files.user_path import user_path
-from trillora.recipe import run_file, yaml
+from trillora.recipe import yaml
 from trillora.recipe.schema import EMBEDDED, Recipe
+from trillora.runs.files import RECIPE_FILE
 from trillora.secrets import mask_values
 
 _DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|txt|md|csv|tsv|parquet|tar|tgz|zip)(\.gz|\.zst)?$", re.IGNORECASE)
@@ -26,7 +27,7 @@ _DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|txt|md|csv|tsv|parquet|tar|tgz|zi
 def is_data_file(path: str | os.PathLike[str]) -> bool:
     """Whether a path names data instead of a recipe. The recipe that a run saves is a JSON file too."""
     name = os.path.basename(os.fspath(path))
-    return name != run_file.NAME and _DATA_FILE.search(name) is not None
+    return name != RECIPE_FILE and _DATA_FILE.search(name) is not None
 
 
 def options_from_data(file: str | os.PathLike[str], model: str = EMBEDDED) -> dict[str, Any]:

@@ -41,10 +41,11 @@ from trillora.recipe.run_file import RunFile
 from trillora.recipe.schema import LISTS, ModelSection, PhaseOptions, Recipe, StageOptions
 from trillora.recipe.section import Section, as_mapping, merged
 from trillora.recipe.tiny import APPLIED, require_local_data, shrunk, tiny_overrides
+from trillora.runs.files import MANIFEST_FILE, METRICS_FILE, RECIPE_FILE, RESOLVED_FILE
 from trillora.safe_text import visible_line
 from trillora.secrets import MASK
 
-RUN_FILES = (run_file.NAME, "resolved.yaml", "run.json", "metrics.jsonl")  # a recipe next to one came with a run
+RUN_FILES = (RECIPE_FILE, RESOLVED_FILE, MANIFEST_FILE, METRICS_FILE)  # a recipe next to one came with a run
 MAX_BYTES = 1 << 20  # of a recipe; PyYAML reads about 200 kB per second
 
 
@@ -64,7 +65,7 @@ def load_recipe(
         return _checked(source, "the recipe", Path.cwd(), overrides, tiny=tiny)
     file = user_path(source, where="the recipe")
     flag = "model.trust_remote_code=true" if any(os.path.isfile(file.parent / name) for name in RUN_FILES) else None
-    if file.name == run_file.NAME:
+    if file.name == RECIPE_FILE:
         saved = run_file.read(file)
         recipe = _checked(saved.recipe, str(file), file.parent, overrides, flag, tiny)
         saved.require("", recipe, file)
@@ -85,14 +86,9 @@ class RunRecipe:
         self.saved.require(option, self.recipe, self.file)
 
 
-def is_run(folder: Path) -> bool:
-    """Whether this is the folder of a run, finished or not."""
-    return os.path.isfile(folder / run_file.NAME)
-
-
 def load_run_recipe(folder: Path, overrides: Sequence[str] = ()) -> RunRecipe:
     """The recipe that the run in this folder was trained with, and overrides typed by the user."""
-    file = folder / run_file.NAME
+    file = folder / RECIPE_FILE
     saved = run_file.read(file)
     return RunRecipe(_checked(saved.recipe, str(file), folder, overrides, "--trust-remote-code"), file, saved)
 
@@ -125,7 +121,7 @@ def _checked(
         require_local_data(tree, _read_tree(source, folder, Origins(name), False), name)
     recipe = _validated(tree, origins)
     if masked := sorted(option for option, text in run_file.texts(recipe) if MASK in text):
-        exact = folder / run_file.NAME
+        exact = folder / RECIPE_FILE
         instead = f"use {exact}, which is exact; or give" if os.path.isfile(exact) else "give"
         raise TrilloraError(
             f"{masked[0]} contains {MASK}, which replaces a secret in files for people.",

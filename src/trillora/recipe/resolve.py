@@ -11,7 +11,8 @@ decisions, and written to `resolved.yaml`:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 from trillora.recipe import yaml
@@ -40,40 +41,32 @@ class DocumentRoom(NamedTuple):
     most: int  # documents that can begin in a block
 
 
+def _option(path: str) -> dict[str, str]:
+    """Metadata of a field: the option of the recipe that decides it."""
+    return {"option": path}
+
+
 @dataclass(frozen=True)
 class StepSettings:
-    """How the training step of one stage runs."""
+    """How the training step of one stage runs. Each field names its option; OPTIONS has them all, by field name."""
 
-    backend: Backend
-    num_devices: int
-    mesh: MeshSection
-    dtype: Dtype
-    layers: Layers
-    attention: Attention
-    loss_chunk: int  # tokens
-    remat: Remat
-    micro_batch_size: int  # sequences, over all devices; of each adapter, if several are trained together
-    adapters_at_once: int = 1
-    quantize: Quantize = "none"
-    matmul: Matmul = "full"
-    kernels: Kernels = "xla"
+    OPTIONS: ClassVar[Mapping[str, str]]
+
+    backend: Backend = field(metadata=_option("hardware.backend"))
+    num_devices: int = field(metadata=_option("hardware.devices"))
+    mesh: MeshSection = field(metadata=_option("hardware.mesh"))
+    dtype: Dtype = field(metadata=_option("model.dtype"))
+    layers: Layers = field(metadata=_option("engine.layers"))
+    attention: Attention = field(metadata=_option("engine.attention"))
+    loss_chunk: int = field(metadata=_option("engine.loss_chunk"))  # tokens
+    remat: Remat = field(metadata=_option("engine.remat"))
+    # Sequences, over all devices; of each adapter, if several are trained together.
+    micro_batch_size: int = field(metadata=_option("train.micro_batch_size"))
+    adapters_at_once: int = field(default=1, metadata=_option("train.adapters_at_once"))
+    quantize: Quantize = field(default="none", metadata=_option("model.quantize"))
+    matmul: Matmul = field(default="full", metadata=_option("engine.matmul"))
+    kernels: Kernels = field(default="xla", metadata=_option("engine.kernels"))
     document_room: DocumentRoom | None = None  # where attention uses it; given by the data, not by an option
-
-    OPTIONS: ClassVar[dict[str, str]] = {
-        "backend": "hardware.backend",
-        "num_devices": "hardware.devices",
-        "mesh": "hardware.mesh",
-        "dtype": "model.dtype",
-        "quantize": "model.quantize",
-        "matmul": "engine.matmul",
-        "kernels": "engine.kernels",
-        "layers": "engine.layers",
-        "attention": "engine.attention",
-        "loss_chunk": "engine.loss_chunk",
-        "remat": "engine.remat",
-        "micro_batch_size": "train.micro_batch_size",
-        "adapters_at_once": "train.adapters_at_once",
-    }
 
     def __str__(self) -> str:
         adapters = f"{self.adapters_at_once} adapters, " if self.adapters_at_once > 1 else ""
@@ -100,25 +93,19 @@ class StepSettings:
         return cls(**{**values, **own})
 
 
+StepSettings.OPTIONS = {each.name: each.metadata["option"] for each in fields(StepSettings) if each.metadata}
+
+
 def given_settings(recipe: Recipe) -> dict[str, Any]:
     """The fields of `StepSettings` that the user fixed."""
-    hardware, engine = recipe.hardware, recipe.engine
-    values = {
-        "backend": hardware.backend,
-        "num_devices": hardware.devices,
-        "mesh": hardware.mesh,
-        "dtype": recipe.model.dtype,
-        "quantize": recipe.model.quantize,
-        "matmul": engine.matmul,
-        "kernels": engine.kernels,
-        "layers": engine.layers,
-        "attention": engine.attention,
-        "loss_chunk": engine.loss_chunk,
-        "remat": engine.remat,
-        "micro_batch_size": recipe.train.micro_batch_size,
-        "adapters_at_once": recipe.train.adapters_at_once,
-    }
+    values = {name: attrgetter(path)(recipe) for name, path in StepSettings.OPTIONS.items()}
     return {name: value for name, value in values.items() if value != "auto"}
+
+
+def _options_of(section: str, settings: StepSettings) -> dict[str, Any]:
+    """The options of a section of the recipe that are decided: `_options_of("model", …)` has dtype and quantize."""
+    paths = {name: path.partition(".") for name, path in StepSettings.OPTIONS.items()}
+    return {option: getattr(settings, name) for name, (home, _, option) in paths.items() if home == section}
 
 
 @dataclass(frozen=True)
@@ -159,17 +146,10 @@ class ResolvedRecipe:
         """The recipe with the decisions in place of every `auto`. Options that the user fixed have the same value."""
         first = self.stages[0].settings
         sections: dict[str, Any] = {
-            "model": recipe.model.model_copy(update={"dtype": first.dtype, "quantize": first.quantize}),
+            "model": recipe.model.model_copy(update=_options_of("model", first)),
             "evaluate": recipe.evaluate.model_copy(update={"every_steps": self.evaluate_every}),
-            "hardware": HardwareSection(backend=first.backend, devices=first.num_devices, mesh=first.mesh),
-            "engine": EngineSection(
-                layers=first.layers,
-                remat=first.remat,
-                attention=first.attention,
-                loss_chunk=first.loss_chunk,
-                matmul=first.matmul,
-                kernels=first.kernels,
-            ),
+            "hardware": HardwareSection(**_options_of("hardware", first)),
+            "engine": EngineSection(**_options_of("engine", first)),
         }
         if recipe.stages is None:
             sections["train"] = recipe.train.model_copy(update=self._train_settings(recipe))
@@ -195,10 +175,10 @@ class ResolvedRecipe:
         return recipe.model_copy(update=sections)
 
     def _train_settings(self, recipe: Recipe) -> dict[str, int]:
-        first = self.stages[0].settings
-        is_group = recipe.phases is not None or recipe.sweep is not None or recipe.train.learning_rate == "auto"
-        group = {"adapters_at_once": first.adapters_at_once} if is_group else {}
-        return {"micro_batch_size": first.micro_batch_size, **group}
+        decided = _options_of("train", self.stages[0].settings)
+        if recipe.phases is None and recipe.sweep is None and recipe.train.learning_rate != "auto":
+            del decided["adapters_at_once"]  # there is one adapter
+        return decided
 
     def dump(self, recipe: Recipe) -> str:
         """The filled recipe as YAML for people, with a reason after each decision, and without secrets. If it has none,
@@ -227,8 +207,8 @@ class ResolvedRecipe:
         """Reasons for the options of a section, by option name."""
         options = dict(StepSettings.OPTIONS, every_steps="evaluate.every_steps", template_date="data.template_date")
         found = {}
-        for field, reason in self.stages[number].reasons.items():
-            home, _, option = options[field].partition(".")
+        for name, reason in self.stages[number].reasons.items():
+            home, _, option = options[name].partition(".")
             if home == section and (has_stage_options or home not in ("train", "data")):
                 found[option] = reason
         return found
@@ -252,7 +232,7 @@ def keep_dates(recipe: Recipe, before: ResolvedRecipe) -> Recipe:
 def keep_fixed(recipe: Recipe, before: ResolvedRecipe) -> Recipe:
     """The recipe with all earlier decisions that may not change in a resumed run: dates, number formats, layers."""
     first = before.stages[0].settings
-    decided = {"dtype": first.dtype, "quantize": first.quantize}
+    decided = _options_of("model", first)
     open_ = {name: value for name, value in decided.items() if getattr(recipe.model, name) == "auto"}
     sections: dict[str, Any] = {"model": recipe.model.model_copy(update=open_)}
     if recipe.engine.layers == "auto":

@@ -23,7 +23,6 @@ from trillora.files.read_json import read_json
 from trillora.recipe.schema import Recipe
 from trillora.secrets import secrets_of_url, without_secrets
 
-NAME = "recipe.json"
 MODE = 0o600  # templates and prompts are written as they are
 MAX_BYTES = 4 << 20
 # Options that hold an address which is opened.

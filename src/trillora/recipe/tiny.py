@@ -24,6 +24,7 @@ from trillora.errors import TrilloraError
 from trillora.files.user_path import user_path
 from trillora.recipe import run_file
 from trillora.recipe.schema import EMBEDDED, LISTS
+from trillora.runs.files import RECIPE_FILE
 
 APPLIED = "applied"  # the value of `tiny` in the recipe of a run
 MOST = {"sequence_length": 256, "batch_size": 4, "warmup_steps": 4}
@@ -77,7 +78,7 @@ def require_local_data(tree: Mapping[str, Any], full: Mapping[str, Any], recipe:
 def is_tiny_run(run: str | Path) -> bool:
     """Whether the run in this folder was started with `--tiny`. A damaged file is left to the trainer's checks."""
     try:
-        return run_file.read(user_path(run, where="--out") / run_file.NAME).recipe.get("tiny") == APPLIED
+        return run_file.read(user_path(run, where="--out") / RECIPE_FILE).recipe.get("tiny") == APPLIED
     except (TrilloraError, OSError):
         return False
 

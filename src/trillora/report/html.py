@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from trillora.data.excerpt import Gap, Piece
+from trillora.data.excerpt import ExcerptPiece, Gap
 from trillora.safe_text import visible
 
 # The variables are colours. `edge` marks the end of a sequence.
@@ -108,13 +108,13 @@ def tiles(facts: Iterable[tuple[str, str, bool]]) -> str:
     )
 
 
-def coloured(pieces: Iterable[Piece | Gap]) -> str:
+def coloured(pieces: Iterable[ExcerptPiece | Gap]) -> str:
     """Shows which parts of a training document are trained on, with a legend of the colours."""
     key = '<mark>trained</mark><span class="faint">context</span><span class="special">special token</span>'
     return f'<div class="key">{key}</div><pre>{"".join(_piece(piece) for piece in pieces)}</pre>'
 
 
-def _piece(piece: Piece | Gap) -> str:
+def _piece(piece: ExcerptPiece | Gap) -> str:
     if isinstance(piece, Gap):
         return f'<span class="gap"> [… {piece.characters:,} characters …] </span>'
     words = f'<span class="special">{text(piece.text)}</span>' if piece.special else text(piece.text)

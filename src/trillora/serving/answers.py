@@ -1,6 +1,6 @@
 """Answers in the form of the OpenAI protocol: whole, or as the chunks of a stream.
 
-ChatForm("first", tokens).part(0, Piece("Hel"))
+ChatForm("first", tokens).part(0, AnswerPiece("Hel"))
 -> {"id": "chatcmpl-…", "object": "chat.completion.chunk", …, "choices": [{"index": 0, "delta": {"content": "Hel"}, …}]}
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trillora.serving.job import Chosen, Piece
+from trillora.serving.job import AnswerPiece, SampledToken
 
 TokenText = Callable[[int], str]
 _INCOMPLETE = "\ufffd"
@@ -28,12 +28,12 @@ class Usage:
         return {"prompt_tokens": self.num_prompt, "completion_tokens": self.num_written, "total_tokens": total}
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[AnswerPiece]) -> AnswerPiece:
     """Pieces of one answer as one."""
     last = pieces[-1]
     chosen = tuple(one for piece in pieces for one in piece.chosen)
     text, prompt = "".join(piece.text for piece in pieces), pieces[0].prompt
-    return Piece(text, chosen, prompt, last.num_tokens, last.finish, last.error)
+    return AnswerPiece(text, chosen, prompt, last.num_tokens, last.finish, last.error)
 
 
 class ChatForm:
@@ -43,7 +43,7 @@ class ChatForm:
         self._token_text, self.with_logprobs = token_text, with_logprobs
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+    def whole(self, answers: Sequence[AnswerPiece], usage: Usage) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
@@ -58,7 +58,7 @@ class ChatForm:
     def opening(self, index: int) -> dict[str, Any] | None:
         return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
 
-    def parts(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+    def parts(self, index: int, piece: AnswerPiece) -> list[dict[str, Any]]:
         chunks = []
         if piece.text or piece.chosen:
             chunks.append(self._chunk(index, {"content": piece.text}, self._logprobs(piece.chosen), None))
@@ -73,7 +73,7 @@ class ChatForm:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
-    def _logprobs(self, chosen: Sequence[Chosen]) -> dict[str, Any] | None:
+    def _logprobs(self, chosen: Sequence[SampledToken]) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
         content = [
@@ -102,7 +102,7 @@ class CompletionForm:
         self._offsets: dict[int, int] = {}
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+    def whole(self, answers: Sequence[AnswerPiece], usage: Usage) -> dict[str, Any]:
         choices = [
             self._choice(index, (self._echo[index] if self._echo else "") + answer.text, answer)
             for index, answer in enumerate(answers)
@@ -110,22 +110,22 @@ class CompletionForm:
         return {**self._head, "object": "text_completion", "choices": choices, "usage": usage.to_dict()}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        return self._chunk(index, self._echo[index], Piece()) if self._echo else None
+        return self._chunk(index, self._echo[index], AnswerPiece()) if self._echo else None
 
-    def parts(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+    def parts(self, index: int, piece: AnswerPiece) -> list[dict[str, Any]]:
         return [self._chunk(index, piece.text, piece)]
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         return {**self._head, "object": "text_completion", "choices": [], "usage": usage.to_dict()}
 
-    def _chunk(self, index: int, text: str, piece: Piece) -> dict[str, Any]:
+    def _chunk(self, index: int, text: str, piece: AnswerPiece) -> dict[str, Any]:
         return {**self._head, "object": "text_completion", "choices": [self._choice(index, text, piece)]}
 
-    def _choice(self, index: int, text: str, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, piece: AnswerPiece) -> dict[str, Any]:
         logprobs = self._logprobs(index, piece.prompt + piece.chosen) if self.with_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
 
-    def _logprobs(self, index: int, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def _logprobs(self, index: int, chosen: Sequence[SampledToken]) -> dict[str, Any]:
         texts = [self._token_text(one.token) for one in chosen]
         offsets = []
         for text in texts:

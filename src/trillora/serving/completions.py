@@ -19,7 +19,7 @@ from trillora.errors import TrilloraError, as_error
 from trillora.generation.prompts import PromptTooLong
 from trillora.serving.answers import ChatForm, CompletionForm, Usage, joined
 from trillora.serving.engine import QueueFull, Stopping
-from trillora.serving.job import Job, Piece
+from trillora.serving.job import AnswerPiece, Job
 from trillora.serving.protocol import (
     MOST_CHOICES,
     MOST_LOGPROBS,
@@ -166,7 +166,7 @@ class Completions:
                 if ask.options.stream:
                     await _stream(inbox, ask, send)
                     return None
-                pieces: list[list[Piece]] = [[] for _ in jobs]
+                pieces: list[list[AnswerPiece]] = [[] for _ in jobs]
                 async for arrived in inbox:
                     for index, piece in arrived:
                         if piece.error is not None:
@@ -209,7 +209,7 @@ class Completions:
         ]
 
 
-def _whole(ask: Ask, pieces: list[list[Piece]]) -> str:
+def _whole(ask: Ask, pieces: list[list[AnswerPiece]]) -> str:
     answers = [joined(some) for some in pieces]
     usage = Usage(ask.num_prompt_tokens, sum(answer.num_tokens for answer in answers))
     whole = ask.form.whole(answers, usage)
@@ -249,7 +249,7 @@ async def _send_events(inbox: Inbox, ask: Ask, sender: EventSender) -> None:
     await sender.close()
 
 
-def _as_text(form: Form, index: int, piece: Piece) -> str:
+def _as_text(form: Form, index: int, piece: AnswerPiece) -> str:
     return as_events(form.parts(index, piece))
 
 

@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any
 
 from trillora.errors import TrilloraError, as_error
-from trillora.serving.job import Job, Piece
+from trillora.serving.job import AnswerPiece, Job
 from trillora.serving.lane import Lane
-from trillora.serving.programs import Compiler, Shape
+from trillora.serving.programs import BatchShape, Compiler
 
 JOINS_PER_TURN = 4  # while others are running: reading a prompt takes as long as several of their tokens
 
@@ -55,7 +55,7 @@ class Engine:
         self._deadline: float | None = None  # set when the engine stops
         self._num_events = 0  # new jobs, cancelled ones and compiled programs
         self._num_handled: int | None = None  # if set: nothing can be done before there are more events than this
-        self._budget = max(lane.num_bytes(Shape(num_rows, max_length)) for lane in lanes.values())
+        self._budget = max(lane.num_bytes(BatchShape(num_rows, max_length)) for lane in lanes.values())
         compiler.when_ready = self._wake
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -224,4 +224,4 @@ class Engine:
 
 def _end_with(job: Job, error: TrilloraError) -> None:
     if not job.is_cancelled:
-        job.receive(Piece(error=error))
+        job.receive(AnswerPiece(error=error))

@@ -17,7 +17,7 @@ class NotFinite(TrilloraError):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SampledToken:
     """One generated token with its probability."""
 
     token: int
@@ -26,12 +26,12 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """Some more of an answer. The last piece has `finish`, or `error` if the answer failed."""
 
     text: str = ""
-    chosen: tuple[Chosen, ...] = ()
-    prompt: tuple[Chosen, ...] = ()  # in the first piece, if the prompt is to be scored
+    chosen: tuple[SampledToken, ...] = ()
+    prompt: tuple[SampledToken, ...] = ()  # in the first piece, if the prompt is to be scored
     num_tokens: int = 0  # generated so far, without a stop token
     finish: Finish | None = None
     error: TrilloraError | None = None
@@ -48,7 +48,7 @@ class Job:
     model: str
     prompt: tuple[int, ...]
     max_tokens: int
-    receive: Callable[[Piece], None]
+    receive: Callable[[AnswerPiece], None]
     sampling: Sampling = field(default_factory=Sampling)
     number: int = 0  # of several answers to one prompt: each draws its own tokens
     stop_tokens: tuple[int, ...] = ()

@@ -19,11 +19,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.mesh import batch_sharding, replicated
-from trillora.engine.rows import NOTHING, Rows, Written
+from trillora.engine.rows import NOTHING, RowStates, Written
 from trillora.errors import TrilloraError, as_error
 from trillora.model.layout import Tree
-from trillora.serving.job import Chosen, Finish, Job, NotFinite, Piece
-from trillora.serving.programs import SCORED_AT_ONCE, SHORTEST_PROMPT, TOKENS_PER_CALL, Programs, Shape, rule_of
+from trillora.serving.job import AnswerPiece, Finish, Job, NotFinite, SampledToken
+from trillora.serving.programs import (
+    SCORED_AT_ONCE,
+    SHORTEST_PROMPT,
+    TOKENS_PER_CALL,
+    BatchShape,
+    ServingPrograms,
+    rule_of,
+)
 from trillora.serving.text import AnswerText
 
 SECONDS_PER_CALL = 0.04  # a call generates as many tokens as fit, so that text arrives evenly and others can join
@@ -32,14 +39,14 @@ IMPOSSIBLE = -9999.0  # log-probability of a token that the model excludes, as i
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """The shapes a batch can have."""
 
     rows: tuple[int, ...]
     slots: tuple[int, ...]
 
     @classmethod
-    def up_to(cls, num_rows: int, num_slots: int, fewest_slots: int) -> Sizes:
+    def up_to(cls, num_rows: int, num_slots: int, fewest_slots: int) -> BatchSizes:
         rows, slots = [1], [min(fewest_slots, num_slots)]
         while rows[-1] < num_rows:
             rows.append(min(rows[-1] * 4, num_rows))
@@ -47,8 +54,8 @@ class Sizes:
             slots.append(min(slots[-1] * 2, num_slots))
         return cls(tuple(rows), tuple(slots))
 
-    def shape(self, num_rows: int, num_slots: int) -> Shape:
-        return Shape(
+    def shape(self, num_rows: int, num_slots: int) -> BatchShape:
+        return BatchShape(
             next(size for size in self.rows if size >= num_rows), next(size for size in self.slots if size >= num_slots)
         )
 
@@ -73,18 +80,18 @@ class Lane:
 
     def __init__(
         self,
-        programs: Programs,
+        programs: ServingPrograms,
         base: Tree,
         adapter: Tree,
         decode: Callable[[Any], str],
-        sizes: Sizes,
+        sizes: BatchSizes,
         mesh: Mesh,
     ) -> None:
         self.programs, self.sizes = programs, sizes
         self._base, self._adapter, self._decode = base, adapter, decode
         self._by_row, self._everywhere = batch_sharding(mesh), replicated(mesh)
-        self.shape: Shape | None = None
-        self._rows: Rows | None = None
+        self.shape: BatchShape | None = None
+        self._rows: RowStates | None = None
         self._places: list[Running | None] = []
         self.is_broken = False  # during a call that uses up the arrays of the batch
         self._unread: collections.deque[tuple[Written, list[tuple[int, Running]], int]] = collections.deque()
@@ -98,10 +105,10 @@ class Lane:
     def is_empty(self) -> bool:
         return self.shape is None
 
-    def num_bytes(self, shape: Shape | None) -> int:
+    def num_bytes(self, shape: BatchShape | None) -> int:
         return self.programs.num_bytes(shape) if shape is not None else 0
 
-    def largest(self, jobs: list[Job], num_rows: int) -> Shape:
+    def largest(self, jobs: list[Job], num_rows: int) -> BatchShape:
         """The shape when all answers, and those of `jobs`, are as long as they may become."""
         all_jobs = [*(running.job for running in self.running), *jobs]
         return self.sizes.shape(num_rows, max(job.num_reserved for job in all_jobs))
@@ -111,7 +118,7 @@ class Lane:
         one included, that will join now."""
         num_prompt = max(min(_prompt_slots(len(job.prompt)), self.sizes.slots[-1]), len(job.prompt))
         running = Running(job, AnswerText(self._decode, job.stop_texts))
-        first, needed = Shape(1, num_prompt + 1), running.num_slots
+        first, needed = BatchShape(1, num_prompt + 1), running.num_slots
         shape = self.shape
         if shape is None or None not in self._places or shape.num_slots < needed:
             most = max([needed, *(other.num_slots for other in self.running)])
@@ -128,7 +135,7 @@ class Lane:
         if self.shape is None:
             wanted += [programs.reshape(first, shape)]
         else:
-            wanted += [programs.reshape(first, Shape(1, shape.num_slots)), programs.insert(shape)]
+            wanted += [programs.reshape(first, BatchShape(1, shape.num_slots)), programs.insert(shape)]
             if shape != self.shape:
                 wanted += [programs.reshape(self.shape, shape)]
         if not _ready(wanted):
@@ -193,7 +200,7 @@ class Lane:
                         self._deliver(running, host, place)
                     except Exception as error:  # of the tokenizer: this answer alone fails
                         running.is_done = True
-                        running.job.receive(Piece(error=as_error(error)))
+                        running.job.receive(AnswerPiece(error=as_error(error)))
         self.sweep()
         if not self._unread and not self.running:
             self.reset()
@@ -220,14 +227,14 @@ class Lane:
             finish = "stop" if text.is_stopped else finish
             running.is_done = True
         if shown or finish is not None:
-            job.receive(Piece(shown, text.chosen(at_end=finish is not None), (), text.num_tokens, finish))
+            job.receive(AnswerPiece(shown, text.chosen(at_end=finish is not None), (), text.num_tokens, finish))
 
     def _fit(self) -> bool:
         """Gives the batch a shape that the next call fits in. False while the programs for it are being compiled."""
         assert self.shape is not None
         needed = self.sizes.shape(len(self.running), max(running.num_slots for running in self.running))
         if needed.num_slots > self.shape.num_slots:
-            target = Shape(self.shape.num_rows, needed.num_slots)
+            target = BatchShape(self.shape.num_rows, needed.num_slots)
             if not _ready([self.programs.reshape(self.shape, target), self.programs.advance(target)]):
                 return False
             self._change(target)
@@ -247,10 +254,10 @@ class Lane:
         reserved = max(running.job.num_reserved for running in self.running)
         used = max(running.num_slots for running in self.running)
         if reserved > self.shape.num_slots and 2 * used > self.shape.num_slots:
-            larger = Shape(self.shape.num_rows, self.sizes.shape(1, self.shape.num_slots + 1).num_slots)
+            larger = BatchShape(self.shape.num_rows, self.sizes.shape(1, self.shape.num_slots + 1).num_slots)
             _ready([self.programs.advance(larger), self.programs.reshape(self.shape, larger)])
 
-    def _change(self, shape: Shape) -> None:
+    def _change(self, shape: BatchShape) -> None:
         """Moves the running rows to a batch of another shape."""
         if shape == self.shape:
             return
@@ -281,14 +288,14 @@ class Lane:
             *jax.device_get(tuple(program(self._base, self._adapter, jax.device_put(tokens, self._everywhere))))
         )
         places = [divmod(i, SCORED_AT_ONCE) for i in range(len(job.prompt) - 1)]
-        scored = (Chosen(job.prompt[0], None, ()), *(_chosen(told, place, job.num_top) for place in places))
-        job.receive(Piece(prompt=scored, finish="length" if job.max_tokens == 0 else None))
+        scored = (SampledToken(job.prompt[0], None, ()), *(_chosen(told, place, job.num_top) for place in places))
+        job.receive(AnswerPiece(prompt=scored, finish="length" if job.max_tokens == 0 else None))
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self._by_row)
 
 
-def _chosen(told: Written, at: tuple[int, int], num_top: int) -> Chosen:
+def _chosen(told: Written, at: tuple[int, int], num_top: int) -> SampledToken:
     logprob = float(told.logprobs_BN[at])
     if math.isnan(logprob):
         raise NotFinite(
@@ -297,7 +304,7 @@ def _chosen(told: Written, at: tuple[int, int], num_top: int) -> Chosen:
         )
     tokens, logprobs = told.top_tokens_BNK[at][:num_top].tolist(), told.top_logprobs_BNK[at][:num_top].tolist()
     top = tuple((token, max(value, IMPOSSIBLE)) for token, value in zip(tokens, logprobs, strict=True))
-    return Chosen(int(told.tokens_BN[at]), max(logprob, IMPOSSIBLE), top)
+    return SampledToken(int(told.tokens_BN[at]), max(logprob, IMPOSSIBLE), top)
 
 
 def _prompt_slots(length: int) -> int:

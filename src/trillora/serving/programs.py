@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.mesh import batch_sharding, replicated
-from trillora.engine.rows import MOST_STOPS, NOTHING, Rows, Rule, Written, advance, begin_rows, probabilities
+from trillora.engine.rows import MOST_STOPS, NOTHING, RowRules, RowStates, Written, advance, begin_rows, probabilities
 from trillora.engine.sampling import Sampling
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import resized
@@ -43,7 +43,7 @@ TOKENS_PER_CALL = 16  # at most, before the host reads them
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchShape:
     num_rows: int
     num_slots: int
 
@@ -79,7 +79,7 @@ class Compiler:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class Programs:
+class ServingPrograms:
     """The programs for one model and all adapters of the same shapes."""
 
     def __init__(self, decoder: Decoder, base: Tree, adapter: Tree, mesh: Mesh, compiler: Compiler) -> None:
@@ -89,7 +89,7 @@ class Programs:
         traced = self._traced_prefill(SHORTEST_PROMPT)
         self._row, told = traced.out_info  # the shapes of one prefilled row
         self._num_top = told.top_tokens_BNK.shape[-1]
-        self._shapes: dict[Shape, Rows] = {}
+        self._shapes: dict[BatchShape, RowStates] = {}
         self._start("prefill", SHORTEST_PROMPT, build=lambda: traced.lower().compile())
 
     def prefill(self, num_prompt: int) -> Future[Any]:
@@ -97,17 +97,17 @@ class Programs:
         return self._start("prefill", num_prompt, build=lambda: self._traced_prefill(num_prompt).lower().compile())
 
     def _traced_prefill(self, num_prompt: int) -> Any:
-        def read(base: Tree, adapter: Tree, tokens: Any, starts: Any, rule: Rule) -> tuple[Rows, Written]:
+        def read(base: Tree, adapter: Tree, tokens: Any, starts: Any, rule: RowRules) -> tuple[RowStates, Written]:
             logits, cache = self._decoder.prefill(base, adapter, tokens, starts, num_prompt + 1)
             return begin_rows(logits, cache, num_prompt, starts, rule)
 
         inputs = jax.device_put((np.zeros((1, num_prompt), np.int32), np.zeros(1, np.int32), rule_of(None)), self._rows)
         return jax.jit(read, out_shardings=self._rows).trace(self._base, self._adapter, *inputs)
 
-    def advance(self, shape: Shape) -> Future[Any]:
+    def advance(self, shape: BatchShape) -> Future[Any]:
         """(base, adapter, rows, active [B], number of tokens) -> rows, what was written. `rows` is used up."""
 
-        def write(base: Tree, adapter: Tree, rows: Rows, active: Any, num_steps: Any) -> tuple[Rows, Written]:
+        def write(base: Tree, adapter: Tree, rows: RowStates, active: Any, num_steps: Any) -> tuple[RowStates, Written]:
             def forward(cache: Any, tokens: Any, slots: Any, starts: Any) -> tuple[jax.Array, Any]:
                 return self._decoder.decode(base, adapter, cache, tokens, slots, starts, shape.num_slots)
 
@@ -121,21 +121,21 @@ class Programs:
 
         return self._start("advance", shape, build=build)
 
-    def insert(self, shape: Shape) -> Future[Any]:
+    def insert(self, shape: BatchShape) -> Future[Any]:
         """(rows, one row, number) -> rows with this row in place of that number. `rows` is used up."""
 
-        def put(rows: Rows, row: Rows, number: Any) -> Rows:
+        def put(rows: RowStates, row: RowStates, number: Any) -> RowStates:
             return jax.tree.map(lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, number, 0), rows, row)
 
         def build() -> Any:
             number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
-            one = self.shapes(Shape(1, shape.num_slots))
+            one = self.shapes(BatchShape(1, shape.num_slots))
             jitted = jax.jit(put, donate_argnums=0, out_shardings=self._rows)
             return jitted.lower(self.shapes(shape), one, number).compile()
 
         return self._start("insert", shape, build=build)
 
-    def reshape(self, old: Shape, new: Shape) -> Future[Any]:
+    def reshape(self, old: BatchShape, new: BatchShape) -> Future[Any]:
         """(rows, numbers [B]) -> those of the rows, in a batch of the new shape."""
 
         def build() -> Any:
@@ -168,7 +168,7 @@ class Programs:
 
         return self._start("score", num_prompt, build=build)
 
-    def shapes(self, shape: Shape) -> Rows:
+    def shapes(self, shape: BatchShape) -> RowStates:
         """The arrays of a batch, without their values."""
         if shape not in self._shapes:
             numbers = jax.ShapeDtypeStruct((shape.num_rows,), jnp.int32)
@@ -177,22 +177,22 @@ class Programs:
             self._shapes[shape] = placed
         return self._shapes[shape]
 
-    def num_bytes(self, shape: Shape) -> int:
+    def num_bytes(self, shape: BatchShape) -> int:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self.shapes(shape)))
 
-    def _reshaped(self, rows: Rows, numbers: jax.Array, num_slots: int) -> Rows:
-        taken: Rows = jax.tree.map(lambda a: a[numbers], rows)
+    def _reshaped(self, rows: RowStates, numbers: jax.Array, num_slots: int) -> RowStates:
+        taken: RowStates = jax.tree.map(lambda a: a[numbers], rows)
         return taken._replace(cache=resized(self._decoder.config, taken.cache, taken.slot_B - 1, num_slots))
 
     def _start(self, name: str, shape: Hashable, *, build: Callable[[], Any]) -> Future[Any]:
         return self._compiler.program((id(self), name, shape), build)
 
 
-def rule_of(job: Job | None) -> Rule:
+def rule_of(job: Job | None) -> RowRules:
     """The rule of one row, as arrays [1]."""
     t, p, k, seed = job.sampling if job is not None else Sampling()
     stops = [*(job.stop_tokens if job is not None else ())][:MOST_STOPS]
-    return Rule(
+    return RowRules(
         Sampling(
             np.array([t], np.float32),  # type: ignore[arg-type]
             np.array([p], np.float32),  # type: ignore[arg-type]

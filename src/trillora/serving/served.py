@@ -36,13 +36,14 @@ from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
 from trillora.model.loading.source import base_name
-from trillora.recipe.load import is_run, load_model_section, load_run_recipe
+from trillora.recipe.load import load_model_section, load_run_recipe
 from trillora.recipe.schema import Quantize
+from trillora.runs.files import ADAPTER, ADAPTERS, REPORT_FILE, is_run
 from trillora.serving.engine import Engine
 from trillora.serving.http.log import LOGGER
-from trillora.serving.job import Job, NotFinite, Piece
-from trillora.serving.lane import Lane, Sizes
-from trillora.serving.programs import FEWEST_SLOTS, Compiler, Programs, Shape
+from trillora.serving.job import AnswerPiece, Job, NotFinite
+from trillora.serving.lane import BatchSizes, Lane
+from trillora.serving.programs import FEWEST_SLOTS, BatchShape, Compiler, ServingPrograms
 from trillora.step.build import shard_adapter
 from trillora.step.decisions import memory_limit
 
@@ -60,7 +61,7 @@ class Served:
     name: str
     prompts: Prompts
     adapter: Tree
-    programs: Programs
+    programs: ServingPrograms
     num_tokens: int  # of the vocabulary
 
 
@@ -112,7 +113,7 @@ def open_service(
     models = _models(generator, base, folders, compiler)
     length = _length(generator, max_length)
     shape = _fitting_shape(generator.mesh, next(iter(models.values())).programs, num_rows, max_length, length)
-    sizes = Sizes.up_to(shape.num_rows, shape.num_slots, fewest_slots)
+    sizes = BatchSizes.up_to(shape.num_rows, shape.num_slots, fewest_slots)
     lanes = {
         n: Lane(m.programs, generator.base, m.adapter, m.prompts.decode, sizes, generator.mesh)
         for n, m in models.items()
@@ -127,14 +128,14 @@ def open_service(
     )
     engine.start()
     _warm_up(engine, models, listener)
-    return Service(models, base, engine, run / "report.html" if is_run(run) else None)
+    return Service(models, base, engine, run / REPORT_FILE if is_run(run) else None)
 
 
 def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> None:
     """Generates two tokens with each set of programs: they are compiled before the first request, and they work."""
     listener(Note("Compiling the first programs"))
     each = {id(model.programs): model for model in models.values()}.values()
-    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
     jobs = [Job(model.name, (0,), 2, pieces.put) for model in each]
     engine.submit(jobs)
     num_open = len(jobs)
@@ -150,12 +151,12 @@ def _adapter_folders(run: Path, given: Sequence[str]) -> dict[str, Path]:
     """The adapters by the name of their model: those of the run, then those of the command line."""
     found: list[Path] = []
     if is_run(run):
-        several = sorted(entry for entry in (run / "adapters").glob("*") if (entry / CONFIG_FILE).is_file())
-        found = several if several and not (run / "adapter").is_dir() else [find_adapter(run)]
+        several = sorted(entry for entry in (run / ADAPTERS).glob("*") if (entry / CONFIG_FILE).is_file())
+        found = several if several and not (run / ADAPTER).is_dir() else [find_adapter(run)]
     found += [find_adapter(folder) for folder in given]
     folders: dict[str, Path] = {}
     for folder in found:
-        name = folder.absolute().parent.name if folder.name == "adapter" else folder.name
+        name = folder.absolute().parent.name if folder.name == ADAPTER else folder.name
         if folders.setdefault(name, folder) != folder:
             raise _same_name(name, folders[name], folder)
     return folders
@@ -170,11 +171,11 @@ def _base_id(run: Path, name: str, overrides: Sequence[str]) -> str:
 
 def _models(generator: Generator, base: str, folders: dict[str, Path], compiler: Compiler) -> dict[str, Served]:
     model, mesh = generator.model, generator.mesh
-    programs = Programs(Decoder(model), generator.base, generator.adapter, mesh, compiler)
+    programs = ServingPrograms(Decoder(model), generator.base, generator.adapter, mesh, compiler)
     num_tokens = int(model.module.config.get_text_config().vocab_size)
     unchanged = generator.neutral_adapter if folders else generator.adapter
     models = {base: Served(base, generator.base_prompts, unchanged, programs, num_tokens)}
-    known: list[tuple[CausalLM, Programs]] = [(model, programs)]
+    known: list[tuple[CausalLM, ServingPrograms]] = [(model, programs)]
     for number, (name, folder) in enumerate(folders.items()):
         if name in models:
             raise _same_name(name, Path(base), folder)
@@ -187,7 +188,7 @@ def _models(generator: Generator, base: str, folders: dict[str, Path], compiler:
             with fitting(str(folder)):
                 own = model.with_lora(spec)
             adapter = _placed(matrices, own, mesh, folder)
-            alike = (own, Programs(Decoder(own), generator.base, adapter, mesh, compiler))
+            alike = (own, ServingPrograms(Decoder(own), generator.base, adapter, mesh, compiler))
             known.append(alike)
         template = _template(folder) or generator.base_prompts.template
         adapter = _placed(matrices, alike[0], mesh, folder)
@@ -223,14 +224,16 @@ def _length(generator: Generator, wanted: int | None) -> int:
     return wanted or min(limit or LONGEST, LONGEST)
 
 
-def _fitting_shape(mesh: Mesh, programs: Programs, rows: int | None, given_length: int | None, length: int) -> Shape:
+def _fitting_shape(
+    mesh: Mesh, programs: ServingPrograms, rows: int | None, given_length: int | None, length: int
+) -> BatchShape:
     """The rows and slots of the caches: as given, or the most that fit into memory."""
     devices = list(mesh.devices.flat)
     platform = devices[0].platform
     free = _free_bytes(devices)
     all_rows = (rows,) if rows is not None else ROWS.get(platform, ROWS_OF_ACCELERATOR)
     lengths = (length,) if given_length is not None else tuple(length // 2**i for i in range(4) if length >= 2**i)
-    shapes = [Shape(r, n) for n in lengths for r in all_rows]
+    shapes = [BatchShape(r, n) for n in lengths for r in all_rows]
     many = [shape for shape in shapes if shape.num_rows >= 4]
     for shape in (*many, *shapes):
         # While a batch changes its shape, the old and the new one exist.

@@ -14,7 +14,7 @@ from typing import Any
 
 from trillora.errors import TrilloraError
 from trillora.serving.answers import joined
-from trillora.serving.job import Piece
+from trillora.serving.job import AnswerPiece
 from trillora.serving.protocol import HttpError, in_words
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -32,14 +32,14 @@ class Inbox:
 
     def __init__(self, num_answers: int) -> None:
         self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Event()
-        self._pieces: list[list[Piece]] = [[] for _ in range(num_answers)]
+        self._pieces: list[list[AnswerPiece]] = [[] for _ in range(num_answers)]
         self._num_open = num_answers
         self._is_gone = False
 
-    def receiver(self, index: int) -> Callable[[Piece], None]:
+    def receiver(self, index: int) -> Callable[[AnswerPiece], None]:
         """A function for the engine's thread."""
 
-        def receive(piece: Piece) -> None:
+        def receive(piece: AnswerPiece) -> None:
             try:
                 self._loop.call_soon_threadsafe(self._add, index, piece)
             except RuntimeError:  # the loop is closed: no one waits for the answer
@@ -52,7 +52,7 @@ class Inbox:
         self._is_gone = True
         self._arrived.set()
 
-    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Piece]]]:
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, AnswerPiece]]]:
         """What has arrived, one piece for each answer; nothing after `KEEP_ALIVE_SECONDS`. Ends with the answers."""
         while self._num_open:
             try:
@@ -69,7 +69,7 @@ class Inbox:
             self._num_open -= sum(piece.is_last for _, piece in found)
             yield found
 
-    def _add(self, index: int, piece: Piece) -> None:
+    def _add(self, index: int, piece: AnswerPiece) -> None:
         self._pieces[index].append(piece)
         self._arrived.set()
 

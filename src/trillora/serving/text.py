@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 
-from trillora.serving.job import Chosen
+from trillora.serving.job import SampledToken
 
 _INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
 _MOST_PENDING = 16  # tokens without whole characters, after which they are shown as they are: not UTF-8
@@ -30,14 +30,14 @@ class AnswerText:
         self._decoded = 0  # tokens that are text already
         self._held = ""  # decoded but not shown: may be the start of a stop string
         self._num_shown = 0  # characters
-        self._waiting: collections.deque[tuple[int, Chosen]] = collections.deque()  # with the place of the text
+        self._waiting: collections.deque[tuple[int, SampledToken]] = collections.deque()  # with the place of the text
         self.is_stopped = False
 
     @property
     def num_tokens(self) -> int:
         return len(self._tokens)
 
-    def add(self, chosen: Chosen) -> str:
+    def add(self, chosen: SampledToken) -> str:
         """The text that can be shown after this token."""
         self._waiting.append((self._num_shown + len(self._held), chosen))
         self._tokens.append(chosen.token)
@@ -61,7 +61,7 @@ class AnswerText:
             return text
         return ""
 
-    def chosen(self, *, at_end: bool = False) -> tuple[Chosen, ...]:
+    def chosen(self, *, at_end: bool = False) -> tuple[SampledToken, ...]:
         """The tokens whose text begins in what was shown, each once. At the end: all, up to a stop string."""
         found = []
         while self._waiting and (self._waiting[0][0] < self._num_shown or (at_end and not self.is_stopped)):

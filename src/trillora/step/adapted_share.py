@@ -1,7 +1,7 @@
 """How much of a model an adapter adapts, and what stays frozen.
 
 share = adapted_share(model)
-share.linear                   Part(num_adapted=196, num_frozen=0, adapted=440_401_920, frozen=0)
+share.linear                   AdaptedPart(num_adapted=196, num_frozen=0, adapted=440_401_920, frozen=0)
 share.frozen_names             ("gate_proj", "up_proj"): linear layers without an adapter, the head not included
 """
 
@@ -17,7 +17,7 @@ from trillora.model.parts.expert_parameters import expert_parameters
 
 
 @dataclass(frozen=True)
-class Part:
+class AdaptedPart:
     """One kind of weights: how many there are, and how many parameters they have."""
 
     num_adapted: int
@@ -30,9 +30,9 @@ class Part:
 class AdaptedShare:
     """The weights of a model by kind. All others (embeddings, norms, routers, the head) are not counted as layers."""
 
-    linear: Part  # linear layers without the head, unless it is adapted
+    linear: AdaptedPart  # linear layers without the head, unless it is adapted
     frozen_names: tuple[str, ...]  # last parts of the names of frozen linear layers
-    experts: Part  # weights that hold one projection of all experts of a layer
+    experts: AdaptedPart  # weights that hold one projection of all experts of a layer
     num_experts: int  # in one layer
     total: int  # parameters of the base
     trained: int  # parameters of the adapter
@@ -57,6 +57,6 @@ def adapted_share(model: CausalLM) -> AdaptedShare:
     )
 
 
-def _part(sizes: Mapping[str, int], targets: set[str]) -> Part:
+def _part(sizes: Mapping[str, int], targets: set[str]) -> AdaptedPart:
     adapted = [size for name, size in sizes.items() if name in targets]
-    return Part(len(adapted), len(sizes) - len(adapted), sum(adapted), sum(sizes.values()) - sum(adapted))
+    return AdaptedPart(len(adapted), len(sizes) - len(adapted), sum(adapted), sum(sizes.values()) - sum(adapted))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.events import AdaptersStarted, AdapterStep, Alarm, Evaluated, Event, Listener, Scored, Step
+from trillora.runs.files import TENSORBOARD
 from trillora.secrets import mask_secrets, secrets_of_environment
 from trillora.tracking.services import ServiceUnavailable, Tracker, open_tracker
 from trillora.tracking.tensorboard import EventFile
@@ -37,7 +38,7 @@ def tracking_listener(
     adapters: set[str] = set()  # those that are trained together
 
     def open_event_file() -> None:
-        trackers["TensorBoard"] = _EventFileTracker(run / "tensorboard", first_step)
+        trackers["TensorBoard"] = _EventFileTracker(run / TENSORBOARD, first_step)
 
     def listen(event: Event) -> None:
         inner(event)

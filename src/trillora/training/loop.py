@@ -30,6 +30,7 @@ from trillora.events import Alarm, Evaluated, Listener, Note, Sample, Sampled, S
 from trillora.files.checkpoints import Checkpoints
 from trillora.model.layout import Tree
 from trillora.report.run.write import write_report
+from trillora.runs.files import METRICS_FILE
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch, Programs, shape_text
 from trillora.training.divergence import DivergenceMonitor
@@ -37,7 +38,7 @@ from trillora.training.run_folder import RunFolder
 from trillora.training.saver import Saver
 from trillora.training.signals import Stop
 from trillora.training.stalls.watchdog import Watchdog
-from trillora.training.state_files import METRICS_FILE, to_files
+from trillora.training.state_files import to_files
 from trillora.training.validation import Measures, Sampler, peak_memory_gib
 
 NUM_AHEAD = 2  # batches built before they are needed

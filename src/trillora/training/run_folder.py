@@ -17,13 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trillora.early.training import check_not_finished
+from trillora.early.training import check_is_folder
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, HistoryEntry, Listener, ignore_events, to_metrics_line
 from trillora.files.atomic import append_file, write_file
 from trillora.files.bounded import read_bounded
+from trillora.runs.files import HISTORY_FILE, METRICS_FILE, STALLS_FILE
 
-STALLS_FILE = "stalls.log"  # stacks of steps that took long
 MAX_LOG = 1 << 30  # bytes; a million steps have about 300 MB
 
 
@@ -34,7 +34,7 @@ class RunFolder:
         self.path, self._writes, self._listener = path, writes, listener
         self._waiting: dict[Path, bytes] = {}  # lines that a full disk refused
         self._has_alarmed = False
-        check_not_finished(path)
+        check_is_folder(path)
         if writes:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ class RunFolder:
 
     @property
     def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_FILE
 
     def write(self, name: str, text: str, *, mode: int = 0o666) -> None:
         self._replace(self.path / name, text.encode(), mode)
@@ -96,7 +96,7 @@ class RunFolder:
     def add_history(self, event: str, step: int, reason: str = "") -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         entry = HistoryEntry(now, event, step, reason, platform.node())
-        file = self.path / "history.jsonl"
+        file = self.path / HISTORY_FILE
         self._append(file, ("\n" if _is_unfinished(file) else "") + json.dumps(asdict(entry)))
 
     def add_stall(self, text: str) -> str | None:

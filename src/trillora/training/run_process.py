@@ -34,6 +34,7 @@ from trillora.model.loading.weights import load_weights
 from trillora.recipe.resolve import ResolvedRecipe, keep_dates, keep_fixed
 from trillora.recipe.schema import Recipe, stages_of
 from trillora.report.event_text import adapted_lines
+from trillora.runs.files import METRICS_FILE
 from trillora.secrets import mask_values
 from trillora.step.adapted_share import adapted_share
 from trillora.step.adapter_spec import Start, open_start
@@ -47,7 +48,7 @@ from trillora.training.saved_record import RunRecord
 from trillora.training.saver import Saver
 from trillora.training.signals import Stop
 from trillora.training.stalls.watchdog import Watchdog
-from trillora.training.state_files import METRICS_FILE, find_fault, read_facts
+from trillora.training.state_files import find_fault, read_facts
 
 Identity = Callable[[], dict[str, str]]  # digests of what a run depends on, by name
 

@@ -18,9 +18,9 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Listener, Saved
 from trillora.files.read_json import read_json
 from trillora.files.storage import Storage
+from trillora.runs.files import SAVED_FILE
 from trillora.training.run_folder import RunFolder
 
-FILE = "saved.json"
 _START_OVER = "to start over, use another --out or remove the run's folder"
 
 
@@ -36,7 +36,7 @@ class RunRecord:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        file = folder.path / FILE
+        file = folder.path / SAVED_FILE
         self._found: SavedRecord | None = None
         if os.path.lexists(file):
             do = "restore this file from a copy, or remove it if this run's checkpoints are in place"
@@ -69,7 +69,7 @@ class RunRecord:
         self.run_id = run_id or self.run_id
 
     def write(self, step: int | None, where: str = "") -> None:
-        self._folder.write(FILE, json.dumps(asdict(SavedRecord(self.run_id, step, where))) + "\n")
+        self._folder.write(SAVED_FILE, json.dumps(asdict(SavedRecord(self.run_id, step, where))) + "\n")
 
     def listening(self, listener: Listener) -> Listener:
         """A listener that records every saved checkpoint, then passes the event to `listener`."""

@@ -46,12 +46,13 @@ from trillora.model.layout import unstack
 from trillora.model.lora_spec import LayerLora, LoraSpec
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Attention, Backend, Dtype, Kernels, Layers, Matmul, Quantize, Remat
+from trillora.runs.files import METRICS_FILE
 from trillora.step.background import compile_program
 from trillora.step.build import Assembly
 from trillora.training.divergence import DivergenceMonitor
 
 _SLICE = re.compile(r"\.(\d{1,6}):(\d{1,6}):([1-9]\d{0,5})\.")  # of stacked layers (`model.layout`)
-STATE_FILE, FACTS_FILE, METRICS_FILE = "state.safetensors", "state.json", "metrics.jsonl"
+STATE_FILE, FACTS_FILE = "state.safetensors", "state.json"
 ADAPTER_FILES = (WEIGHTS_FILE, CONFIG_FILE)
 FILES = (*ADAPTER_FILES, STATE_FILE, FACTS_FILE, METRICS_FILE)
 DO = "resume from an earlier checkpoint, or restore the file from a copy"

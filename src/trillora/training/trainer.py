@@ -26,6 +26,7 @@ from trillora.data.open import TEMPLATE_DATE_REASON
 from trillora.data.stage import StageData
 from trillora.devices.cluster import join_cluster
 from trillora.devices.mesh import any_process
+from trillora.early.training import check_not_finished
 from trillora.engine.step import TrainState, initial_state, next_stage
 from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.checkpoints import Checkpoints
@@ -40,6 +41,7 @@ from trillora.recipe import run_file
 from trillora.recipe.group import group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
+from trillora.runs.files import ADAPTER, CHECKPOINTS, MANIFEST_FILE, METRICS_FILE, RECIPE_FILE, RESOLVED_FILE
 from trillora.step.adapter_spec import Start
 from trillora.step.autotune import Plan, choose, compile_step
 from trillora.step.background import compile_program, compiling_in_background, wait_for_programs
@@ -58,7 +60,6 @@ from trillora.training.signals import Interrupted, Stop
 from trillora.training.state_files import (
     ADAPTER_FILES,
     CONFIG_FILE,
-    METRICS_FILE,
     WEIGHTS_FILE,
     from_files,
     make_copier,
@@ -88,6 +89,7 @@ def train(
 def _train(
     recipe: Recipe, folder: RunFolder, is_writer: bool, stop: Stop, listener: Listener, accept_changes: bool
 ) -> TrainResult:
+    check_not_finished(folder.path)
     kind = _Training if group_of(recipe) is None else GroupTraining
     with _owned_checkpoints(recipe, folder, is_writer, listener) as checkpoints, compiling_in_background():
         return kind(recipe, folder, checkpoints, stop, listener, accept_changes).run()
@@ -96,13 +98,13 @@ def _train(
 def _new_folders(recipe: Recipe, out: Path) -> contextlib.AbstractContextManager[None]:
     """A start that fails before it has written anything leaves no folders."""
     place = recipe.train.checkpoint_dir or ""
-    return removed_if_unused(out, out / "checkpoints" if not place or "://" in place else Path(place).expanduser())
+    return removed_if_unused(out, out / CHECKPOINTS if not place or "://" in place else Path(place).expanduser())
 
 
 @contextlib.contextmanager
 def _owned_checkpoints(recipe: Recipe, folder: RunFolder, is_writer: bool, listener: Listener) -> Iterator[Checkpoints]:
     """The checkpoints of the run. While the block runs, no other process can use the run or write to them."""
-    storage = open_storage(recipe.train.checkpoint_dir or folder.path / "checkpoints")
+    storage = open_storage(recipe.train.checkpoint_dir or folder.path / CHECKPOINTS)
     if not is_writer:
         yield Checkpoints(storage)
         return
@@ -204,11 +206,11 @@ class _Training(RunProcess):
         plans = self._plan(stages, opened.config, devices, before, is_same_hardware, position.stage, ahead)
         resolved = resolve_recipe(recipe, stages, plans, before, first=position.stage)
         filled, assembly = resolved.fill(recipe), plans[min(position.stage, len(plans) - 1)].assembly
-        self._folder.write("resolved.yaml", resolved.dump(recipe))
-        self._folder.write(run_file.NAME, run_file.dump(filled), mode=run_file.MODE)
+        self._folder.write(RESOLVED_FILE, resolved.dump(recipe))
+        self._folder.write(RECIPE_FILE, run_file.dump(filled), mode=run_file.MODE)
         self._opened = opened
         self._of_run = manifest.of_run(filled, stages, assembly, identity(), opened)
-        self._folder.write("run.json", json.dumps(self._of_run, indent=1) + "\n")
+        self._folder.write(MANIFEST_FILE, json.dumps(self._of_run, indent=1) + "\n")
         left = range(position.stage, len(stages))
         eval_plans = [ahead.eval_plan(number, plans[number].assembly) for number in left]
         if left:
@@ -347,7 +349,7 @@ class _Training(RunProcess):
     def _write_adapter(self, run: Run, position: Position, stage: StageData) -> tuple[Path, str]:
         """Writes the adapter of the best evaluation, or of the last step, in PEFT's format, and reads it back. Returns
         its folder, and why it is not that of the best evaluation."""
-        folder = self._folder.path / "adapter"
+        folder = self._folder.path / ADAPTER
         run.confirm_best(position)
         if jax.process_index() != 0:
             return folder, ""
@@ -357,11 +359,11 @@ class _Training(RunProcess):
         check_changes_something(read_adapter(kept[WEIGHTS_FILE]), str(folder))
         kept |= stage.files_with_adapter(self._opened)
         source = {"step": chosen.step, "evaluation_loss": evaluated.get(chosen.step), "why": chosen.why}
-        self._folder.write("run.json", json.dumps({**self._of_run, "adapter": source}, indent=1) + "\n")
+        self._folder.write(MANIFEST_FILE, json.dumps({**self._of_run, "adapter": source}, indent=1) + "\n")
         card = adapter_card(kept[CONFIG_FILE], self._folder.path, name=self._folder.path.resolve().name)
         with self._folder.reported(folder):
             files = {CARD_FILE: card.encode(), **with_checksums(chosen.step, kept)}
-            LocalStorage(self._folder.path).write("adapter", files)
+            LocalStorage(self._folder.path).write(ADAPTER, files)
         check_written(folder, kept)
         best = "" if chosen.step == position.global_step else f": step {chosen.step}, which had the best evaluation"
         run.listener(Note(f"Adapter written to {folder}{f': {chosen.why}' if chosen.why else best}"))

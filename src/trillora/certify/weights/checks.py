@@ -25,7 +25,7 @@ import torch
 from trillora.certify.certificate import Check
 from trillora.certify.gguf_file import GgufFile
 from trillora.certify.subject import Subject
-from trillora.certify.weights.expected import ExpectedWeights, Piece, product_slack
+from trillora.certify.weights.expected import ExpectedRows, ExpectedWeights, product_slack
 from trillora.certify.weights.stored_values import FLOATS, rounded, wrong_blocks, wrong_values
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
@@ -97,7 +97,7 @@ class Tally:
         return Check("trained", name, "ok", f"{text}.", share, expected)
 
 
-def _hint(found: np.ndarray, piece: Piece) -> str:
+def _hint(found: np.ndarray, piece: ExpectedRows) -> str:
     """What a wrong tensor looks like, from a part of it."""
     base, values = piece.base, piece.values
     if not np.isfinite(found).all():
@@ -360,7 +360,7 @@ def _compare_gguf(weights: ExpectedWeights, name: str, place: Place, model: Gguf
     tally.add(place.target, kind, size, num_wrong, hint)
 
 
-def placed(weights: ExpectedWeights, name: str, place: Place) -> Iterator[tuple[Piece, np.ndarray]]:
+def placed(weights: ExpectedWeights, name: str, place: Place) -> Iterator[tuple[ExpectedRows, np.ndarray]]:
     """The pieces of a tensor as matrices of the file's rows, and the numbers of these rows."""
     per_row = len(place.rows) // max(1, (weights.shape(name) or (1,))[0]) if len(weights.shape(name)) > 2 else 1
     for piece in weights.pieces(name):
@@ -373,7 +373,7 @@ def placed(weights: ExpectedWeights, name: str, place: Place) -> Iterator[tuple[
         slack = piece.slack if isinstance(piece.slack, float) else matrix(piece.slack)
         base = None if piece.base is None else matrix(piece.base) + place.offset
         rows = place.rows if len(shape) < 2 else place.rows[piece.start * per_row : piece.stop * per_row]
-        yield Piece(piece.start, piece.stop, matrix(piece.values) + place.offset, slack, base), rows
+        yield ExpectedRows(piece.start, piece.stop, matrix(piece.values) + place.offset, slack, base), rows
 
 
 def check_lora_gguf(subject: Subject, model: GgufFile) -> Iterator[Check]:

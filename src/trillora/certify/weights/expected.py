@@ -39,7 +39,7 @@ PIECE = 1 << 22  # values that are computed at a time
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExpectedRows:
     """Rows of a tensor: expected values, their slack, and the base's values (None for rows that it does not have)."""
 
     start: int
@@ -49,7 +49,7 @@ class Piece:
     base: np.ndarray | None
 
 
-class Rule(Protocol):
+class TensorRule(Protocol):
     """How the adapter changes a tensor."""
 
     @property
@@ -105,7 +105,7 @@ class ProductOfExperts:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrainedRows:
     """The rows of trained tokens."""
 
     ids: np.ndarray
@@ -133,7 +133,7 @@ class Replaced:
 @dataclass(frozen=True)
 class _Tensor:
     stored: str  # the base's tensor
-    rule: Rule | None
+    rule: TensorRule | None
     shape: tuple[int, ...]
 
 
@@ -187,7 +187,7 @@ class ExpectedWeights:
         step = max(1, PIECE // max(1, int(np.prod(shape[1:], dtype=np.int64))))
         return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def pieces(self, name: str) -> Iterator[ExpectedRows]:
         tensor = self._tensors[name]
         num_stored = (self.files.tensors[tensor.stored].shape or (1,))[0]
         for start, stop in self.spans(name):
@@ -196,10 +196,12 @@ class ExpectedWeights:
             if stop > num_stored:
                 rows = np.concatenate([base, np.zeros((stop - max(start, num_stored), *tensor.shape[1:]))])
             values, slack = (rows, 0.0) if tensor.rule is None else tensor.rule.apply(rows, start)
-            yield Piece(start, stop, values, slack, known if known is None or known.shape == values.shape else None)
+            yield ExpectedRows(
+                start, stop, values, slack, known if known is None or known.shape == values.shape else None
+            )
 
-    def _rules(self, spec: LoraSpec) -> dict[str, Rule]:
-        rules: dict[str, Rule] = {}
+    def _rules(self, spec: LoraSpec) -> dict[str, TensorRule]:
+        rules: dict[str, TensorRule] = {}
         exact = self._exact
         for target, layer in self.files.layers.items():
             kinds = (EMBEDDING_A, EMBEDDING_B) if layer.is_embedding else (LORA_A, LORA_B)
@@ -220,7 +222,7 @@ class ExpectedWeights:
         for name, array in exact.items():
             if name.endswith(TOKEN_ROWS.suffix) and spec.tokens is not None:
                 weight = name.removesuffix(TOKEN_ROWS.suffix) + ".weight"
-                rule = Rows(np.array(spec.tokens.ids), array)
+                rule = TrainedRows(np.array(spec.tokens.ids), array)
                 for parameter_name in (
                     (self.files.embedding, self.files.head or "") if self.files.is_tied else (weight,)
                 ):
@@ -231,10 +233,10 @@ class ExpectedWeights:
         return rules
 
 
-def _shape(shape: tuple[int, ...], rule: Rule | None) -> tuple[int, ...]:
+def _shape(shape: tuple[int, ...], rule: TensorRule | None) -> tuple[int, ...]:
     if isinstance(rule, Replaced):
         return rule.array.shape
-    if isinstance(rule, Rows):
+    if isinstance(rule, TrainedRows):
         return max(shape[0], int(rule.ids[-1]) + 1), *shape[1:]
     return shape
 

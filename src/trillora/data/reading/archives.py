@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import IO, BinaryIO, cast
 
 from trillora.data.reading.cursor import FETCH_AGAIN
-from trillora.data.reading.files import KNOWN, Kind, found_data
+from trillora.data.reading.files import KNOWN, FileKind, found_data
 from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, read_up_to
 from trillora.data.rows import Fault
 from trillora.errors import TrilloraError
@@ -44,11 +44,11 @@ _ZIP_ERRORS = (  # OSError is a seek to an invalid position; a failing disk is a
 
 
 @dataclass(frozen=True)
-class Member:
+class ArchiveMember:
     """A data file in an archive. Its stream is valid until the next member is requested."""
 
     name: str
-    kind: Kind
+    kind: FileKind
     stream: Stream
 
 
@@ -60,7 +60,7 @@ class _Gate:
     ignored: list[str] = field(default_factory=list)  # names of the first few
     num_ignored: int = 0
 
-    def check(self, name: str, stream: Stream) -> Member | Fault | None:
+    def check(self, name: str, stream: Stream) -> ArchiveMember | Fault | None:
         """A regular file of the archive; None if it is not a data file."""
         parts = re.split(r"[/\\]", name)
         if not name:
@@ -78,7 +78,7 @@ class _Gate:
         if kind.is_archive:
             return _unread(name, "is an archive inside an archive", "unpack the outer archive")
         self.num_read += 1
-        return Member(_shown(name), kind, stream)
+        return ArchiveMember(_shown(name), kind, stream)
 
     def verdict(self) -> Iterator[Fault]:
         """A fault if no member could be read."""
@@ -116,7 +116,7 @@ class _TarPart:
             self.read(BLOCK)
 
 
-def tar_members(source: Stream) -> Iterator[Member | Fault]:
+def tar_members(source: Stream) -> Iterator[ArchiveMember | Fault]:
     gate = _Gate()
     long_name: str | None = None  # from the extended header before a member
     long_size: int | None = None
@@ -148,7 +148,7 @@ def tar_members(source: Stream) -> Iterator[Member | Fault]:
     yield from gate.verdict()
 
 
-def zip_members(source: RawFile, meter: Meter) -> Iterator[Member | Fault]:
+def zip_members(source: RawFile, meter: Meter) -> Iterator[ArchiveMember | Fault]:
     guard = _ZipGuard(source)
     try:
         archive = zipfile.ZipFile(cast(BinaryIO, guard))
@@ -199,7 +199,9 @@ def _tar_header(source: Stream) -> tarfile.TarInfo | None:
     return header
 
 
-def _tar_member(gate: _Gate, name: str, header: tarfile.TarInfo, sparse: bool, part: _TarPart) -> Member | Fault | None:
+def _tar_member(
+    gate: _Gate, name: str, header: tarfile.TarInfo, sparse: bool, part: _TarPart
+) -> ArchiveMember | Fault | None:
     if header.type == tarfile.DIRTYPE:
         return None
     if header.type in _SPECIAL_FILES:
@@ -278,12 +280,12 @@ class _ZipPart:
         return data
 
 
-def _zip_member(gate: _Gate, info: zipfile.ZipInfo, part: _ZipPart) -> Member | Fault | None:
+def _zip_member(gate: _Gate, info: zipfile.ZipInfo, part: _ZipPart) -> ArchiveMember | Fault | None:
     name = info.filename
     if special := _SPECIAL_FILES.get(stat.S_IFMT(info.external_attr >> 16)):
         return _unread(name, f"is {special}")
     found = gate.check(name, part)
-    if not isinstance(found, Member):
+    if not isinstance(found, ArchiveMember):
         return found
     if info.flag_bits & 1:
         return _unread(name, "is encrypted", "unpack it with its password, and put the folder in data.path")

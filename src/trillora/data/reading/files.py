@@ -49,7 +49,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 HASHED_BLOCK = 1 << 20  # bytes; a file is checked in blocks of this size while it is read
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """What the suffixes of a file name mean: `format` inside `compression` ("": none), or an archive of such files."""
 
     format: str  # a value of FORMATS, or "tar", "zip"
@@ -92,7 +92,7 @@ class DataFile:
     name: str  # shown to the user; without the credentials of a URL
     path: str  # a local path or an fsspec URL
     source: int  # index of the entry in data.path
-    kind: Kind
+    kind: FileKind
     known: Content | None = None  # of a file of the hub, which is then read only once
 
     def open(self) -> BinaryIO:
@@ -149,20 +149,20 @@ def _open_regular(path: str, name: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def kind_of(name: str) -> Kind | None:
+def kind_of(name: str) -> FileKind | None:
     """The kind of a file by its suffixes, in upper or lower case; None if it is not a data file."""
     name = name.lower()
     if name.endswith(".tgz"):
-        return Kind("tar", "gzip")
+        return FileKind("tar", "gzip")
     stem, suffix = os.path.splitext(name)
     if compression := COMPRESSIONS.get(suffix, ""):
         suffix = os.path.splitext(stem)[1]
     if suffix == ".tar" or (suffix == ".zip" and not compression):
-        return Kind(suffix[1:], compression)
-    return Kind(FORMATS[suffix], compression) if suffix in FORMATS else None
+        return FileKind(suffix[1:], compression)
+    return FileKind(FORMATS[suffix], compression) if suffix in FORMATS else None
 
 
-def found_data(path: str) -> Kind | None:
+def found_data(path: str) -> FileKind | None:
     """`kind_of` for a file found in a folder, an archive or a repository rather than given by its path."""
     parts = PurePosixPath(path).parts
     if any(part.startswith((".", "__MACOSX")) for part in parts) or _ABOUT_DATA.fullmatch(parts[-1] if parts else ""):

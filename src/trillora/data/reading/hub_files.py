@@ -28,14 +28,14 @@ _WORDS = {
 Splits = dict[str, list[str]]  # the paths of a configuration's files by split
 
 
-class Part(NamedTuple):
+class DataSetPart(NamedTuple):
     """Which rows of a data set: both are optional."""
 
     config: str | None
     split: str | None
 
 
-def hub_files(path: str, part: Part, source: int) -> list[DataFile]:
+def hub_files(path: str, part: DataSetPart, source: int) -> list[DataFile]:
     """The files of a configuration and split, sorted by name. All splits, if none is given."""
     match = HUB_ID_AT.fullmatch(path)
     if match is None or kind_of(path) is not None:

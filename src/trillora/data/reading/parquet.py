@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from trillora.child_process import bare_environment, isolated_python, read_frame, write_frame
 from trillora.data.reading.cursor import FETCH_AGAIN, Cursor
-from trillora.data.reading.files import Kind
+from trillora.data.reading.files import FileKind
 from trillora.data.reading.parquet_worker import SECONDS_PER_FRAME, WRITE_AGAIN
 from trillora.data.reading.streams import Damage, Meter, RawFile, Stream, decompressed, read_up_to
 from trillora.data.rows import RowsOfFile
@@ -34,7 +34,9 @@ class ParquetDecoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def rows(self, source: Stream, kind: Kind, at: Cursor, meter: Meter, columns: tuple[str, ...] = ()) -> RowsOfFile:
+    def rows(
+        self, source: Stream, kind: FileKind, at: Cursor, meter: Meter, columns: tuple[str, ...] = ()
+    ) -> RowsOfFile:
         """The rows of one file, with these columns if any are given. They may have as many bytes as the content of a
         compressed file of this size."""
         file, size = _whole_file(source, kind, meter)
@@ -102,7 +104,7 @@ class ParquetDecoder:
         return self._process
 
 
-def _whole_file(source: Stream, kind: Kind, meter: Meter) -> tuple[RawFile | io.BytesIO, int]:
+def _whole_file(source: Stream, kind: FileKind, meter: Meter) -> tuple[RawFile | io.BytesIO, int]:
     """A file that can be read in any order, and its size."""
     if isinstance(source, RawFile) and not kind.compression:
         return source, source.content.size

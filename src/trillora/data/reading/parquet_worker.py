@@ -34,7 +34,7 @@ _BUFFER = 1 << 20  # bytes of a column that are read at a time
 _FRAME_BYTES = 1 << 20
 
 
-class Refused(Exception):
+class FileRefused(Exception):
     """The rest of the file is not decoded."""
 
     def __init__(self, what: str, do: str) -> None:
@@ -93,7 +93,7 @@ def main() -> None:
             for some in _portions(_rows(RemoteFile(incoming, outgoing, int(frame[1])), frame[2:])):
                 _restart_clock()
                 write_frame(outgoing, [b"rows", *some])
-        except Refused as error:
+        except FileRefused as error:
             reason = [error.what.encode(), error.do.encode()]
         is_used_up = _address_space() > at_start + BYTES_ABOVE_START // 4
         write_frame(outgoing, [b"exit" if is_used_up else b"end", *reason])
@@ -113,7 +113,7 @@ def _portions(rows: Iterator[bytes]) -> Iterator[list[bytes]]:
             if size >= _FRAME_BYTES:
                 yield some
                 some, size = [], 0
-    except Refused as error:
+    except FileRefused as error:
         refused = error
     yield some
     if refused is not None:
@@ -147,11 +147,11 @@ def _rows(file: RemoteFile, columns: list[bytes]) -> Iterator[bytes]:
                     yield b"+" + row.raw if isinstance(row, RawRow) else b"-" + json.dumps([row.what, row.do]).encode()
     except MemoryError:
         what = f"Decoding this Parquet file needs more than {BYTES_ABOVE_START >> 30} GiB of memory."
-        raise Refused(what, WRITE_AGAIN) from None
+        raise FileRefused(what, WRITE_AGAIN) from None
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         reason = str(error).partition("\n")[0][:200]
         what = f"This is not a Parquet file, or it is damaged: {reason.rstrip('.')}."
-        raise Refused(what, FETCH_AGAIN) from None
+        raise FileRefused(what, FETCH_AGAIN) from None
 
 
 def _check_columns(table: Any) -> None:
@@ -160,7 +160,7 @@ def _check_columns(table: Any) -> None:
     if not names or twice or num_columns > MAX_COLUMNS:
         has = f"two columns called {twice[0]!r}" if twice else f"{num_columns:,} columns; the limit is {MAX_COLUMNS}"
         what = f"The table has {has}." if names else "The table has no column."
-        raise Refused(what, "keep only the columns you need, each with its own name")
+        raise FileRefused(what, "keep only the columns you need, each with its own name")
 
 
 def _records(batch: Any) -> Iterable[dict[str, Any] | Exception]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from trillora.data.reading.archives import tar_members, zip_members
 from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, SHORTEN, Cursor, too_long
-from trillora.data.reading.files import Content, DataFile, Kind, cannot_read, read_block
+from trillora.data.reading.files import Content, DataFile, FileKind, cannot_read, read_block
 from trillora.data.reading.json_rows import json_rows
 from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, Utf8, decompressed
@@ -89,7 +89,7 @@ def first_rows(file: DataFile, num_rows: int, row_path: str | None = None) -> li
     return found[: len(found) - is_cut][:num_rows]
 
 
-def _archive_rows(raw: RawFile, kind: Kind, reading: _Reading) -> RowsOfFile:
+def _archive_rows(raw: RawFile, kind: FileKind, reading: _Reading) -> RowsOfFile:
     try:
         if kind.format == "zip":
             members = zip_members(raw, reading.meter)
@@ -104,7 +104,7 @@ def _archive_rows(raw: RawFile, kind: Kind, reading: _Reading) -> RowsOfFile:
         yield Fault("", 0, damage.what, damage.do)
 
 
-def _member_rows(source: Stream, kind: Kind, at: Cursor, reading: _Reading) -> RowsOfFile:
+def _member_rows(source: Stream, kind: FileKind, at: Cursor, reading: _Reading) -> RowsOfFile:
     """The rows of one file or archive member; if the rest cannot be read, a fault is the last item."""
     if reading.wanted.row_path and kind.format != "json":
         what = f"data.row_path is a path inside a .json document; this file is {kind.format}."
@@ -120,7 +120,7 @@ def _member_rows(source: Stream, kind: Kind, at: Cursor, reading: _Reading) -> R
         yield Fault(at.member, at.line + 1, damage.what + rest, damage.do)
 
 
-def _format_rows(source: Stream, kind: Kind, at: Cursor, reading: _Reading) -> RowsOfFile:
+def _format_rows(source: Stream, kind: FileKind, at: Cursor, reading: _Reading) -> RowsOfFile:
     if kind.format == "parquet":
         return reading.parquet.rows(source, kind, at, reading.meter, reading.wanted.columns)
     text = Utf8(decompressed(source, kind.compression, reading.meter))

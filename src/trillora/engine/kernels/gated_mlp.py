@@ -18,7 +18,7 @@ A sum over rows or columns is computed in parts, by programs that do not wait fo
 the order is fixed, so the results are the same every time. The gradients of lg and lu are sums over all columns, and
 the parts would take as much memory as dg and du do: cuBLAS computes them from those.
 
-`Form(kernel="xla")` is the same arithmetic in plain jax, the reference for the kernels.
+`MlpForm(kernel="xla")` is the same arithmetic in plain jax, the reference for the kernels.
 
 Legend: M rows, F inner width, R rank, Q = 2 R.
 """
@@ -43,7 +43,7 @@ NARROWEST = 16  # columns of a block in Triton's products; the inner width is a 
 
 
 @dataclass(frozen=True)
-class Blocks:
+class MlpBlocks:
     """Rows and columns of a block, and how Triton computes them. The defaults were the fastest of about fifty on an
     H200, in both directions. In a step, between products that take all its power, others win than by themselves."""
 
@@ -54,13 +54,13 @@ class Blocks:
     programs: int = 1024  # at least, if there are enough blocks: several for each processor of a large GPU
 
 
-class Form(NamedTuple):
+class MlpForm(NamedTuple):
     """How the middle is computed."""
 
     activation: Activation
     kernel: Literal["xla", "triton"] = "triton"
     interpret: bool = False  # run the kernels in the Pallas interpreter
-    blocks: Blocks = Blocks()
+    blocks: MlpBlocks = MlpBlocks()
 
 
 class Middle(NamedTuple):
@@ -86,18 +86,18 @@ def is_supported(num_rows: int, width: int, dtype: Any, *, interpret: bool = Fal
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def middle(given: Middle, form: Form) -> tuple[jax.Array, jax.Array]:
+def middle(given: Middle, form: MlpForm) -> tuple[jax.Array, jax.Array]:
     """h [M, F] and ld [M, R]."""
     if form.kernel == "xla":
         return _reference(given, form.activation)
     return _forward_call(given, form)
 
 
-def _forward(given: Middle, form: Form) -> tuple[tuple[jax.Array, jax.Array], Middle]:
+def _forward(given: Middle, form: MlpForm) -> tuple[tuple[jax.Array, jax.Array], Middle]:
     return middle(given, form), given
 
 
-def _backward(form: Form, given: Middle, gradients: tuple[jax.Array, jax.Array]) -> tuple[Middle]:
+def _backward(form: MlpForm, given: Middle, gradients: tuple[jax.Array, jax.Array]) -> tuple[Middle]:
     if form.kernel == "xla":
         _, pull = jax.vjp(functools.partial(_reference, activation=form.activation), given)
         found: tuple[Middle] = pull(gradients)
@@ -150,7 +150,7 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array, Functions], tuple[jax.Array, 
 }
 
 
-def _activation(form: Form) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+def _activation(form: MlpForm) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     compute, given = ACTIVATIONS[form.activation], functions(interpret=form.interpret)
     return lambda g: compute(g, given)
 
@@ -159,7 +159,7 @@ def _activation(form: Form) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames="form")
-def _forward_call(given: Middle, form: Form) -> tuple[jax.Array, jax.Array]:
+def _forward_call(given: Middle, form: MlpForm) -> tuple[jax.Array, jax.Array]:
     (num_rows, width), (rank, _) = given.g0_MF.shape, given.ad_RF.shape
     blocks = form.blocks
     block_f = math.gcd(width, blocks.columns)
@@ -183,7 +183,7 @@ def _forward_call(given: Middle, form: Form) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnames="form")
-def _backward_call(given: Middle, dh_MF: jax.Array, dld_MR: jax.Array, form: Form) -> Middle:
+def _backward_call(given: Middle, dh_MF: jax.Array, dld_MR: jax.Array, form: MlpForm) -> Middle:
     (num_rows, width), (rank, _) = given.g0_MF.shape, given.ad_RF.shape
     blocks = form.blocks
     block_f = math.gcd(width, blocks.columns)
@@ -211,7 +211,7 @@ def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _call(kernel: Any, out: Any, grid: tuple[int, ...], blocks: Blocks, interpret: bool, name: str) -> Any:
+def _call(kernel: Any, out: Any, grid: tuple[int, ...], blocks: MlpBlocks, interpret: bool, name: str) -> Any:
     return call(
         kernel,
         out,

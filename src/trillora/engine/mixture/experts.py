@@ -43,7 +43,7 @@ RARE = "rarely_runs"  # in the names of operations that usually do not run; pref
 Compute = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
 
 
-class Rows(NamedTuple):
+class ExpertPairs(NamedTuple):
     """The pairs of the experts that this device has, sorted by expert. Other pairs are behind them."""
 
     order: jax.Array  # [N * K], and FURTHER rows of padding
@@ -84,7 +84,7 @@ def mix_spread(
     first, further = (min(most, _blocks(share * index_NK.size / num_shards)) for share in (FIRST, FURTHER))
     rows = _sorted_rows(index_NK, first_own, num_own, padding=further)
 
-    def one_pass(start: jax.Array | int, num_rows: int, arguments: tuple[Tokens, Any], rows: Rows) -> jax.Array:
+    def one_pass(start: jax.Array | int, num_rows: int, arguments: tuple[Tokens, Any], rows: ExpertPairs) -> jax.Array:
         local, weights = arguments
         everyone = Tokens(*(_gathered(array, token_axes) for array in local))
         return _returned(_partial_sums(compute, everyone, weights, rows, start, num_rows), token_axes, copied_axes)
@@ -95,19 +95,19 @@ def mix_spread(
         counts = _count(index_NK.reshape(-1), num_experts).reshape(num_shards, num_own).sum(1)
         num_passes = checkpoint_name(-((first - counts.max()) // further), SAVED_NAME)
 
-        def further_pass(number: jax.Array, arguments: tuple[Tokens, Any], rows: Rows) -> jax.Array:
+        def further_pass(number: jax.Array, arguments: tuple[Tokens, Any], rows: ExpertPairs) -> jax.Array:
             return one_pass(first + number * further, further, arguments, rows)
 
         out = out + _sum_of_passes(further_pass, num_passes, (tokens, weights), rows)
     return out.astype(tokens.hidden_ND.dtype)
 
 
-def _sorted_rows(index_NK: jax.Array, first: jax.Array | int, num_experts: int, padding: int = 0) -> Rows:
+def _sorted_rows(index_NK: jax.Array, first: jax.Array | int, num_experts: int, padding: int = 0) -> ExpertPairs:
     """The rows of the experts `first`, `first` + 1, …"""
     number = index_NK.reshape(-1) - first
     number = jnp.where((number >= 0) & (number < num_experts), number, num_experts)
     order = jnp.pad(jnp.argsort(number, stable=True), (0, padding))
-    return Rows(checkpoint_name(order, SAVED_NAME), checkpoint_name(_count(number, num_experts), SAVED_NAME))
+    return ExpertPairs(checkpoint_name(order, SAVED_NAME), checkpoint_name(_count(number, num_experts), SAVED_NAME))
 
 
 def _count(number: jax.Array, num_experts: int) -> jax.Array:
@@ -120,7 +120,7 @@ def _blocks(num_rows: float) -> int:
 
 
 def _partial_sums(
-    compute: Compute, tokens: Tokens, weights: Any, rows: Rows, start: jax.Array | int, num_rows: int
+    compute: Compute, tokens: Tokens, weights: Any, rows: ExpertPairs, start: jax.Array | int, num_rows: int
 ) -> jax.Array:
     """[N, D]: for each token, the sum over those of its rows that are among `num_rows` rows, beginning with `start`."""
     pair = jax.lax.dynamic_slice_in_dim(rows.order, start, num_rows)

@@ -26,7 +26,7 @@ from trillora.engine.kernels.triton_call import call, masked_store
 
 
 @dataclass(frozen=True)
-class Blocks:
+class GroupedBlocks:
     """Rows, outputs and inputs of a block, and how Triton computes it."""
 
     rows: int = 128
@@ -36,10 +36,11 @@ class Blocks:
     num_stages: int = 4
 
 
-# By single timings on an H200 (benchmarks/grouped_gpu.py): fastest forward with an adapter, by A, and outer products.
-WIDE = Blocks(outputs=256, num_stages=3)
-THIN = Blocks(rows=32, inputs=256, num_warps=4, num_stages=3)
-OUTER = Blocks(rows=32, outputs=256, inputs=64, num_warps=4)
+# Fastest in single timings on an H200 (benchmarks/RESULTS.md, "Grouped products"): forward with an adapter, by A, and
+# outer products.
+WIDE = GroupedBlocks(outputs=256, num_stages=3)
+THIN = GroupedBlocks(rows=32, inputs=256, num_warps=4, num_stages=3)
+OUTER = GroupedBlocks(rows=32, outputs=256, inputs=64, num_warps=4)
 SMALLEST = 16  # of a block in Triton's product; blocks are powers of two
 MAX_THIN = 64  # columns up to this number are padded to the next block
 
@@ -60,7 +61,7 @@ def product(
     low_rank: tuple[jax.Array, ...] = (),
     *,
     transposed: bool = False,
-    blocks: Blocks | None = None,
+    blocks: GroupedBlocks | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """[M, O]: rows times the weights [E, I, O] of their group, or [E, O, I] if `transposed`. Rows after the last group
@@ -87,7 +88,12 @@ def product(
 
 @functools.partial(jax.jit, static_argnames=("blocks", "interpret"))
 def outer_products(
-    left_MI: jax.Array, right_MO: jax.Array, sizes_E: jax.Array, *, blocks: Blocks = OUTER, interpret: bool = False
+    left_MI: jax.Array,
+    right_MO: jax.Array,
+    sizes_E: jax.Array,
+    *,
+    blocks: GroupedBlocks = OUTER,
+    interpret: bool = False,
 ) -> jax.Array:
     """[E, I, O]: the sum of the outer products of each group's rows."""
     num_inputs, num_outputs, num_groups = left_MI.shape[1], right_MO.shape[1], sizes_E.shape[0]
@@ -103,7 +109,7 @@ def outer_products(
 
 
 def _call(
-    kernel: Any, shape: tuple[int, ...], dtype: Any, grid: tuple[int, ...], blocks: Blocks, interpret: bool
+    kernel: Any, shape: tuple[int, ...], dtype: Any, grid: tuple[int, ...], blocks: GroupedBlocks, interpret: bool
 ) -> Any:
     out = jax.ShapeDtypeStruct(shape, dtype)
     return call(

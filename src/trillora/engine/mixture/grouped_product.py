@@ -42,7 +42,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 
 @dataclass(frozen=True)
-class Form:
+class GroupedForm:
     """How a product is computed."""
 
     outputs_first: bool = False  # weights are [E, O, I]
@@ -51,7 +51,7 @@ class Form:
     kernel: Kernel = "xla"
     interpret: bool = False  # run the kernel in the Pallas interpreter
 
-    def turned(self) -> Form:
+    def turned(self) -> GroupedForm:
         """With the weights in the other order."""
         return replace(self, outputs_first=not self.outputs_first)
 
@@ -65,20 +65,25 @@ def kernel_for(device: Any) -> Kernel:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_product(rows_MI: jax.Array, weights: jax.Array, sizes_E: jax.Array, form: Form = Form()) -> jax.Array:  # noqa: B008
+def grouped_product(
+    rows_MI: jax.Array,
+    weights: jax.Array,
+    sizes_E: jax.Array,
+    form: GroupedForm = GroupedForm(),  # noqa: B008
+) -> jax.Array:
     """[M, O]. Rows are sorted by group. Weights are [E, I, O]."""
     product: jax.Array = _product(form)(rows_MI, weights, sizes_E)
     return product
 
 
-def _forward(rows: Any, weights: Any, sizes: Any, form: Form) -> tuple[jax.Array, Any]:
+def _forward(rows: Any, weights: Any, sizes: Any, form: GroupedForm) -> tuple[jax.Array, Any]:
     """Keeps the rows only for weights that are trained."""
     kept = rows.value if weights.perturbed else None
     out = grouped_product(rows.value, weights.value, sizes.value, form)
     return out, (kept, weights.value, sizes.value)
 
 
-def _backward(form: Form, kept: Any, gradient_MO: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+def _backward(form: GroupedForm, kept: Any, gradient_MO: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
     rows_MI, weights, sizes_E = kept
     of_weights = None
     if rows_MI is not None:
@@ -93,14 +98,14 @@ grouped_product.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def adapted_product(
-    rows_MI: jax.Array, weights: jax.Array, a_ERI: jax.Array, b_ERO: jax.Array, sizes_E: jax.Array, form: Form
+    rows_MI: jax.Array, weights: jax.Array, a_ERI: jax.Array, b_ERO: jax.Array, sizes_E: jax.Array, form: GroupedForm
 ) -> jax.Array:
     """[M, O]: the product with frozen weights, plus that with A and B of the row's group."""
     return _forward_of_adapted(rows_MI, weights, a_ERI, b_ERO, sizes_E, form)[0]
 
 
 def _forward_of_adapted(
-    rows_MI: jax.Array, weights: jax.Array, a_ERI: jax.Array, b_ERO: jax.Array, sizes_E: jax.Array, form: Form
+    rows_MI: jax.Array, weights: jax.Array, a_ERI: jax.Array, b_ERO: jax.Array, sizes_E: jax.Array, form: GroupedForm
 ) -> tuple[jax.Array, Any]:
     inner_MR = _product(replace(form, outputs_first=True))(rows_MI, a_ERI, sizes_E)
     out = _sum_of_products(form)(rows_MI, weights, inner_MR, b_ERO, sizes_E)
@@ -108,7 +113,7 @@ def _forward_of_adapted(
 
 
 def _backward_of_adapted(
-    form: Form, kept: Any, gradient_MO: jax.Array
+    form: GroupedForm, kept: Any, gradient_MO: jax.Array
 ) -> tuple[jax.Array, None, jax.Array, jax.Array, None]:
     rows_MI, weights, inner_MR, a_ERI, b_ERO, sizes_E = kept
     of_inner_MR = _product(replace(form, outputs_first=True))(gradient_MO, b_ERO, sizes_E)
@@ -121,7 +126,7 @@ adapted_product.defvjp(_forward_of_adapted, _backward_of_adapted)
 
 
 @functools.cache
-def _product(form: Form) -> Any:
+def _product(form: GroupedForm) -> Any:
     """The product in this form, which `jax.vmap` can map."""
 
     def product(rows_MI: jax.Array, weights: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -133,7 +138,7 @@ def _product(form: Form) -> Any:
 
 
 @functools.cache
-def _sum_of_products(form: Form) -> Any:
+def _sum_of_products(form: GroupedForm) -> Any:
     """Rows times weights plus inner rows times matrices [E, R, O]. One kernel for both, if there is one."""
     product, thin = _product(form), _product(replace(form, outputs_first=False))
 
@@ -154,7 +159,7 @@ def _sum_of_products(form: Form) -> Any:
     return both
 
 
-def _of_one_lane(rows_MI: jax.Array, weights: jax.Array, sizes_E: jax.Array, form: Form) -> jax.Array:
+def _of_one_lane(rows_MI: jax.Array, weights: jax.Array, sizes_E: jax.Array, form: GroupedForm) -> jax.Array:
     if form.kernel == "triton" and grouped_kernels.is_supported(rows_MI, weights):
         return grouped_kernels.product(rows_MI, weights, sizes_E, transposed=form.outputs_first)
     num_outputs = weights.shape[1 if form.outputs_first else 2]
@@ -211,7 +216,7 @@ def _of_lanes_together(
 
 
 @functools.cache
-def _outer_products(form: Form) -> Any:
+def _outer_products(form: GroupedForm) -> Any:
     """The sum of the outer products of each group's rows [E, I, O]."""
 
     @custom_vmap

@@ -1,7 +1,7 @@
 """Which tensors a GGUF file has, and where their values come from.
 
     plan_tensors(family, config, weights)
-    [Planned("blk.0.attn_q.weight", (576, 576), (Part("model.layers.0.self_attn.q_proj.weight"),), permutation), …]
+    [GgufTensor("blk.0.attn_q.weight", (576, 576), (TensorPart("model….q_proj.weight"),), permutation), …]
 
 Names come from the map of the gguf library. The experts of a layer are one tensor in GGUF, but separate tensors in most
 checkpoints. So a tensor is planned as parts, which are read and written one after another.
@@ -45,7 +45,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A stored tensor, or rows of one of its experts."""
 
     stored: str
@@ -54,12 +54,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Planned:
+class GgufTensor:
     """One tensor of the file. Its parts follow each other along the first dim."""
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     change: Callable[[np.ndarray], np.ndarray] | None = None  # needs the whole part
     constant: np.ndarray | None = None  # the value, if it is not stored in the checkpoint
 
@@ -81,27 +81,29 @@ class Planned:
                     yield weights.rows(part.stored, start, min(start + step, num_rows))
 
 
-def plan_tensors(family: Family, config: Any, weights: Weights) -> list[Planned]:
+def plan_tensors(family: Family, config: Any, weights: Weights) -> list[GgufTensor]:
     """All tensors that come from the checkpoint. A tensor without a place in the file is an error. `config` is the text
     model's."""
     find = name_finder(family, config.num_hidden_layers)
-    plan: list[Planned] = []
-    experts: dict[tuple[str, str], dict[int, Part]] = defaultdict(dict)
+    plan: list[GgufTensor] = []
+    experts: dict[tuple[str, str], dict[int, TensorPart]] = defaultdict(dict)
     is_tied = getattr(config, "tie_word_embeddings", False) and not weights.is_untied
     for stored in weights.names:
         name = text_name(stored)
         if name is None or (is_tied and name == "lm_head.weight"):
             continue  # some checkpoints store a tied head again; llama.cpp uses the embedding where there is no head
         if match := _EXPERT.search(name):
-            experts[match[1], _EXPERT_KIND.get(match[3], match[3])][int(match[2])] = Part(stored)
+            experts[match[1], _EXPERT_KIND.get(match[3], match[3])][int(match[2])] = TensorPart(stored)
         elif match := _FUSED.search(name):
             plan += _fused(stored, match[1], match[2], weights.shape(stored))
         else:
-            plan.append(Planned(find(name), weights.shape(stored), (Part(stored),), change_of(name, family, config)))
+            plan.append(
+                GgufTensor(find(name), weights.shape(stored), (TensorPart(stored),), change_of(name, family, config))
+            )
     for (layer, kind), parts in experts.items():
         ordered = tuple(parts[number] for number in range(len(parts)))
         shape = (len(ordered), *weights.shape(ordered[0].stored))
-        plan.append(Planned(f"blk.{layer}.ffn_{kind}_exps.weight", shape, ordered))
+        plan.append(GgufTensor(f"blk.{layer}.ffn_{kind}_exps.weight", shape, ordered))
     return plan
 
 
@@ -154,18 +156,18 @@ def permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
     return array.reshape(num_heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
-def _fused(stored: str, layer: str, kind: str, shape: tuple[int, ...]) -> list[Planned]:
+def _fused(stored: str, layer: str, kind: str, shape: tuple[int, ...]) -> list[GgufTensor]:
     """Experts in one tensor [E, out, in]. The rows of the gate come before those of `up`."""
     num_experts, num_rows, width = shape
     if kind == "down_proj":
-        parts = tuple(Part(stored, expert) for expert in range(num_experts))
-        return [Planned(f"blk.{layer}.ffn_down_exps.weight", shape, parts)]
+        parts = tuple(TensorPart(stored, expert) for expert in range(num_experts))
+        return [GgufTensor(f"blk.{layer}.ffn_down_exps.weight", shape, parts)]
     half = num_rows // 2
     return [
-        Planned(
+        GgufTensor(
             f"blk.{layer}.ffn_{name}_exps.weight",
             (num_experts, half, width),
-            tuple(Part(stored, expert, rows) for expert in range(num_experts)),
+            tuple(TensorPart(stored, expert, rows) for expert in range(num_experts)),
         )
         for name, rows in (("gate", (0, half)), ("up", (half, num_rows)))
     ]

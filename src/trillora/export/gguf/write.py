@@ -20,7 +20,7 @@ from trillora.events import Listener, Note, Progress, ignore_events
 from trillora.export.carried import Rounding, check_carries
 from trillora.export.gguf.families import describe, family_of
 from trillora.export.gguf.quantize import FILE_TYPES, byte_shape, check_type, round_trip, tensor_type, to_bytes
-from trillora.export.gguf.tensors import Planned, plan_tensors
+from trillora.export.gguf.tensors import GgufTensor, plan_tensors
 from trillora.export.gguf.tokenizer import TokenizerMetadata, tokenizer_metadata
 from trillora.export.merged import writing
 from trillora.export.merged_weights import MergedWeights
@@ -69,7 +69,7 @@ def plan_model(source: ExportSource, weights: MergedWeights, type: str) -> Model
     description = describe(family, config, weights.num_tokens)
     tokenizer = _tokenizer(source, weights.num_tokens)
     constants = description.rope.tensors
-    added = [Planned(name, array.shape, (), constant=array) for name, array in constants.items()]
+    added = [GgufTensor(name, array.shape, (), constant=array) for name, array in constants.items()]
     values = {
         "general.architecture": family.arch,
         "general.type": "model",

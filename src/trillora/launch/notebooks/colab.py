@@ -28,7 +28,7 @@ from trillora.files.unpack import unpack
 from trillora.launch.bundle import Bundle
 from trillora.launch.install import TOKEN_FILE
 from trillora.launch.notebooks.document import LARGEST_EMBEDDED, SUFFIX, Target, make_notebook, pack
-from trillora.launch.notebooks.program import Answer, call, find_program
+from trillora.launch.notebooks.program import ProgramEnd, call, find_program
 from trillora.launch.notebooks.session import HEADLESS, RESULT, read_result
 
 INSTALL = "install Google's Colab command line: uv tool install google-colab-cli (0.7.4 or newer, Python 3.12)"
@@ -157,7 +157,7 @@ class ColabRun:
                 session = self._files.session
                 self._listener(Alarm(f"The runtime may still cost compute units. End it: colab stop -s {session}"))
 
-    def _ask(self, verb: str, *words: str, seconds: float, show: bool = False) -> Answer:
+    def _ask(self, verb: str, *words: str, seconds: float, show: bool = False) -> ProgramEnd:
         listener = self._listener if show else None
         return call(self._files.command(verb, *words), seconds=seconds, listener=listener)
 
@@ -177,7 +177,7 @@ class ColabRun:
             do = "try again; see ~/.config/colab-cli/colab.log"
             raise TrilloraError("The upload to Colab failed.", where=answer.last_line, do=do)
 
-    def _fetch(self, ended: Answer) -> dict[str, Any]:
+    def _fetch(self, ended: ProgramEnd) -> dict[str, Any]:
         """The notebook's own record, then its results. A lost connection does not end a run: it is asked for again."""
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder) / RESULT
@@ -204,7 +204,7 @@ class ColabRun:
             packed.unlink()
             self._listener(Note(f"Results: {self._files.results}"))
 
-    def _judge(self, result: dict[str, Any], ended: Answer) -> None:
+    def _judge(self, result: dict[str, Any], ended: ProgramEnd) -> None:
         output = self._files.notebook.with_name(f"{self._files.name}_output.ipynb")
         state = result.get("state")
         if state == "no-tpu":
@@ -217,7 +217,7 @@ class ColabRun:
             raise TrilloraError(what, where=ended.last_line, do=f"see the output of the cells in {output}")
 
 
-def _refusal(answer: Answer) -> TrilloraError:
+def _refusal(answer: ProgramEnd) -> TrilloraError:
     """Why no runtime was created, by the texts of Google's program."""
     text = answer.text
     if "Allocation refused" in text:

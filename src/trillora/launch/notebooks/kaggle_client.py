@@ -25,7 +25,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note
 from trillora.files.atomic import write_file
 from trillora.launch.notebooks.kaggle import KaggleFiles, clean_kernel
-from trillora.launch.notebooks.program import Answer, call, find_program
+from trillora.launch.notebooks.program import ProgramEnd, call, find_program
 from trillora.launch.notebooks.session import RESULT, read_result
 
 INSTALL = "pip install kaggle six"  # kaggle 2.2 needs six, and does not say so
@@ -181,7 +181,7 @@ class KaggleClient:
                 Alarm(f"A session takes up to {KAGGLE.session_hours:.0f} h, but only {hours:.1f} h are left.")
             )
 
-    def _ask(self, *words: str, seconds: float, check: bool = True) -> Answer:
+    def _ask(self, *words: str, seconds: float, check: bool = True) -> ProgramEnd:
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
         answer = call([self._program, *words], seconds=seconds, environment=environment)
         if missing := re.search(r"ModuleNotFoundError: No module named '([\w.]{1,60})'", answer.text):
@@ -211,6 +211,6 @@ def _require_tpu(session: SessionStatus) -> None:
         )
 
 
-def _refusal_line(answer: Answer) -> str:
+def _refusal_line(answer: ProgramEnd) -> str:
     lines = [line for line in answer.text.splitlines() if "error" in line.lower() or "not valid" in line]
-    return Answer(answer.code, lines[-1]).last_line if lines else answer.last_line
+    return ProgramEnd(answer.code, lines[-1]).last_line if lines else answer.last_line

@@ -19,7 +19,7 @@ MAX_LINES = 2000  # of an answer that are kept
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProgramEnd:
     """How a program ended, and the last lines that it printed."""
 
     code: int
@@ -45,7 +45,7 @@ def call(
     seconds: float,
     listener: Listener | None = None,
     environment: Mapping[str, str] | None = None,
-) -> Answer:
+) -> ProgramEnd:
     """Runs a program without input for at most `seconds`. Its lines are shown to the listener, if there is one."""
     process = subprocess.Popen(
         command,
@@ -65,7 +65,7 @@ def call(
             lines.append(line.rstrip("\n"))
             if listener is not None and line.strip():
                 listener(Note(visible(mask_message(line.rstrip()))))
-        return Answer(process.wait(), "\n".join(lines))
+        return ProgramEnd(process.wait(), "\n".join(lines))
     except BaseException:
         process.terminate()
         process.wait()

@@ -37,6 +37,7 @@ from trillora.devices import listed
 from trillora.errors import EXIT_STOPPED
 from trillora.launch.install import TOKEN_FILE, InstallError, find_uv
 from trillora.locks.sets import PREFERRED_PYTHON, PYTHONS
+from trillora.runs.files import CHECKPOINTS, REPORT_FILE, is_finished
 from trillora.version import __version__
 
 Platform = Literal["colab", "kaggle", "local"]
@@ -176,13 +177,13 @@ class Session:
     def train(self) -> None:
         """Trains, or resumes from the newest checkpoint. A run that is stopped by the time limit, by an interrupt or
         by a signal is saved, and the next session resumes it."""
-        if any((self.run / name).exists() for name in ("adapter", "group.json")):  # what a run writes last
+        if is_finished(self.run):  # what a run writes last
             self._save(state="finished")
             print("The run is already finished.")
             return
         if not self._is_checked:  # `colab exec` runs the next cell although one has failed
             raise SessionError("The check of this machine has not passed.\n  do: see its cell above.")
-        options = [] if self._checkpoint_url else [f"train.checkpoint_dir={self.results / 'checkpoints'}"]
+        options = [] if self._checkpoint_url else [f"train.checkpoint_dir={self.results / CHECKPOINTS}"]
         if (left := self._seconds_left()) is not None:
             if left - RESERVE < LEAST:
                 raise SessionError(f"The session ends in {max(left, 0):.0f} s.\n  do: start a new one.")
@@ -206,7 +207,7 @@ class Session:
         """Shows report.html in the notebook. A run that is not finished has one too."""
         if not self._try("report", str(self.run), what="The report failed"):
             return
-        page = html.escape((self.run / "report.html").read_text(encoding="utf-8"), quote=True)
+        page = html.escape((self.run / REPORT_FILE).read_text(encoding="utf-8"), quote=True)
         frame = f'<iframe srcdoc="{page}" sandbox width="100%" height="900" style="border:0"></iframe>'
         display = importlib.import_module("IPython.display")
         display.display(display.HTML(frame))
@@ -316,10 +317,10 @@ class Session:
     def _take_previous(self) -> None:
         """What an earlier session kept. Kaggle mounts it as input, which cannot be written: it is copied."""
         source = self._previous_output()
-        if source is not None and not any((self.results / name).exists() for name in ("checkpoints", "run")):
+        if source is not None and not any((self.results / name).exists() for name in (CHECKPOINTS, "run")):
             print(f"Taking over {source}")
             self.results.mkdir(parents=True, exist_ok=True)
-            for name in ("checkpoints", "run"):
+            for name in (CHECKPOINTS, "run"):
                 if (source / name).is_dir():
                     shutil.copytree(source / name, self.results / name, dirs_exist_ok=True)
             shutil.copyfile(source / RESULT, self.results / RESULT)
@@ -344,7 +345,7 @@ class Session:
         """The run without its checkpoints, which are kept already."""
         if self.run.is_dir():
             shutil.copytree(
-                self.run, self.results / "run", dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints", ".*")
+                self.run, self.results / "run", dirs_exist_ok=True, ignore=shutil.ignore_patterns(CHECKPOINTS, ".*")
             )
 
     def _pack(self, file: Path) -> None:

@@ -37,6 +37,7 @@ from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_class, text_class
 from trillora.recipe.schema import EMBEDDED
+from trillora.runs.files import ADAPTER
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def find_adapter(name: str) -> Path:
     optionally with `@revision`."""
     folder = Path(name).expanduser()
     if folder.is_dir():
-        inside = folder / "adapter"  # of a run
+        inside = folder / ADAPTER  # of a run
         return inside if inside.is_dir() and not (folder / ADAPTER_FILES[0]).is_file() else folder
     on_hub = HUB_ID_AT.fullmatch(name)
     if on_hub is None:

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, TENSOR_AXIS, per_shard
 from trillora.engine.attention import MaskRule, RuleChoice, ScoreScaling, attend, visible
-from trillora.engine.ragged import Documents
+from trillora.engine.ragged import BlockDocuments
 from trillora.errors import TrilloraError
 from trillora.model.kv_cache import visible_in_cache
 from trillora.model.overrides.recurrent import modelling_files
@@ -192,7 +192,7 @@ def _attention(
         elif query.shape[2] != key.shape[2]:
             raise TrilloraError(
                 f"{type(module).__name__} attends {query.shape[2]} tokens to {key.shape[2]} keys of its own.",
-                do="choose an architecture from docs/ARCHITECTURES.md: masks of this kind are not supported yet",
+                do="choose an architecture from docs/models.md: masks of this kind are not supported yet",
             )
     elif trace.slots is not None:
         raise TrilloraError(
@@ -232,7 +232,7 @@ def _refuse_unknown(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
     if unknown:
         raise TrilloraError(
             f"{type(module).__name__} passes {', '.join(unknown)} to attention, which is not supported yet.",
-            do="choose an architecture from docs/ARCHITECTURES.md",
+            do="choose an architecture from docs/models.md",
         )
 
 
@@ -255,7 +255,7 @@ def _attend_per_shard(
         sinks: jax.Array | None,
         segments: jax.Array | None,
         positions: jax.Array | None,
-        documents: Documents | None,
+        documents: BlockDocuments | None,
         index: jax.Array | None,
     ) -> jax.Array:
         return attend(

@@ -26,7 +26,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from trillora.devices.mesh import BATCH_AXES, expert_axes, per_shard
 from trillora.engine.mixture.experts import FIRST, Tokens, mix, mix_spread
-from trillora.engine.mixture.grouped_product import Form, Kernel, adapted_product, grouped_product, kernel_for
+from trillora.engine.mixture.grouped_product import GroupedForm, Kernel, adapted_product, grouped_product, kernel_for
 from trillora.model.overrides.torchax_fixes import environment
 from trillora.model.parts.expert_parameters import lora_of
 from trillora.model.remat import WIDE
@@ -57,7 +57,7 @@ def _experts(
     mesh = trace.mesh if trace is not None else None
     axes = expert_axes(num_experts, mesh) if mesh is not None else ()
     kernel = _kernel(trace) if trace is not None else "xla"
-    form = Form(not module.is_transposed, FIRST if axes else 1.0, kernel, trace is not None and trace.interpret)
+    form = GroupedForm(not module.is_transposed, FIRST if axes else 1.0, kernel, trace is not None and trace.interpret)
     compute = functools.partial(_weighted, module, form)
     if mesh is None or mesh.size == 1:
         return interop.torch_view(mix(compute, Tokens(hidden, gate), index, weights, num_experts))
@@ -81,7 +81,7 @@ def _kernel(trace: Trace) -> Kernel:
 
 
 def _weighted(
-    module: Any, form: Form, rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: dict[str, Any]
+    module: Any, form: GroupedForm, rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: dict[str, Any]
 ) -> jax.Array:
     """The result of each row's expert, multiplied by the row's gate. Also called while gradients are traced, when the
     module has no weights: everything that it needs is in `weights`."""

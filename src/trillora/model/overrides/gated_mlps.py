@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from torch.nn import functional
 from torchax import interop
 
-from trillora.engine.kernels.gated_mlp import Activation, Form, Middle, is_supported, middle, padded_rank
+from trillora.engine.kernels.gated_mlp import Activation, Middle, MlpForm, is_supported, middle, padded_rank
 from trillora.engine.kernels.joined_linear import joined_linear, linear_and_low
 from trillora.model.overrides.sums import output_with_note
 from trillora.model.overrides.torchax_fixes import fused_input
@@ -138,7 +138,7 @@ def _computed(mlp: GatedMlp, x: jax.Array, trace: Trace) -> jax.Array:
     weights = [layer.frozen_weight() for layer in (mlp.gate, mlp.up)]
     (g0, u0), low = joined_linear(rows, weights, jnp.concatenate([ag, au]), trace.products)
     given = Middle(named(g0, mlp.gate), named(u0, mlp.up), checkpoint_name(low, SMALL), bg, bu, ad)
-    h, ld = middle(given, Form(mlp.activation, interpret=trace.interpret))
+    h, ld = middle(given, MlpForm(mlp.activation, interpret=trace.interpret))
     h, ld = (array.reshape(*x.shape[:-1], -1) for array in (h, checkpoint_name(ld, SMALL)))
     name = name_of_output(mlp.down.in_features, mlp.down.out_features, trace)
     weight = mlp.down.frozen_weight()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from trillora.preflight.hlo.attention import LARGEST_BLOCK, AttentionWork, Phase
-from trillora.preflight.hlo.parse import Computation, HloProgram, Instruction, Shape, integers
+from trillora.preflight.hlo.parse import ArrayShape, Computation, HloProgram, Instruction, integers
 from trillora.preflight.hlo.work import CUDNN_ATTENTION, target
 
 PALLAS_TARGET = "tpu_custom_call"
@@ -52,7 +52,7 @@ def head_width(computation: Computation, kernel: Instruction) -> int | None:
     return arrays[0].dims[-1] if arrays else None
 
 
-def _attention_operands(computation: Computation, kernel: Instruction) -> list[Shape]:
+def _attention_operands(computation: Computation, kernel: Instruction) -> list[ArrayShape]:
     """Queries, keys, values and the operands after them, which may have a leading batch dim."""
     operands = [computation.by_name[name] for name in kernel.operands if name in computation.by_name]
     shapes = [operand.shapes[0] for operand in operands if operand.shapes]
@@ -81,7 +81,7 @@ def attention_work(program: HloProgram, computation: Computation, kernel: Instru
     )
 
 
-def _phase(kernel: Instruction, query: Shape) -> Phase:
+def _phase(kernel: Instruction, query: ArrayShape) -> Phase:
     if "_fwd" in kernel.name:
         return "fwd"
     if "_dq" in kernel.name:
@@ -115,13 +115,13 @@ def _computed_share(computation: Computation, kernel: Instruction, phase: Phase 
     return sum(min(row + 1, width) for row in range(num_rows)) / num_rows**2
 
 
-def _block_table(computation: Computation, kernel: Instruction) -> Shape | None:
+def _block_table(computation: Computation, kernel: Instruction) -> ArrayShape | None:
     tables = [computation.by_name[name] for name in kernel.operands if name in computation.by_name]
     table = next((t.shapes[0] for t in tables if t.shapes and t.shapes[0].dtype in ("s8", "s16", "s32")), None)
     return table if table is not None and len(table.dims) == 3 else None
 
 
-def _forward_share(program: HloProgram, fused: Instruction, query: Shape) -> float:
+def _forward_share(program: HloProgram, fused: Instruction, query: ArrayShape) -> float:
     """The table of the fused kernel has the whole mask, with or without a window, so the share of its forward kernel is
     used: of those in the same branch, if layers of several kinds select their attention, else the average."""
     kernels = [
@@ -140,7 +140,7 @@ def _branch(kernel: Instruction) -> str | None:
     return found and found[1]
 
 
-def _same_query(computation: Computation, kernel: Instruction, query: Shape) -> bool:
+def _same_query(computation: Computation, kernel: Instruction, query: ArrayShape) -> bool:
     arrays = _attention_operands(computation, kernel)
     return bool(arrays) and arrays[0].dims == query.dims
 

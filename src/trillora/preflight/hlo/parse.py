@@ -8,7 +8,7 @@ The text comes from `compiled.as_text()` or from the compiler's dump, for TPU or
     }
 
     parse(text).entry.root  ->  Instruction(name="y", opcode="fusion", operands=("x",), attributes=", kind=kLoop, ...")
-    .shapes                 ->  (Shape("bf16", (100, 4096), minor_to_major=(1, 0), tile=(8, 128), memory_space=1),)
+    .shapes                 ->  (ArrayShape("bf16", (100, 4096), minor_to_major=(1, 0), tile=(8, 128), memory_space=1),)
     .shapes[0].num_bytes    ->  104 * 4096 * 2: 100 is padded to whole tiles of 8; S(1) is on-chip memory
 
 It also finds the trip counts of loops. `work` counts the work of an instruction, `simulate` the time of a program.
@@ -34,7 +34,7 @@ _SAME_VALUE = RELABELLING | {"copy", "convert", "copy-start", "copy-done"}
 
 
 @dataclass(frozen=True)
-class Shape:
+class ArrayShape:
     """Type and memory layout of one array."""
 
     dtype: str
@@ -62,15 +62,15 @@ class Shape:
 
 
 @functools.cache
-def _parse_shapes(text: str) -> tuple[Shape, ...]:
+def _parse_shapes(text: str) -> tuple[ArrayShape, ...]:
     return tuple(_parse_shape(*match.groups(default="")) for match in _SHAPE.finditer(text))
 
 
-def _parse_shape(dtype: str, dims: str, layout: str) -> Shape:
+def _parse_shape(dtype: str, dims: str, layout: str) -> ArrayShape:
     order, _, properties = layout.partition(":")
     tile = re.search(r"T\(([\d,]+)\)", properties)
     space = re.search(r"S\((\d+)\)", properties)
-    return Shape(
+    return ArrayShape(
         dtype=dtype,
         dims=integers(dims),
         minor_to_major=integers(order),
@@ -96,7 +96,7 @@ class Instruction:
     is_root: bool
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[ArrayShape, ...]:
         """Shapes of the result, or of its elements if it is a tuple."""
         return _parse_shapes(self.type_text)
 

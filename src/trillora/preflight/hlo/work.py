@@ -18,7 +18,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from trillora.preflight.hlo.parse import HBM, HOST, RELABELLING, Computation, HloProgram, Instruction, Shape, integers
+from trillora.preflight.hlo.parse import (
+    HBM,
+    HOST,
+    RELABELLING,
+    ArrayShape,
+    Computation,
+    HloProgram,
+    Instruction,
+    integers,
+)
 
 COLLECTIVES = frozenset(
     {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"}
@@ -125,7 +134,7 @@ class Work:
             return 2 * written
         return written + sum(self._operand_bytes(computation, instruction, k) for k in range(len(instruction.operands)))
 
-    def in_hbm(self, shape: Shape) -> float:
+    def in_hbm(self, shape: ArrayShape) -> float:
         """Bytes of an array if it is in HBM, else 0."""
         here = shape.memory_space != HOST if self.on_gpu else shape.memory_space == HBM
         return shape.num_bytes if here else 0.0
@@ -260,7 +269,7 @@ def _is_relabelling(fusion: Instruction, inner: Computation) -> bool:
     return is_in_place and len(inner.parameters) == 1 and inner.origin(inner.root.name) is inner.parameters[0]
 
 
-def _results(instruction: Instruction) -> tuple[Shape, ...]:
+def _results(instruction: Instruction) -> tuple[ArrayShape, ...]:
     """Result shapes, without the scratch space that GPU libraries return in addition."""
     if instruction.opcode == "custom-call" and target(instruction).startswith("__cu"):
         return tuple(shape for shape in instruction.shapes if shape.dtype not in ("s8", "u8"))

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trillora.data.excerpt import Gap, Piece, shortened
+from trillora.data.excerpt import ExcerptPiece, Gap, shortened
 from trillora.data.summary import DataReport
 from trillora.errors import TrilloraError
 from trillora.report.data.text import (
@@ -152,25 +152,25 @@ def _show_example(report: DataReport, console: Console) -> None:
     _print(console, coloured(short) if has_colours else bracketed(short))
 
 
-def coloured(pieces: Iterable[Piece | Gap]) -> Text:
+def coloured(pieces: Iterable[ExcerptPiece | Gap]) -> Text:
     return Text.assemble(*((_text_of(piece), _style_of(piece)) for piece in pieces))
 
 
-def bracketed(pieces: Iterable[Piece | Gap]) -> Text:
+def bracketed(pieces: Iterable[ExcerptPiece | Gap]) -> Text:
     """Trained text between ⟦ and ⟧: one pair for neighbouring pieces and the gaps between them."""
     runs: list[tuple[bool, str]] = []
     for piece in pieces:
-        trained = runs[-1][0] if isinstance(piece, Gap) and runs else isinstance(piece, Piece) and piece.trained
+        trained = runs[-1][0] if isinstance(piece, Gap) and runs else isinstance(piece, ExcerptPiece) and piece.trained
         runs.append((trained, _text_of(piece)))
     joined = ((trained, "".join(part for _, part in group)) for trained, group in groupby(runs, lambda run: run[0]))
     return Text("".join(f"⟦{inner}⟧" if trained else inner for trained, inner in joined))
 
 
-def _text_of(piece: Piece | Gap) -> str:
+def _text_of(piece: ExcerptPiece | Gap) -> str:
     return f" [… {piece.characters:,} characters …] " if isinstance(piece, Gap) else visible(piece.text)
 
 
-def _style_of(piece: Piece | Gap) -> str:
+def _style_of(piece: ExcerptPiece | Gap) -> str:
     if isinstance(piece, Gap):
         return "italic yellow"
     if piece.special:

@@ -15,23 +15,24 @@ from pathlib import Path
 
 from trillora.own_command import runnable
 from trillora.recipe.schema import Recipe, stages_of
+from trillora.runs.files import ADAPTER, ADAPTERS, REPORT_FILE
 from trillora.secrets import mask_message, secrets_of_url
 
-RECIPE_FILE = "recipe.yaml"  # in the folder of a run that was started without a recipe
+OWN_RECIPE = "recipe.yaml"  # in the folder of a run that was started without a recipe
 TEMPLATE_FILE = "chat_template.jinja"  # in the folder of an adapter that was trained on chats
 
 
 def after_training(run: Path, recipe: Recipe) -> str:
     """The lines that a finished training ends with. None in a process that does not write the run."""
     steps = _files(run)
-    if (run / "adapter").is_dir():
+    if (run / ADAPTER).is_dir():
         folder = shlex.quote(str(run))
-        is_chat = (run / "adapter" / TEMPLATE_FILE).is_file()
+        is_chat = (run / ADAPTER / TEMPLATE_FILE).is_file()
         steps.append(("Ask it", f"trillora chat {folder}" if is_chat else f"trillora generate {folder} --prompt TEXT"))
         steps.append(("Measure it", f"trillora eval {folder}{_test_rows(recipe)}"))
         steps.append(("Export it", f"trillora export {folder} --to merged    (others: gguf, ollama, hub)"))
-    elif several := sorted(folder.name for folder in (run / "adapters").glob("*") if folder.is_dir()):
-        one = shlex.quote(str(run / "adapters" / several[0]))
+    elif several := sorted(folder.name for folder in (run / ADAPTERS).glob("*") if folder.is_dir()):
+        one = shlex.quote(str(run / ADAPTERS / several[0]))
         others = f"    (others: {', '.join(several[1:8])})" if several[1:] else ""
         steps.append(("Ask one", f"trillora chat {shlex.quote(str(run))} --adapter {one}{others}"))
     return _lines(steps)
@@ -44,7 +45,7 @@ def after_stop(run: Path, command: Sequence[str]) -> str:
 
 
 def _files(run: Path) -> list[tuple[str, str]]:
-    found = (("Recipe", run / RECIPE_FILE), ("Report", run / "report.html"))
+    found = (("Recipe", run / OWN_RECIPE), ("Report", run / REPORT_FILE))
     return [(what, str(file)) for what, file in found if file.is_file()]
 
 
@@ -58,8 +59,8 @@ def after_quickstart(run: Path) -> str:
     chat = runnable(f"trillora chat {folder}")
     train = runnable(f"trillora train {recipe} data=FILE --out my-run")
     return f"""\
-Adapter  {run / "adapter"}   (PEFT format)
-Report   {run / "report.html"}
+Adapter  {run / ADAPTER}   (PEFT format)
+Report   {run / REPORT_FILE}
 
 Chat with it:           {chat}
 Train on your own data: {train}"""

@@ -33,6 +33,7 @@ from trillora.report.run.curves import curves
 from trillora.report.run.parse import count, words
 from trillora.report.run.read import RunRecord, StageRecord
 from trillora.report.run.status import RunStatus, before_and_after, quoted, run_status, seen_from_here, total_seconds
+from trillora.runs.files import ADAPTER, CHECKPOINTS
 from trillora.secrets import mask_secrets, secrets_of_environment
 
 MAX_LISTED = 50  # lines of a table
@@ -237,10 +238,10 @@ def _use(run: RunRecord) -> str:
     if run.adapter is None:
         return ""
     folder = run.folder / run.adapter
-    is_checkpoint = run.adapter.startswith("checkpoints")
+    is_checkpoint = run.adapter.startswith(CHECKPOINTS)
     newest = " This is the newest checkpoint; the run is not finished." if is_checkpoint else ""
     code = _load_code(run, folder)
-    is_one_of_many = run.adapters and run.adapter != "adapter" and not is_checkpoint
+    is_one_of_many = run.adapters and run.adapter != ADAPTER and not is_checkpoint
     chat = runnable(f"trillora chat {quoted(folder if is_one_of_many else run.folder)}")
     copied = f"<p>{EMBEDDED_NOTE}</p>" if run.manifest.model.get("name") == EMBEDDED else ""
     return (

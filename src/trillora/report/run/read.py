@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from trillora.data.excerpt import Piece
+from trillora.data.excerpt import ExcerptPiece
 from trillora.early.runs import no_run
 from trillora.errors import TrilloraError
 from trillora.events import (
@@ -33,11 +33,22 @@ from trillora.files.user_path import user_path
 from trillora.recipe import run_file
 from trillora.report.run.adapters import AdapterRecord, GroupPlan, GroupResult, adapters_of
 from trillora.report.run.parse import count, mapping, parse, words
+from trillora.runs.files import (
+    ADAPTER,
+    CHECKPOINTS,
+    EVAL_FILE,
+    GROUP_FILE,
+    HISTORY_FILE,
+    MANIFEST_FILE,
+    METRICS_FILE,
+    RECIPE_FILE,
+    RESOLVED_FILE,
+)
 from trillora.secrets import mask_secrets, mask_settings, mask_values, secrets_of_environment
 
 # A folder with one of them is a run.
 MAX_FILE = 1 << 30  # bytes; metrics of a million steps have about 300 MB
-FILES = ("run.json", "metrics.jsonl", "history.jsonl", "resolved.yaml", "recipe.json")
+FILES = (MANIFEST_FILE, METRICS_FILE, HISTORY_FILE, RESOLVED_FILE, RECIPE_FILE)
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class StageRecord:
     files: tuple[DataFileFacts, ...]
     data: dict[str, float]  # documents, rows, tokens, supervised, padding_fraction
     num_evaluated: int | None
-    example: tuple[Piece, ...]
+    example: tuple[ExcerptPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -118,14 +129,14 @@ def read_run(folder: Path) -> RunRecord:
     known = secrets_of_environment()
     run = RunRecord(
         folder,
-        parse(Manifest, mapping(_json_of(folder / "run.json", known))),
-        recipe=mask_settings(_text_of(folder / "resolved.yaml"), known),
+        parse(Manifest, mapping(_json_of(folder / MANIFEST_FILE, known))),
+        recipe=mask_settings(_text_of(folder / RESOLVED_FILE), known),
         again=_again(folder),
-        evaluated=mapping(_json_of(folder / "eval.json", known)),
-        result=parse(GroupResult, mapping(_json_of(folder / "group.json", known))),
+        evaluated=mapping(_json_of(folder / EVAL_FILE, known)),
+        result=parse(GroupResult, mapping(_json_of(folder / GROUP_FILE, known))),
     )
     _read_metrics(run, known)
-    for line in _lines(folder / "history.jsonl", run):
+    for line in _lines(folder / HISTORY_FILE, run):
         run.history.append(parse(HistoryEntry, mask_values(line, known)))
     _find_adapter(run, known)
     return run
@@ -133,15 +144,15 @@ def read_run(folder: Path) -> RunRecord:
 
 def _again(folder: Path) -> tuple[str, ...]:
     try:
-        return run_file.NAME, *(f"{name}=ADDRESS" for name in run_file.read(folder / run_file.NAME).withheld)
+        return RECIPE_FILE, *(f"{name}=ADDRESS" for name in run_file.read(folder / RECIPE_FILE).withheld)
     except TrilloraError:  # missing or damaged
-        return ("resolved.yaml",)
+        return (RESOLVED_FILE,)
 
 
 def _read_metrics(run: RunRecord, known: tuple[str, ...]) -> None:
     latest: dict[tuple[str, int, str], Metric] = {}  # a repeated step replaces the first one
     mask = lru_cache(100)(partial(mask_secrets, known=known))
-    for raw in _lines(run.folder / "metrics.jsonl", run):
+    for raw in _lines(run.folder / METRICS_FILE, run):
         kind, step = words(raw.get("kind")), count(raw.get("step"))
         if step is None:
             run.num_unreadable += 1
@@ -177,7 +188,7 @@ def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
     """The adapter of a finished run, one of those it trained together, or that of the newest checkpoint."""
     folders = {}
     try:
-        for folder in (run.folder / "checkpoints").iterdir():
+        for folder in (run.folder / CHECKPOINTS).iterdir():
             digits = folder.name.removeprefix("step-")
             if digits.isdecimal() and len(digits) < 16 and folder.name != digits:
                 folders[int(digits)] = folder
@@ -187,7 +198,7 @@ def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
     named = ""
     results = [words(run.result.merged.get("folder")), *(adapter.folder or "" for adapter in run.result.adapters)]
     trained = [run.folder / folder for folder in results if _is_inside(folder)]
-    for folder in (run.folder / "adapter", *trained, *(folders[step] for step in reversed(run.checkpoints))):
+    for folder in (run.folder / ADAPTER, *trained, *(folders[step] for step in reversed(run.checkpoints))):
         if _is_file(folder / "adapter_model.safetensors"):
             run.adapter = str(folder.relative_to(run.folder))
             config = mapping(_json_of(folder / "adapter_config.json", known))

@@ -13,6 +13,7 @@ from trillora.own_command import runnable
 from trillora.report.numbers import format_count, format_duration, format_number, format_percent
 from trillora.report.run.adapter_tables import summary
 from trillora.report.run.read import RunRecord
+from trillora.runs.files import ADAPTER
 from trillora.secrets import mask_secrets, secrets_of_environment
 
 
@@ -28,7 +29,7 @@ def run_status(run: RunRecord) -> RunStatus:
     last = run.history[-1] if run.history else None
     event = last.event if last else ""
     at = last.step if last and last.step is not None else run.last_step
-    if not event and (run.adapter == "adapter" or run.result.adapters):
+    if not event and (run.adapter == ADAPTER or run.result.adapters):
         event = "finished"
     num_steps = run.manifest.num_steps
     total = f" of {num_steps:,}" if num_steps else ""

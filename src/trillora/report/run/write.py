@@ -8,13 +8,12 @@ from trillora.errors import TrilloraError
 from trillora.files.atomic import write_file
 from trillora.report.run.page import page
 from trillora.report.run.read import read_run
-
-FILE = "report.html"
+from trillora.runs.files import REPORT_FILE
 
 
 def write_report(run: Path) -> Path:
     """Write RUN/report.html atomically and return its path."""
-    file = run / FILE
+    file = run / REPORT_FILE
     content = page(read_run(run))
     try:
         write_file(file, content)

@@ -32,6 +32,7 @@ from trillora.files.checkpoints import Checkpoints
 from trillora.model.layout import Tree, unstack
 from trillora.recipe.resolve import StepSettings
 from trillora.report.run.write import write_report
+from trillora.runs.files import METRICS_FILE
 from trillora.step.compile_guard import CompileWatch
 from trillora.step.group import GroupAssembly, cut
 from trillora.step.group_plan import Selection
@@ -43,7 +44,6 @@ from trillora.training.run_folder import RunFolder
 from trillora.training.saver import Saver
 from trillora.training.signals import Stop
 from trillora.training.stalls.watchdog import Watchdog
-from trillora.training.state_files import METRICS_FILE
 from trillora.training.validation import Measures, peak_memory_gib
 
 ALL = "all"  # the stage of `Step` events, which are means over the adapters

@@ -24,7 +24,6 @@ from trillora.adapters.merge import MergeResult, merge_adapters, write_merge_fac
 from trillora.data.batches import Batches
 from trillora.data.documents import Documents
 from trillora.data.stage import StageData
-from trillora.early.runs import GROUP_FILE
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Note, Progress, Score, Scored
 from trillora.files.checksums import with_checksums
@@ -41,6 +40,7 @@ from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.group import Group
 from trillora.recipe.schema import LoraSection, Recipe
+from trillora.runs.files import ADAPTER, ADAPTERS, GROUP_FILE
 from trillora.step.build import Assembly, assemble, lora_spec
 from trillora.step.group import padded, padding_of, scaled, widest, without_padding
 from trillora.training.group.loop import GroupRun, Member
@@ -79,21 +79,21 @@ class GroupResults:
         if jax.process_index() == 0:
             for member in run.members if wants_all else ():
                 if member.name in self._kept:
-                    folders[member.name] = self._write_adapter(member, run.folder.path / "adapters", member.name)
+                    folders[member.name] = self._write_adapter(member, run.folder.path / ADAPTERS, member.name)
             if best is not None:
-                folders.setdefault(best.name, self._write_adapter(best, run.folder.path, "adapter"))
+                folders.setdefault(best.name, self._write_adapter(best, run.folder.path, ADAPTER))
         diverged = [name for name, own in self._ends() if own.status == "diverged"]
         merged = self._merge(folders, diverged)
         if self._group.kind == "phases":
             self._score(merged)
         if merged is not None:  # now, because a run with this folder counts as finished
-            adapter = run.folder.path / "adapter"
+            adapter = run.folder.path / ADAPTER
             os.rename(merged.adapter, adapter)
             write_merge_facts(dataclasses.replace(merged, adapter=adapter))
         self._write_summary(best, folders, merged)
         if diverged and self._group.kind == "phases":
             raise self._diverged(f"{', '.join(diverged)} diverged; the adapters of the other phases are written.")
-        return run.folder.path / "adapter" if best is not None or merged is not None else None
+        return run.folder.path / ADAPTER if best is not None or merged is not None else None
 
     def _merge(self, folders: Mapping[str, Path], diverged: Sequence[str]) -> MergeResult | None:
         """Merges the adapters of all phases, if the recipe asks for it."""
@@ -144,7 +144,7 @@ class GroupResults:
         check_changes_something(kept, str(target))
         files = adapter_files(kept, model.module, model.targets, spec, self._opened.base_name)
         files |= member.stage.files_with_adapter(self._opened)
-        title = run.folder.path.resolve().name if name == "adapter" else f"{run.folder.path.resolve().name}-{name}"
+        title = run.folder.path.resolve().name if name == ADAPTER else f"{run.folder.path.resolve().name}-{name}"
         part = member.stage.name if self._group.kind == "phases" else None
         card = adapter_card(files[CONFIG_FILE], run.folder.path, name=title, part=part)
         with run.folder.reported(target):
@@ -251,7 +251,7 @@ class GroupResults:
         ]
         of_merge = None
         if merged is not None:
-            of_merge = {"method": merged.method, "rank": merged.rank, "lost": merged.lost, "folder": "adapter"}
+            of_merge = {"method": merged.method, "rank": merged.rank, "lost": merged.lost, "folder": ADAPTER}
         chosen = best.name if best else None
         summary = {"kind": self._group.kind, "best": chosen, "adapters": adapters, "merged": of_merge}
         self._run.folder.write(GROUP_FILE, json.dumps(summary, indent=1) + "\n")

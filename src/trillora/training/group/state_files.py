@@ -20,13 +20,13 @@ from trillora.devices.mesh import put_array
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.files.read_json import parse_json
+from trillora.runs.files import KEPT_FILE, METRICS_FILE
 from trillora.step.background import compile_program
 from trillora.step.group import GroupAssembly
 from trillora.training.group.position import GroupPosition, Status
 from trillora.training.state_files import (
     DO,
     FACTS_FILE,
-    METRICS_FILE,
     STATE_FILE,
     CheckpointFacts,
     StrictFacts,
@@ -38,7 +38,6 @@ from trillora.training.state_files import (
     read_tensors,
 )
 
-KEPT_FILE = "adapters.safetensors"
 FILES = (KEPT_FILE, STATE_FILE, FACTS_FILE, METRICS_FILE)
 Kept = dict[str, dict[str, np.ndarray]]  # adapter's name -> its matrices by parameter name
 

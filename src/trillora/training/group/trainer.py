@@ -32,6 +32,7 @@ from trillora.recipe import run_file
 from trillora.recipe.group import Group, group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage, StepSettings, given_settings
 from trillora.recipe.schema import Stage, StageRecipe
+from trillora.runs.files import MANIFEST_FILE, RECIPE_FILE, RESOLVED_FILE
 from trillora.step.adapter_spec import Start
 from trillora.step.autotune import DoesNotFit, Plan, choose
 from trillora.step.background import wait_for_programs
@@ -212,8 +213,8 @@ class GroupTraining(RunProcess):
         identity: dict[str, str],
         opened: OpenModel,
     ) -> None:
-        self._folder.write("resolved.yaml", resolved.dump(self._recipe))
-        self._folder.write(run_file.NAME, run_file.dump(filled), mode=run_file.MODE)
+        self._folder.write(RESOLVED_FILE, resolved.dump(self._recipe))
+        self._folder.write(RECIPE_FILE, run_file.dump(filled), mode=run_file.MODE)
         of_run = manifest.of_run(filled, data, assembly, identity, opened)
         adapters = [
             {
@@ -229,7 +230,7 @@ class GroupTraining(RunProcess):
         for stage in of_run["stages"]:
             stage["first_step"] = 1  # all adapters start together
         of_run |= {"num_steps": max(one.num_steps for one in data), "group": {"kind": group.kind, "adapters": adapters}}
-        self._folder.write("run.json", json.dumps(of_run, indent=1) + "\n")
+        self._folder.write(MANIFEST_FILE, json.dumps(of_run, indent=1) + "\n")
 
     def _members(
         self,

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from trillora.engine.quantize import BLOCK, DYNAMIC, GROUP, NF4
 from trillora.errors import TrilloraError
 from trillora.files.read_json import parse_json
-from trillora.model.loading.stored.method import Method
+from trillora.model.loading.stored.method import StoredMethod
 from trillora.model.loading.stored.packed import Packed, Parts, Stored, fitting_parts, plain
 from trillora.model.loading.tensor_files import opened
 
@@ -119,7 +119,7 @@ def _bytes(codes: torch.Tensor) -> torch.Tensor:
     return codes.contiguous().reshape(-1).view(torch.uint8)
 
 
-def find(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stored]:
+def find(tensors: Mapping[str, Stored], method: StoredMethod | None) -> dict[str, Stored]:
     """The weights in these formats, by name."""
     found = {}
     for name, tensor in tensors.items():

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from trillora.errors import TrilloraError
-from trillora.model.loading.stored.method import Method
+from trillora.model.loading.stored.method import StoredMethod
 from trillora.model.loading.stored.packed import Packed, Parts, Stored, plain
 from trillora.model.loading.tensor_files import opened
 
@@ -97,7 +97,7 @@ def _product(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (codes.to(torch.float32) * scales.to(torch.float32)).to(scales.dtype).to(torch.float32)
 
 
-def find(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stored]:
+def find(tensors: Mapping[str, Stored], method: StoredMethod | None) -> dict[str, Stored]:
     """The weights in these formats, by the names that they have in an unquantized checkpoint."""
     if method is None or method.name not in ("gptq", "awq", "compressed-tensors"):
         return {}
@@ -114,7 +114,7 @@ def find(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stor
     return found
 
 
-def _weight(name: str, codes: Stored, parts: dict[str, Stored], method: Method) -> Stored:
+def _weight(name: str, codes: Stored, parts: dict[str, Stored], method: StoredMethod) -> Stored:
     rows, columns = codes.shape
     if method.name == "gptq":
         packed: Packed = Gptq(method.label, parts, method.bits, method.zeros_are_less_by_one)

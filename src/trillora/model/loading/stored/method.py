@@ -1,7 +1,7 @@
 """How a checkpoint is quantized, by its config.json. One that cannot be read is refused before its weights are opened.
 
     read_method(folder)     config.json: {"quantization_config": {"quant_method": "gptq", "bits": 4, …}, …}
-    -> Method(name="gptq", label="GPTQ int4", bits=4)
+    -> StoredMethod(name="gptq", label="GPTQ int4", bits=4)
 
 This module imports neither torch nor jax: it runs before a model is downloaded.
 """
@@ -29,7 +29,7 @@ Block = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 @dataclass(frozen=True)
-class Method:
+class StoredMethod:
     """What the config says about the stored weights. Everything else is in the tensors themselves."""
 
     name: str  # quant_method
@@ -67,7 +67,7 @@ class _Section(BaseModel):
     transform_config: dict[str, Any] | None = None
 
 
-def read_method(folder: Path) -> Method | None:
+def read_method(folder: Path) -> StoredMethod | None:
     """How the weights of a model are quantized; None if they are not. Unknown methods are refused."""
     where = folder / CONFIG_FILE
     found = _section(read_config(folder)) if where.is_file() else None
@@ -100,26 +100,26 @@ def _section(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def _method(name: str, section: _Section, where: str) -> Method:
+def _method(name: str, section: _Section, where: str) -> StoredMethod:
     block = section.weight_block_size
     if name == "bitsandbytes":
-        return Method(name, "bitsandbytes int8" if section.load_in_8bit else "bitsandbytes 4 bit")
+        return StoredMethod(name, "bitsandbytes int8" if section.load_in_8bit else "bitsandbytes 4 bit")
     if name == "gptq":
         layout = section.checkpoint_format or section.format or "gptq"
         if layout not in ("gptq", "gptq_v2") or section.bits not in (2, 4, 8):
             raise _refusal(f"GPTQ with {section.bits} bits in the layout {layout}", where)
-        return Method(name, f"GPTQ int{section.bits}", section.bits, zeros_are_less_by_one=layout == "gptq")
+        return StoredMethod(name, f"GPTQ int{section.bits}", section.bits, zeros_are_less_by_one=layout == "gptq")
     if name == "awq":
         layout = section.version or section.format or "gemm"
         if layout.lower() != "gemm" or section.bits != 4:
             raise _refusal(f"AWQ with {section.bits} bits in the layout {layout}", where)
-        return Method(name, "AWQ int4")
+        return StoredMethod(name, "AWQ int4")
     if name == "compressed-tensors":
         return _compressed(name, section, where)
-    return Method(name, _LABELS[name], block=block)
+    return StoredMethod(name, _LABELS[name], block=block)
 
 
-def _compressed(name: str, section: _Section, where: str) -> Method:
+def _compressed(name: str, section: _Section, where: str) -> StoredMethod:
     groups = list(section.config_groups.values())
     formats = {format for format in (section.format, *(group.format for group in groups)) if format}
     if unknown := sorted(formats - {*_COMPRESSED}):
@@ -132,7 +132,7 @@ def _compressed(name: str, section: _Section, where: str) -> Method:
         raise _refusal(f"compressed-tensors with {min(widths - {4, 8})} bits", where)
     block = next((each.block_structure for each in weights if isinstance(each.block_structure, tuple)), None)
     label = f"compressed-tensors {' and '.join(sorted(formats - {'mixed-precision', 'dense'})) or name}"
-    return Method(name, label, block=block)
+    return StoredMethod(name, label, block=block)
 
 
 def _refusal(what: str, where: str) -> TrilloraError:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from trillora.model.loading.stored.method import Method
+from trillora.model.loading.stored.method import StoredMethod
 from trillora.model.loading.stored.packed import Packed, Parts, Stored, plain
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -35,7 +35,7 @@ class Mxfp4(Packed):
         return values.flatten(-2).transpose(1, 2)
 
 
-def find(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stored]:
+def find(tensors: Mapping[str, Stored], method: StoredMethod | None) -> dict[str, Stored]:
     """The weights in this format, by the names that they have in an unquantized checkpoint."""
     found = {}
     for name, blocks in tensors.items():

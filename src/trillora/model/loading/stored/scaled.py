@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from trillora.errors import TrilloraError
-from trillora.model.loading.stored.method import Method
+from trillora.model.loading.stored.method import StoredMethod
 from trillora.model.loading.stored.mxfp4 import pairs
 from trillora.model.loading.stored.packed import Packed, Parts, Stored, WrongScale, plain
 
@@ -108,7 +108,7 @@ def _block(size: int, count: int, configured: int | None) -> int:
     raise ValueError(f"{size} cannot be split into {count} blocks")
 
 
-def find(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stored]:
+def find(tensors: Mapping[str, Stored], method: StoredMethod | None) -> dict[str, Stored]:
     """The weights in these formats, by the names that they have in an unquantized checkpoint."""
     found = {}
     for stored_name, tensor in tensors.items():
@@ -140,7 +140,7 @@ def find(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stor
     return found
 
 
-def _kind(tensor: Stored, method: Method | None, *, is_packed: bool) -> str | None:
+def _kind(tensor: Stored, method: StoredMethod | None, *, is_packed: bool) -> str | None:
     """What the codes of a tensor are; None: it has none."""
     name = method.name if method else None
     if tensor.dtype in ("F8_E4M3", "F8_E5M2") and not is_packed:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from trillora.model.loading.stored import bitsandbytes, integers, mxfp4, scaled
-from trillora.model.loading.stored.method import Method
+from trillora.model.loading.stored.method import StoredMethod
 from trillora.model.loading.stored.packed import Stored
 
 
-def unquantized(tensors: Mapping[str, Stored], method: Method | None) -> dict[str, Stored]:
+def unquantized(tensors: Mapping[str, Stored], method: StoredMethod | None) -> dict[str, Stored]:
     """Tensors by name. The parts of quantized weights are not in it."""
     found: dict[str, Stored] = {}
     for each in (mxfp4, bitsandbytes, scaled, integers):

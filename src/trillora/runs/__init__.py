@@ -1,0 +1,1 @@
+"""A run on disk: what training writes, and what everything after training reads."""

@@ -1,1 +1,1 @@
-"""What a person gets wrong, found before jax, torch and transformers are imported: paths, runs, data, LoRA targets."""
+"""The first seconds, before jax, torch and transformers are imported: what a person gets wrong, and new recipes."""

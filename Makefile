@@ -64,7 +64,7 @@ style: setup
 types: setup
 	$(BIN)/mypy src
 
-# Also part of the tests (tests/test_docs.py). The theme, Material for MkDocs 9.8, gets security updates until 2027-05-05
+# Also part of the tests (tests/project/test_docs.py). The theme, Material for MkDocs 9.8, gets security updates until 2027-05-05
 # and prints that with the name of its successor at every build; the variable turns off this text and nothing else.
 docs: setup
 	@for page in recipe command api; do $(BIN)/python tools/$${page}_reference.py || exit 1; done
@@ -74,7 +74,7 @@ docs: setup
 # The tests build their own; they are also part of make test.
 release: setup
 	$(BIN)/python tools/release.py
-	$(PYTEST_ENV) $(BIN)/python -m pytest -q tests/test_release.py
+	$(PYTEST_ENV) $(BIN)/python -m pytest -q tests/system/test_release.py
 
 compat: compat-oldest compat-newest
 
@@ -84,11 +84,11 @@ compat-%:
 
 harness:
 	@$(PYTHON) tools/setup_env.py --harness
-	$(PYTEST_ENV) $(HARNESS)/python -m pytest -q tests/test_harness.py
+	$(PYTEST_ENV) $(HARNESS)/python -m pytest -q tests/evaluation/test_harness.py
 
 clouds: setup
 	@$(PYTHON) tools/setup_env.py --clouds
-	$(PYTEST_ENV) TRILLORA_CLOUDS=.venv-clouds/bin $(BIN)/python -m pytest -q tests/test_managed_jobs.py
+	$(PYTEST_ENV) TRILLORA_CLOUDS=.venv-clouds/bin $(BIN)/python -m pytest -q tests/launch/test_managed_jobs.py
 
 architectures: setup
 	$(BIN)/python tools/architectures.py --jobs $(WORKERS)

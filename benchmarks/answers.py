@@ -5,7 +5,7 @@
 
 Measures loss and gradient from hidden states with a frozen head. The answer is the end of each sequence, as in a chat
 with one turn. Each share is measured in turn, `--repeats` times. The table has medians, their ratio to a batch in which
-every token is supervised, and the floating-point operations of the chunks that run: XLA counts those of one chunk.
+every token is supervised, and the floating-point operations of the chunks that run: XLA counts only one chunk.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Prepared:
 
 
 class Clock:
-    """Starts when created. CPU time is that of this process and of its children that have exited."""
+    """Starts when created. CPU time counts this process and its children that have exited."""
 
     def __init__(self) -> None:
         import psutil
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--run", choices=("trillora", "trl"), help=argparse.SUPPRESS)  # in a child process
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer (default: that of the embedded model)")
+    parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer (default: the embedded model's)")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--num-proc", type=int, help=argparse.SUPPRESS)
     add_record_option(parser)

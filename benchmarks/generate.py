@@ -203,7 +203,7 @@ def summarize(batch: int, args: argparse.Namespace, prompts: Prompts, found: dic
                 "decode_tokens_per_second": batch * (args.new - 1) / decode,
                 "tokens_per_second": batch * args.new / min(run[0] + run[1] for run in runs),
                 "median_seconds": statistics.median(run[0] + run[1] for run in runs),
-                "equal_tokens": same / (batch * args.new),  # to those of the first engine
+                "equal_tokens": same / (batch * args.new),  # to the first engine's
             }
         )
     best = {

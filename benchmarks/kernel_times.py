@@ -18,7 +18,7 @@ NUMBER = re.compile(r"[._]?\d+$|(?<=_)\d+(?=_)")  # in names such as loop_fusion
 
 
 def longest_kernels(run: Callable[[], Any], most: int, num_steps: int = 1) -> str:
-    """Markdown; times are those of one of `num_steps` steps. On a CPU, operations of XLA's threads take the place of
+    """Markdown; times are per step, of `num_steps` steps. On a CPU, operations of XLA's threads take the place of
     kernels."""
     times, counts = collections.Counter[str](), collections.Counter[str]()
     spans: list[tuple[float, float, str]] = []

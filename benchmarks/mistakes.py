@@ -4,7 +4,7 @@
     python benchmarks/mistakes.py --package OTHER/src      # another one, to compare with
 
 `wall` depends on what else the machine does; `cpu` is user and system time of the process. The answer itself is checked
-by tests/test_early.py.
+by tests/cli/test_early.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 
 from record import ROOT, add_record_option, record_if
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from early_mistakes import MISTAKES, write_world
 
-SOURCES = ("benchmarks/mistakes.py", "tests/early_mistakes.py", "src/trillora/early", "src/trillora/cli")
+SOURCES = ("benchmarks/mistakes.py", "tests/support/early_mistakes.py", "src/trillora/early", "src/trillora/cli")
 LIMIT = 300  # seconds
 
 

@@ -32,9 +32,15 @@ from record import MODEL_CODE, PACKAGES, add_record_option, record_if
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "src" / "trillora" / "quickstart" / "data" / "train.jsonl"
-SOURCES = ("benchmarks/parity.py", "tests/peft_reference.py", "src/trillora/training", "src/trillora/data", *MODEL_CODE)
+SOURCES = (
+    "benchmarks/parity.py",
+    "tests/support/peft_reference.py",
+    "src/trillora/training",
+    "src/trillora/data",
+    *MODEL_CODE,
+)
 SAME = 1e-4  # losses of the first ten steps, in float32
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 
 def main() -> int:

@@ -165,7 +165,7 @@ def describe(event: Any) -> str:
 
 
 def timeline(reports: list[tuple[float, str, Any]], programs: list[tuple[float, str, float, str]]) -> Timeline:
-    """Neighbouring lines with one label are joined, and so are short ones."""
+    """Neighboring lines with one label are joined, and so are short ones."""
     lines: Timeline = []
     for (begin, label, _), (end, _, _) in itertools.pairwise(reports):
         if lines and (lines[-1]["label"] == label or lines[-1]["end"] - lines[-1]["begin"] < SHORT):

@@ -111,9 +111,10 @@ def compiler_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from trillora.preflight.client import CompilerClient
     from trillora.preflight.compiler_process import answer
+    from trillora.preflight.question import Question
 
-    def ask(self: CompilerClient, question: Any, place: Any, listener: Any) -> Any:
-        return answer(json.loads(json.dumps(question)), listener)
+    def ask(self: CompilerClient, question: Question, listener: Any) -> Any:
+        return answer(Question.from_dict(json.loads(json.dumps(question.to_dict()))), listener)
 
     monkeypatch.setattr(CompilerClient, "get_ready", lambda self, place: None)
     monkeypatch.setattr(CompilerClient, "ask", ask)

@@ -1,11 +1,11 @@
 """Checks every causal LM of transformers that can be built small, and text models inside multimodal ones: `make
-architectures` writes docs/models.md.
+architectures` writes benchmarks/results/architectures.json, and from it docs/models.md.
 
-    python tools/architectures.py                 all cases of tests/tiny_models.py
+    python tools/architectures.py                 all cases of tests/support/tiny_models.py
     python tools/architectures.py llama gemma2    only these; the others keep their last result
     python tools/architectures.py --resume        only cases without a result of the current code and libraries
 
-The checks are those of tests/architecture_checks.py. Results are stored in .architectures/, one file per case.
+tests/support/architecture_checks.py has the checks. Results are stored in .architectures/, one file per case.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -27,41 +28,54 @@ from typing import Any
 from claim_records import measured_commit
 
 ROOT = Path(__file__).parents[1]
+SUPPORT = ROOT / "tests" / "support"
 ANSWERS = ROOT / ".architectures"
 PAGE = ROOT / "docs" / "models.md"
+RECORD = ROOT / "benchmarks" / "results" / "architectures.json"
+SOURCES = [
+    "src/trillora/engine",
+    "src/trillora/model",
+    "tests/support/architecture_checks.py",
+    "tests/support/tiny_models.py",
+]
+RAN_ON = re.compile(r"(?P<versions>.*), (?P<machine>\w+), (?P<date>[\d-]+), commit (?P<commit>\S+)")
+FAILED = "no: "  # in front of the reason
 VERSIONS = ("transformers", "torch", "torchax", "jax", "peft")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="names from tests/tiny_models.py (default: all)")
+    parser.add_argument("cases", nargs="*", help="names from tests/support/tiny_models.py (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--resume", action="store_true", help="skip cases with a result of the current code")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time; continue with --resume")
-    parser.add_argument("--page-only", action="store_true", help="write the page from the stored results")
+    parser.add_argument("--page-only", action="store_true", help="write the page from the record")
     args = parser.parse_args()
     os.environ.update(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(SUPPORT))
     ANSWERS.mkdir(exist_ok=True)
     import tiny_models
 
+    if args.page_only:
+        PAGE.write_text(page(tiny_models), encoding="utf-8")
+        return 0
     every_name = [*tiny_models.buildable(), *tiny_models.WRAPPERS]
     names = args.cases or every_name
     if args.resume:
         names = [name for name in names if not _is_current(name)]
     deadline = time.monotonic() + 60 * args.minutes
-    if not args.page_only:
-        context = multiprocessing.get_context("spawn")  # jax does not survive a fork
-        with context.Pool(args.jobs, maxtasksperchild=8) as pool:
-            for i, (name, summary) in enumerate(pool.imap_unordered(check_case, names), start=1):
-                print(f"{i:3}/{len(names)}  {name:28} {summary}", flush=True)
-                if time.monotonic() > deadline:
-                    break
+    context = multiprocessing.get_context("spawn")  # jax does not survive a fork
+    with context.Pool(args.jobs, maxtasksperchild=8) as pool:
+        for i, (name, summary) in enumerate(pool.imap_unordered(check_case, names), start=1):
+            print(f"{i:3}/{len(names)}  {name:28} {summary}", flush=True)
+            if time.monotonic() > deadline:
+                break
     missing = [name for name in every_name if not (ANSWERS / f"{name}.json").exists()]
     if missing:
         print(f"{len(missing)} cases have no result yet, so the page is not written: continue with --resume.")
         return 0
-    num_passed, num_cases = write_page(tiny_models)
+    num_passed, num_cases = write_record(tiny_models)
+    PAGE.write_text(page(tiny_models), encoding="utf-8")
     print(f"{num_passed} of {num_cases} configurations pass every check; {PAGE.relative_to(ROOT)} written.")
     return 0
 
@@ -86,7 +100,9 @@ def check_case(name: str) -> tuple[str, str]:
             except Exception as error:
                 answers[question] = {"passed": False, "detail": _first_line(error)}
     jax.clear_caches()
-    commit = measured_commit(ROOT, ("src/trillora/engine", "src/trillora/model", "tests/architecture_checks.py"))
+    commit = measured_commit(
+        ROOT, ("src/trillora/engine", "src/trillora/model", "tests/support/architecture_checks.py")
+    )
     ran_on = f"{_versions()}, {platform.machine()}, {time.strftime('%Y-%m-%d')}, commit {commit}"
     seconds = round(time.perf_counter() - started, 1)
     record = {"seconds": seconds, "ran_on": ran_on, "code": code_fingerprint(), "answers": answers}
@@ -106,7 +122,7 @@ def code_fingerprint() -> str:
     """Changes with the code that decides the results."""
     folders = [ROOT / "src" / "trillora" / folder for folder in ("model", "engine")]
     files = [path for folder in folders for path in folder.rglob("*.py")]
-    files += [*(ROOT / "tests").glob("tiny_*.py"), ROOT / "tests" / "architecture_checks.py"]
+    files += [*SUPPORT.glob("tiny_*.py"), SUPPORT / "architecture_checks.py"]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(files))).hexdigest()[:16]
 
 
@@ -123,101 +139,109 @@ def _first_line(error: Exception) -> str:
     return f"{what[0] or type(error).__name__} {where and f'({where})'}".strip()
 
 
-def write_page(tiny_models: Any) -> tuple[int, int]:
+def write_record(tiny_models: Any) -> tuple[int, int]:
+    """Writes the record of all stored results. Returns how many cases passed, and how many there are."""
+    stored = {path.stem: json.loads(path.read_text()) for path in sorted(ANSWERS.glob("*.json"))}
+    passed = {name: all(a["passed"] for a in one["answers"].values()) for name, one in stored.items()}
+    texts = [name for name in stored if name not in tiny_models.WRAPPERS]
+    values = {
+        "passed": sum(passed[name] for name in texts),
+        "all": len(texts),
+        "multimodal": sum(passed.values()) - sum(passed[name] for name in texts),
+        "multimodal_all": len(stored) - len(texts),
+        "cases": {name: {q: _detail(a) for q, a in one["answers"].items()} for name, one in stored.items()},
+    }
+    newest = RAN_ON.fullmatch(max((one["ran_on"] for one in stored.values()), key=_date))
+    assert newest
+    record = {
+        "name": RECORD.stem,
+        "command": "make architectures",
+        "commit": newest["commit"],
+        "date": newest["date"],
+        "machine": f"CPU ({newest['machine']})",
+        "versions": dict(re.findall(r"(\w+) ([\w.+]+)", newest["versions"])),
+        "sources": SOURCES,
+        "values": values,
+    }
+    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return sum(passed.values()), len(stored)
+
+
+def _date(ran_on: str) -> str:
+    found = RAN_ON.fullmatch(ran_on)
+    return found["date"] if found else ""
+
+
+def _detail(answer: dict[str, Any]) -> str:
+    return answer["detail"] if answer["passed"] else f"{FAILED}{_escape(answer['detail'])}"
+
+
+def page(tiny_models: Any) -> str:
+    """docs/models.md, from the record."""
     import architecture_checks
 
-    questions = list(architecture_checks.CHECKS)
-    rows: list[str] = []
-    wrappers: list[str] = []
-    failures: list[str] = []
-    num_passed = num_wrappers = 0
-    records = {p.stem: json.loads(p.read_text()) for p in sorted(ANSWERS.glob("*.json"))}
-    for name, record in records.items():
-        answers = record["answers"]
-        passed = all(a["passed"] for a in answers.values())
-        cells = " | ".join(_cell(answers.get(q)) for q in questions)
-        if (wrapper := tiny_models.WRAPPERS.get(name)) is not None:
-            num_wrappers += passed
-            wrappers.append(f"| {name} | {wrapper.text} | {cells} |")
-        else:
-            num_passed += passed
-            rows.append(f"| {name} | {', '.join(tiny_models.CASES[name].mechanisms)} | {cells} |")
-        reasons: dict[str, list[str]] = {}
-        for question, answer in answers.items():
-            if not answer["passed"]:
-                reasons.setdefault(_escape(answer["detail"]), []).append(question)
-        failures += [f"| {name} | {', '.join(failed)} | {reason} |" for reason, failed in reasons.items()]
-    not_covered = [
-        f"| {name} | {_escape(reason or 'new')} |" for name, reason in sorted(tiny_models.uncovered().items())
+    record = json.loads(RECORD.read_text("utf-8"))
+    values, cases, wrappers = record["values"], record["values"]["cases"], tiny_models.WRAPPERS
+    failures = [
+        f"| {name} | {question} | {detail.removeprefix(FAILED)} |"
+        for name, details in cases.items()
+        for question, detail in details.items()
+        if detail.startswith(FAILED)
     ]
-    PAGE.write_text(
-        PAGE_TEXT.format(
-            num_passed=num_passed,
-            num_cases=len(rows),
-            num_wrappers_passed=num_wrappers,
-            num_wrappers=len(wrappers),
-            wrappers="\n".join(wrappers),
-            versions="; ".join(sorted({record["ran_on"] for record in records.values()})),
-            logits=architecture_checks.LOGITS,
-            gradients=architecture_checks.GRADIENTS,
-            questions=" | ".join(questions),
-            rule="|".join(["---"] * len(questions)),
-            rows="\n".join(rows),
-            failures="\n".join(failures),
-            not_covered="\n".join(not_covered),
-        )
+    reasons: dict[str, list[str]] = {}
+    for name, reason in sorted(tiny_models.uncovered().items()):
+        reasons.setdefault(_escape(reason or "new"), []).append(name)
+    return PAGE_TEXT.format(
+        **{name: values[name] for name in ("passed", "all", "multimodal", "multimodal_all")},
+        versions=", ".join(f"{package} {version}" for package, version in record["versions"].items()),
+        made=f"{record['machine']}, {record['date']}, commit {record['commit']}",
+        logits=architecture_checks.LOGITS,
+        gradients=architecture_checks.GRADIENTS,
+        texts="\n".join(
+            f"| {name} | {', '.join('MoE' if m == 'mixture' else m for m in tiny_models.CASES[name].mechanisms)} |"
+            for name in cases
+            if name not in wrappers
+        ),
+        wrappers=", ".join(f"{name} ({wrappers[name].text})" for name in cases if name in wrappers),
+        failures="\n".join(failures),
+        not_covered="\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items())),
     )
-    return num_passed + num_wrappers, len(records)
-
-
-def _cell(answer: dict[str, Any] | None) -> str:
-    if answer is None:
-        return "-"
-    return answer["detail"] if answer["passed"] else "**no**"
 
 
 def _escape(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")[:240]
 
 
-PAGE_TEXT = """# Architectures
+PAGE_TEXT = """# Models
 
-**{num_passed} of {num_cases} configurations** of causal LMs in transformers pass every check ({versions}).
-Written by `make architectures`: tiny random float32 models with random LoRA adapters, compared with plain PyTorch.
-The allowed error is {logits:g} of the scale of the logits and {gradients:g} of autograd's adapter gradients. A segment
-`0+6x3` means: starting at layer 0, 6 layers form one traced body, which runs 3 times.
+**{passed} of {all} configurations** of causal LMs in transformers pass every check ({versions}; {made}).
+`make architectures` checks tiny random float32 models with random LoRA adapters against plain PyTorch:
 
-| column | check |
+- logits, and the adapter's gradients, with equal layers in one loop and with every layer separate. The allowed error is
+  {logits:g} of the scale of the logits and {gradients:g} of the gradients by autograd;
+- two documents packed into one sequence give the same logits as in two sequences;
+- hidden states stay bfloat16, with an error like PyTorch's own in bfloat16;
+- PEFT reads the adapter from our files, adapters of experts too, and gives the same logits on the original model.
+
+The errors of every check are in [architectures.json](../benchmarks/results/architectures.json).
+
+| model type | what it has |
 |---|---|
-| scanned | equal layers in one loop: error of logits, error of adapter gradients, segments found |
-| unrolled | the same with every layer separate |
-| packed | two documents in one sequence give the same logits as in two sequences |
-| leak seen | control: without segment ids, they do not |
-| bfloat16 | hidden states stay bfloat16; error against float32, relative to PyTorch's own bfloat16 error |
-| peft | PEFT reads the adapter from our files and gives the same logits on the original model |
-| experts | adapters of experts too: error of logits and of adapter gradients against PEFT with our files |
-
-| case | mechanisms | {questions} |
-|---|---|{rule}|
-{rows}
+{texts}
 
 ## Text models inside multimodal ones
-**{num_wrappers_passed} of {num_wrappers} families** pass every check: their vision and audio towers are not loaded, and
-the text model gives the logits that the whole model gives for text.
-
-| model type | text model | {questions} |
-|---|---|{rule}|
-{wrappers}
+**{multimodal} of {multimodal_all} families** pass every check: their vision and audio towers are not loaded, and the
+text model (in brackets) gives the logits that the whole model gives for text: {wrappers}.
 
 ## What fails and why
 
-| case | checks | reason |
+| model type | check | reason |
 |---|---|---|
 {failures}
 
 ## Causal model types that are not tested
 
-| type | reason |
+| reason | types |
 |---|---|
 {not_covered}
 """

@@ -48,6 +48,7 @@ from trillora.devices.slices import find_slice
 from trillora.errors import TrilloraError
 from trillora.events import ignore_events
 from trillora.preflight.client import WHERE_IT_RUNS, CompilerClient, choose_method, versions
+from trillora.preflight.question import Question
 from trillora.preflight.result import Method, StageResult
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +57,7 @@ GIB = 2**30
 USUAL_GIB = 4  # a compiler process stays below this; bounds the number of processes
 GRACE_SECONDS = 30  # after the end of the time budget, for steps that are nearly done
 
-Answerer = Callable[[dict[str, Any], "Limits"], StageResult]
+Answerer = Callable[[Question, "Limits"], StageResult]
 
 
 @dataclass
@@ -103,11 +104,10 @@ class Watch(threading.Thread):
                 return
 
 
-def ask_compiler(asked: dict[str, Any], limits: Limits) -> StageResult:
+def ask_compiler(asked: Question, limits: Limits) -> StageResult:
     """The answer of a process started for this question."""
-    place = find_slice(asked["slice"])
-    with CompilerClient(asked["method"]) as client, Watch(client.get_ready(place), limits):
-        return client.ask(asked, place, ignore_events)
+    with CompilerClient(asked.method) as client, Watch(client.get_ready(find_slice(asked.slice)), limits):
+        return client.ask(asked, ignore_events)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from atlas_steps import MODELS, SLICES, TOKENS, Step, config_of, limit_of, next_
 from trillora.devices.chips import CHIPS
 from trillora.devices.slices import find_slice
 from trillora.launch.offers import CHIP_OFFERS, PRICES_OF
-from trillora.report.html import STYLE, text
+from trillora.report.html import base_style, text
 
 # Dollars per chip-hour on demand in US zones. v4 is not offered by `trillora launch`; its price has the same source.
 PRICES = {chip: offer.on_demand for chip, offer in CHIP_OFFERS.items() if offer.on_demand} | {"v4": 12.88 / 4}
@@ -321,7 +321,7 @@ def page(cells: Sequence[Cell], steps: Sequence[Step]) -> str:
     return _filled(
         "page.html",
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
-        style=STYLE + _template("page.css"),
+        style=base_style() + _template("page.css"),
         counts=text(f"{counts_text(cells)} {versions_text(steps)}"),
         tokens=TOKENS,
         prices_of=PRICES_OF,

@@ -25,6 +25,7 @@ from trillora.devices.chips import CHIPS
 from trillora.devices.slices import find_slice
 from trillora.files.atomic import write_file
 from trillora.preflight.inputs import KNOWN_MODELS
+from trillora.preflight.question import Question
 from trillora.preflight.result import Method, StageResult
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import StepSettings
@@ -241,7 +242,7 @@ def _guess(first: Step, long: Sequence[Step]) -> float:
 # ---- questions and answers of preflight's compiler process
 
 
-def question(model: str, slice_name: str, ask: Ask, first: Step | None, method: Method, folder: Path) -> dict[str, Any]:
+def question(model: str, slice_name: str, ask: Ask, first: Step | None, method: Method, folder: Path) -> Question:
     """As preflight asks it: LoRA of rank 16 on all linear layers, AdamW. `folder` has the model's configuration."""
     num_devices = find_slice(slice_name).num_devices
     batch_size = batch_size_of(slice_name, ask)
@@ -257,16 +258,7 @@ def question(model: str, slice_name: str, ask: Ask, first: Step | None, method: 
         # Not in its mesh: the fastest may copy the base to every device, which leaves less room. int4 is the smallest
         # format for TPUs, if nothing larger fitted.
         recipe["model"]["quantize"] = first.settings["quantize"] if first is not None and first.settings else "int4"
-    return {
-        "slice": slice_name,
-        "method": method,
-        "whole": False,
-        "model": str(folder),
-        "trust_remote_code": False,
-        "stage": stages_of(load_recipe(recipe))[0].recipe.model_dump(mode="json"),
-        "num_steps": _NUM_STEPS,
-        "kept": None,
-    }
+    return Question(slice_name, method, str(folder), stages_of(load_recipe(recipe))[0].recipe, _NUM_STEPS)
 
 
 def batch_size_of(slice_name: str, ask: Ask) -> int:

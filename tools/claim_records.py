@@ -68,7 +68,7 @@ def _find(node: Any, path: str) -> Any:
 def read_records(root: Path) -> dict[str, Record]:
     """All records by name."""
     _changed.cache_clear()
-    readers = (written, recipes, compile_matrix, proofs, preflight_records, architectures, atlas)
+    readers = (written, recipes, compile_matrix, proofs, preflight_records, atlas)
     records = [record for read in readers for record in read(root)]
     by_name = {record.name: record for record in records}
     assert len(by_name) == len(records), "two records have one name"
@@ -203,28 +203,6 @@ def preflight_records(root: Path) -> Iterator[Record]:
             MODEL_CODE,
             command="python tools/preflight_records.py",
             versions=found[0]["versions"],
-        )
-
-
-def architectures(root: Path) -> Iterator[Record]:
-    """docs/models.md, which `make architectures` writes: `architectures.passed`, `.all`, `.multimodal`."""
-    file = "docs/models.md"
-    text = (root / file).read_text("utf-8") if (root / file).exists() else ""
-    found = re.search(r"\*\*(\d+) of (\d+) configurations\*\*.*?\((.*), (\w+), ([\d-]+)(?:, commit (\w+\+?))?\)", text)
-    if found:
-        families = re.search(r"\*\*(\d+) of (\d+) families\*\*", text)
-        counts = [*found.group(1, 2), *(families.group(1, 2) if families else ())]
-        names = ("passed", "all", "multimodal", "multimodal_all")
-        yield Record(
-            "architectures",
-            file,
-            dict(zip(names, map(int, counts), strict=False)),
-            found[6] or commit_of_file(root, file, found[5]),
-            found[5],
-            f"CPU ({found[4]})",
-            ("src/trillora/engine", "src/trillora/model", "tests/architecture_checks.py", "tests/tiny_models.py"),
-            command="make architectures",
-            versions=dict(re.findall(r"(\w+) ([\w.+]+)", found[3])),
         )
 
 

@@ -9,7 +9,7 @@ Rows: the training step of each recipe on its chips and of each shape of benchma
 preflight chooses (or chose: with --plan, another compiler gets the same program); for each recipe also its evaluation,
 and prefill and decode of its answers; the programs of `trillora doctor --prove`. "Compiled" means that an executable
 came out. Each row is compiled in a process of its own: a compiler that crashes is a row that failed. Needs libtpu and
-therefore x86-64 Linux. The environment decides the versions: `.venv` has those of the set tpu, `.venv-newest` (`make
+therefore x86-64 Linux. The environment decides the versions: `.venv` has the set tpu, `.venv-newest` (`make
 compat-newest`) the newest that pip may choose.
 """
 

@@ -2,8 +2,8 @@
 
     python tools/golden.py --write    writes tests/golden/cpu-aarch64.json, or gpu-h200.json on a machine with that GPU
 
-tests/test_golden.py compares new losses with the recorded ones, so that a change of the numbers is noticed and has to
-be recorded on purpose. All random numbers come from numpy, whose bits are the same on every machine. XLA's
+tests/prove/test_golden.py compares new losses with the recorded ones, so that a change of the numbers is noticed and
+has to be recorded on purpose. All random numbers come from numpy, whose bits are the same on every machine. XLA's
 optimizations are on, as in a real run.
 """
 
@@ -37,7 +37,7 @@ def main() -> None:
         os.environ.pop(name, None)
     if args.backend == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
+    sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "src")]
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), RECIPES if args.write else args.recipes)
     if args.write:

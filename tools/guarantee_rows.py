@@ -54,13 +54,15 @@ def run_part(guarantees: list[Guarantee], workers: int, scale: float) -> list[Ro
 
 def collect(files: list[str], scale: float) -> list[str]:
     """The node ids of all tests in the files."""
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *(f"tests/{file}" for file in files)]
+    paths = {path.name: str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *(paths[file] for file in files)]
     done = subprocess.run(command, cwd=ROOT, env=environment(scale), capture_output=True, text=True)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
 def _matches(node: str, tests: list[str]) -> bool:
-    return any(node.removeprefix("tests/").startswith(test) for test in tests)
+    path, _, name = node.partition("::")
+    return any(f"{Path(path).name}::{name}".startswith(test) for test in tests)
 
 
 @dataclass(frozen=True)

@@ -12,27 +12,27 @@ class Guarantee:
     name: str
     part: str
     tested: str  # how it is tested, and how often
-    tests: tuple[str, ...]  # prefixes of node ids below tests/: at least a file name and "::"
+    tests: tuple[str, ...]  # a file name, which is unique below tests/, "::" and how the names of its tests begin
     alone: bool = False  # without parallel tests
     least: int = 1  # tests that must pass
 
 
 GUARANTEES = (
     Guarantee(
-        "R1 kill -9 loses no saved work",
+        "kill -9 loses no saved work",
         "kills",
         "200 kills of whole runs at random times, each run then compared bit for bit with an uninterrupted one; "
         "250 kills of a process that only writes checkpoints",
         ("test_interruptions.py::test_killed_at_random", "test_checkpoint.py::test_a_kill_at_any_instant"),
     ),
     Guarantee(
-        "R2 resume is exact",
+        "resume is exact",
         "resume",
         "from every checkpoint of a 100-step run and of a 29-step run: two stages, dropout, packing, micro-batches",
         ("test_resume.py::test_resumed_from", "test_resume.py::test_optimizer_state"),
     ),
     Guarantee(
-        "R3 corruption is detected",
+        "corruption is detected",
         "rot",
         "1,000 bit flips, every bit of the checksums, truncations, deleted, added and swapped files",
         (
@@ -46,13 +46,13 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "R4 power loss",
+        "power loss",
         "rot",
         "recorded operations replayed with a crash after each, unsynced data dropped",
         ("test_storage.py::test_power_loss",),
     ),
     Guarantee(
-        "R5 full or failing disk",
+        "full or failing disk",
         "disk",
         "ENOSPC, EIO and read-only errors at every call; a whole run with a full disk at a checkpoint",
         (
@@ -66,19 +66,19 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "R6 signals",
+        "signals",
         "signals",
         "while training and compiling; 40 during evaluation and saving, half of them twice; exit within 10 s",
         ("test_interruptions.py::test_stop_signal", "test_interruptions.py::test_signals_during"),
     ),
     Guarantee(
-        "R7 closed terminal",
+        "closed terminal",
         "signals",
         "standard output closed during a run; SIGHUP is one of the signals above",
         ("test_interruptions.py::test_run_continues", "test_checkpoint.py::test_a_listener_whose_terminal"),
     ),
     Guarantee(
-        "R8 NaN and Inf",
+        "NaN and Inf",
         "numbers",
         "in loss, gradient and update, for each optimizer; a whole run with an infinite weight",
         (
@@ -89,7 +89,7 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "R9 one bad batch",
+        "one bad batch",
         "numbers",
         "a batch of garbage among clean ones; 10 clean seeds, 1,400 simulated runs of 6,000 steps",
         (
@@ -100,7 +100,7 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "R10 every row once per epoch",
+        "every row once per epoch",
         "data",
         "1, 3 and 8 processes, shuffled, packed or not, resumed; text split into documents",
         (
@@ -113,7 +113,7 @@ GUARANTEES = (
     ),
     Guarantee("R11 device counts change", "devices", "1, 8, 1 devices", ("test_resume.py::test_devices_may_change",)),
     Guarantee(
-        "R12 bad rows",
+        "bad rows",
         "data",
         "10,000 fuzzed rows, 10,000 mutated rows of every format, mutated files of every kind",
         (
@@ -126,13 +126,13 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "R13 real data",
+        "real data",
         "real data",
         "public data sets, downloaded; every count of the summary adds up",
         ("test_real_data.py::",),
     ),
     Guarantee(
-        "R14 every trained document has supervised tokens",
+        "every trained document has supervised tokens",
         "data",
         "rows without an answer within the sequence length, rows too long, rows shortened: refused or counted",
         (
@@ -146,7 +146,7 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "R15 the mask is correct",
+        "the mask is correct",
         "masks",
         "10,000 random conversations over all template families and real tokenizers, against the tokenizer's own "
         "rendering",
@@ -159,7 +159,7 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "R16 the saved adapter is correct",
+        "the saved adapter is correct",
         "adapter",
         "loaded by PEFT for every architecture of the tests, and in a process without Trillora",
         (
@@ -169,27 +169,27 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "R17 long runs",
+        "long runs",
         "long",
         "10,000 steps, 100 checkpoints in one process",
         ("test_promises.py::test_a_long_run",),
         alone=True,
     ),
     Guarantee(
-        "R18 polite install",
+        "polite install",
         "install",
         "pip on the complete package lists of Colab's TPU and GPU images: nothing they have is changed",
         ("test_install.py::",),
     ),
     Guarantee(
-        "R20 one owner",
+        "one owner",
         "owner",
         "a second process is refused, the lock of a dead process is taken over, many processes at once; two runs with "
         "the same checkpoint folder or URL",
         ("test_run_lock.py::", "test_checkpoint_owner.py::", "test_interruptions.py::test_second_process"),
     ),
     Guarantee(
-        "S1 no pickle",
+        "no pickle",
         "safety",
         "every unpickling during train, eval, generate, inspect, report and doctor; pickled models",
         (
@@ -200,13 +200,13 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "S2 no remote code",
+        "no remote code",
         "safety",
         "malicious model and tokenizer folders with auto_map",
         ("test_source.py::test_code_in_a", "test_source.py::test_model_that_transformers_supports"),
     ),
     Guarantee(
-        "S3 archives",
+        "archives",
         "safety",
         "parent paths, absolute paths, links, devices, bombs, too many members, false headers",
         (
@@ -220,7 +220,7 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "S4 control tokens",
+        "control tokens",
         "masks",
         "every control token in every text field of 10,000 hostile conversations, over all template families and real "
         "tokenizers with their own flags",
@@ -232,13 +232,13 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "S5 hostile templates",
+        "hostile templates",
         "templates",
         "endless loops, gigabytes, recursion, escapes from the sandbox, mutated templates",
         ("test_hostile_templates.py::", "test_data_worker.py::test_hostile_template", "test_data_worker.py::test_row"),
     ),
     Guarantee(
-        "S6 secrets",
+        "secrets",
         "safety",
         "canary values in the environment, the recipe and the command line",
         (
@@ -249,7 +249,7 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "S7 report pages",
+        "report pages",
         "safety",
         "markup in every field, in a real browser if one is installed",
         (
@@ -260,7 +260,7 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "S8 names",
+        "names",
         "safety",
         "malicious names of runs, data and 10,000 stages; all writes of a run are observed",
         (
@@ -271,20 +271,20 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "S9 changed inputs are refused",
+        "changed inputs are refused",
         "resume",
         "recipe, data, model or tokenizer changed between two starts",
         ("test_resume.py::test_changed_inputs", "test_resume.py::test_changes_are_accepted", "test_token_cache.py::"),
     ),
     Guarantee(
-        "S10 dependencies",
+        "dependencies",
         "install",
         "the lock files have every requirement with its hashes, and are what the tests run with; the linter's security "
         "rules are part of `make lint`",
         ("test_locks.py::",),
     ),
     Guarantee(
-        "S11 hostile files and commands",
+        "hostile files and commands",
         "fuzz",
         "10,000 recipes, 10,000 changes of a model's description, 2,000 of checkpoints, adapters, 5,000 command lines",
         (
@@ -298,7 +298,7 @@ GUARANTEES = (
         ),
     ),
     Guarantee(
-        "S12 changed folders",
+        "changed folders",
         "mutations",
         "1,350 changes of runs, models, recipes, adapters and exports, each followed by a real command of 13 verbs "
         "with secrets in its environment; connections to other machines are recorded",

@@ -4,7 +4,7 @@
 
 The record is a list of statements, such as "from jax.sharding import Mesh", from all of src/trillora. Each is tried
 here with the oldest supported libraries, so the record has only names that exist there.
-tests/test_library_names.py compares the code with it in every environment. Imports inside
+tests/project/test_library_names.py compares the code with it in every environment. Imports inside
 `try: ... except ImportError` are optional and left out.
 """
 

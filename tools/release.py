@@ -4,7 +4,7 @@
 
 The wheel is built from the unpacked sdist, so the sdist is complete. Times in the wheel are the last commit's: equal
 commits make equal wheels, byte by byte. It refuses changes that are not committed, and a version without a section in
-CHANGELOG.md. tests/test_release.py installs the wheel in a new environment.
+CHANGELOG.md. tests/system/test_release.py installs the wheel in a new environment.
 """
 
 from __future__ import annotations

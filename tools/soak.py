@@ -22,7 +22,7 @@ from guarantee_rows import HEAD, ROOT, Row, commit, run_part, say, write_table
 from guarantees import GUARANTEES
 
 TABLE = ROOT / "dev" / "SOAK.md"
-GOODPUT = "R19 goodput"
+GOODPUT = "goodput"
 GOODPUT_TESTED = "time lost per preemption with a warm compile cache; one preemption every 60 s for 5 minutes"
 NAMES = (*(guarantee.name for guarantee in GUARANTEES), GOODPUT)
 PARTS = (*dict.fromkeys(guarantee.part for guarantee in GUARANTEES), "goodput")
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def measure_goodput(model: str, scale: float) -> Row:
-    sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests"), str(ROOT / "src")]
+    sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support"), str(ROOT / "src")]
     import soak_goodput
 
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Measures goodput (R19): the share of time that a regularly preempted run spends training, with real processes."""
+"""Measures goodput: the share of time that a regularly preempted run spends training, with real processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Makes scans in the format of sys-scan: findings of ten producers, what connects them, and the analyst's answer.
 
     python tools/sys_scan_findings.py recipes/data/massive_dataset.tar.gz                        # 4,000 scans
-    python tools/sys_scan_findings.py recipes/samples/sys-scan-tiny.tar.gz --brief --scans 200   # those of --tiny
+    python tools/sys_scan_findings.py recipes/samples/sys-scan-tiny.tar.gz --brief --scans 200   # for --tiny
 
 A row satisfies `recipes/schemas/sys-scan-ground-truth.schema.json`. Its summaries and actions follow from its findings
 by fixed rules, so a model can learn them:

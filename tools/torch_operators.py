@@ -1,12 +1,12 @@
 """Records which operators of PyTorch the supported models use, in tests/golden/torch-operators.json.
 
-    python tools/torch_operators.py              all configurations of tests/tiny_models.py: some minutes
+    python tools/torch_operators.py              all configurations of tests/support/tiny_models.py: some minutes
     python tools/torch_operators.py --check      whether this torch and torchax have every recorded operator
 
     {"torch.ops.aten.mul.Tensor": ["llama", "gemma3", …], "torch.nn.functional.silu": […]}
 
 Each model is traced as in training, and torchax is asked for each operator by name. A new torch or torchax that drops
-one is found by tests/test_torch_operators.py in a second, with the models that need it.
+one is found by tests/project/test_torch_operators.py in a second, with the models that need it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> int:
         missing = missing_operators(read_record())
         print("\n".join(missing) or f"torchax has all {len(read_record())} operators.")
         return 1 if missing else 0
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     import tiny_models
 
     used: dict[str, list[str]] = defaultdict(list)

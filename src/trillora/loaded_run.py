@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from trillora.devices.quiet import quiet_libraries
 from trillora.early.runs import check_source, no_run
@@ -47,9 +47,27 @@ class LoadedRun:
         return f"<run {self.folder}: {self.recipe.model.name}>"
 
     @overload
-    def generate(self, prompts: str, **options: Any) -> str: ...
+    def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str
+        self,
+        prompts: str,
+        *,
+        max_tokens: int = ...,
+        temperature: float = ...,
+        top_p: float = ...,
+        seed: int = ...,
+        base: bool = ...,
+    ) -> str: ...
     @overload
-    def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[str]: ...
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = ...,
+        temperature: float = ...,
+        top_p: float = ...,
+        seed: int = ...,
+        base: bool = ...,
+    ) -> list[str]: ...
     def generate(
         self,
         prompts: str | Sequence[Prompt],

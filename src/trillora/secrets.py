@@ -1,6 +1,6 @@
 """Removes secrets from everything that is shown, saved or sent: messages, reports, logs, trackers.
 
-A secret is recognised by its shape (the keys that services issue), by its name (`password: …`), or because an
+A secret is recognized by its shape (the keys that services issue), by its name (`password: …`), or because an
 environment variable with such a name has this value. URLs lose their credentials, query and fragment:
 
     mask_secrets("login with hf_abcdefgh12345")     ->  "login with •••"

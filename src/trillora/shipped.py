@@ -4,7 +4,7 @@
 
     recipes/gemma-3-270m-chat.yaml
     recipes/samples/bookings.jsonl
-    recipes/samples/NOTICE            the licences of the samples
+    recipes/samples/NOTICE            the licenses of the samples
 
 A recipe is NAME.yaml or NAME/recipe.yaml in the folder `trillora/recipes`: files in an installation, a link to the
 folder of the source in a checkout. Files keep their places relative to the recipe, so a copy works as it is.
@@ -25,7 +25,7 @@ from trillora.files.atomic import make_folder, write_file
 from trillora.recipe import yaml
 
 HOME = Path(__file__).parent / "recipes"
-NOTICE = "NOTICE"  # next to samples of others: their licences
+NOTICE = "NOTICE"  # next to samples of others: their licenses
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ShippedRecipe:
         return "tiny" in self._options()
 
     def files(self) -> list[Path]:
-        """The recipe, the files that it names, and the licences of those."""
+        """The recipe, the files that it names, and the licenses of those."""
         named = sorted({path for text in _texts(self._options()) for path in _found(text, self.file.parent)})
         notices = {path.parent / NOTICE for path in named} | {path.parents[1] / NOTICE for path in named}
         return [self.file, *named, *sorted(path for path in notices if HOME in path.parents and path.is_file())]

@@ -106,7 +106,7 @@ def model_card(facts: CardFacts) -> str:
         _section("Data", _data_table(stages)),
         _section("Recipe", _recipe_table(recipe, facts)),
         _section("Versions", _versions(manifest)),
-        "The licence and the terms of use of the base model apply to this model too.",
+        "The license and the terms of use of the base model apply to this model too.",
     ]
     head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=1000)
     body = "\n\n".join(part for part in sections if part)

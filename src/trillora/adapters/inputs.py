@@ -48,7 +48,7 @@ NO_SUM: dict[str, tuple[Any, str]] = {
     "bias": ("none", "it replaces biases"),
     "lora_bias": (False, "it also adds a bias"),
 }
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that also change the base's weights
 SELECTION = ("exclude_modules", "layers_to_transform", "layers_pattern")  # of layers, in addition to target_modules
 
 
@@ -254,7 +254,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def selection(inputs: Sequence[AdapterInput], layers: Sequence[str], parameters: Collection[str]) -> dict[str, Any]:
-    """PEFT's selection of these layers: that of an adapter that has the same ones, else their names. `parameters` are
+    """PEFT's selection of these layers: from an adapter that has the same ones, else their names. `parameters` are
     the layers that PEFT reads only if they are listed in `target_parameters`."""
     for each in inputs:
         targets, config = each.config.get("target_modules"), each.config

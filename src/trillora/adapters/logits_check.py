@@ -94,7 +94,7 @@ def _compare(
     own = jax.device_put(fitted, shard_adapter(model.adapter_layout, mesh))
     nothing = jax.tree.map(jnp.zeros_like, own)
     inputs = {"tokens": jnp.asarray(_tokens(opened))}
-    with jax.default_matmul_precision("highest"):  # accelerators round float32 products to fewer digits by default
+    with jax.default_matmul_precision("highest"):  # accelerators round float32 matmuls to fewer digits by default
         run = jax.jit(model.logits)
         of_adapter, of_base = (np.asarray(run(base, tree, inputs)) for tree in (own, nothing))
         _add(base, model, definition)

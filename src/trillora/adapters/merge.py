@@ -327,7 +327,7 @@ def _write(
 ) -> None:
     templates = {each.template for each in inputs if each.template is not None}
     if len(templates) > 1:
-        listener(Alarm("The adapters have different chat templates: the merged one uses that of the base model."))
+        listener(Alarm("The adapters have different chat templates: the merged one uses the base model's."))
     elif templates:
         files = {**files, TEMPLATE_FILE: templates.pop()}
     tokenizer = next((each.tokenizer for each in inputs if each.tokenizer), {})

@@ -234,7 +234,7 @@ def _joined(changes: dict[int, LayerChange], options: MergeOptions) -> tuple[np.
 
 
 def _factored(b_ER: np.ndarray, a_RD: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The singular value decomposition of B A, through that of a small matrix."""
+    """The singular value decomposition (SVD) of B A, through the SVD of a small matrix."""
     left, left_core = np.linalg.qr(b_ER)
     right, right_core = np.linalg.qr(a_RD.T)
     u, singular, v = np.linalg.svd(left_core @ right_core.T, full_matrices=False)

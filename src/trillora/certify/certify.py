@@ -81,7 +81,7 @@ class Findings:
         self.checks: list[Check] = []
 
     def add(self, part: str, name: str, checks: Callable[[], Iterable[Check]]) -> bool:
-        """Runs checks and returns whether none failed. `part` and `name` are those of an error."""
+        """Runs checks and returns whether none failed. `part` and `name` describe the check that an error replaces."""
         before = len(self.checks)
         try:
             for check in checks():
@@ -353,7 +353,7 @@ def _same_chat(subject: Subject, rendered: list[int]) -> Iterator[Check]:
         f"llama.cpp writes a conversation in {len(rendered)} tokens, training in {len(expected)}; they differ from "
         f"token {at + 1} on: {rendered[at : at + 4]} instead of {expected[at : at + 4]}."
     )
-    do = "compare add_bos_token, the chat template and the special tokens of the GGUF file with those of the base"
+    do = "compare add_bos_token, the chat template and the special tokens of the GGUF file with the base's"
     yield Check("tokenizer", "conversation", "failed", what, do=do)
 
 

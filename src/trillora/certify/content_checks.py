@@ -204,7 +204,7 @@ def check_header(found: Mapping[str, Any], values: Mapping[str, Any]) -> Iterato
         what = f"{len(wrong):,} keys of the header are wrong: {'; '.join(wrong[:_MANY])}."
         yield Check("contents", "header", "failed", what, len(wrong), 0, DO)
     else:
-        yield Check("contents", "header", "ok", f"{len(found):,} keys of the header are those of an export.", 0, 0)
+        yield Check("contents", "header", "ok", f"{len(found):,} keys of the header are as exported.", 0, 0)
 
 
 def _plain(value: Any) -> Any:
@@ -240,7 +240,7 @@ def check_modelfile_text(subject: Subject, gguf: str) -> Iterator[Check]:
     wanted = instructions(write_modelfile(source, prompts_of(source), gguf))
     own = instructions(read_bounded(subject.folder / MODELFILE, MAX_BYTES).decode("utf-8", errors="replace"))
     if own == wanted:
-        yield Check("contents", "Modelfile", "ok", f"{len(own)} instructions are those of an export.", 0, 0)
+        yield Check("contents", "Modelfile", "ok", f"{len(own)} instructions are as exported.", 0, 0)
         return
     pairs = itertools.zip_longest(own, wanted, fillvalue=("nothing", ""))
     one, other = next((" ".join(a)[:80], " ".join(b)[:80]) for a, b in pairs if a != b)
@@ -256,7 +256,7 @@ _INSTRUCTION = re.compile(
 
 
 def instructions(modelfile: str) -> list[tuple[str, str]]:
-    """The instructions that Ollama follows, sorted: their order, comments and licences do nothing.
+    """The instructions that Ollama follows, sorted: their order, comments and licenses do nothing.
 
     >>> instructions('FROM ./a.gguf\\n# mine\\nPARAMETER stop "<end>"')
     [('FROM', './a.gguf'), ('PARAMETER stop', '<end>')]

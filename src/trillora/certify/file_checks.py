@@ -177,7 +177,7 @@ def _shards(folder: Path, names: dict[str, list[str]]) -> Check:
 
 
 def compare_files(now: dict[str, FileFacts], then: dict[str, FileFacts]) -> Check:
-    """Whether the files are those of the certificate."""
+    """Whether the files match the certificate."""
     changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
     if not changed:
         return Check("files", "same as certified", "ok", f"{len(now):,} files have their certified digests.", 0, 0)

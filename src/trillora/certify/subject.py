@@ -184,7 +184,7 @@ class Subject:
 
     @cached_property
     def template(self) -> str | None:
-        """The chat template that the rows were rendered with: the recipe's, or else that of the base's tokenizer."""
+        """The chat template that the rows were rendered with: the recipe's, or else the base tokenizer's."""
         if self.stage is not None and self.stage.data.chat_template is not None:
             try:
                 return chat_template(self.stage.data, self.opened.tokenizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.certify.certificate import Check, Status
 from trillora.certify.gguf_file import GgufFile
@@ -23,6 +23,9 @@ from trillora.model.loading.description import stop_tokens
 from trillora.model.loading.digest import tokenizer_digest
 from trillora.model.loading.growth import num_ids
 from trillora.model.loading.source import load_config, load_tokenizer
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 SAMPLES = (
     "Hello, world! 1234567890 3.14",
@@ -85,7 +88,7 @@ def _special_tokens(own: Any, base: Any) -> Check:
             wrong.append(f"{name} is {_shown(now)} instead of {_shown(before)}")
     if wrong:
         return Check("tokenizer", "special tokens", "failed", f"{'; '.join(wrong)}.", len(wrong), 0, DO)
-    what = f"BOS {own.bos_token!r}, EOS {own.eos_token!r} and padding {own.pad_token!r} are those of training."
+    what = f"BOS {own.bos_token!r}, EOS {own.eos_token!r} and padding {own.pad_token!r} are as in training."
     return Check("tokenizer", "special tokens", "ok", what, 0, 0)
 
 
@@ -172,7 +175,7 @@ def _num_leading(ids: list[int], token: int) -> int:
     return next((n for n, id_ in enumerate(ids) if id_ != token), len(ids))
 
 
-def _stop(subject: Subject, tokenizer: Any) -> Iterator[Check]:
+def _stop(subject: Subject, tokenizer: Tokenizer) -> Iterator[Check]:
     """The token that the template writes after an answer must end generation."""
     is_merged = subject.kind == "merged"
     folder = subject.folder if is_merged else subject.opened.folder
@@ -213,7 +216,7 @@ def check_gguf_tokenizer(subject: Subject, model: GgufFile) -> Iterator[Check]:
     if wrong:
         yield Check("tokenizer", "tokens", "failed", f"{'; '.join(wrong)}.", len(wrong), 0, DO)
     else:
-        yield Check("tokenizer", "tokens", "ok", f"{len(tokens):,} tokens, BOS and EOS are those of training.", 0, 0)
+        yield Check("tokenizer", "tokens", "ok", f"{len(tokens):,} tokens, BOS and EOS are as in training.", 0, 0)
     yield _same_template(model.text("tokenizer.chat_template"), template, "chat template")
     yield from _gguf_stop(subject, model)
 

@@ -92,7 +92,7 @@ def _same_weights(subject: Subject, known: Certificate) -> Iterator[Check]:
     assert subject.adapter is not None
     own = Trained(*load_adapter(subject.adapter), "the adapter's own file", False)
     if known.trained_digest is None or own.digest == known.trained_digest:
-        yield Check("trained", "weights", "ok", f"Weights and options are those of the certified {known.trained}.")
+        yield Check("trained", "weights", "ok", f"Weights and options equal the certified {known.trained}'s.")
     else:
-        what = f"Weights or options are not those of the certified {known.trained}."
+        what = f"Weights or options differ from the certified {known.trained}'s."
         yield Check("trained", "weights", "failed", what, do="restore the adapter that was certified")

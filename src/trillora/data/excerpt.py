@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trillora.data.rendering.control import common_length
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 MAX_CHARACTERS = 2400  # of a shortened example
 MAX_PIECES = 40
@@ -31,7 +34,7 @@ class Gap:
     characters: int
 
 
-def pieces_of(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) -> tuple[ExcerptPiece, ...]:
+def pieces_of(tokenizer: Tokenizer, tokens: Sequence[int], trained: Sequence[bool]) -> tuple[ExcerptPiece, ...]:
     """The decoded row, cut where `trained` or "is a special token" changes.
 
     A character may consist of several tokens. If a cut falls inside one, the character goes to the piece that holds its

@@ -50,6 +50,8 @@ def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, 
         listener(Note(f"Data {file['name']}: {file['format']}, {file['num_rows']:,} rows"))
     if not dataset.is_new:
         listener(Note("Data already tokenized: read from the cache"))
+    for remark, count in dataset.remarks.items():
+        listener(Note(f"Data {count:,} rows: {remark}"))
     if dataset.num_problems:
         first = dataset.problems[0]
         listener(Note(f"Data {dataset.num_problems:,} bad rows skipped; the first is {first.where}: {first.what}"))
@@ -74,6 +76,7 @@ def data_options(data: DataSection, tokenizer: Tokenizer, *, lenient: bool = Fal
         template_arguments=data.template_arguments,
         weight_key=data.weight_key,
         columns=data.columns,
+        drop_keys=data.drop_keys,
         validation=data.split.validation if data.split else 0.0,
         test=data.split.test if data.split else 0.0,
     )

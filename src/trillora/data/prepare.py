@@ -45,10 +45,11 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.files.digests import json_digest, text_digest
 
-FORMAT = 3  # of a store: increase it when the same data would be read, tokenized or stored differently
+FORMAT = 4  # of a store: increase it when the same data would be read, tokenized or stored differently
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
+MOST_REMARKS = 500  # different ones; rows whose keys are data have as many as they have keys
 KEPT_PROBLEMS = 200  # bad rows stored with their place; all are counted
 
 
@@ -79,6 +80,7 @@ class DataOptions:
     template_arguments: dict[str, Any] = field(default_factory=dict)
     weight_key: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
+    drop_keys: tuple[str, ...] = ()
     validation: float = 0.0
     test: float = 0.0
 
@@ -143,11 +145,19 @@ class Dataset:
         """The first KEPT_PROBLEMS of the problems."""
         # Stored with the file's index: files may be renamed before the store is opened again.
         found = self.store.facts["problems"]
-        return [DataProblem(place(self.store.files[file], *at), what, do) for file, *at, what, do in found]
+        return [
+            DataProblem(place(self.store.files[file], member, line, nth), what, do)
+            for file, member, line, what, do, nth in found
+        ]
 
     @property
     def num_problems(self) -> int:
         return int(self.store.facts["num_problems"])
+
+    @property
+    def remarks(self) -> dict[str, int]:
+        """What of the rows is not trained on, and the number of rows that this is true of."""
+        return dict(self.store.facts["remarks"])
 
     def documents(self, part: str = "train", seed: int = 0) -> Documents:
         """The rows of one part, not yet fitted to a length. Source weights apply to the training part only."""
@@ -240,6 +250,7 @@ class _StoreBuilder:
     names: dict[tuple[int, str], int] = field(default_factory=dict)  # file and member -> index in the store
     problems: list[tuple[Any, ...]] = field(default_factory=list)  # the file's index, then the fields of a Fault
     num_past_limit: int = 0
+    remarks: Counter[str] = field(default_factory=Counter)  # rows that each is true of
     reasons: Counter[str] = field(default_factory=Counter)
     num_rows: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # by file, then format
     formats: dict[tuple[int, str], str] = field(default_factory=dict)  # by file and member
@@ -264,6 +275,7 @@ class _StoreBuilder:
                     "problems": self.problems,
                     "num_problems": self.reasons.total(),
                     "reasons": dict(self.reasons.most_common(50)),
+                    "remarks": dict(self.remarks.most_common(50)),
                 }
             )
         finally:
@@ -293,10 +305,11 @@ class _StoreBuilder:
     def _format(self, owner: tuple[int, str], rows: Sequence[RawRow]) -> str:
         """The format of a file's rows: from the recipe, or detected in the first row that shows it."""
         if owner not in self.formats:
-            found = "template" if self.inputs.rendering.template is not None else self.inputs.format
+            rendering = self.inputs.rendering
+            found = "template" if rendering.template is not None else self.inputs.format
             for row in rows[:ROWS_LOOKED_AT] if found == "auto" else ():
                 with contextlib.suppress(BadRow):
-                    found = formats.detect(formats.picked(parse(row.raw), self.inputs.rendering.columns))
+                    found = formats.detect(formats.picked(parse(row.raw), rendering.columns, rendering.drop_keys))
                     break
             if found == "auto":
                 return "auto"  # no row shows it: the worker reports the problem of each
@@ -312,13 +325,15 @@ class _StoreBuilder:
             if isinstance(document, TokenizedDocument) and not document.num_supervised:
                 document = BadRow("This row has no token to train on.", "remove the row, or add an answer to it")
             if isinstance(document, BadRow):
-                fault = Fault(row.member, row.line, document.what, document.do)
+                fault = Fault(row.member, row.line, document.what, document.do, row.nth)
                 self._problem(batch.file, fault, past_limit=document.past_limit)
                 continue
             assert isinstance(rendered, RenderedRow)
+            self.remarks.update(set(rendered.remarks) if len(self.remarks) < MOST_REMARKS else ())
             name = self.names.setdefault((batch.file, row.member), len(self.names))
             kind, was_cut = KINDS.index(rendered.kind), document is not whole
-            facts.append((0, rendered.digest, row.line, 0, 0, rendered.weight, name, source, kind, was_cut))
+            at = (row.line, row.nth)
+            facts.append((0, rendered.digest, *at, 0, 0, rendered.weight, name, source, kind, was_cut))
             documents.append(document)
         self.num_rows[batch.file][batch.format] += len(documents)
         return documents, np.array(facts, ROW)
@@ -344,7 +359,7 @@ class _StoreBuilder:
 
     def _problem(self, file: int, fault: Fault, *, past_limit: bool = False) -> None:
         self.num_past_limit += past_limit
-        where = place(self.use.files[file].name, fault.member, fault.line)
+        where = place(self.use.files[file].name, fault.member, fault.line, fault.nth)
         if fault.what == NO_CHAT_TEMPLATE:  # no row is at fault, and it would be the same for the next one
             raise TrilloraError(fault.what, where=where, do=fault.do)
         if self.on_bad_row == "refuse":
@@ -383,7 +398,7 @@ def store_inputs(
 
 
 def _tokenizer_digest(tokenizer: Tokenizer, vocab_size: int | None) -> str:
-    """Of everything that `Encoder` reads. The special tokens may differ from those of the vocabulary's own file."""
+    """Of everything that `Encoder` reads. The special tokens may differ from the vocabulary's own file."""
     special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     ends = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, list(tokenizer("")["input_ids"])]
     return json_digest([text_digest(tokenizer.backend_tokenizer.to_str()), special, ends, vocab_size])
@@ -412,6 +427,7 @@ def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder
         arguments=options.template_arguments,
         weight_key=options.weight_key,
         columns=options.columns,
+        drop_keys=list(options.drop_keys),
         schema=options.schema,
     )
 

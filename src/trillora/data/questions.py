@@ -40,10 +40,12 @@ def last_question(prompt: str, head: str, request: str, control_words: Iterable[
     """The last user message of a rendered prompt, or None if it cannot be found.
 
     `head` and `request` are the texts that the chat template writes before and after a single user message. Within a
-    conversation, the same text precedes a user message from the last control token of `head` on.
+    conversation, the same text precedes a user message from the last control token of `head` on. Whitespace at the
+    end is not compared: if an answer begins with spaces, a token may join them to the line break of `request`.
     """
     opening = head[max([0, *(head.rfind(word) for word in control_words)]) :]
-    if not opening or not request or not prompt.endswith(request):
+    asked, ending = prompt.rstrip(), request.rstrip()
+    if not opening or not request or not asked.endswith(ending):
         return None
-    _, found, question = prompt.removesuffix(request).rpartition(opening)
+    _, found, question = asked.removesuffix(ending).rpartition(opening)
     return question.strip() if found else None

@@ -16,8 +16,9 @@ class RawRow(NamedTuple):
     """One row as JSON text, not yet parsed."""
 
     member: str  # path inside an archive, "" for a plain file
-    line: int  # counted from 1; in files without lines, the number of the record
+    line: int  # on which it begins, from 1; in files without lines (Parquet), the number of the record
     raw: bytes  # UTF-8 if the file is correct
+    nth: int = 1  # of the rows that begin on this line
 
 
 class Fault(NamedTuple):
@@ -27,6 +28,7 @@ class Fault(NamedTuple):
     line: int
     what: str
     do: str
+    nth: int = 1
 
 
 RowsOfFile = Iterator[RawRow | Fault]
@@ -71,10 +73,15 @@ class Text:
 Example = Chat | Pair | Text
 
 
-def place(file: str, member: str = "", line: int = 0) -> str:
-    """The location of a row in messages: `file:line`, or `archive!member:line`."""
+def place(file: str, member: str = "", line: int = 0, nth: int = 1) -> str:
+    """The location of a row in messages: `file:line`, or `archive!member:line`. JSON can have several rows on a line.
+
+    >>> place("a.zip", "b.json", 1, 2)
+    'a.zip!b.json:1 (row 2 of the line)'
+    """
     name = f"{file}!{member}" if member else file
-    return f"{name}:{line}" if line else name
+    row = f" (row {nth:,} of the line)" if nth > 1 else ""
+    return f"{name}:{line}{row}" if line else name
 
 
 def refused(what: str, where: str, do: str) -> TrilloraError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.data.batches import Batches
 from trillora.data.documents import NOTHING_LOST, Documents, Lost
@@ -18,6 +18,9 @@ from trillora.model.loading.growth import tokenizer_files
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.resolve import DocumentRoom
 from trillora.recipe.schema import Stage, StageRecipe
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 EXAMPLE_TOKENS = 600  # of the row shown in the report
 SHORTEST_BLOCK = 128  # tokens: what an attention kernel computes at once
@@ -69,7 +72,7 @@ class StageData:
         num_tokens = int(self.batches.documents.lengths_N[self.batches.documents_of(step)].sum())
         return 1 - num_tokens / (self.batches.batch_size * self.batches.length_of(step))
 
-    def facts(self, tokenizer: Any, first_step: int) -> dict[str, Any]:
+    def facts(self, tokenizer: Tokenizer, first_step: int) -> dict[str, Any]:
         """The stage's part of `run.json`."""
         train, document = self.recipe.train, self.batches.documents[0]
         trained = [False, *document.supervised[1:EXAMPLE_TOKENS].tolist()]
@@ -97,7 +100,7 @@ def shortest_block(longest: int, sequence_length: int) -> int:
     return block
 
 
-def read_stage(stage: Stage, tokenizer: Any, listener: Listener) -> StageData:
+def read_stage(stage: Stage, tokenizer: Tokenizer, listener: Listener) -> StageData:
     """Reads and tokenizes the data of a stage. Errors name the stage."""
     recipe = with_token_ids(with_template_date(stage.recipe, tokenizer, listener), tokenizer)
     try:
@@ -155,7 +158,7 @@ def evaluation_batches(stage: StageData, num_rows: int) -> Batches | None:
     )
 
 
-def _evaluation(dataset: Dataset, recipe: StageRecipe, tokenizer: Any, listener: Listener) -> Documents | None:
+def _evaluation(dataset: Dataset, recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener) -> Documents | None:
     data, length = recipe.data, recipe.train.sequence_length
     if data.validation is not None:
         held_out = data.model_copy(update={"path": data.validation, "validation": None, "split": None})

@@ -94,7 +94,7 @@ class DataVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """Rows are counted without bad rows; tokens are those of one epoch, without rows dropped as too long."""
+    """Rows are counted without bad rows; tokens are counted for one epoch, without rows dropped as too long."""
 
     model: str
     sequence_length: int
@@ -113,6 +113,7 @@ class DataReport:
     sources: tuple[SourceFacts, ...]
     reasons: tuple[Reason, ...]
     first_bad_rows: tuple[DataProblem, ...]
+    remarks: dict[str, int]  # what of the rows is not trained on, with the number of rows
     splits: dict[str, int]
     trained_tokens: int = 0
     masked_tokens: int = 0
@@ -227,6 +228,7 @@ def _row_facts(dataset: Dataset) -> dict[str, Any]:
         ),
         "reasons": tuple(Reason(what, count) for what, count in facts["reasons"].items()),
         "first_bad_rows": tuple(dataset.problems[:NUM_BAD_SHOWN]),
+        "remarks": dataset.remarks,
         "splits": dict(zip(PARTS, parts, strict=True)),
     }
 

@@ -24,11 +24,11 @@ class Chip:
     torus_dims: int  # dimensions of the torus of devices; 0 if they are not connected as a torus
     clock_ghz: float
     matrix_unit: int  # side of the systolic array; on a GPU, of a tensor core's tile
-    doubled: tuple[str, ...] = ()  # 8-bit formats with twice the bf16 rate, if XLA's products in them are faster
+    doubled: tuple[str, ...] = ()  # 8-bit formats with twice the bf16 rate, if XLA's matmuls in them are faster
 
     @property
     def fewest_tokens(self) -> int:
-        """For a product with a wide weight in bfloat16, a power of two: with fewer, reading the weight and writing the
+        """For a matmul with a wide weight in bfloat16, a power of two: with fewer, reading the weight and writing the
         result take as long as the arithmetic. 512 on v5e, 1024 on v6e."""
         flops_per_byte = 1e3 * self.bf16_tflops / self.hbm_gb_per_second
         return int(2 ** math.ceil(math.log2(1.5 * flops_per_byte)))
@@ -37,7 +37,7 @@ class Chip:
 # Peaks and bandwidths: Google's page for each version (cloud.google.com/tpu/docs), divided by the devices of a chip.
 # Links: those pages give 50 GB/s per link and direction for v4 and v5e, and 100 for v5p, v6e and 7x. We use 90 % of
 # that, as the JAX team's scaling book does. v2 and v3: Jouppi et al., CACM 2020, 496 and 656 Gbit/s, shared by two
-# devices. The clock follows from the peak and the matrix units. v4 has int8 products at the rate of bf16; 7x has fp8,
+# devices. The clock follows from the peak and the matrix units. v4 has int8 matmuls at the rate of bf16; 7x has fp8,
 # but whether XLA uses it there is not known.
 CHIPS: dict[str, Chip] = {
     "v2": Chip(7.48, 22.9, 350, 31, 2, 0.70, 128),
@@ -51,7 +51,7 @@ CHIPS: dict[str, Chip] = {
 
 # NVIDIA's data sheets, without sparsity; memory as shown by the driver. A variant with a longer name comes before the
 # shorter name. Links: NVLink to the other GPUs of a board, all links together. Clock: the one that gives the peak.
-# XLA's products of int8 are not faster than those of bf16 (H200: 1.0 to 1.5 times the time).
+# XLA's int8 matmuls are not faster than bf16 (H200: 1.0 to 1.5 times the time).
 GPUS: dict[str, Chip] = {
     "H200": Chip(139.8, 989, 4800, 450, 0, 1.83, 16, ("fp8",)),
     "H100 PCIe": Chip(79.1, 756, 2000, 0, 0, 1.62, 16, ("fp8",)),
@@ -72,7 +72,7 @@ class Generation:
     """What GPUs from this compute capability on can compute."""
 
     since: float  # compute capability
-    has_bfloat16: bool  # products of bfloat16; without them XLA converts every operand to float32
+    has_bfloat16: bool  # matmuls of bfloat16; without them XLA converts every operand to float32
     widest_head: int  # of cuDNN's flash attention, as jax allows it; 0: there is none
     has_ragged: bool = False  # cuDNN's flash attention takes the lengths of packed documents
     has_wgmma: bool = False  # four warps multiply together: Hopper's instructions, which no other generation has

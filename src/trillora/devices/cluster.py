@@ -7,7 +7,7 @@ order; a run that finds no other is a run of one process:
     TPU_WORKER_HOSTNAMES=t-0.svc,t-1.svc TPU_WORKER_ID=1                          GKE
     worker-network-endpoints, agent-worker-number                                 metadata server of a Cloud TPU VM
 
-Colab and Kaggle have TPUs of one host and set some of these variables all the same, to a warning text even. They are
+Colab and Kaggle have TPUs of one host and set some of these variables anyway, one even to a warning text. They are
 never joined, and a list counts only if every word in it is an address.
 """
 
@@ -97,7 +97,7 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _of_slices(hosts: list[str], worker: int, environment: Mapping[str, str]) -> Cluster:
-    """Hosts are those of one slice. GKE names the others with MEGASCALE variables, counted as jax counts them."""
+    """Hosts belong to one slice. GKE names the others with MEGASCALE variables, counted as jax counts them."""
     coordinator = environment.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]
     port = environment.get("JAX_COORDINATOR_PORT") or PORT
     slices = _number(environment, "MEGASCALE_NUM_SLICES", 1)

@@ -40,7 +40,7 @@ class ProofCheck:
 
     name: str  # what was compared
     state: State
-    figures: str  # what was found, and the bar
+    figures: str  # what was found, and the threshold
     where: str = ""  # where it is worst, or why it was skipped
 
 
@@ -66,7 +66,7 @@ class MeasuredChip:
     date: str  # ISO 8601, UTC
     libraries: dict[str, str | None]
     checks: list[ProofCheck]
-    matrix_tflops: float | None = None  # of large products in the number format of a run
+    matrix_tflops: float | None = None  # of large matmuls in the number format of a run
     memory_gb_per_second: float | None = None  # read and written
     gather_gb_per_second: float | None = None  # received by a device in an all-gather; None: one device
     reduce_gb_per_second: float | None = None  # sent by a device in an all-reduce over a ring
@@ -81,7 +81,7 @@ class MeasuredChip:
 
     @property
     def chip(self) -> str:
-        """The name of the chip in our tables; for others, that of jax."""
+        """The name of the chip in our tables; for others, jax's name."""
         return DEVICE_KINDS.get(self.device_kind, self.device_kind)
 
     @property

@@ -1,7 +1,7 @@
 """The device mesh, and the rules that shard arrays over it.
 
 The mesh has three axes. `data` replicates the base weights. `fsdp` shards them and gathers each layer when it is used.
-`tensor` shards the matrix products. The sequences of a batch are sharded over `data` and `fsdp`. The rules depend only
+`tensor` shards the matmuls. The sequences of a batch are sharded over `data` and `fsdp`. The rules depend only
 on shapes, never on the model:
 
     weight [4096, 1024] on data 1 x fsdp 4 x tensor 2  ->  PartitionSpec("tensor", "fsdp")
@@ -162,7 +162,7 @@ def local_rows(num_rows: int, mesh: Mesh) -> list[int]:
 
 
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh, num_rows: int | None = None) -> dict[str, jax.Array]:
-    """Copies a batch to the mesh. The arrays contain all sequences or, with `num_rows`, those of `local_rows`."""
+    """Copies a batch to the mesh. The arrays contain all sequences or, with `num_rows`, only `local_rows`."""
     sharding = batch_sharding(mesh)
     whole = num_rows or len(next(iter(batch.values())))
     place = {row: number for number, row in enumerate(local_rows(whole, mesh))} if num_rows else None

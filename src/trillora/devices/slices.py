@@ -78,7 +78,7 @@ CLOUD_DISK_GIB = 80.0  # free space of a TPU VM's default boot disk of 100 GB, a
 
 
 def _slice(chip: str, number: int, topology: str, host: Bounds, wrapped: str = "") -> Slice:
-    """`wrapped`: those of the axes x, y and z that form rings."""
+    """`wrapped`: which of the axes x, y and z form rings."""
     family = "tpu7x" if chip == "7x" else chip
     num_chips, chips_per_host = math.prod(int(side) for side in topology.split("x")), math.prod(host)
     return Slice(

@@ -66,7 +66,7 @@ class RuleChoice:
 
 @dataclass(frozen=True)
 class ScoreScaling:
-    """How the products of queries and keys become logits: scaled, then optionally soft-capped."""
+    """How the matmuls of queries and keys become logits: scaled, then optionally soft-capped."""
 
     scale: float
     softcap: float | None = None

@@ -1,7 +1,7 @@
 """One training step for several adapters that share the frozen base.
 
 Every array of the state has a leading dim of N adapters. A call of the step trains K of them, its lanes, each on rows
-of its own: the step of a single adapter is mapped over the lanes (`jax.vmap`). The base is not mapped, so its products
+of its own: the step of a single adapter is mapped over the lanes (`jax.vmap`). The base is not mapped, so its matmuls
 are computed once, for the rows of all lanes together. Each adapter keeps its own learning rate, gradient norm,
 optimizer state and random key, so training it among others gives what training it alone gives, up to rounding.
 
@@ -39,7 +39,7 @@ class AdapterOptions(NamedTuple):
     decay_start: Any  # step
     num_steps: Any
     max_grad_norm: Any
-    scale: Any  # of the adapter's change, relative to that of the model's layers
+    scale: Any  # of the adapter's change, relative to the scale of the model's layers
 
 
 class Lanes(NamedTuple):
@@ -115,7 +115,7 @@ def make_group_step(
     ) -> tuple[TrainState, StepMetrics]:
         def one(
             state: TrainState, options: AdapterOptions, is_active: jax.Array, batch: Batch
-        ) -> tuple[Any, StepMetrics]:
+        ) -> tuple[Tree, StepMetrics]:
             def own_loss(adapter: Tree, base: Tree, batch: Batch, key: MaskKey) -> jax.Array:
                 return loss(adapter, options.scale, base, batch, key)
 
@@ -138,11 +138,11 @@ def make_group_step(
     return group_step
 
 
-def lane_of(tree_N: Tree, number: jax.Array) -> Any:
+def lane_of(tree_N: Tree, number: jax.Array) -> Tree:
     """One adapter of the group's arrays."""
     return jax.tree.map(lambda array: array[number], tree_N)
 
 
-def _without_key(state: TrainState) -> Any:
+def _without_key(state: TrainState) -> Tree:
     """Keys never change, and random keys cannot be selected by a condition."""
     return state._replace(key=None)  # type: ignore[arg-type]

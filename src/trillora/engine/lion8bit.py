@@ -1,10 +1,10 @@
 """Lion with its momentum stored in one byte per number.
 
-The momentum is quantised in blocks, as in the 8-bit optimizers of Dettmers et al. (2022): 256 numbers as int8, and one
-float32 scale, the largest magnitude in the block. A step dequantises it, computes Lion in float32 and quantises again.
+The momentum is quantized in blocks, as in the 8-bit optimizers of Dettmers et al. (2022): 256 numbers as int8, and one
+float32 scale, the largest magnitude in the block. A step dequantizes it, computes Lion in float32 and quantizes again.
 A block never spans two matrices, so layers stacked for a scan have the same numbers as separate layers.
 
-Quantisation is quadratic: code c means sign(c) * (c / 127)² * scale. With scale 1, code 127 is 1.0, code 126 is 0.984
+Quantization is quadratic: code c means sign(c) * (c / 127)² * scale. With scale 1, code 127 is 1.0, code 126 is 0.984
 and code 1 is 0.00006: a step is 1.6 % of the scale at the top and 0.006 % near zero, where Lion's signs are decided.
 
 Rounding is stochastic: up or down, with the probabilities that keep the mean. So the error is below one step of the
@@ -12,8 +12,9 @@ code and zero on average. Rounding to nearest would halve the largest error but 
 momentum by a hundredth of the gradient, and a change below half a step would be lost every time. The random numbers
 are a hash of the update count and the element's index, so a run repeats and resumes bit for bit, on any mesh.
 
-Difference from Lion in float32 (table in `tests/test_optim.py`): on quadratic functions the final loss is 2 % higher
-without gradient noise and 0.3 % higher with as much noise as gradient; on a tiny language model 0.6 % of signs differ.
+Difference from Lion in float32 (table in `tests/engine/test_optim.py`): on quadratic functions the final loss is 2 %
+higher without gradient noise and 0.3 % higher with as much noise as gradient; on a tiny language model 0.6 % of signs
+differ.
 
 Shapes: [..., N, K] has the parameter's dims before the last two, then N blocks of K numbers; the last one is padded.
 """
@@ -21,15 +22,15 @@ Shapes: [..., N, K] has the parameter's dims before the last two, then N blocks 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from trillora.engine.hash_random import element_index, scramble, uniform
+from trillora.engine.types import Tree
 
-Tree = Any
 BLOCK_SIZE = 256
 LARGEST = 127  # of int8; -128 stays unused, so that the code is symmetric
 SQUARE = LARGEST**2

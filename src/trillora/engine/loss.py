@@ -1,7 +1,7 @@
 """Cross-entropy computed from hidden states in chunks, so the full logits are never in memory.
 
 Training needs the gradient of the loss with respect to the hidden states. The forward pass computes it together with
-the loss, while a chunk's logits exist, and the backward pass only scales it. This saves one matrix product over the
+the loss, while a chunk's logits exist, and the backward pass only scales it. This saves one matmul over the
 vocabulary compared with recomputing the logits, and needs no more memory than one chunk of logits.
 
 Example: B = 2, T = 5 and chunk = 2 give 3 chunks of 2 tokens from every sequence; the last one is padded with a token
@@ -19,14 +19,16 @@ Legend: B sequences, T tokens, C tokens of a chunk, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from trillora.engine.kernels.cross_entropy import PLAIN, Kernel, loss_and_gradient
+from trillora.engine.types import Tree
 
-Tree = Any
+Carry = TypeVar("Carry")
+Output = TypeVar("Output")
 Head = Callable[[Tree, Tree, jax.Array], jax.Array]  # (base, head adapter, hidden [B, C, D]) -> logits [B, C, V]
 
 
@@ -84,7 +86,9 @@ def chunked_loss(
         return chunked_totals(head, base, head_adapter, hidden_BTD, targets_BT, weights_BT, chunk).loss
 
     def loss_with_gradient(head_adapter: Tree, hidden_BTD: jax.Array) -> tuple[jax.Array, tuple[Tree, jax.Array]]:
-        def one_chunk(carry: tuple[jax.Array, Tree], xs: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        def one_chunk(
+            carry: tuple[jax.Array, Tree], xs: tuple[jax.Array, ...]
+        ) -> tuple[tuple[jax.Array, Tree], jax.Array]:
             loss, adapter_gradient = carry
             hidden, targets, weights = xs
             logits, pull_back = jax.vjp(lambda a, h: head(base, a, h), head_adapter, hidden)
@@ -179,16 +183,21 @@ def _take(arrays: tuple[jax.Array, ...], positions_BT: jax.Array) -> tuple[jax.A
 
 
 def _scan_supervised(
-    one_chunk: Callable[[Any, Any], tuple[Any, Any]], start: Any, chunks: tuple[jax.Array, ...]
-) -> tuple[Any, Any]:
+    one_chunk: Callable[[Carry, tuple[jax.Array, ...]], tuple[Carry, Output]],
+    start: Carry,
+    chunks: tuple[jax.Array, ...],
+) -> tuple[Carry, Output]:
     """`jax.lax.scan`, but a chunk whose weights, the last array, are all zero changes nothing and gives zeros. All
     devices of a mesh skip the same chunks: the sequence with the most supervised tokens decides."""
 
-    def skip(carry: Any, xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    def skip(carry: Carry, xs: tuple[jax.Array, ...]) -> tuple[Carry, Output]:
         output = jax.eval_shape(one_chunk, carry, xs)[1]
         return carry, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), output)
 
-    return jax.lax.scan(lambda carry, xs: jax.lax.cond(xs[-1].any(), one_chunk, skip, carry, xs), start, chunks)
+    scanned: tuple[Carry, Output] = jax.lax.scan(
+        lambda carry, xs: jax.lax.cond(xs[-1].any(), one_chunk, skip, carry, xs), start, chunks
+    )
+    return scanned
 
 
 def _chunks(*arrays: jax.Array, chunk: int) -> tuple[jax.Array, ...]:

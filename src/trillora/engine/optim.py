@@ -2,32 +2,32 @@
 learning rate. The schedule follows the step number, which also counts skipped updates.
 
 The entries of every direction are about one in size, so learning rates are comparable. Lion's entries are signs, while
-those of Adam and Adafactor are mostly below one: use a learning rate a few times smaller for Lion.
+Adam's and Adafactor's are mostly below one: use a learning rate a few times smaller for Lion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from trillora.engine.lion8bit import scale_by_lion_8bit
+from trillora.engine.types import Tree
 
 OptimizerName = Literal["adamw", "lion", "lion-8bit", "adafactor"]
 ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
 SCHEDULES: tuple[ScheduleName, ...] = ("constant", "linear", "cosine", "wsd")
 Schedule = Callable[[jax.Array], jax.Array]
-Tree = Any
 
 
 def make_optimizer(
     name: OptimizerName,
     weight_decay: float,
     decayed: Mapping[str, bool] | None = None,
-    factors: Mapping[str, Any] | None = None,
+    factors: Mapping[str, Tree] | None = None,
 ) -> optax.GradientTransformation:
     """An optimizer with PyTorch's default hyperparameters and decoupled weight decay (Loshchilov and Hutter, 2019).
     `decayed` says which parameters decay; None: all of them. The direction of each parameter is multiplied by its
@@ -63,13 +63,15 @@ def scale_by_adafactor() -> optax.GradientTransformation:
             function = jax.vmap(function, out_axes=stacked)
         return function(param)
 
-    def update_leaf(gradient: jax.Array, state: optax.FactoredState, param: jax.Array) -> Any:
+    def update_leaf(gradient: jax.Array, state: optax.FactoredState, param: jax.Array) -> Tree:
         function = of_matrix.update
         for _ in param.shape[:-2]:
             function = jax.vmap(function, in_axes=(0, stacked, 0), out_axes=(0, stacked))
         return function(gradient, state, param)
 
-    def collect(count: jax.Array, states: list[optax.FactoredState], structure: Any) -> optax.FactoredState:
+    def collect(
+        count: jax.Array, states: list[optax.FactoredState], structure: jax.tree_util.PyTreeDef
+    ) -> optax.FactoredState:
         parts = ([getattr(state, name) for state in states] for name in ("v_row", "v_col", "v"))
         return optax.FactoredState(count, *(jax.tree.unflatten(structure, part) for part in parts))
 

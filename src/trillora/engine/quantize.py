@@ -1,4 +1,4 @@
-"""Frozen weights in 4 or 8 bits: how they are stored, and products with them.
+"""Frozen weights in 4 or 8 bits: how they are stored, and matmuls with them.
 
     parts = quantize(weight_ED, "int8")       # {"q": int8 [E, D], "scale": float32 [E]}
     y = linear(x, parts, bias=None)           # about x @ weight_ED.T
@@ -12,9 +12,9 @@
     nf4            q uint8 [E, D / 2], absmax uint8 [E, D / 64],       4.127           NF4[code] * absmax of its block
                    absmax_scale [E * D / 64 / 256], absmax_mean []
 
-Where there is one scale per output (channel), the product is computed with the codes and scaled afterwards:
+Where there is one scale per output (channel), the matmul is computed with the codes and scaled afterwards:
 `(x @ q.T) * scale`. Then XLA converts the codes while it reads them, and the weight is never in memory in a wider type.
-nf4 has a scale per 64 inputs, so the weight is computed before the product. Its numbers are those of bitsandbytes: the
+nf4 has a scale per 64 inputs, so the weight is computed before the matmul. Its numbers are bitsandbytes' numbers: the
 nearest of 16 values, and scales that are 8-bit codes themselves, in groups of 256 around their mean.
 
 `rounded_linear` is for chips that multiply 8-bit numbers at twice the rate of bfloat16. Scales of x are computed when
@@ -26,7 +26,7 @@ of x. Example, two inputs and one output:
 
 fp8 has one scale for all of x, and one for the weight: XLA passes them to cuBLAS, so that the result needs no further
 pass. Both are powers of two: they only move the exponent, so a number is rounded in the same way whatever the others
-are, unless it is 10,000 times smaller than the largest. The gradient of x is such a product too. Gradients of outputs
+are, unless it is 10,000 times smaller than the largest. The gradient of x is such a matmul too. Gradients of outputs
 have a wider range than activations, so they are rounded to e5m2: one bit of fraction less, and one of exponent more.
 
 Weights get no gradient. The backward pass keeps only the codes, not the converted weight and not x.
@@ -42,9 +42,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 Format = Literal["int8", "int4", "nf4", "fp8", "int4_in_int8", "fp8_one_scale"]
-Matmul = Literal["full", "int8", "fp8"]  # products: in the type of x, or with x in the format of the codes
+Matmul = Literal["full", "int8", "fp8"]  # matmuls: in the type of x, or with x in the format of the codes
 Parts = dict[str, jax.Array]
 
 # The code of the largest weight of a channel.
@@ -52,8 +53,8 @@ LARGEST = {"int8": 127, "int4": 7, "int4_in_int8": 7, "fp8": 448}
 CODES: dict[str, Any] = {"int8": jnp.int8, "int4": jnp.int4, "int4_in_int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 EXPONENT = np.uint32(0x7F800000)  # bits of a float32
 # Floats with 8 bits, and a power of two: the largest number of an array is scaled to one to two times as much.
-E4M3: tuple[Any, float] = (jnp.float8_e4m3fn, 2.0**7)
-E5M2: tuple[Any, float] = (jnp.float8_e5m2, 2.0**14)
+E4M3: tuple[DTypeLike, float] = (jnp.float8_e4m3fn, 2.0**7)
+E5M2: tuple[DTypeLike, float] = (jnp.float8_e5m2, 2.0**14)
 # Quantiles of a normal distribution, scaled to [-1, 1]: table of bitsandbytes 0.50.
 NF4 = np.array(
     [
@@ -88,7 +89,7 @@ def part_names(format: Format) -> tuple[str, ...]:
     return ("q", "absmax", "absmax_scale", "absmax_mean") if format == "nf4" else ("q", "scale")
 
 
-def item_bytes(dtype: Any) -> float:
+def item_bytes(dtype: DTypeLike) -> float:
     """Bytes of one element on a device, where 4-bit integers are packed; numpy stores each in a byte. 0 for types
     without a size, such as random keys."""
     return 0.5 if getattr(dtype, "name", "") in ("int4", "uint4") else float(getattr(dtype, "itemsize", 0))
@@ -112,7 +113,7 @@ def quantize(weight_ED: jax.Array, format: Format) -> Parts:
 
 def round_rows(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
     """Codes [..., D] and scales [...]: the largest number of a row gets the largest code. A row with a number that is
-    not finite has such a scale too, so products with it are not finite either."""
+    not finite has such a scale too, so matmuls with it are not finite either."""
     largest = LARGEST[format]
     x = x.astype(jnp.float32)
     scale = _largest(x) / largest
@@ -123,8 +124,8 @@ def round_rows(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
     return scaled.astype(CODES[format]), scale
 
 
-def to_fp8(x: jax.Array, kind: tuple[Any, float] = E4M3) -> tuple[jax.Array, jax.Array]:
-    """Codes, and one scale for all, a power of two. A number that is not finite makes the scale infinite, and products
+def to_fp8(x: jax.Array, kind: tuple[DTypeLike, float] = E4M3) -> tuple[jax.Array, jax.Array]:
+    """Codes, and one scale for all, a power of two. A number that is not finite makes the scale infinite, and matmuls
     with it NaN."""
     dtype, target = kind
     bits = jax.lax.bitcast_convert_type(jnp.abs(x).max().astype(jnp.float32), jnp.uint32)
@@ -158,11 +159,11 @@ def linear(x: jax.Array, parts: Parts, bias: jax.Array | None = None) -> jax.Arr
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
-def _linear_forward(x: jax.Array, parts: Parts, bias: jax.Array | None) -> tuple[jax.Array, tuple[Parts, Any]]:
+def _linear_forward(x: jax.Array, parts: Parts, bias: jax.Array | None) -> tuple[jax.Array, tuple[Parts, jax.Array]]:
     return linear(x, parts, bias), (parts, jnp.zeros((x.shape[-1], 0)))
 
 
-def _linear_backward(kept: tuple[Parts, Any], dy: jax.Array) -> tuple[jax.Array, None, None]:
+def _linear_backward(kept: tuple[Parts, jax.Array], dy: jax.Array) -> tuple[jax.Array, None, None]:
     parts, inputs = kept
     dy, parts = _not_before(dy, parts)
     if "scale" not in parts:
@@ -202,15 +203,15 @@ rounded_linear.defvjp(_rounded_forward, _rounded_backward)
 
 
 def _int8_product(equation: str, x: jax.Array, codes_ED: jax.Array) -> jax.Array:
-    """The product of the codes, times the scales of the rows of x, in float32."""
+    """The matmul of the codes, times the scales of the rows of x, in float32."""
     codes, scale = round_rows(x, "int8")
     y = jnp.einsum(equation, codes, codes_ED, preferred_element_type=jnp.int32)
     return y.astype(jnp.float32) * scale[..., None]
 
 
-def _fp8_product(x: jax.Array, kind: tuple[Any, float], parts: Parts, dim: int, out: Any) -> jax.Array:
+def _fp8_product(x: jax.Array, kind: tuple[DTypeLike, float], parts: Parts, dim: int, out: DTypeLike) -> jax.Array:
     """x times the codes, summed over this dim of the codes, in the type `out`. Written so that XLA finds cuBLAS's fp8
-    product: its operands are two matrices of codes, and one number scales the result, which XLA then passes to cuBLAS.
+    matmul: its operands are two matrices of codes, and one number scales the result, which XLA then passes to cuBLAS.
     It is a power of two, so the result is only rounded once.
 
     cuBLAS sums over the inner dims of both matrices. For the gradient, XLA transposes the codes in every step: for each
@@ -224,7 +225,7 @@ def _fp8_product(x: jax.Array, kind: tuple[Any, float], parts: Parts, dim: int, 
 def _not_before(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
     """Makes the compiler convert the codes when x is known, not earlier. Where layers are unrolled, XLA converted the
     weights of all layers before the loop over micro-batches and kept them: the whole base in a wide type. TPUs are left
-    alone: there the layers are a scan, and codes are converted as part of the product."""
+    alone: there the layers are a scan, and codes are converted as part of the matmul."""
 
     def wait(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
         return jax.lax.optimization_barrier((x, parts))
@@ -237,7 +238,7 @@ def _not_before(x: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
 
 def _quantize_nf4(weight_ED: jax.Array) -> Parts:
     """Two codes per byte: the first half of a block in the high bits, the second in the low bits. bitsandbytes puts
-    neighbours into a byte; they would have to be interleaved again for the product. Rows are padded to whole blocks."""
+    neighbors into a byte; they would have to be interleaved again for the matmul. Rows are padded to whole blocks."""
     num_outputs, num_inputs = weight_ED.shape
     padded = jnp.pad(weight_ED, ((0, 0), (0, -num_inputs % BLOCK)))
     blocks = padded.reshape(num_outputs, -1, BLOCK)
@@ -278,7 +279,7 @@ def _select_nf4(codes: jax.Array) -> jax.Array:
     return values[0]
 
 
-def _look_up(table: Any, codes: jax.Array) -> jax.Array:
+def _look_up(table: np.ndarray | jax.Array, codes: jax.Array) -> jax.Array:
     return jnp.asarray(table).at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 
@@ -295,7 +296,7 @@ def _nearest(values: jax.Array, table: np.ndarray) -> jax.Array:
 
 def _largest(x: jax.Array) -> jax.Array:
     """The largest |x| of each row [..., D], or NaN if the row has one. XLA's max loses NaN on x86-64 CPUs (jax 0.10 and
-    0.11), so CPUs compare bits: those of float32 numbers without a sign are ordered like the numbers, with NaN last."""
+    0.11), so CPUs compare bits: float32 numbers without a sign are ordered like their bits, with NaN last."""
 
     def of_bits(x: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)

@@ -21,7 +21,7 @@ function only takes a mask, which costs memory and time for everything that it h
 
 | jax | |
 |---|---|
-| 0.11.2 | outputs and gradients compared with the reference on an H200 (`tests/ragged_on_gpu.py`) |
+| 0.11.2 | outputs and gradients compared with the reference on an H200 (`tests/support/ragged_on_gpu.py`) |
 | 0.11.1 | the same function |
 | 0.7.2 to 0.11.0 | wrong places of the keys if several query heads share a key head: these models use the mask |
 

@@ -36,7 +36,7 @@ CLEARLY = 0.9  # chips differ: below this ratio, the shorter block is the cheape
 # Partial gradients of the queries, each as large as the queries: 16 are 1 GiB for 16,384 tokens and 16 heads of 128.
 MOST_PARTIAL = 16
 # Costs, in the time that the forward and the fused gradient kernel take for one score in a block of 1024. All are
-# between those of v5e and v6e, for heads of 128.
+# between v5e's and v6e's, for heads of 128.
 HALF_BLOCK = 1.05  # a score in a block of 512
 TWO_KERNELS = 0.26  # more for a score if its gradient takes two kernels
 PARTIAL_TOKEN = 80  # to write and add the partial gradient of one token; with a window, most of these are zero

@@ -7,7 +7,7 @@ number in the whole batch, so devices, micro-batches and packing do not change t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ import optax
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.loss import Totals
 from trillora.engine.optim import Schedule
+from trillora.engine.types import Tree
 
-Tree = Any
 Batch = dict[str, jax.Array]  # tokens, targets, weights, segments, positions: each [B, T]
 Loss = Callable[[Tree, Tree, Batch, MaskKey], jax.Array]  # (adapter, base, batch, dropout key) -> summed loss
 Evaluation = Callable[[Tree, Tree, Batch], Totals]
@@ -45,7 +45,7 @@ class TrainState(NamedTuple):
 
     step: jax.Array  # counted from the start of the stage
     adapter: Tree
-    optimizer: Any
+    optimizer: Tree
     key: jax.Array  # for dropout; each step folds in its number, the key itself never changes
     typical: GradNormStats
 
@@ -64,7 +64,7 @@ def initial_state(adapter: Tree, optimizer: optax.GradientTransformation, seed: 
     return next_stage(adapter, optimizer.init(adapter), seed, 0)
 
 
-def next_stage(adapter: Tree, optimizer_state: Any, seed: int, stage: int) -> TrainState:
+def next_stage(adapter: Tree, optimizer_state: Tree, seed: int, stage: int) -> TrainState:
     """The state at the first step of a stage: adapter and optimizer are kept, the step counter restarts at zero."""
     key = jax.random.fold_in(jax.random.key(seed), stage) if stage else jax.random.key(seed)
     return TrainState(jnp.int32(0), adapter, optimizer_state, key, GradNormStats(jnp.float32(0), jnp.int32(0)))
@@ -145,7 +145,7 @@ def accumulate(
     if num_micro_batches == 1:
         return gradient(adapter, base, batch, MaskKey(key, jnp.arange(batch_size)))
 
-    def one(sums: tuple[jax.Array, Tree], part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+    def one(sums: tuple[jax.Array, Tree], part: tuple[Batch, jax.Array]) -> tuple[tuple[jax.Array, Tree], None]:
         micro_batch, number = part
         index_B = number + jnp.arange(0, batch_size, num_micro_batches)
         new = gradient(adapter, base, micro_batch, MaskKey(key, index_B))

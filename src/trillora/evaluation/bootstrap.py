@@ -8,7 +8,7 @@ difference is beyond chance. Example: of 40 rows the base has 10 right, the adap
     differences({"exact_match": base}, {"exact_match": adapter})["exact_match"].interval()
     # Interval(difference=0.3, low=0.175, high=0.45, beyond_chance=True)
 
-A metric is a function of sums over rows (`Sums`), so one matrix product scores all drawn sets of rows.
+A metric is a function of sums over rows (`Sums`), so one matmul scores all drawn sets of rows.
 
 Legend: N rows, R drawn sets of rows, K sums.
 """

@@ -5,7 +5,7 @@
 `answer` is the index of the right choice (counted from 0), its letter ("A") or its text; a text that is one of the
 choices is never read as a letter. `question` may also be called `prompt`. Each choice becomes a row with the question,
 rendered and tokenized as the run's rows were. Two accuracies: of the choice with the highest log-probability in total,
-and per token, which does not favour short choices. The stop token is not counted.
+and per token, which does not favor short choices. The stop token is not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from trillora.evaluation.likelihood import Continuation, Likelihood
 from trillora.evaluation.result import Example
 from trillora.events import Listener, Note
 from trillora.recipe.schema import StageRecipe
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 NUM_EXAMPLES = 20
 MAX_CHOICES = 26  # each has a letter
@@ -72,7 +75,11 @@ def some_of(questions: Sequence[ChoiceQuestion], max_rows: int | None) -> list[C
 
 
 def continuations(
-    questions: Sequence[ChoiceQuestion], recipe: StageRecipe, tokenizer: Any, stops: Sequence[int], listener: Listener
+    questions: Sequence[ChoiceQuestion],
+    recipe: StageRecipe,
+    tokenizer: Tokenizer,
+    stops: Sequence[int],
+    listener: Listener,
 ) -> list[Continuation]:
     """Each choice of each question as tokens after the question's tokens, as in training, without its stop token."""
     has_template = chat_template(recipe.data, tokenizer) is not None
@@ -131,7 +138,7 @@ def _rows(path: str, row_path: str | None) -> Iterator[tuple[str, dict[str, Any]
     with ParquetDecoder() as parquet:
         for file in expand([path]):
             for row in read_rows(file, file.content(), parquet, RowChoice(row_path), consumed=lambda _: None):
-                where = place(file.name, row.member, row.line)
+                where = place(file.name, row.member, row.line, row.nth)
                 if isinstance(row, Fault):
                     raise TrilloraError(row.what, where=where, do=row.do)
                 try:

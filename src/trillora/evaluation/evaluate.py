@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -58,6 +58,9 @@ from trillora.recipe.schema import StageRecipe
 from trillora.runs.files import ADAPTERS, EVAL_FILE
 from trillora.step.background import compiling_in_background
 
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
+
 MAX_FILES = 100
 Data = str | Path | Sequence[str | Path] | None
 
@@ -88,7 +91,7 @@ class _Models:
     adapters: dict[str, Tree]  # the base first, as in every table
     scorer: TokenScorer
     comparison: Comparison
-    tokenizer: Any
+    tokenizer: Tokenizer
     max_tokens: int | None
     batch_size: int
     listener: Listener
@@ -211,7 +214,7 @@ def _open(
     return opened, files
 
 
-def _fields(file: _TestFile, tokenizer: Any) -> set[str]:
+def _fields(file: _TestFile, tokenizer: Tokenizer) -> set[str]:
     """The fields of a file's expected answers that are JSON objects."""
     if isinstance(file.rows, list):
         return set()

@@ -4,7 +4,7 @@
     several conditions are separated by commas, and all must hold
 
 METRIC is a name of `METRICS`, `fields.NAME` for a field of JSON answers, or `forgetting` or `kl` of the forgetting
-meter. Without `base.` it is the adapter's. With several files it is the mean over the files, or that of one FILE. This
+meter. Without `base.` it is the adapter's. With several files it is the mean over the files, or one FILE's value. This
 is a small language of its own: nothing of it is executed.
 """
 
@@ -62,7 +62,7 @@ def parse_gate(text: str, files: Collection[str] = ()) -> tuple[Wanted, ...]:
 
 
 def check_fields(gate: Sequence[Wanted], fields: Mapping[str, Collection[str]]) -> None:
-    """Checks the names of JSON fields. `fields`: for each file, those of its expected answers."""
+    """Checks the names of JSON fields. `fields`: for each file, the fields of its expected answers."""
     for wanted in gate:
         names = {name for file, known in fields.items() if wanted.file in (None, file) for name in known}
         if wanted.field is not None and wanted.field not in names:

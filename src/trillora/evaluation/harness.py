@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.early.runs import check_run
 from trillora.engine.sampling import GREEDY, Sampling
@@ -25,6 +25,9 @@ from trillora.generation.generator import Generator
 from trillora.locks.extras import install_command
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.load import load_run_recipe
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 try:
     from lm_eval.api.model import LM
@@ -46,7 +49,7 @@ class HarnessModel(LM):
     """A generator as the harness' model: its adapter, or its base."""
 
     def __init__(
-        self, generator: Generator, tokenizer: Any, *, adapted: bool = True, listener: Listener = ignore_events
+        self, generator: Generator, tokenizer: Tokenizer, *, adapted: bool = True, listener: Listener = ignore_events
     ) -> None:
         super().__init__()
         self._generator, self._tokenizer, self._adapted, self._listener = generator, tokenizer, adapted, listener
@@ -210,7 +213,7 @@ def _scores(model: HarnessModel, names: list[str], manager: Any, max_rows: int |
 
 
 def _side_by_side(found: dict[str, dict[str, dict[str, Any]]]) -> Results:
-    """The harness writes `"acc,none": 0.5, "acc_stderr,none": 0.1`: the name of a metric, then that of a filter."""
+    """The harness writes `"acc,none": 0.5, "acc_stderr,none": 0.1`: the name of a metric, then a filter's name."""
     results: Results = {}
     for which, tasks in found.items():
         for task, values in tasks.items():

@@ -48,7 +48,7 @@ class Likelihood(NamedTuple):
 
 
 def in_two(encode: Encode, context: str, continuation: str) -> Continuation:
-    """The tokens of both texts together, split where those of the context end. A space at the end of the context goes
+    """The tokens of both texts together, split where the context's tokens end. A space at the end of the context goes
     to the continuation: most tokenizers put it into the next word's token."""
     spaces = len(context) - len(context.rstrip())
     if spaces:
@@ -185,7 +185,7 @@ def _groups(
 def _add(
     sums: DocumentScores, documents: NDArray[np.int64], batch: Arrays, loss_BT: np.ndarray, is_top_BT: np.ndarray
 ) -> None:
-    """Adds the scores of a batch's tokens to those of their documents. In every sequence, segment s is its document s,
+    """Adds the scores of a batch's tokens to their documents' scores. In every sequence, segment s is its document s,
     counted from 1; `documents` has the documents of all sequences in a row."""
     weights_BT, segments_BT = np.asarray(batch["weights"], np.float64), np.asarray(batch["segments"])
     counts_B = segments_BT.max(axis=1)

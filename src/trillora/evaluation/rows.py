@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from trillora.model.adapters import TEMPLATE_FILE
 from trillora.recipe.load import RunRecipe
 from trillora.recipe.schema import StageRecipe, stages_of
 from trillora.runs.files import ADAPTER
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 
 def recipe_with_data(
@@ -65,7 +68,7 @@ def _stage_number(run_recipe: RunRecipe, names: list[str], name: str | None, *, 
 
 
 def read_rows(
-    recipe: StageRecipe, tokenizer: Any, own_test: bool, max_rows: int | None, listener: Listener
+    recipe: StageRecipe, tokenizer: Tokenizer, own_test: bool, max_rows: int | None, listener: Listener
 ) -> tuple[str, Documents]:
     """The name of the data, and its documents, fitted to the run's sequence length as in training."""
     if max_rows is not None and max_rows < 1:

@@ -9,7 +9,7 @@
   of words (Lin, 2004). Words are runs of letters and digits in lower case, without stemming, and the text is one
   sequence, as in Google's rouge_score with `rougeL`.
 - chrF and BLEU come from sacrebleu (extra `eval`), with its default options. chrF is the mean over the answers; BLEU is
-  that of the whole corpus, computed from the answers' n-gram counts.
+  the whole corpus's score, computed from the answers' n-gram counts.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def push(
     listener: Listener = ignore_events,
 ) -> Pushed:
     """Creates the repository if needed, and adds the files in one commit. `endpoint` is the hub's address, by default
-    that of the environment."""
+    the one in the environment."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     check_repo(repo)

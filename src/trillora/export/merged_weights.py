@@ -160,7 +160,7 @@ class MergedWeights:
         return tuple(notes)
 
     def is_changed(self, name: str) -> bool:
-        """Whether its values are not those of the base's files."""
+        """Whether its values differ from the base's files."""
         tensor = self._tensors[name]
         return tensor.change is not None or self._base.is_packed(tensor.stored)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trillora.export.source import ExportSource
 from trillora.generation.prompts import Prompts, configured_stops
 from trillora.recipe.schema import stages_of
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 
 def prompts_of(source: ExportSource) -> Prompts:
@@ -21,7 +24,7 @@ def prompts_of(source: ExportSource) -> Prompts:
     )
 
 
-def adds_bos(tokenizer: Any, prompts: Prompts) -> bool:
+def adds_bos(tokenizer: Tokenizer, prompts: Prompts) -> bool:
     """Whether llama.cpp should add BOS to every text, chats too: it does both or neither. Where the tokenizer adds it
     and the chat template does not, chats count."""
     bos = [tokenizer.bos_token_id]

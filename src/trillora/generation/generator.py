@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,9 @@ from trillora.step.background import compile_program
 from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import choose_dtype, fastest_attention, formats_to_try, memory_limit
 
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
+
 SHORTEST_BUCKET = 32  # prompt slots
 ANSWER_STEP = 64  # cache slots for answers are a multiple of this, so that few lengths need a program of their own
 ROWS_PER_READ = 8  # prompts of a batch that are read together where padding costs more than calls do
@@ -82,7 +85,7 @@ class Bucket:
     num_rows: int
     num_prompt: int
     num_slots: int
-    ends_later: bool = False  # prompts are moved to end where those of the batch's longest group end
+    ends_later: bool = False  # prompts are moved to end where the batch's longest prompts end
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class _Batch:
 
 
 class Generator:
-    """A model with or without an adapter. `base_prompts` are those of the base, if its chat template is another one.
+    """A model with or without an adapter. `base_prompts`: the base's prompts, if its chat template is another one.
     `longest` limits the tokens of prompt and answer together. `is_tight`: prompts are read in groups of similar length
     with little padding, which takes more programs. That pays off on CPUs.
     """
@@ -145,7 +148,7 @@ class Generator:
     ) -> Generator:
         """Opens a run's folder, a model's folder, a hub id or `smollm2`. `overrides` replace options of the run's
         recipe; only they can allow a model's Python code to run. `adapter` is the folder of an adapter that is used
-        instead of the run's own. `quantize`: format of the base; None: that of the run. `opened`: the model, if it is
+        instead of the run's own. `quantize`: format of the base; None: the run's format. `opened`: the model, if it is
         already open."""
         run = user_path(name, where="the run or model")
         recipe = load_run_recipe(run, overrides).recipe if is_run(run) else None
@@ -316,7 +319,7 @@ class Generator:
         at_least: int = 0,
     ) -> Iterator[np.ndarray]:
         """Yields tokens [B, n] of one batch as they are generated: first one, then at most `at_once` per call, until
-        all sequences have stopped. The last part may be padded beyond the limit. `numbers` are those of the prompts,
+        all sequences have stopped. The last part may be padded beyond the limit. `numbers` are the prompts' numbers,
         for their random keys; `num_rows` is the size of the batch, if it should be larger than the number of prompts.
         """
         numbers = range(len(prompts)) if numbers is None else numbers
@@ -517,7 +520,7 @@ def _check_base(opened: OpenModel, run: Path) -> None:
 
 def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path | None) -> tuple[Prompts, Prompts]:
     """Prompts of the base, in its own chat template, and of the adapter, in the one it was trained with. A base without
-    a template gets the adapter's. The adapter's stop tokens include those of the base."""
+    a template gets the adapter's. The adapter's stop tokens include the base's."""
     tokenizer = opened.tokenizer
     own = tokenizer.get_chat_template() if tokenizer.chat_template else None
     file = adapter / TEMPLATE_FILE if adapter is not None else None
@@ -540,7 +543,7 @@ def _other_base(trained: str, quantize: str) -> Note:
 
 
 def place_model(
-    config: Any,
+    config: PretrainedConfig,
     devices: list[Any],
     spec: LoraSpec | None,
     dtype: Auto | Dtype,
@@ -550,7 +553,7 @@ def place_model(
     trust_remote_code: bool,
 ) -> tuple[CausalLM, Mesh]:
     """The model on one device if the weights fit there; otherwise with tensor parallelism over all devices.
-    `codes_for`: the products that the codes were made for in training. Here products are full."""
+    `codes_for`: the matmuls that the codes were made for in training. Here matmuls are full."""
     platform, text = devices[0].platform, config.get_text_config()
 
     def build(mesh: Mesh, quantize: Quantize) -> CausalLM:

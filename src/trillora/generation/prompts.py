@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.data.questions import last_question
 from trillora.data.rendering.pool import Outcome, Worker
@@ -26,6 +26,9 @@ from trillora.data.rows import BadRow
 from trillora.data.tokenizing.encode import Encoder
 from trillora.errors import TrilloraError
 from trillora.model.loading.description import stop_tokens
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig, Tokenizer
 
 Message = dict[str, Any]
 Prompt = str | Sequence[Message]
@@ -43,14 +46,14 @@ class Prompts:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         template: str | None,
         template_date: str | None = None,
         arguments: Mapping[str, Any] | None = None,
         stops: Iterable[int] = (),
     ) -> None:
-        """`arguments` are those of the chat template; a prompt may add its own."""
+        """`arguments` go to the chat template; a prompt may add its own."""
         self._tokenizer, self.template, self._date = tokenizer, template, template_date
         self._arguments = dict(arguments or {})
         self._encoder = Encoder(tokenizer, template)
@@ -218,6 +221,6 @@ def _close(workers: Sequence[Worker]) -> None:
         worker.close()
 
 
-def configured_stops(folder: Path, config: Any) -> set[int]:
+def configured_stops(folder: Path, config: PretrainedConfig) -> set[int]:
     """The stop tokens in the model's own files."""
     return stop_tokens(folder, config)

@@ -236,7 +236,7 @@ class _Files:
 
 
 def _moved(recipe: Recipe, files: _Files) -> Recipe:
-    """The recipe with paths in the bundle instead of those of this machine."""
+    """The recipe with paths in the bundle instead of paths on this machine."""
     name = recipe.model.name
     home = os.path.realpath(name) if os.path.isdir(name) else name  # a bare name counts from the current folder
     sections: dict[str, Any] = {

@@ -77,7 +77,7 @@ class ManagedJob:
         return "\n".join(lines) + "\n"
 
     def xpk_command(self, cluster: str) -> list[str]:
-        """The words of the command. Its current folder is that of the job. With `--dry-run --output-manifest-file=FILE`
+        """The words of the command. It runs in the job's folder. With `--dry-run --output-manifest-file=FILE`
         it only writes the JobSet that it would create."""
         if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", cluster):
             what = f"'{cluster[:60]}' is not the name of a cluster." if cluster else "xpk needs a cluster of GKE."

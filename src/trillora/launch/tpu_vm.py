@@ -224,7 +224,7 @@ class TpuVm:
         )
 
     def _end(self, code: int) -> None:
-        """Fetches what there is. The log of the first worker was shown; those of the others matter after an error."""
+        """Fetches what there is. The log of the first worker was shown; the other logs matter after an error."""
         if code not in (0, EXIT_STOPPED) and self._plan.offer.slice.num_hosts > 1:
             with contextlib.suppress(GcloudRefused):
                 command = f"tail -n 20 {self._plan.name}/worker.log"

@@ -137,7 +137,7 @@ def job_script(results: str) -> str:
 
 
 def write_files(folder: Path, bundle: Bundle, addresses: Sequence[str], listener: Listener = ignore_events) -> None:
-    """Writes all files but the token. `addresses` are those of the workers, in their order."""
+    """Writes all files but the token. `addresses`: one per worker, in their order."""
     (folder / "workers").mkdir(parents=True)
     bundle.write_tar(folder / "bundle.tar", listener)
     scripts = {

@@ -1,6 +1,6 @@
 """The kinds of arrays that an adapter consists of. This table is the only place that lists them.
 
-A kind is recognised by the end of a parameter's name; the shape is the same in memory and in PEFT's file:
+A kind is recognized by the end of a parameter's name; the shape is the same in memory and in PEFT's file:
 
     model.layers.0.mlp.up_proj.lora_a  <->  base_model.model.model.layers.0.mlp.up_proj.lora_A.weight
     model.layers.0.mlp.up_proj.lora_b  <->  base_model.model.model.layers.0.mlp.up_proj.lora_B.weight

@@ -65,7 +65,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "arrow_config": None,
 }
 
-# Prefixes of initialisations that also change the base model's weights.
+# Prefixes of initializations that also change the base model's weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -93,7 +93,7 @@ class AdapterConfig(BaseModel):
 
 
 def adapter_files(
-    adapter: dict[str, np.ndarray], module: Any, targets: list[str], spec: LoraSpec, base_name: str
+    adapter: dict[str, np.ndarray], module: torch.nn.Module, targets: list[str], spec: LoraSpec, base_name: str
 ) -> dict[str, bytes]:
     """PEFT's two files for an adapter given by parameter name (`….q_proj.lora_a`). PEFT loads the base model from
     `base_name`. Equal adapters give equal bytes."""
@@ -124,7 +124,7 @@ def adapter_files(
 
 
 def _layers(names: Iterable[str]) -> list[str]:
-    """The names of what LoRA adapts, without those of the matrices."""
+    """The names of what LoRA adapts, without the names of the matrices."""
     return sorted({name.rpartition(".")[0] for name in names if is_of_lora(name)})
 
 
@@ -339,7 +339,7 @@ def _inconsistent(what: str, where: str) -> TrilloraError:
 
 
 def _peft_values(targets: dict[str, str], patterns: dict[str, Any], usual: Any, where: str) -> dict[str, list[Any]]:
-    """The values of each target by PEFT's rule: those of the patterns that match the end of its name, first the one
+    """The values of each target by PEFT's rule: from the patterns that match the end of its name, first the one
     that counts. `targets` gives the name that PEFT compares."""
     regexes = [(bounded_regex(key, where), value) for key, value in patterns.items()]
 

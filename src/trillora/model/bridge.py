@@ -21,7 +21,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,9 @@ from trillora.model.remat import Remat
 from trillora.model.stack import LayerStack, LinkedLayers, decoder_layers
 from trillora.model.trace import Kernels, Trace, replaced, tracing
 
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
+
 Inputs = dict[str, jax.Array]  # tokens; optionally positions, segments
 RANDOM = ("normal_", "trunc_normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_")  # how transformers initializes
 OF_LINEAR = (LORA_A.suffix, LORA_B.suffix)
@@ -74,7 +77,7 @@ class CausalLM:
 
     def __init__(
         self,
-        config: Any,
+        config: PretrainedConfig,
         *,
         dtype: str = "float32",
         quantize: Format | None = None,
@@ -221,7 +224,7 @@ class CausalLM:
         return interop.jax_view(self._forward(base, adapter, inputs, dropout_key).logits)
 
     def weights_split_on_last_dim(self) -> set[str]:
-        """Which weights tensor parallelism splits on their last dim, the inputs: those of layers that write to the
+        """Which weights tensor parallelism splits on their last dim, the inputs: layers that write to the
         residual stream, such as `o_proj` and `down_proj`. The rule needs no list of names: it is the last of the linear
         layers that have the same parent module."""
         head = self.module.get_output_embeddings()
@@ -229,7 +232,7 @@ class CausalLM:
         last = {name.rpartition(".")[0]: name for name in linear}
         writes_residual = set(last.values())
 
-        def inputs_first(name: str, module: Any) -> bool:  # codes have outputs first
+        def inputs_first(name: str, module: torch.nn.Module) -> bool:  # codes have outputs first
             return isinstance(module, Conv1D) and f"{name}.weight" not in self._quantized
 
         return {f"{name}.weight" for name, m in linear.items() if (name in writes_residual) != inputs_first(name, m)}
@@ -330,7 +333,7 @@ class CausalLM:
         return part_leaves(key, leaf, self.quantize, inputs_first=isinstance(module, Conv1D))
 
 
-def _quantize(module: Any, format: Format | None, matmul: Matmul) -> set[str]:
+def _quantize(module: torch.nn.Module, format: Format | None, matmul: Matmul) -> set[str]:
     """Prepares the linear layers of the decoder for a format. Returns the names of their weights."""
     if format is None:
         return set()
@@ -350,7 +353,7 @@ def _arithmetic(dtype: str, quantize: Format | None, matmul: Matmul) -> str:
     return dtype + base + ("" if matmul == "full" else f", matmuls with it in {matmul}")
 
 
-def find_decoder(module: Any, stack: LayerStack) -> torch.nn.Module | None:
+def find_decoder(module: torch.nn.Module, stack: LayerStack) -> torch.nn.Module | None:
     """The submodule that contains all layers and returns hidden states; None if only the whole model does. The text
     model of a wrapper may have a head of its own; then it is the module with the list of layers."""
     head = module.get_output_embeddings()
@@ -362,7 +365,7 @@ def find_decoder(module: Any, stack: LayerStack) -> torch.nn.Module | None:
     return None
 
 
-def build_module(config: Any, dtype: str, *, trust_remote_code: bool = False) -> Any:
+def build_module(config: PretrainedConfig, dtype: str, *, trust_remote_code: bool = False) -> Any:
     """transformers' module with parameters on the meta device and real buffers; of a multimodal one, the text model. It
     is in evaluation mode: the base is frozen, so its own dropout is off."""
     attention_functions.register()

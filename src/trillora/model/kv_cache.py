@@ -22,7 +22,7 @@ Legend: B sequences, K key/value heads, S slots, D width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,9 @@ from transformers import cache_utils
 from trillora.engine.attention import MaskRule
 from trillora.errors import TrilloraError
 from trillora.model.trace import Slots
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 Arrays = list[dict[str, jax.Array]]  # one dictionary per layer of the cache
 STATELESS = ("moe", "mlp")  # kinds of layers that transformers lists with the caches but that store nothing
@@ -61,7 +64,7 @@ def held_slots(now: jax.Array, num_held: int) -> jax.Array:
     return now - (now - jnp.arange(num_held)) % num_held
 
 
-def resized(config: Any, arrays: Arrays, last_B: jax.Array, num_slots: int) -> Arrays:
+def resized(config: PretrainedConfig, arrays: Arrays, last_B: jax.Array, num_slots: int) -> Arrays:
     """The cache with another number of slots, for sequences of at most `num_slots` tokens whose last one is in slot
     `last_B`. Recurrent states have no slots: they stay as they are."""
 
@@ -175,7 +178,9 @@ _KINDS: dict[type, type] = {
 class StaticCache(cache_utils.Cache):
     """The cache of one trace. `slot` is None while the prompt is read; `arrays` come from `export` of the last call."""
 
-    def __init__(self, config: Any, num_slots: int, slot: jax.Array | None = None, arrays: Arrays | None = None):
+    def __init__(
+        self, config: PretrainedConfig, num_slots: int, slot: jax.Array | None = None, arrays: Arrays | None = None
+    ):
         self.kinds, self._options = _kinds(config)
         super().__init__(layers=[self._layer(i, num_slots, slot) for i in range(len(self.kinds))])
         for i, kept in enumerate(arrays or []):
@@ -258,13 +263,13 @@ def moved(cache: Arrays, shift: jax.Array) -> Arrays:
     ]
 
 
-def check_cache(config: Any) -> None:
+def check_cache(config: PretrainedConfig) -> None:
     """Refuses a model with an unsupported kind of cache."""
     for kind in _kinds(config)[0]:
         _kind_class(kind)
 
 
-def _kinds(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+def _kinds(config: PretrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """The kind of every layer, and transformers' options for its cache layer."""
     kinds, options = cache_utils.get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     # Older versions return one dictionary for all layers.

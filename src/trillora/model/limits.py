@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trillora.errors import TrilloraError
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 # This module is the only one that lists architectures by name: the structure of a module does not show these limits.
 
@@ -21,18 +24,18 @@ CANNOT_DECODE = {
 REFUSED_BY_PEFT = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "out_proj")
 
 
-def refused_by_peft(config: Any, names: Iterable[str]) -> list[str]:
+def refused_by_peft(config: PretrainedConfig, names: Iterable[str]) -> list[str]:
     """The layers that PEFT refuses as targets of LoRA."""
     refused = REFUSED_BY_PEFT.get(getattr(config, "model_type", ""))
     return [name for name in names if name.rpartition(".")[2] == refused]
 
 
-def why_not_decode(config: Any) -> str | None:
+def why_not_decode(config: PretrainedConfig) -> str | None:
     """Why the model cannot generate text here; None if it can."""
     return CANNOT_DECODE.get(config.get_text_config().model_type)
 
 
-def check_rows(config: Any, sequence_length: int) -> None:
+def check_rows(config: PretrainedConfig, sequence_length: int) -> None:
     """Refuses a model whose tokens see the next ones, and sequences longer than the model's positions."""
     text = config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # "vision": only between images

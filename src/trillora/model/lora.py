@@ -101,7 +101,7 @@ class _LinearOutput:
     @property
     def is_plain(self) -> bool:
         """An ordinary linear layer with plain LoRA: without dropout, DoRA or PiSSA, on a base that is not quantized. A
-        bias belongs to the product, which is rounded once."""
+        bias belongs to the matmul, which is rounded once."""
         has_plain_lora = hasattr(self, "lora_a") and self.lora_init == "default" and not self.lora_dropout
         is_linear = type(self).__bases__[-1] is torch.nn.Linear and getattr(self, "bias", None) is None
         return has_plain_lora and is_linear and not hasattr(self, "lora_magnitude") and not hasattr(self, "token_rows")
@@ -142,16 +142,16 @@ class _LinearOutput:
             x = jnp.where(kept, x / (1 - self.lora_dropout), 0).astype(x.dtype)
         b_ER = (b_ER * self.lora_scale).astype(x.dtype)  # the scale is applied to B, not to wide outputs
         if trace is not None and trace.attention == "splash":
-            # On a TPU, XLA would add the base's output to the second product, in passes of their own, and compute a
-            # gradient again for each product that uses it. With barriers the additions are a part of the base's
-            # products.
+            # On a TPU, XLA would add the base's output to the second matmul, in passes of their own, and compute a
+            # gradient again for each matmul that uses it. With barriers the additions are a part of the base's
+            # matmuls.
             return jax.lax.optimization_barrier(self._joined_low(x, trace) @ b_ER.T)
         if trace is not None and trace.kernels == "fused":
             return self._joined_low(x, trace) @ b_ER.T
         return checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL) @ b_ER.T  # small, so remat policies save it
 
     def _joined_low(self, x: jax.Array, trace: Trace) -> jax.Array:
-        """What A gives, from one product for all layers that are called with the same input, such as q, k and v: the
+        """What A gives, from one matmul for all layers that are called with the same input, such as q, k and v: the
         matrix unit takes as long for 48 columns as for 16."""
         call = self._call_with(x, trace)
         call.layers.append(self)
@@ -251,14 +251,14 @@ def add_lora(model: torch.nn.Module, spec: LoraSpec | None) -> list[str]:
     return list(layers)
 
 
-def chosen_layers(model: Any, spec: LoraSpec) -> dict[str, LayerLora]:
+def chosen_layers(model: torch.nn.Module, spec: LoraSpec) -> dict[str, LayerLora]:
     """The targets of `spec`: linear layers, and parameters of experts."""
     linear, experts = adaptable_layers(model, spec), expert_parameters(model)
     left_out = [*linear_routers(experts, linear), *refused_by_peft(getattr(model, "config", None), linear)]
     return adapted_layers(model, list(linear), spec, list(experts), left_out)
 
 
-def _add_to_embedding(name: str, module: Any, layer: LayerLora, spec: LoraSpec) -> None:
+def _add_to_embedding(name: str, module: torch.nn.Module, layer: LayerLora, spec: LoraSpec) -> None:
     if spec.dora or spec.pissa:
         raise TrilloraError(
             f"{name} is an embedding, which can be a target of plain LoRA only.",
@@ -271,7 +271,7 @@ def _add_to_embedding(name: str, module: Any, layer: LayerLora, spec: LoraSpec) 
     module.lora_scale = spec.scale_of(layer)
 
 
-def _add_parameters(name: str, module: Any, layer: LayerLora, spec: LoraSpec) -> None:
+def _add_parameters(name: str, module: torch.nn.Module, layer: LayerLora, spec: LoraSpec) -> None:
     num_in, num_out = features(module)
     rank = 2 * layer.rank if spec.pissa else layer.rank
     module.lora_a = torch.nn.Parameter(torch.empty(rank, num_in, device="meta"))
@@ -284,7 +284,7 @@ def _add_parameters(name: str, module: Any, layer: LayerLora, spec: LoraSpec) ->
     )  # the same in all layers, which share one scan body; the dropout key already contains the layer
 
 
-def adaptable_layers(model: Any, spec: LoraSpec) -> dict[str, Any]:
+def adaptable_layers(model: torch.nn.Module, spec: LoraSpec) -> dict[str, Any]:
     """The layers that patterns select from: all linear ones; and the embedding, if it is named."""
     linear = linear_layers(model)
     if isinstance(spec.targets, str) or not hasattr(model, "get_input_embeddings"):
@@ -305,7 +305,7 @@ def linear_layers(model: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
-def _returns_one_tensor(module: Any) -> bool:
+def _returns_one_tensor(module: torch.nn.Module) -> bool:
     if type(module) in (torch.nn.Linear, Conv1D):
         return True
     num_in, num_out = features(module)
@@ -316,7 +316,7 @@ def _returns_one_tensor(module: Any) -> bool:
     return isinstance(out, torch.Tensor) and out.shape == (1, 2, num_out)
 
 
-def features(module: Any) -> tuple[int, int]:
+def features(module: torch.nn.Module) -> tuple[int, int]:
     """Numbers of inputs and outputs. Conv1D stores its weight transposed; the inputs of an embedding are tokens."""
     out_features, in_features = module.weight.shape
     is_transposed = isinstance(module, Conv1D | torch.nn.Embedding)

@@ -20,9 +20,12 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trillora.errors import TrilloraError, nearest
+
+if TYPE_CHECKING:
+    import torch
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"  # as a target: all parameters of experts
@@ -97,7 +100,11 @@ class LayerLora:
 
 
 def adapted_layers(
-    model: Any, linear: Sequence[str], spec: LoraSpec, experts: Sequence[str] = (), left_out: Sequence[str] = ()
+    model: torch.nn.Module,
+    linear: Sequence[str],
+    spec: LoraSpec,
+    experts: Sequence[str] = (),
+    left_out: Sequence[str] = (),
 ) -> dict[str, LayerLora]:
     """The layers that get an adapter, in the order of the model, with their rank and alpha. `experts`: the parameters
     of experts; `left_out`: linear layers that "all-linear" does not include."""
@@ -124,7 +131,7 @@ def adapted_layers(
 
 
 def select_targets(
-    model: Any,
+    model: torch.nn.Module,
     linear: Sequence[str],
     targets: str | tuple[str, ...],
     file: str | None = None,
@@ -165,7 +172,7 @@ def _matching_any(pattern: str, linear: Sequence[str], experts: Sequence[str], w
     return matches + (matching(pattern, experts, where) if EXPERTS in pattern or not matches else [])
 
 
-def _not_a_layer(target: str, model: Any, linear: Sequence[str], file: str) -> AdapterDoesNotFit:
+def _not_a_layer(target: str, model: torch.nn.Module, linear: Sequence[str], file: str) -> AdapterDoesNotFit:
     do = "use the base model that the adapter was trained with (see its adapter_config.json)"
     in_layer = re.search(r"\w+\.\d+\..*", target)  # layers.0.self_attn.q_proj
     same = next((name for name in linear if in_layer and name.endswith(f".{in_layer[0]}")), None)
@@ -224,7 +231,9 @@ def bounded_regex(text: str, where: str) -> re.Pattern[str]:
     return compiled
 
 
-def _by_layer(model: Any, layers: list[str], patterns: Iterable[tuple[str, Any]], where: str) -> dict[str, Any]:
+def _by_layer(
+    model: torch.nn.Module, layers: list[str], patterns: Iterable[tuple[str, Any]], where: str
+) -> dict[str, Any]:
     found: dict[str, tuple[str, Any]] = {}
     for pattern, value in patterns:
         matches = matching(pattern, layers, where)

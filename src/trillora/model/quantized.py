@@ -7,11 +7,11 @@ leaves in its place. With int8, `q_proj.weight` becomes
     q_proj.weight_scale  float32  [E]
 
 They are stacked, sharded and passed to the layer like any weight. The layer's class becomes a subclass of its own
-class: a plain linear layer multiplies by the codes (`engine.quantize.linear`, or `rounded_linear` if products are in
+class: a plain linear layer multiplies by the codes (`engine.quantize.linear`, or `rounded_linear` if matmuls are in
 the format of the codes). Any other code that reads `layer.weight` (a subclass of Linear with its own forward, Mamba's
 time step, DoRA) gets the dequantized weight.
 
-Codes always have outputs first, also those of a Conv1D, whose weight is [D, E]. Legend: E outputs, D inputs.
+Codes always have outputs first, also for a Conv1D, whose weight is [D, E]. Legend: E outputs, D inputs.
 """
 
 from __future__ import annotations

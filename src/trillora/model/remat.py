@@ -8,10 +8,10 @@
     gate       of those: attention, and the first layer wider than its input      18,432
     attention  outputs of attention, and the log-sum-exp of the TPU's kernel       4,096
     full       nothing                                                            0
-    dots       outputs of all products with a matrix, also those of the adapter
+    dots       outputs of all matmuls with a matrix, the adapter's too
     offload    as linear, but outputs of linear layers wait in the host's memory
 
-The first product of experts counts as a layer wider than its input. A saved value that the backward pass does not need,
+The first matmul of experts counts as a layer wider than its input. A saved value that the backward pass does not need,
 such as the output of the last linear layer, takes no memory.
 """
 

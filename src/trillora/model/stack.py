@@ -194,7 +194,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
-def decoder_layers(model: Any) -> tuple[str, list[torch.nn.Module]] | None:
+def decoder_layers(model: torch.nn.Module) -> tuple[str, list[torch.nn.Module]] | None:
     """The name of the list of decoder layers, and the layers: the outermost ModuleList with num_hidden_layers items."""
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     found = [
@@ -226,7 +226,9 @@ class LayerStack:
 
     linked = False
 
-    def __init__(self, model: Any, *, scan: bool, unroll: int, remat: Remat, stack_lora: bool = False) -> None:
+    def __init__(
+        self, model: torch.nn.Module, *, scan: bool, unroll: int, remat: Remat, stack_lora: bool = False
+    ) -> None:
         """`stack_lora`: LoRA is stored as for a scan, also if the layers are not scanned."""
         located = decoder_layers(model)
         self.prefix, self.layers = located if located is not None else ("", [])
@@ -358,7 +360,7 @@ class LayerStack:
 
     def _run_layer(self, trace: Trace, hidden: jax.Array, i: int, weights: dict[str, jax.Array]) -> jax.Array:
         """Runs a layer by itself. Layers that are equal and are called alike share a body, which is traced,
-        differentiated and lowered once. The compiler inlines it, so the program is that of separate layers."""
+        differentiated and lowered once. The compiler inlines it, so the program is the same as with separate layers."""
         positional, args, kwargs = trace.layer_calls[i]
         leaves, structure = torch_tree.tree_flatten((args, kwargs))
         tensors = {at: leaf.jax() for at, leaf in enumerate(leaves) if isinstance(leaf, TORCHAX_TENSORS)}

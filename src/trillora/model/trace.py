@@ -24,9 +24,9 @@ from trillora.engine.hash_random import MaskKey
 from trillora.engine.kernels.product_sum import IN_XLA, Products
 from trillora.engine.ragged import BlockDocuments
 
-# What computes the operations between products: XLA, or kernels for a GPU (`overrides.gated_mlps`, `.rms_norms`, and
+# What computes the operations between matmuls: XLA, or kernels for a GPU (`overrides.gated_mlps`, `.rms_norms`, and
 # the loss). With kernels, layers that have the same input are computed together, with their adapters
-# (`engine.kernels.joined_linear`), and `Trace.products` says what adds up their products.
+# (`engine.kernels.joined_linear`), and `Trace.products` says what adds up their matmuls.
 Kernels = Literal["xla", "fused"]
 
 
@@ -50,7 +50,7 @@ class AdaptedInput:
 
 
 class LinearSum(NamedTuple):
-    """The output of a linear layer, and how it is added to something else as a part of the layer's products."""
+    """The output of a linear layer, and how it is added to something else as a part of the layer's matmuls."""
 
     output: jax.Array  # kept, so that its id stays its own
     add_to: Callable[[jax.Array], jax.Array]

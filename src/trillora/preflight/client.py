@@ -14,14 +14,15 @@ import platform
 import signal
 import subprocess
 import tempfile
-from typing import IO, Any
+from typing import IO
 
 from trillora.child_process import isolated_python
-from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT, Slice
+from trillora.devices.slices import COMPILE_ONLY_ENVIRONMENT, Slice, find_slice
 from trillora.devices.versions import installed_version, matches_pin, pinned_version
 from trillora.errors import TrilloraError
 from trillora.events import Chosen, Listener, Note, Progress
 from trillora.files.cache_dir import cache_root
+from trillora.preflight.question import Question
 from trillora.preflight.result import Method, StageResult
 
 WHERE_IT_RUNS = "any x86-64 Linux: a Colab or Kaggle CPU notebook, WSL, a container"
@@ -60,10 +61,10 @@ def choose_method(use_estimate: bool) -> Method:
     return "compiler"
 
 
-def ask(question: dict[str, Any], place: Slice, listener: Listener) -> StageResult:
+def ask(question: Question, listener: Listener) -> StageResult:
     """The result for one slice, from a process started for this question."""
-    with CompilerClient(question["method"]) as client:
-        return client.ask(question, place, listener)
+    with CompilerClient(question.method) as client:
+        return client.ask(question, listener)
 
 
 class CompilerClient:
@@ -112,8 +113,9 @@ class CompilerClient:
             os.close(write_end)
         return self._process
 
-    def ask(self, question: dict[str, Any], place: Slice, listener: Listener) -> StageResult:
+    def ask(self, question: Question, listener: Listener) -> StageResult:
         """The result for one slice. Events of the process reach the listener as they arrive."""
+        place = find_slice(question.slice)
         process = self.get_ready(place)
         result = self._converse(process, question, listener)
         if result is None:
@@ -129,13 +131,11 @@ class CompilerClient:
             self._end()
         return result
 
-    def _converse(
-        self, process: subprocess.Popen[str], question: dict[str, Any], listener: Listener
-    ) -> StageResult | None:
+    def _converse(self, process: subprocess.Popen[str], question: Question, listener: Listener) -> StageResult | None:
         """None if the process died."""
         assert process.stdin is not None and self._answers is not None
         try:
-            print(json.dumps(question), file=process.stdin, flush=True)
+            print(json.dumps(question.to_dict()), file=process.stdin, flush=True)
         except BrokenPipeError:
             return None
         for line in self._answers:

@@ -3,7 +3,7 @@ errors, and cannot be stopped.
 
     python -m trillora.preflight.compiler_process FD
 
-Questions are lines of JSON on stdin. Events and one result per question are lines of JSON on the file descriptor FD
+A `Question` is a line of JSON on stdin. Events and one result per question are lines of JSON on the file descriptor FD
 (see `client`). The step is chosen by `autotune.choose` and built by `build.assemble`, as in training; only the devices
 are absent.
 
@@ -19,18 +19,19 @@ import queue
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from trillora.devices.chips import CHIPS, DEVICE_KINDS, GIB
 from trillora.devices.slices import Slice, find_slice
 from trillora.errors import TrilloraError
-from trillora.events import Event, Listener, Note, to_json
+from trillora.events import Event, Listener, Note, ignore_events, to_json
 from trillora.model.layout import stored_weights
 from trillora.model.loading.source import load_config
 from trillora.preflight.early_exit import CompileResult, compile_until_layout
@@ -38,6 +39,7 @@ from trillora.preflight.estimate.estimate import Estimate, argument_bytes
 from trillora.preflight.hlo.memory import StepShapes, largest, logits_bytes, out_of_memory
 from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown
 from trillora.preflight.predict import FLOPS_AGREE, Estimates, Simulations
+from trillora.preflight.question import Question
 from trillora.preflight.result import StageResult, StepTimes, Trial, UnitSeconds
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
@@ -46,6 +48,9 @@ from trillora.step.build import Assembly, assemble
 from trillora.step.group import assemble_group, widest
 from trillora.step.group_plan import halvings
 from trillora.step.search import Attempt
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 # Seconds to compile to the end on a TPU's host. Measured for Mistral-7B on 16 cores: 20 s, of which 5 s pass before
 # code generation starts, with about 580 fusions and kernels. The last value is used where nothing was compiled.
@@ -96,33 +101,46 @@ class AbsentDevice:
         return None
 
 
-def answer(question: dict[str, Any], listener: Listener) -> StageResult:
-    """`question`: slice, method, whole, model (folder), trust_remote_code, stage (a StageRecipe), num_steps, kept
-    (the `StepSettings` of another stage, or null), slowdown (as measured on the chip, or null); for a group of
-    adapters, members (name and StageRecipe of each) and width (how many of them are trained)."""
-    place = find_slice(question["slice"])
-    stage = StageRecipe.model_validate(question["stage"])
-    config = load_config(Path(question["model"]), trust_remote_code=question["trust_remote_code"])
-    answer_by = by_estimate if question["method"] == "estimate" else by_compiler
-    kept = StepSettings.from_dict(question["kept"]).shared() if question.get("kept") else {}
-    slowdown = Slowdown(**(question.get("slowdown") or {}))
-    whole, num_steps = bool(question.get("whole")), question["num_steps"]
-    if not question.get("members"):
-        return answer_by(stage, config, place, num_steps, kept, whole, listener, assemble, slowdown)
-    members = [Stage(name, StageRecipe.model_validate(recipe)) for name, recipe in question["members"]]
-    width, stage, build = question["width"], widest(members), _group_builder(members)
+@dataclass(frozen=True)
+class StepSearch:
+    """Everything that the choice of a step depends on, except how a step is compiled."""
+
+    stage: StageRecipe
+    config: PretrainedConfig
+    place: Slice
+    num_steps: int
+    listener: Listener = ignore_events
+    kept: Mapping[str, object] = field(default_factory=dict)  # settings that are already decided, by field name
+    build: Builder = assemble
+    slowdown: Slowdown = AS_ASSUMED
+
+
+def answer(question: Question, listener: Listener) -> StageResult:
+    place = find_slice(question.slice)
+    config = load_config(Path(question.model), trust_remote_code=question.trust_remote_code)
+    kept = question.kept.shared() if question.kept else {}
+    search = StepSearch(question.stage, config, place, question.num_steps, listener, kept, slowdown=question.slowdown)
+    if not question.members:
+        return _find_step(search, question)
+    stage = widest(question.members)
+    search = replace(search, stage=stage, build=_group_builder(question.members))
     result: StageResult | None = None
-    for size in halvings(width, 1 if stage.hardware.mesh == "auto" else stage.hardware.mesh.adapter):
-        own = {**kept, "adapters_at_once": size}
-        result = answer_by(stage, config, place, num_steps, own, whole, listener, build, slowdown)
+    for size in halvings(question.width, 1 if stage.hardware.mesh == "auto" else stage.hardware.mesh.adapter):
+        result = _find_step(replace(search, kept={**kept, "adapters_at_once": size}), question)
         if result.step is not None:
-            return replace(result, step=_repeated(result.step, math.ceil(width / size)))
+            return replace(result, step=_repeated(result.step, math.ceil(question.width / size)))
     assert result is not None
     return result
 
 
+def _find_step(search: StepSearch, question: Question) -> StageResult:
+    return by_estimate(search) if question.method == "estimate" else by_compiler(search, whole=question.whole)
+
+
 def _group_builder(members: Sequence[Stage]) -> Builder:
-    def build(recipe: StageRecipe, settings: StepSettings, config: Any, mesh: Any, num_steps: int) -> Assembly:
+    def build(
+        recipe: StageRecipe, settings: StepSettings, config: PretrainedConfig, mesh: Mesh, num_steps: int
+    ) -> Assembly:
         return assemble_group(members, settings, config, mesh)
 
     return build
@@ -138,34 +156,24 @@ def _repeated(step: StepTimes, calls: int) -> StepTimes:
     )
 
 
-def by_compiler(
-    stage: StageRecipe,
-    config: Any,
-    place: Slice,
-    num_steps: int,
-    kept: dict[str, Any],
-    whole: bool,
-    listener: Listener,
-    build: Builder,
-    slowdown: Slowdown = AS_ASSUMED,
-) -> StageResult:
+def by_compiler(search: StepSearch, *, whole: bool) -> StageResult:
+    stage, config, place = search.stage, search.config, search.place
     chip = CHIPS[place.chip]
-    limit, predictor = chip.hbm_gib, Simulations(chip, slowdown, text=lambda result: result.program)
+    limit, predictor = chip.hbm_gib, Simulations(chip, search.slowdown, text=lambda result: result.program)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=place.topology, **place.options)
     with tempfile.TemporaryDirectory(prefix="trillora-preflight-", ignore_cleanup_errors=True) as folder:
         compiler = TpuCompiler(Path(folder), whole=whole)
         try:
-            devices = _used(list(topology.devices), stage)
             plan = choose(
                 stage,
                 config,
-                devices,
-                num_steps,
-                listener,
-                kept=kept,
+                _used(list(topology.devices), stage),
+                search.num_steps,
+                search.listener,
+                kept=search.kept,
                 compiler=compiler,
                 predictor=predictor,
-                build=build,
+                build=search.build,
             )
         except DoesNotFit as error:
             smallest = predictor.smallest
@@ -238,40 +246,30 @@ def _estimated_times(guessed: Estimate, num_devices: int, compile_seconds: float
     )
 
 
-def by_estimate(
-    stage: StageRecipe,
-    config: Any,
-    place: Slice,
-    num_steps: int,
-    kept: dict[str, Any],
-    whole: bool,
-    listener: Listener,
-    build: Builder,
-    slowdown: Slowdown = AS_ASSUMED,
-) -> StageResult:
+def by_estimate(search: StepSearch) -> StageResult:
     """The same choices on virtual CPU devices of this machine; nothing is compiled."""
+    place = search.place
     chip = CHIPS[place.chip]
-    estimates = Estimates(chip, slowdown)
+    estimates = Estimates(chip, search.slowdown)
     kind = next(kind for kind, name in DEVICE_KINDS.items() if name == place.chip)
-    absent = _used([AbsentDevice(kind)] * place.num_devices, stage)
-    virtual = jax.devices("cpu")[: len(absent)]
+    absent = _used([AbsentDevice(kind)] * place.num_devices, search.stage)
 
     def without_compiling(event: Event) -> None:
         if not isinstance(event, Note):
-            listener(event)
+            search.listener(event)
 
     try:
         plan = choose(
-            stage,
-            config,
+            search.stage,
+            search.config,
             absent,
-            num_steps,
+            search.num_steps,
             without_compiling,
-            kept=kept,
+            kept=search.kept,
             compiler=estimates.compile,
-            mesh_devices=virtual,
+            mesh_devices=jax.devices("cpu")[: len(absent)],
             predictor=estimates,
-            build=build,
+            build=search.build,
         )
     except DoesNotFit as error:
         return replace(_refused(error, estimates.smallest, chip.hbm_gib), problem=error.what)
@@ -322,7 +320,9 @@ def _weights(assembly: Assembly) -> tuple[int, int]:
     return sum(leaf.num_bytes for leaf in leaves), max(leaf.num_bytes // max(len(leaf.names), 1) for leaf in leaves)
 
 
-def step_shapes(assembly: Assembly, config: Any, sequence_length: int, micro_batch_size: int) -> StepShapes:
+def step_shapes(
+    assembly: Assembly, config: PretrainedConfig, sequence_length: int, micro_batch_size: int
+) -> StepShapes:
     text, mesh = config.get_text_config(), assembly.mesh
     weights: dict[tuple[int, ...], str] = {}
     for leaf, _ in stored_weights(assembly.model.layout).values():
@@ -347,7 +347,7 @@ def _without_number(name: str) -> str:
     return ".".join(words[numbered[-1] + 1 :] if numbered else words)
 
 
-def _questions() -> Iterator[dict[str, Any]]:
+def _questions() -> Iterator[Question]:
     """Questions from stdin, read in a thread: the parent keeps stdin open while it is alive, and when it dies this
     process must end even in the middle of a compilation."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -359,7 +359,7 @@ def _questions() -> Iterator[dict[str, Any]]:
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        yield json.loads(lines.get())
+        yield Question.from_dict(json.loads(lines.get()))
 
 
 def main() -> None:

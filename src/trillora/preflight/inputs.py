@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.data.stage import StageData, read_stage
 from trillora.errors import TrilloraError
@@ -28,6 +28,9 @@ from trillora.preflight.client import versions
 from trillora.recipe.group import Group, group_of
 from trillora.recipe.schema import EMBEDDED, Recipe, Stage, StageRecipe, stages_of
 from trillora.step.group_plan import segments, selections
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"
 PACKAGE = Path(__file__).parents[1]
@@ -136,7 +139,7 @@ def describe_model(recipe: Recipe) -> tuple[Path, list[str]]:
         return folder, [f"{named.name} could not be downloaded: using the configuration that comes with Trillora."]
 
 
-def _written_config(cache: Path, name: str, config: Any) -> Path:
+def _written_config(cache: Path, name: str, config: PretrainedConfig) -> Path:
     folder = cache / "known-models" / name
     with writing_cache(cache):
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +158,7 @@ def _tokenizer(folder: Path, recipe: Recipe) -> tuple[Any, list[str]]:
     return tokenizer, notes
 
 
-def _warnings(stages: list[StageInput], config: Any) -> Iterator[str]:
+def _warnings(stages: list[StageInput], config: PretrainedConfig) -> Iterator[str]:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     for stage in stages:
         if stage.padding_warning:

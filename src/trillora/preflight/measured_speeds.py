@@ -2,11 +2,11 @@
 
     measured_speeds(find_slice("v5e-8"))     # MeasuredSpeeds(date="2026-11-16", num_devices=8, hbm=1.08), or None
 
-What was measured is one large product, copy or all-gather alone: the best case. A step does not exceed such a rate, so
+What was measured is one large matmul, copy or all-gather alone: the best case. A step does not exceed such a rate, so
 a rate below the one that preflight assumes makes that unit slower by their ratio. A rate above it changes nothing: the
-assumed rates were fitted to whole steps, with smaller products. On a v5e, preflight assumes for 8 devices
+assumed rates were fitted to whole steps, with smaller matmuls. On a v5e, preflight assumes for 8 devices
 
-    products     0.92 * 197 TFLOP/s      measured 187:  as assumed
+    matmuls      0.92 * 197 TFLOP/s      measured 187:  as assumed
     HBM          0.85 * 819 GB/s         measured 644:  1.08 times slower
     links        0.80 * 2 * 45 GB/s      measured 75:   as assumed
 
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from trillora.devices.chips import CHIPS, Chip
 from trillora.devices.measured import MeasuredChip, load
 from trillora.devices.slices import Slice
-from trillora.preflight.hlo.simulate import efficiency_of, num_lanes
+from trillora.preflight.hlo.simulate import AS_ASSUMED, Slowdown, efficiency_of, num_lanes
 from trillora.preflight.result import MeasuredSpeeds
 
 SLOWEST = 3.0  # times; a chip that is slower was used by something else, or is broken
@@ -43,6 +43,10 @@ def measured_chip(name: str, num_devices: int, say: Callable[[str], None] = lamb
     compute, hbm, links = _slowdowns(record, chip)
     same_size = record.num_devices == num_devices
     return MeasuredSpeeds(record.day, record.num_devices, compute, hbm, links if same_size else 1.0)
+
+
+def slowdown_of(speeds: MeasuredSpeeds | None) -> Slowdown:
+    return Slowdown(speeds.compute, speeds.hbm, speeds.links) if speeds else AS_ASSUMED
 
 
 def _slowdowns(record: MeasuredChip, chip: Chip) -> tuple[float, float, float]:

@@ -17,13 +17,13 @@ from typing import Any
 from trillora.devices.chips import DEVICE_KINDS, Chip, chip_of
 from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, kind_shares
 from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown, simulate
-from trillora.preflight.measured_speeds import measured_chip
+from trillora.preflight.measured_speeds import measured_chip, slowdown_of
 from trillora.step.build import Assembly
 from trillora.step.search import ERROR, Guess
 
 # Bytes per token, layer and unit of its width: three times what SmolLM2 needs if all is saved for the backward pass.
 MOST_SAVED = 400
-FLOPS_AGREE = 0.2  # relative: flops of the compiled program against those of the traced step
+FLOPS_AGREE = 0.2  # relative: flops of the compiled program against the traced step's
 
 
 class Estimates:
@@ -109,4 +109,4 @@ def predictor_for(devices: list[Any]) -> Estimates | None:
     if platform == "gpu":
         return MemoryEstimates(chip)
     speeds = measured_chip(DEVICE_KINDS[kind], len(devices)) if kind in DEVICE_KINDS else None
-    return Simulations(chip, Slowdown(**speeds.slowdown) if speeds else AS_ASSUMED)
+    return Simulations(chip, slowdown_of(speeds))

@@ -51,7 +51,7 @@ Verdict = Literal["GO", "GO WITH CHANGES", "NO-GO"]
 
 
 @dataclass(frozen=True)
-class _Record:
+class JsonRecord:
     """Converts to and from the plain values of JSON."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -66,13 +66,13 @@ class _Record:
 
 
 @dataclass(frozen=True)
-class LargeBuffer(_Record):
+class LargeBuffer(JsonRecord):
     what: str
     gib: float
 
 
 @dataclass(frozen=True)
-class Trial(_Record):
+class Trial(JsonRecord):
     """A combination of settings that was compiled or estimated."""
 
     what: str
@@ -82,7 +82,7 @@ class Trial(_Record):
 
 
 @dataclass(frozen=True)
-class OptionChange(_Record):
+class OptionChange(JsonRecord):
     """An option of the recipe that must change for the run to fit."""
 
     option: str  # dotted, as in the recipe
@@ -92,7 +92,7 @@ class OptionChange(_Record):
 
 
 @dataclass(frozen=True)
-class HostLine(_Record):
+class HostLine(JsonRecord):
     """One resource of the host: how much is needed and how much there is."""
 
     what: str
@@ -102,7 +102,7 @@ class HostLine(_Record):
 
 
 @dataclass(frozen=True)
-class UnitSeconds(_Record):
+class UnitSeconds(JsonRecord):
     """How long each unit of a device is busy in one step. They overlap, so these do not add up to the step."""
 
     compute: float
@@ -113,7 +113,7 @@ class UnitSeconds(_Record):
 
 
 @dataclass(frozen=True)
-class StepTimes(_Record):
+class StepTimes(JsonRecord):
     """Times of the step of one stage."""
 
     seconds: float
@@ -125,7 +125,7 @@ class StepTimes(_Record):
 
 
 @dataclass(frozen=True)
-class StageResult(_Record):
+class StageResult(JsonRecord):
     """The training step of one stage on one slice."""
 
     hbm_peak_gib: float | None  # if nothing fits: of the smallest candidate; None if the compiler did not say
@@ -147,7 +147,7 @@ class StageResult(_Record):
 
 
 @dataclass(frozen=True)
-class StepForecast(_Record):
+class StepForecast(JsonRecord):
     """One step of the stage with the longest sequences."""
 
     seconds: float
@@ -160,7 +160,7 @@ class StepForecast(_Record):
 
 
 @dataclass(frozen=True)
-class StageForecast(_Record):
+class StageForecast(JsonRecord):
     name: str
     num_steps: int
     sequence_length: int
@@ -168,7 +168,7 @@ class StageForecast(_Record):
 
 
 @dataclass(frozen=True)
-class RunForecast(_Record):
+class RunForecast(JsonRecord):
     """The whole recipe: all stages, evaluations and start-up of every session."""
 
     hours: float
@@ -187,7 +187,7 @@ class RunForecast(_Record):
 
 
 @dataclass(frozen=True)
-class MeasuredSpeeds(_Record):
+class MeasuredSpeeds(JsonRecord):
     """A measurement of the chip, and how many times slower than assumed it found each unit. Step times contain it."""
 
     date: str  # ISO 8601
@@ -196,13 +196,9 @@ class MeasuredSpeeds(_Record):
     hbm: float = 1.0
     links: float = 1.0
 
-    @property
-    def slowdown(self) -> dict[str, float]:
-        return {"compute": self.compute, "hbm": self.hbm, "links": self.links}
-
 
 @dataclass(frozen=True)
-class PreflightResult(_Record):
+class PreflightResult(JsonRecord):
     """The answer for one slice."""
 
     slice: str

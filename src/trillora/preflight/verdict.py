@@ -24,7 +24,8 @@ from trillora.files.cache_dir import cache_root
 from trillora.preflight.client import WHERE_IT_RUNS, CompilerClient, choose_method, versions
 from trillora.preflight.host import host_lines
 from trillora.preflight.inputs import PreflightInput, StageInput, fingerprint, read_inputs
-from trillora.preflight.measured_speeds import measured_speeds
+from trillora.preflight.measured_speeds import measured_speeds, slowdown_of
+from trillora.preflight.question import Question
 from trillora.preflight.result import (
     Method,
     OptionChange,
@@ -178,23 +179,23 @@ class _Preflight:
         for all stages. The first stage that does not fit is returned alone."""
         results: list[tuple[StageInput, StageResult]] = []
         kept: StepSettings | None = None
-        speeds = measured_speeds(place)
+        slowdown = slowdown_of(measured_speeds(place))
         for stage in sorted(self.inputs.stages, key=lambda s: -s.sequence_length):
             recipe = relax(stage.recipe, relaxed)
-            question = {
-                "slice": place.name,
-                "method": self.method,
-                "whole": self.whole,
-                "model": str(self.inputs.model),
-                "trust_remote_code": recipe.model.trust_remote_code,
-                "stage": recipe.model_dump(mode="json"),
-                "num_steps": stage.num_steps,
-                "kept": kept.to_dict() if kept else None,
-                "slowdown": speeds.slowdown if speeds else None,
-                "members": [[member.name, member.recipe.model_dump(mode="json")] for member in stage.members],
-                "width": stage.width,
-            }
-            result = self.client.ask(question, place, self.listener)
+            question = Question(
+                slice=place.name,
+                method=self.method,
+                whole=self.whole,
+                model=str(self.inputs.model),
+                trust_remote_code=recipe.model.trust_remote_code,
+                stage=recipe,
+                num_steps=stage.num_steps,
+                kept=kept,
+                slowdown=slowdown,
+                members=tuple(stage.members),
+                width=stage.width,
+            )
+            result = self.client.ask(question, self.listener)
             if not result.fits:
                 return [(stage, result)]
             results.append((stage, result))

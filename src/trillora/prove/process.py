@@ -56,7 +56,7 @@ def prove_devices(devices: list[Any], listener: Listener) -> MeasuredChip:
         record = GoldenRecord.read()
         run = train_golden(devices, dtype, listener)
         if run.inputs != record.inputs:
-            return [ProofCheck(f"golden model, {dtype}", "refused", "its inputs are not those of the record")]
+            return [ProofCheck(f"golden model, {dtype}", "refused", "its inputs differ from the record's")]
         golden[dtype] = figures_of(run.losses, run.gradients, run.how, record)
         return judge(golden[dtype], dtype)
 

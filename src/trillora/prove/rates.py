@@ -1,7 +1,7 @@
 """How fast the devices multiply, copy and exchange data, and whether what they exchange is right.
 
-All devices work at once and the slowest one counts. Each rate is that of a loop whose length is doubled until it takes
-long enough to time; the time of a loop without turns is subtracted.
+All devices work at once and the slowest one counts. Each rate is measured on a loop whose length is doubled until it
+takes long enough to time; the time of a loop without turns is subtracted.
 
     exchange_faults(devices)               # [] or ["all-reduce: device 3 has 28.0 in place of 36.0"]
     measure_rates(devices, "bfloat16")     # Rates(matrix_tflops=187.2, memory_gb_per_second=702.1, ...)
@@ -31,7 +31,7 @@ REPEATS = 3  # the fastest counts
 class LoopSizes:
     """How much work a turn of a loop is."""
 
-    side: int  # of the square matrices of a product
+    side: int  # of the square matrices of a matmul
     num_bytes: int  # that are read and written
     part_bytes: int  # of each device in a collective, at most
     gathered_bytes: int  # of all parts together, at most
@@ -112,7 +112,7 @@ def measure_rates(devices: list[Any], dtype: Dtype) -> Rates:
 
 
 def _product_seconds(mesh: Mesh, sizes: LoopSizes, dtype: Dtype) -> float:
-    """Four products in a row. Random numbers, because chips are faster with zeros; of a size that products keep."""
+    """Four matmuls in a row. Random numbers, because chips are faster with zeros; of a size that matmuls keep."""
 
     def start() -> tuple[jax.Array, jax.Array]:
         x, w = jax.random.normal(jax.random.key(0), (2, sizes.side, sizes.side), jnp.dtype(dtype))

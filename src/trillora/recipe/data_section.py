@@ -136,6 +136,11 @@ class DataSection(Section):
         description="The keys of the row's format and the columns that they come from, such as "
         "{prompt: question, completion: answer}. Other columns are not read.",
     )
+    drop_keys: tuple[str, ...] = Field(
+        default=(),
+        description="Keys of rows and of their turns that are left out on purpose, such as [reasoning_content] with a "
+        "chat template that does not write thinking.",
+    )
     weight_key: str | None = Field(
         default=None,
         min_length=1,

@@ -54,7 +54,7 @@ class LoraSection(Section):
         "pissa_niter_16 computes them approximately, in a fraction of the time.",
     )
     loraplus_ratio: Rate = Field(
-        default=1.0, description="LoRA+: learning rate of the B matrices divided by that of the A matrices, e.g. 16."
+        default=1.0, description="LoRA+: ratio of the learning rates of the B and A matrices, e.g. 16."
     )
     train_tokens: tuple[TokenId | TokenText, ...] = Field(
         default=(),

@@ -5,7 +5,7 @@ data left open, and `ResolvedRecipe` is the whole run. It is saved in every chec
 decisions, and written to `resolved.yaml`:
 
     engine:
-      remat: linear  # 49.1 ms per step, needs 2.14 GiB of 15.75 GiB per device; slower: micro-batch 64, remat none: …
+      remat: linear  # 49.1 ms per step, needs an estimated 2.14 GiB of 15.75 GiB per device; slower: …
 """
 
 from __future__ import annotations

@@ -552,7 +552,7 @@ def _train_of(train: TrainSection, part: StageSection | PhaseSection) -> TrainSe
 
 
 def _given(part: Section, values: dict[str, Any], own: tuple[str, ...]) -> dict[str, Any]:
-    """The options that were given; all others are those of `train`."""
+    """The options that were given; `train` has all others."""
     return {key: values[key] for key in (*own, *values) if key in own or key in part.model_fields_set}
 
 

@@ -84,7 +84,7 @@ def is_tiny_run(run: str | Path) -> bool:
 
 
 def _smaller(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `train`, a stage or a phase in small sizes. The length of the run is that of `train`."""
+    """Options of `train`, a stage or a phase in small sizes. `train` has the length of the run."""
     kept = {name: value for name, value in options.items() if name not in (*_LENGTH, "micro_batch_size")}
     return kept | {name: min(kept[name], most) for name, most in MOST.items() if name in kept and _is_count(kept, name)}
 

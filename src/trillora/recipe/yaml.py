@@ -30,7 +30,7 @@ _RESOLVERS = (("int", _INT), ("float", _FLOAT), ("bool", _BOOL), ("null", _NULL)
 
 class _Loader(yaml.SafeLoader):
     """Loader of plain values: it resolves plain scalars by the table above, and rejects duplicate keys, all tags but
-    those of plain values, and texts that grow when their aliases and merges are followed."""
+    the tags of plain values, and texts that grow when their aliases and merges are followed."""
 
     # None matches every first letter. PyYAML tries the patterns in order; a whole word must match.
     yaml_implicit_resolvers = {  # noqa: RUF012  (declared by PyYAML as a class attribute)

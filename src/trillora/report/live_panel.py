@@ -226,7 +226,7 @@ class LivePanel:
         if step.peak_fraction is not None:
             rest.append(Text(f"{step.peak_fraction:.0%} of peak"))
         if step.memory_gib is not None:
-            rest.append(Text(f"memory {step.memory_gib:.1f} GiB"))
+            rest.append(Text(f"memory {step.memory_gib:.1f} GiB measured"))
         rest.append(Text(f"padding {step.padding:.0%}"))
         if not self._adapters:
             rest.append(Text(f"lr {step.learning_rate:.2e}"))

@@ -29,6 +29,11 @@ def format_number(value: float | None) -> str:
     return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3f}" if size else "0"
 
 
+def format_loss(value: float) -> str:
+    """With the digits that adapters differ in."""
+    return f"{value:.4f}" if abs(value) < 100 else format_number(value)
+
+
 def format_rate(value: float | None) -> str:
     """A learning rate."""
     if value is None:

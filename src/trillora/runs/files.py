@@ -1,4 +1,4 @@
-"""The names of the files in a run's folder. No other module has them (`tests/test_runs.py`).
+"""The names of the files in a run's folder. No other module has them (`tests/runs/test_runs.py`).
 
     runs/first/
       recipe.json  resolved.yaml  run.json        what it was made from: for programs, for people, and the manifest

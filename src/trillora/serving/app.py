@@ -45,7 +45,7 @@ Answer = Callable[[bytes, Receive, Send], Awaitable[str | None]]
 
 class App:
     """The application of one service. `key`: what clients must send; `only_loopback`: refuse requests that reach this
-    machine under another name, as those of a web page do that has changed its own address (DNS rebinding)."""
+    machine under another name, as a web page does that has changed its own address (DNS rebinding)."""
 
     def __init__(
         self, service: Service, *, key: str | None = None, only_loopback: bool = True, page: Page | None = None

@@ -109,7 +109,7 @@ class Lane:
         return self.programs.num_bytes(shape) if shape is not None else 0
 
     def largest(self, jobs: list[Job], num_rows: int) -> BatchShape:
-        """The shape when all answers, and those of `jobs`, are as long as they may become."""
+        """The shape when all answers, the answers of `jobs` included, are as long as they may become."""
         all_jobs = [*(running.job for running in self.running), *jobs]
         return self.sizes.shape(num_rows, max(job.num_reserved for job in all_jobs))
 

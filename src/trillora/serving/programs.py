@@ -136,7 +136,7 @@ class ServingPrograms:
         return self._start("insert", shape, build=build)
 
     def reshape(self, old: BatchShape, new: BatchShape) -> Future[Any]:
-        """(rows, numbers [B]) -> those of the rows, in a batch of the new shape."""
+        """(rows, numbers [B]) -> the same rows in a batch of the new shape."""
 
         def build() -> Any:
             numbers = jax.ShapeDtypeStruct((new.num_rows,), jnp.int32, sharding=self._rows)

@@ -148,7 +148,7 @@ def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> N
 
 
 def _adapter_folders(run: Path, given: Sequence[str]) -> dict[str, Path]:
-    """The adapters by the name of their model: those of the run, then those of the command line."""
+    """The adapters by the name of their model: first the run's, then the command line's."""
     found: list[Path] = []
     if is_run(run):
         several = sorted(entry for entry in (run / ADAPTERS).glob("*") if (entry / CONFIG_FILE).is_file())

@@ -1,4 +1,4 @@
-"""The options of a run's adapter: those of the recipe, or of the adapter that the run starts from.
+"""The options of a run's adapter: from the recipe, or from the adapter that the run starts from.
 
 lora: {from: runs/first/adapter}              everything comes from the file
 lora: {from: runs/first/adapter, rank: 8}     refused if the file's rank is not 8
@@ -50,7 +50,7 @@ def lora_spec(lora: LoraSection, num_new_tokens: int = 0) -> LoraSpec:
     stored = read_head(find_adapter(lora.from_)).spec
     if ids and (stored.tokens is None or ids != stored.tokens.ids):
         raise TrilloraError(
-            f"The recipe trains {len(ids)} tokens that are not exactly those of the adapter to start from.",
+            f"The recipe trains {len(ids)} tokens, which are not exactly the tokens of the adapter to start from.",
             where=f"tokens or lora.train_tokens, and {stored.file}",
             do="give the tokens of the run that made the adapter; or start without lora.from",
         )
@@ -121,7 +121,7 @@ def _check_readable(spec: LoraSpec, parameters: Collection[str], refused: Sequen
 
 
 def _check_found(names: dict[str, str]) -> None:
-    """`names` are those of layers whose names PEFT changes, empty if no name would be changed to that of the layer."""
+    """`names`: layers whose names PEFT changes, empty if no name would become the layer's."""
     if lost := sorted(layer for layer, name in names.items() if not name):
         raise TrilloraError(
             f"PEFT could not load an adapter of {lost[0]}: it would rename it as transformers renames checkpoints.",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -52,6 +52,9 @@ from trillora.step.search import (
     reason,
     smaller_chunks,
 )
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 REMAT_ORDER: tuple[Remat, ...] = ("none", "linear", "full")  # most memory first
 BETWEEN: tuple[Remat, ...] = ("wide", "half", "gate", "attention")  # what they save is between linear and full
@@ -144,7 +147,7 @@ class Candidates:
 
 def choose(
     recipe: StageRecipe,
-    config: Any,
+    config: PretrainedConfig,
     devices: list[Any],
     num_steps: int,
     listener: Listener,

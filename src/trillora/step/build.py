@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,9 @@ from trillora.recipe.schema import Backend, StageRecipe
 from trillora.step.adapter_spec import check_layers, lora_spec
 from trillora.step.background import compile_program
 from trillora.step.compiler_options import WITH_CUBLAS, Options, tpu_options
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -128,7 +131,13 @@ class Assembly:
 
 
 def assemble(
-    recipe: StageRecipe, settings: StepSettings, config: Any, mesh: Mesh, num_steps: int, *, mapped: bool = False
+    recipe: StageRecipe,
+    settings: StepSettings,
+    config: PretrainedConfig,
+    mesh: Mesh,
+    num_steps: int,
+    *,
+    mapped: bool = False,
 ) -> Assembly:
     """Builds the step of a stage for the model described by `config`. The mesh may be of devices that are not here.
     `mapped`: the loss will be mapped over several adapters."""
@@ -208,7 +217,7 @@ def check_kernels(model: CausalLM, mesh: Mesh, backend: Backend) -> None:
 
 
 def products_on(device: Any) -> Products:
-    """What adds up products if kernels are fused."""
+    """What adds up matmuls if kernels are fused."""
     is_hopper = device.platform == "gpu" and generation_of(device).has_wgmma
     return Products(device.core_count) if is_hopper else IN_XLA
 

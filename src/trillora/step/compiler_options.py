@@ -34,7 +34,7 @@ GATHERS: Options = {
 BY_CHIP: Mapping[str, Options] = dict.fromkeys(("v2", "v3", "v4", "v5e", "v5p", "v6e", "7x"), GATHERS)
 # Without XLA's own kernels for matmuls: with fused kernels cuBLAS is faster (180.6 instead of 182.0 ms on an H200) and
 # compiling takes half as long, and cuBLAS's fp8 matmuls would not be used everywhere. XLA does not join small matmuls
-# with the same input, such as those of k and v: the parts of the result would be copied (0.5 ms on an H200).
+# with the same input, such as k and v: the parts of the result would be copied (0.5 ms on an H200).
 WITH_CUBLAS: Options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": "0"}
 
 # What the compiler of this process refused. A fact about the compiler, kept like jax keeps compiled programs.

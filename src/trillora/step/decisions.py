@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import psutil
@@ -27,14 +27,17 @@ from trillora.recipe.resolve import DocumentRoom, StepSettings
 from trillora.recipe.schema import Attention, Dtype, Matmul, MeshSection, Quantize, StageRecipe
 from trillora.step.search import format_gib
 
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
+
 # Where nothing is predicted: of a device's memory; a base up to this size is copied to every device, not split.
 REPLICATED_BASE_SHARE = 0.25
 # Logits of one chunk of the loss: 2**27 float32 values are half a GiB, and so are 2**28 bfloat16 ones on a GPU, where
-# twice the tokens save 1 % of a step. A CPU has few rows at once: smaller chunks, so that more of them are without
-# answers and are skipped. Products of fewer tokens than the second number are slow; on a TPU its chip says how many.
+# twice the tokens save 1 % of a step. A CPU has small micro-batches: smaller chunks, so that more of them are without
+# answers and are skipped. Matmuls of fewer tokens than the second number are slow; on a TPU its chip says how many.
 CHUNK_LOGITS = {"cpu": (2**22, 64), "gpu": (2**28, 128), "tpu": (2**27, 128)}
 # For `model.quantize: auto`: what to try if the base does not fit unquantized, fastest first (docs/quantization.md). On
-# a TPU, nf4 writes out each weight before its product, and int4 does not.
+# a TPU, nf4 writes out each weight before its matmul, and int4 does not.
 FASTEST_QUANTIZED: dict[str, tuple[Quantize, ...]] = {
     "tpu": ("int8", "int4"),
     "gpu": ("int8", "nf4"),
@@ -73,7 +76,11 @@ class Decisions:
 
 
 def decide_by_hardware(
-    decisions: Decisions, recipe: StageRecipe, config: Any, devices: list[Any], needed: DocumentRoom | None = None
+    decisions: Decisions,
+    recipe: StageRecipe,
+    config: PretrainedConfig,
+    devices: list[Any],
+    needed: DocumentRoom | None = None,
 ) -> None:
     """Everything that devices and shapes determine without compiling."""
     platform, num_devices = devices[0].platform, len(devices)
@@ -84,7 +91,7 @@ def decide_by_hardware(
     decisions.decide("dtype", *choose_dtype(devices, text, decisions.values.get("quantize", "none")))
     if platform == "gpu" and num_experts(text) <= 1:
         decisions.decide("layers", "unroll", "fastest on GPUs")
-    elif platform == "gpu":  # unrolled, a mixture of 16 layers was not compiled after 90 s (22 s in a loop)
+    elif platform == "gpu":  # unrolled, an MoE model of 16 layers was not compiled after 90 s (22 s in a loop)
         decisions.decide("layers", "scan", "compiles the kernels of one layer's experts instead of all")
     else:
         decisions.decide("layers", "scan", f"compiles one layer instead of all; {platform}")
@@ -111,7 +118,7 @@ def decide_by_hardware(
     decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
 
 
-def decide_kernels(decisions: Decisions, config: Any, devices: list[Any], *, in_group: bool) -> None:
+def decide_kernels(decisions: Decisions, config: PretrainedConfig, devices: list[Any], *, in_group: bool) -> None:
     """Fused kernels where they were measured to be faster."""
     if not decisions.is_open("kernels"):
         return
@@ -143,7 +150,7 @@ def check_products(device: Any, matmul: Matmul) -> None:
     )
 
 
-def decide_mesh(decisions: Decisions, batch_size: int, config: Any, devices: list[Any]) -> None:
+def decide_mesh(decisions: Decisions, batch_size: int, config: PretrainedConfig, devices: list[Any]) -> None:
     """By the size of the base, where no times are predicted."""
     if decisions.is_open("mesh"):
         quantize = decisions.values.get("quantize", "none")
@@ -155,7 +162,7 @@ def formats_to_try(platform: str) -> tuple[Quantize, ...]:
     return ("none", *FASTEST_QUANTIZED[platform])
 
 
-def choose_dtype(devices: list[Any], config: Any, quantize: str) -> tuple[Dtype, str]:
+def choose_dtype(devices: list[Any], config: PretrainedConfig, quantize: str) -> tuple[Dtype, str]:
     """The number format of the base and of activations, with the reason. Never float16: activations of some models
     exceed its range, and training in it would need a scaled loss."""
     platform = devices[0].platform
@@ -171,7 +178,7 @@ def choose_dtype(devices: list[Any], config: Any, quantize: str) -> tuple[Dtype,
     )
 
 
-def fastest_attention(device: Any, dtype: Dtype, config: Any) -> Attention:
+def fastest_attention(device: Any, dtype: Dtype, config: PretrainedConfig) -> Attention:
     """The kernel for a device. cuDNN has none for float32, none for GPUs before Ampere, and none for wide heads."""
     if device.platform == "tpu":
         return "splash"
@@ -181,7 +188,7 @@ def fastest_attention(device: Any, dtype: Dtype, config: Any) -> Attention:
 
 
 def room_for_documents(
-    needed: DocumentRoom, sequence_length: int, config: Any, device: Any
+    needed: DocumentRoom, sequence_length: int, config: PretrainedConfig, device: Any
 ) -> tuple[DocumentRoom | None, str]:
     """The room to compile for, so that cuDNN gets the lengths of packed documents, with the reason. None if it has to
     get a mask."""
@@ -197,7 +204,7 @@ def room_for_documents(
     return room, f"it gets the lengths of up to {room.most} documents in {room.block} tokens"
 
 
-def _head_width(config: Any) -> int:
+def _head_width(config: PretrainedConfig) -> int:
     """Of the widest heads."""
     heads = _largest(config, "num_attention_heads") or 1
     return _largest(config, "head_dim", "v_head_dim") or config.hidden_size // heads
@@ -221,7 +228,7 @@ def choose_mesh(num_devices: int, batch_size: int, base_bytes: int, limit: float
 
 def meshes_to_try(num_devices: int, batch_size: int, *, has_experts: bool = False) -> list[MeshSection]:
     """The base whole on every device, then split: the base is frozen, so it need not be split to be updated. Both axes
-    together were slower than either wherever they were compiled, except for mixtures: their tokens travel between the
+    together were slower than either wherever they were compiled, except for MoE: its tokens travel between the
     devices that share the experts, and the fewer these are, the less is sent."""
     num_shards = math.gcd(batch_size, num_devices)
     tensor = num_devices // num_shards
@@ -251,7 +258,7 @@ def local_bytes(shapes: Tree) -> float:
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * item_bytes(a.dtype) for a in shapes.values())
 
 
-def _base_bytes(config: Any, dtype: str, quantize: str) -> int:
+def _base_bytes(config: PretrainedConfig, dtype: str, quantize: str) -> int:
     """A rough count from the configuration, good enough to choose between copying and splitting."""
     width, layers = config.hidden_size, config.num_hidden_layers
     inner = _largest(config, "intermediate_size") or 4 * width
@@ -263,11 +270,11 @@ def _base_bytes(config: Any, dtype: str, quantize: str) -> int:
     return round(2 * config.vocab_size * width * whole + layers * (linear * linear_bytes + fused * fused_bytes))
 
 
-def num_experts(config: Any) -> int:
+def num_experts(config: PretrainedConfig) -> int:
     return _largest(config, "num_local_experts", "num_experts", "n_routed_experts") or 1
 
 
-def _largest(config: Any, *names: str) -> int:
+def _largest(config: PretrainedConfig, *names: str) -> int:
     """The first of these options that is set; its maximum if it has one value per layer."""
     value = next((v for v in (getattr(config, name, None) for name in names) if v), 0)
     return max(value) if isinstance(value, list | tuple) else int(value)

@@ -2,7 +2,7 @@
 
 The model has the largest rank of the group. An adapter of a smaller rank is padded with zeros, which stay zero: the
 gradient of a row of A is a product with a column of B, and the other way round. The scale of each adapter relative to
-that of the model is an input of the step.
+the model's is an input of the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,9 @@ from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
 from trillora.step.background import compile_program
 from trillora.step.build import Assembly, assemble, lora_spec, loss_chunk_positions, loss_function
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class GroupAssembly(Assembly):
 
 
 def assemble_group(
-    members: Sequence[Stage], settings: StepSettings, config: Any, mesh: Mesh, width: int | None = None
+    members: Sequence[Stage], settings: StepSettings, config: PretrainedConfig, mesh: Mesh, width: int | None = None
 ) -> GroupAssembly:
     """The step for `width` adapters at once, by default as many as the settings say."""
     width = width or settings.adapters_at_once
@@ -218,7 +221,7 @@ def _rank_dim(name: str, num_dims: int) -> int | None:
 
 
 def _group_shapes(one: Assembly, num_adapters: int) -> TrainState:
-    """The shapes of the state of all adapters: those of one adapter with a leading dim."""
+    """The shapes of the state of all adapters: one adapter's shapes with a leading dim."""
     first = adapter_axis(one.mesh)
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, alone: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

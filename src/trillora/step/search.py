@@ -255,12 +255,12 @@ def leaves_room(guesses: Mapping[StepSettings, Guess], limit: float) -> bool:
 
 
 def reason(chosen: Attempt, limit: float | None, others: Sequence[Attempt]) -> str:
-    """Why this one: its time and memory, and those of the others."""
+    """Why this one: its time and memory next to the others'."""
     time = "" if chosen.seconds is None else f"{format_seconds(chosen.seconds)} per step, "
     slower = [str(other) for other in others if other.fits]
     large = [str(other) for other in others if not other.fits]
     first = "fastest, and " if not (time or large) else ""
-    parts = [f"{first}{time}needs {format_gib(chosen.needed)} of {format_gib(limit)} per device"]
+    parts = [f"{first}{time}needs an estimated {format_gib(chosen.needed)} of {format_gib(limit)} per device"]
     parts += [f"slower: {'; '.join(slower)}"] if slower else []
     parts += [f"too large: {'; '.join(large)}"] if large else []
     return "; ".join(parts)

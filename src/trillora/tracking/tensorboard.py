@@ -92,7 +92,7 @@ class EventFile:
 
 
 def _stamp(folder: Path) -> str:
-    """A time for the file name. Readers sort files by name, so it is later than those of all files in the folder, even
+    """A time for the file name. Readers sort files by name, so it is later than all files in the folder, even
     if they come from a machine whose clock is ahead."""
     now = time.time_ns()
     for file in folder.glob("events.out.tfevents.*"):

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ from trillora.model.adapter_parameters import LORA_A, LORA_B
 from trillora.model.loading.checkpoint import DTYPES
 from trillora.model.loading.source import weight_files
 from trillora.model.loading.tensor_files import opened
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 MOST = 0.9  # of the change; a file with less loses a part that answers may show
 NEAR = 0.02  # difference of a share from the expected one, below which the right change is in the file
@@ -246,7 +249,7 @@ class Place:
 class Places:
     """By the tables of the gguf library."""
 
-    def __init__(self, architecture: str, config: Any, where: str) -> None:
+    def __init__(self, architecture: str, config: PretrainedConfig, where: str) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
@@ -312,7 +315,11 @@ def check_gguf(subject: Subject, model: GgufFile, plan: ModelPlan, listener: Lis
 
 
 def compare_gguf(
-    weights: ExpectedWeights, model: GgufFile, plan: ModelPlan, config: Any, listener: Listener = ignore_events
+    weights: ExpectedWeights,
+    model: GgufFile,
+    plan: ModelPlan,
+    config: PretrainedConfig,
+    listener: Listener = ignore_events,
 ) -> Tally:
     """A whole model in GGUF."""
     tally, places = Tally(), Places(plan.arch, config, str(model.file))

@@ -1,4 +1,4 @@
-"""Numbers the records of a file, and turns each into a `RawRow` or a `Fault`. The limits of rows, and common advice."""
+"""Gives each record of a file its place, as a `RawRow` or a `Fault`. The limits of rows, and common advice."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ SHORTEN = "shorten this row, or split it into several rows"
 
 @dataclass
 class Cursor:
-    """Counts the records of one file or archive member, good and bad."""
+    """Where the next record of a file or archive member is. A reader of lines sets `line` before each record."""
 
     member: str = ""
-    line: int = 0
+    line: int = 1  # on which the next record begins; in files without lines, its number
+    num_records: int = 0  # so far, good and bad
     keys: list[str] = field(default_factory=list)  # the first keys of a JSON document
+    _last: tuple[int, int] = (0, 0)  # line of the last record, and how many began there
 
     def row(self, raw: bytes, size: int) -> RawRow | Fault:
         """The next record. Empty `raw` means that it exceeded the limit and was not kept."""
@@ -34,8 +36,8 @@ class Cursor:
             raw.decode("utf-8")
         except UnicodeDecodeError as error:
             return self.fault(f"Byte {error.start + 1} of this record is not UTF-8.", SAVE_AS_UTF8)
-        self.line += 1
-        return RawRow(self.member, self.line, raw)
+        line, nth = self._step()
+        return RawRow(self.member, line, raw, nth)
 
     def record(self, record: dict[str, Any]) -> RawRow | Fault:
         """The next record as JSON text. NaN and infinity pass; the parser of the row refuses them."""
@@ -49,8 +51,16 @@ class Cursor:
 
     def fault(self, what: str, do: str) -> Fault:
         """The next record, which cannot be used."""
+        line, nth = self._step()
+        return Fault(self.member, line, what, do, nth)
+
+    def _step(self) -> tuple[int, int]:
+        """The place of the next record: its line, and its number there."""
+        line, nth = self.line, self._last[1] + 1 if self._last[0] == self.line else 1
+        self._last = line, nth
+        self.num_records += 1
         self.line += 1
-        return Fault(self.member, self.line, what, do)
+        return line, nth
 
 
 def too_long(size: int) -> str:

@@ -64,7 +64,7 @@ class Content(NamedTuple):
     """What a file contained when it was hashed, so that bytes read later can be compared with it.
 
     SHA-256 works block by block. Its state before each block is kept, so any single block can be checked again, in any
-    order: the digest of the whole file is then that of the bytes which were really used.
+    order: the digest of the whole file then covers the bytes that were really used.
     """
 
     size: int  # bytes

@@ -4,7 +4,7 @@
 
 The data set's card says which files belong to a configuration and split. Without that, the names of its files do
 (`train`, `validation`, `test` in a path). A data set that only has a loading script is read from the Parquet files that
-the hub made of it; scripts are never run. The files are those of one commit, so they cannot change while they are read;
+the hub made of it; scripts are never run. All files come from one commit, so they cannot change while they are read;
 what is read as a whole is compared with the hub's digest.
 """
 

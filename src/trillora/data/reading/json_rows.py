@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from trillora.data.reading.cursor import MAX_ROW_BYTES, Cursor
 from trillora.data.reading.streams import BLOCK, Damage, Decompressed, Meter, Stream, Utf8
-from trillora.data.rows import Fault, RowsOfFile
+from trillora.data.rows import Fault, RawRow, RowsOfFile
 
 MAX_PACKED_BYTES = 256 << 20  # a compressed document inside JSON is read into memory as a whole
 _MAX_KEY_BYTES = 1 << 16
@@ -43,8 +43,12 @@ def json_rows(stream: Stream, at: Cursor, rows: str | None, meter: Meter) -> Row
     """The rows of a document. `rows` is the path to them: keys and `*`, separated by dots."""
     path = tuple(rows.split(".")) if rows else None
     scan = Scanner(stream)
-    yield from _documents(scan, at, path, meter, wrapped=False)
-    if path and not at.line and scan.position:
+    try:
+        yield from _documents(scan, at, path, meter, wrapped=False)
+    except Damage as damage:
+        damage.line = damage.line or scan.line
+        raise
+    if path and not at.num_records and scan.position:
         keys = f" Its keys: {' '.join(at.keys)}." if at.keys else ""
         what = f"This document has nothing at data.row_path: {rows}.{keys}"
         yield Fault(at.member, 0, what, "write keys of the document, separated by dots; * matches any key or element")
@@ -60,6 +64,9 @@ class Scanner:
         self._at = 0  # inside the buffer
         self._parsed_to = 0  # up to this position, `_whole_values` was tried
         self._pin: int | None = None  # text from this position on is kept, since it may be one row
+        self._line = 1
+        self._line_at = 0  # position up to which lines were counted
+        self._value_line = 1  # where the last value began
 
     def peek(self, keep: int | None = None) -> bytes:
         """The next byte that is not whitespace; b"" at the end."""
@@ -81,7 +88,7 @@ class Scanner:
     def value(self, limit: int) -> tuple[bytes, int]:
         """The bytes of the next value, and their number; b"" if there are more than `limit`."""
         first = self.peek()
-        start = self._base + self._at
+        start, self._value_line = self._base + self._at, self.line
         if first in (b"{", b"["):
             self._pass_nested(start, limit)
         elif first == b'"':
@@ -107,16 +114,18 @@ class Scanner:
             self.take(b":")
             yield key
 
-    def whole_elements(self) -> Iterator[bytes]:
-        """The next elements of an array that are in the buffer together with the comma after them."""
+    def whole_elements(self) -> Iterator[tuple[bytes, int]]:
+        """The next elements of an array that are in the buffer together with the comma after them, and their lines."""
         self.peek()
         return self._whole_values(_COMMA)
 
-    def whole_objects(self) -> Iterator[bytes]:
-        """The next objects that are in the buffer and are rows, as in JSON Lines."""
+    def whole_objects(self) -> Iterator[tuple[bytes, int]]:
+        """The next objects that are in the buffer and are rows, as in JSON Lines, and their lines."""
         return self._whole_values(_NOTHING, not_with=_NOT_IN_ROWS)
 
-    def _whole_values(self, between: re.Pattern[str], not_with: frozenset[str] = frozenset()) -> Iterator[bytes]:
+    def _whole_values(
+        self, between: re.Pattern[str], not_with: frozenset[str] = frozenset()
+    ) -> Iterator[tuple[bytes, int]]:
         """The json module finds the ends of values several times faster than `value`, which handles what is left over.
 
         At most two blocks are parsed, because parsed values may take fifty times the memory of their text. No text is
@@ -134,10 +143,10 @@ class Scanner:
                 separator = between.match(text, end)
                 if separator is None or (not_with and (type(value) is not dict or not not_with.isdisjoint(value))):
                     return
-                raw = text[start:end].encode("utf-8", "surrogateescape")
+                raw, line = text[start:end].encode("utf-8", "surrogateescape"), self.line
                 self._at += len(raw) + separator.end() - end
                 start = separator.end()
-                yield raw
+                yield raw, line
         except (ValueError, RecursionError):
             return
 
@@ -175,8 +184,20 @@ class Scanner:
     def position(self) -> int:
         return self._base + self._at
 
+    @property
+    def line(self) -> int:
+        """Of the next byte."""
+        self._count_lines(self.position)
+        return self._line
+
+    def _count_lines(self, to: int) -> None:
+        if to > self._line_at:
+            self._line += self._buffer.count(b"\n", self._line_at - self._base, to - self._base)
+            self._line_at = to
+
     def broken(self, why: str) -> Damage:
-        return Damage(f"This is not valid JSON at byte {self.position + 1}: {why}.", "correct the file at this byte")
+        what = f"This is not valid JSON at byte {self.position + 1}: {why}."
+        return Damage(what, "correct the file at this byte", self.line)
 
     def _pass_nested(self, start: int, limit: int) -> None:
         depth = 1
@@ -217,7 +238,8 @@ class Scanner:
         if not self._more(start if self.position - start <= limit else None):
             why = "a closing bracket or quote is missing, or the file was cut"
             do = "add the missing closing bracket or quote, or copy the file again"
-            raise Damage(f"The file ends inside the value that starts at byte {start + 1}: {why}.", do)
+            what = f"The file ends inside the value that starts at byte {start + 1}: {why}."
+            raise Damage(what, do, self._value_line)
 
     def _more(self, keep: int | None) -> bool:
         """Read the next block, and keep the text from position `keep` on (default: from here)."""
@@ -228,6 +250,7 @@ class Scanner:
                 self._pin = None
             else:
                 keep = min(keep, self._pin)
+        self._count_lines(keep)  # what is before is dropped
         kept = self._buffer[keep - self._base :]
         block = self._stream.read(max(BLOCK, len(kept) // 2))  # growing, so that a long row is copied only a few times
         self._buffer, self._base, self._at = kept + block, keep, here - keep
@@ -238,7 +261,7 @@ def _documents(scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: M
     """All documents of the text: .json files often contain JSON Lines."""
     while first := scan.peek():
         position = scan.position
-        for raw in scan.whole_objects() if first == b"{" and path is None else ():
+        for raw, at.line in scan.whole_objects() if first == b"{" and path is None else ():
             yield at.row(raw, len(raw))
         if scan.position > position:
             continue
@@ -254,7 +277,7 @@ def _object(scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Mete
     """A top-level object: a row, {"data": [rows]}, a compressed document, or the start of `path`."""
     compressed = has_rows = is_twice = False
     packed: tuple[bytes, int] | None = None
-    start = scan.position
+    start, line = scan.position, scan.line
     scan.pin()
     at.keys = []
     for key in scan.object_keys():
@@ -280,6 +303,7 @@ def _object(scan: Scanner, at: Cursor, path: tuple[str, ...] | None, meter: Mete
     if compressed and packed:
         yield from _documents(_unwrapped(*packed, meter), at, path, meter, wrapped=True)
     elif path is None and not has_rows:
+        at.line = line
         yield at.row(row, scan.position - start)
 
 
@@ -288,11 +312,11 @@ def _walk(scan: Scanner, at: Cursor, path: tuple[str, ...]) -> RowsOfFile:
     first = scan.peek()
     if not path and first == b"[":
         for _ in scan.elements():
-            for raw in scan.whole_elements():
+            for raw, at.line in scan.whole_elements():
                 yield at.row(raw, len(raw))
-            yield at.row(*scan.value(MAX_ROW_BYTES))
+            yield _value_row(scan, at)
     elif not path:
-        yield at.row(*scan.value(MAX_ROW_BYTES))
+        yield _value_row(scan, at)
     elif first == b"{":
         for key in scan.object_keys():
             if path[0] in ("*", key):
@@ -304,6 +328,12 @@ def _walk(scan: Scanner, at: Cursor, path: tuple[str, ...]) -> RowsOfFile:
             yield from _walk(scan, at, path[1:])
     else:
         scan.skip()
+
+
+def _value_row(scan: Scanner, at: Cursor) -> RawRow | Fault:
+    scan.peek()
+    at.line = scan.line
+    return at.row(*scan.value(MAX_ROW_BYTES))
 
 
 def _unwrapped(packed: bytes, size: int, meter: Meter) -> Scanner:

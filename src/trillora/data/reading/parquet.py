@@ -68,7 +68,8 @@ class ParquetDecoder:
                     yield from parts
                     order, *parts = self._exchange()
             if parts:
-                raise Damage(*(part.decode() for part in parts))
+                what, do = (part.decode() for part in parts)
+                raise Damage(what, do)
         finally:
             if order != b"end":  # in the middle of a file, or the worker has ended
                 self.close()

@@ -2,9 +2,9 @@
 
 `a.csv` with the lines `text`, `one`, `two,three`, `four` gives
 
-    RawRow("", 1, b'{"text": "one"}')
-    Fault("", 2, "This record has 2 fields; the header has 1.", "quote fields that ...")
-    RawRow("", 3, b'{"text": "four"}')
+    RawRow("", 2, b'{"text": "one"}')
+    Fault("", 3, "This record has 2 fields; the header has 1.", "quote fields that ...")
+    RawRow("", 4, b'{"text": "four"}')
 
 What cannot be read is a `Fault` between the rows; reading continues after it where possible. Memory is bounded by the
 longest allowed row, not by the file. Rows are parsed later, in worker processes with limits.
@@ -110,14 +110,16 @@ def _member_rows(source: Stream, kind: FileKind, at: Cursor, reading: _Reading) 
         what = f"data.row_path is a path inside a .json document; this file is {kind.format}."
         yield Fault(at.member, 0, what, "remove data.row_path, or put only .json files in data.path")
         return
+    rest = ""
     try:
         found = _format_rows(source, kind, at, reading)
         empty = Fault(at.member, 0, "This file is empty: it has no row.", "remove the file, or add rows to it")
-        yield next(found, empty)
+        first = next(found, empty)
+        rest = " The rest of the file is not read."
+        yield first
         yield from found
     except Damage as damage:
-        rest = " The rest of the file is not read." if at.line else ""
-        yield Fault(at.member, at.line + 1, damage.what + rest, damage.do)
+        yield Fault(at.member, damage.line or at.line, damage.what + rest, damage.do)
 
 
 def _format_rows(source: Stream, kind: FileKind, at: Cursor, reading: _Reading) -> RowsOfFile:
@@ -140,7 +142,7 @@ def _jsonl_rows(stream: Stream, at: Cursor) -> RowsOfFile:
     held: list[bytes] = []  # parts of a line longer than the block
     num_held = 0
     while True:
-        at.line = line - 1
+        at.line = line
         block = stream.read(BLOCK)
         lines = block.split(b"\n")
         tail = lines.pop()
@@ -165,7 +167,7 @@ def _jsonl_rows(stream: Stream, at: Cursor) -> RowsOfFile:
 
 
 def _text_rows(stream: Stream, at: Cursor) -> RowsOfFile:
-    """The file as one row, or as several if it is long."""
+    """The file as one row, or as several if it is long. A blank part is none. Line ends become \\n."""
     text = bytearray()
     position = 0  # of `text` in the file
     num_lost = 0  # bytes of a line above the limit
@@ -175,7 +177,7 @@ def _text_rows(stream: Stream, at: Cursor) -> RowsOfFile:
             num_lost += end or len(block)
             if not end:
                 continue
-            yield at.row(b"", num_lost)
+            yield at.row(b"", num_lost)  # which is one line
             position, num_lost = position + num_lost, 0
             block = block[end:]
         text += block
@@ -194,12 +196,12 @@ def _text_rows(stream: Stream, at: Cursor) -> RowsOfFile:
 
 
 def _text_row(document: bytes, position: int, at: Cursor) -> RowsOfFile:
-    """One row, or none if the text is blank. Line ends become \\n."""
-    if not document.strip():
-        return
-    try:
-        text = document.decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        yield at.fault(f"Byte {position + error.start + 1} of the text is not UTF-8.", SAVE_AS_UTF8)
-    else:
-        yield at.record({"text": text})
+    line = at.line
+    if document.strip():
+        try:
+            text = document.decode("utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            yield at.fault(f"Byte {position + error.start + 1} of the text is not UTF-8.", SAVE_AS_UTF8)
+        else:
+            yield at.record({"text": text})
+    at.line = line + document.count(b"\n")

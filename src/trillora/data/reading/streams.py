@@ -25,7 +25,7 @@ _KEPT_BLOCKS = 8  # a Parquet reader alternates between columns
 _MOST_EARLY = 16  # blocks of a file of the hub that wait for those before them
 _ZSTD_SLICE = 1 << 10  # 4 bytes of zstd expand to at most 128 KiB, so one slice to at most 32 MiB
 _ZSTD_WINDOW = 1 << 27  # bytes of history in the decoder; 128 MiB is also the limit of the zstd command
-_BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
+_BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with UTF-16's
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
@@ -35,12 +35,13 @@ _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
 
 
 class Damage(Exception):
-    """The bytes from here on are unusable."""
+    """The bytes from here on are unusable. `line`: where, if it is not where the next record was expected."""
 
-    def __init__(self, what: str, do: str) -> None:
+    def __init__(self, what: str, do: str, line: int | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.do = do
+        self.line = line
 
 
 class Stream(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from trillora.data.reading.cursor import MAX_COLUMNS, MAX_ROW_BYTES, SAVE_AS_UTF8, Cursor, too_long
@@ -20,16 +20,19 @@ class _TooLong(NamedTuple):
 
 
 class _CsvLines:
-    """Lines for the csv module, which joins the lines of one record; this limits how much it joins."""
+    """Lines for the csv module, which joins the lines of one record; this counts them, and limits how much it joins."""
 
     def __init__(self, stream: Stream) -> None:
         self._lines = _lines(stream)
         self.size = 0  # bytes of the record so far
-        self.too_long: list[int] = []  # sizes of skipped records, to be reported by the reader
+        self.first = 1  # line of the file on which the record begins
+        self.too_long: list[tuple[int, int]] = []  # lines and sizes of skipped records, to be reported by the reader
         self.ended_inside = False
 
     def __iter__(self) -> Iterator[str]:
-        for line in self._lines:
+        for number, line in _numbered(self._lines):
+            if not self.size:
+                self.first = number
             size = line.size if isinstance(line, _TooLong) else len(line)
             if isinstance(line, bytes) and self.size + size <= MAX_ROW_BYTES:
                 self.size += size
@@ -38,9 +41,18 @@ class _CsvLines:
             # A record ends where the number of quotes is even; once a line inside a record is lost, its end is unknown.
             if isinstance(line, bytes) or self.size or line.num_quotes % 2:
                 what = f"{too_long(self.size + size)} Probably a closing quote is missing."
-                raise Damage(what, "add the missing closing quote, or shorten this row")
-            self.too_long.append(size)
+                raise Damage(what, "add the missing closing quote, or shorten this row", self.first)
+            self.too_long.append((number, size))
         self.ended_inside = self.size > 0
+
+
+def _numbered(lines: Iterable[bytes | _TooLong]) -> Iterator[tuple[int, bytes | _TooLong]]:
+    """Lines with their numbers. A block can end between \\r and \\n, which are one line end."""
+    number, ended_with_return = 0, False
+    for line in lines:
+        number += not (ended_with_return and line == b"\n")
+        ended_with_return = isinstance(line, bytes) and line.endswith(b"\r")
+        yield number, line
 
 
 def _lines(stream: Stream) -> Iterator[bytes | _TooLong]:
@@ -76,9 +88,12 @@ def csv_rows(stream: Stream, at: Cursor, delimiter: str) -> RowsOfFile:
         try:
             record = next(records, None)
         except csv.Error as error:
-            raise Damage(f"This is not valid CSV: {error}.", "correct this line, or export the table again") from None
-        while lines.too_long:
-            yield at.row(b"", lines.too_long.pop(0))
+            what = f"This is not valid CSV: {error}."
+            raise Damage(what, "correct this line, or export the table again", lines.first) from None
+        for at.line, size in lines.too_long:
+            yield at.row(b"", size)
+        lines.too_long.clear()
+        at.line = lines.first
         if record is None:
             return
         if lines.ended_inside:

@@ -14,7 +14,7 @@ code runs on millions of rows: text is passed on, not copied.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from trillora.data.rendering.control import ROLES
@@ -36,12 +36,12 @@ _ROLE_NAMES = {
 }
 SHAREGPT_ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
 
-_TURN_KEYS = ("messages", "conversation", "conversations")
-_SYSTEM_KEYS = ("system", "system_prompt")
+TURN_KEYS = ("messages", "conversation", "conversations")
+SYSTEM_KEYS = ("system", "system_prompt")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names for the assistant's thinking
 _KEPT_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # what chat templates read in addition to role and content
 _UNTRAINED = "weight"  # key of a checked turn that is not trained, until `_chat` removes it
-_ARGUMENTS_KEY = "chat_template_kwargs"  # TRL's name for a row's arguments of the chat template
+ARGUMENTS_KEY = "chat_template_kwargs"  # TRL's name for a row's arguments of the chat template
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")  # of data sets for multimodal models
 _TURN_FORM = 'write each turn as {"role": "user", "content": "..."}'
 _SHAREGPT_FORM = 'write each turn as {"from": "human", "value": "..."}'
@@ -165,7 +165,7 @@ def _from_prompt_completion(row: Row) -> Chat | Pair:
         what = f'"prompt" is {kind_name(prompt)} and "{answer_key}" is {kind_name(completion)}.'
         raise BadRow(what, "write both as text, or both as lists of turns")
     prompt, completion = _text_at(row, "prompt"), _text_at(row, answer_key)
-    if any(key in row for key in _SYSTEM_KEYS):
+    if any(key in row for key in SYSTEM_KEYS):
         return _one_round(row, prompt, completion)
     return Pair(prompt, completion)
 
@@ -229,19 +229,22 @@ def _chat(row: Row, turns: list[Message], num_completion: int | None = None) -> 
 
 def _arguments(row: Row) -> dict[str, Any]:
     """The row's arguments for the chat template."""
-    arguments, form = row.get(_ARGUMENTS_KEY), f'write {{"{_ARGUMENTS_KEY}": {{"enable_thinking": false}}}}'
+    arguments, form = row.get(ARGUMENTS_KEY), f'write {{"{ARGUMENTS_KEY}": {{"enable_thinking": false}}}}'
     if not arguments:
         return {}
     if isinstance(arguments, str) and (arguments := _parsed(arguments, dict)) is None:
-        raise BadRow(f'"{_ARGUMENTS_KEY}" is text that is not a JSON object.', form)
+        raise BadRow(f'"{ARGUMENTS_KEY}" is text that is not a JSON object.', form)
     if not isinstance(arguments, dict):
-        raise BadRow(f'"{_ARGUMENTS_KEY}" is {kind_name(arguments)}, not an object.', form)
+        raise BadRow(f'"{ARGUMENTS_KEY}" is {kind_name(arguments)}, not an object.', form)
     # A table (Parquet) has every key in every row; null there means that the row does not give it.
     return {key: value for key, value in arguments.items() if value is not None}
 
 
-def picked(row: Row, columns: dict[str, str]) -> Row:
-    """The row with the keys that `data.columns` gives it; unchanged without them. A column of null counts as absent."""
+def picked(row: Row, columns: dict[str, str], dropped: Collection[str] = ()) -> Row:
+    """The row with the keys that `data.columns` gives it, without those of `data.drop_keys`. A column of null counts as
+    absent."""
+    if dropped:
+        row = _without_keys(row, dropped)
     if not columns:
         return row
     if missing := next((column for column in columns.values() if column not in row), None):
@@ -249,6 +252,17 @@ def picked(row: Row, columns: dict[str, str]) -> Row:
         do = (f"did you mean {meant}? " if meant else "") + "correct data.columns"
         raise BadRow(f'This row has no "{missing}", which data.columns names.', do)
     return {key: row[column] for key, column in columns.items()}
+
+
+def _without_keys(row: Row, dropped: Collection[str]) -> Row:
+    """The row without these keys, also in its turns."""
+
+    def kept(value: Any) -> Any:
+        return {key: inner for key, inner in value.items() if key not in dropped} if isinstance(value, dict) else value
+
+    return {
+        key: [kept(item) for item in value] if isinstance(value, list) else value for key, value in kept(row).items()
+    }
 
 
 def row_weight(row: Row, key: str) -> float:
@@ -265,7 +279,7 @@ def row_weight(row: Row, key: str) -> float:
 
 def _with_system(row: Row, turns: list[Message]) -> list[Message]:
     """The turns, preceded by the row's separate system text, if any."""
-    for key in _SYSTEM_KEYS:
+    for key in SYSTEM_KEYS:
         if (text := row.get(key)) in (None, ""):
             continue
         if not isinstance(text, str):
@@ -338,7 +352,7 @@ def _checked_turn(message: object, number: int) -> Message:
 
 
 def _keep_extras(turn: Message, message: Row, number: int) -> None:
-    """Copy the keys that templates know in addition to role and content. Other keys are ignored."""
+    """Copy the keys that templates know in addition to role and content. `unused` counts the others."""
     for key in _KEPT_TEXT:
         value = message.get(key)
         if value is not None:
@@ -436,7 +450,7 @@ def _refuse_keys(row: Row, missing: str) -> NoReturn:
 
 def _turn_key(row: Row) -> str | None:
     """The key of the conversation, if any."""
-    found = [key for key in _TURN_KEYS if row.get(key) is not None]
+    found = [key for key in TURN_KEYS if row.get(key) is not None]
     if len(found) > 1:
         raise BadRow(f"The row has several conversations: {', '.join(found)}.", "keep only one of these keys")
     return found[0] if found else None

@@ -45,7 +45,7 @@ class Worker:
 
     A template without end would cost the time limit once for every row. So when rows use up their limits, later ones
     are not tried: after `max_past_limit` of them, or after the first `MAX_AT_START` rows if no row was rendered yet.
-    With None every row is tried: those of a server come from people who have nothing to do with each other.
+    With None every row is tried: a server's rows come from people who have nothing to do with each other.
     """
 
     def __init__(self, settings: RenderSettings, max_past_limit: int | None = MAX_PAST_LIMIT) -> None:
@@ -210,6 +210,6 @@ def _outcome(answer: list[Any]) -> Outcome:
     if len(answer) == 3:
         return BadRow(*answer)
     text, supervised, planted, *others = answer
-    cuts, kind, digest, weight = others
+    cuts, kind, digest, weight, remarks = others
     spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
-    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight)
+    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks))

@@ -40,6 +40,7 @@ from trillora.data.rendering.json_values import kind_name, parse_json
 from trillora.data.rendering.sandbox import ChatTemplate, RowTemplate
 from trillora.data.rendering.schema import SchemaCheck
 from trillora.data.rendering.spans import AnswerFinder
+from trillora.data.rendering.unused import unused_keys, unwritten_fields
 from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 
 TEMPLATE_DATE = "2024-07-26"  # for templates that write the date, where a result must not depend on the day
@@ -56,6 +57,7 @@ MAX_FINDERS = 64  # different arguments of the chat template that are remembered
 RESERVED_ARGUMENTS = frozenset(
     ("messages", "add_generation_prompt", "continue_final_message", "conversation", "tokenize")
 )
+SYSTEM_ROLES = ("system", "developer")
 _THINKING = frozenset(("<think>", "</think>"))
 _WRITTEN = ("content", *formats.REASONING_KEYS)  # texts of an assistant turn that the model writes
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
@@ -77,6 +79,7 @@ class RenderSettings:
     columns: dict[str, str] = dataclasses.field(
         default_factory=dict
     )  # a format's key -> the row's; empty: all as named
+    drop_keys: list[str] = dataclasses.field(default_factory=list)  # of rows and turns, which are read as if without
     schema: dict[str, Any] | None = None
 
 
@@ -91,6 +94,7 @@ class RenderedRow:
     kind: str = "text"  # or pair, or chat: a chat template writes BOS and stop tokens itself
     digest: int = 0  # hash of the content: equal rows have equal digests
     weight: float = 1.0  # of the row's tokens in the loss
+    remarks: tuple[str, ...] = ()  # what of the row is not trained on, to be counted
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,15 @@ class Renderer:
         row = parse(raw)
         if self._schema is not None:
             self._schema.check(row)
-        example = self.example(formats.picked(row, self._settings.columns), format)
+        read = formats.picked(row, self._settings.columns, self._settings.drop_keys)
+        format = formats.detect(read) if format == "auto" and self._rows is None else format
+        example = self.example(read, format)
         if cut is not None:
             example = shortened(example, cut)
         rendered = self.write(example)
+        if self._rows is None and not self._settings.columns:
+            unused = unused_keys(read, format, self._settings.weight_key)
+            rendered = dataclasses.replace(rendered, remarks=(*rendered.remarks, *unused)) if unused else rendered
         if self._settings.weight_key is not None:
             rendered = dataclasses.replace(rendered, weight=formats.row_weight(row, self._settings.weight_key))
         if len(rendered.text) > MAX_CHARACTERS:
@@ -141,7 +150,7 @@ class Renderer:
 
     def example(self, row: dict[str, Any], format: str) -> Example:
         if self._rows is None:
-            return formats.convert(row, formats.detect(row) if format == "auto" else format)
+            return formats.convert(row, format)
         example = self._rows.convert(row)
         if isinstance(example, Chat):
             return dataclasses.replace(example, messages=formats.check_chat(example.messages))
@@ -174,7 +183,11 @@ class Renderer:
             supervised = _around(untrained, text)
         else:
             supervised = answers.find(chat, text, planted, trained_turns(chat, self._settings.train_on))
-        return RenderedRow(text, supervised, planted, kind="chat", digest=_digest([chat.messages, chat.tools]))
+        remarks = unwritten_fields(chat, answers.template)
+        if next(message["role"] for message in chat.messages if message["role"] not in SYSTEM_ROLES) == "assistant":
+            remarks.append("The conversation begins with the assistant: its first answer has no question")
+        digest = _digest([chat.messages, chat.tools])
+        return RenderedRow(text, supervised, planted, kind="chat", digest=digest, remarks=tuple(remarks))
 
     def prompt(self, chat: Chat) -> RenderedRow:
         """A conversation with a generation prompt at its end. Content cannot become control tokens, as in training."""

@@ -76,11 +76,25 @@ class ChatTemplate:
         """Whether the template writes content that is a list of parts, but drops content that is text. Those of some
         multimodal models do, such as SmolVLM and LLaVA. llama.cpp and vLLM give them a list of one part too."""
         question: Message = {"role": "user", "content": OPEN}
-        return not self._writes_mark(question) and self._writes_mark(_with_parts(question))
+        return not self._writes_mark([question]) and self._writes_mark([_with_parts(question)])
 
-    def _writes_mark(self, message: Message) -> bool:
+    @cached_property
+    def writes_thinking(self) -> bool:
+        """Whether the template writes the thinking of an answer that is the last turn."""
+        return self._writes_in_answer({"content": "!", "reasoning_content": OPEN})
+
+    @cached_property
+    def writes_thinking_inside(self) -> bool:
+        """The same for thinking inside the content, between <think> and </think>."""
+        return self._writes_in_answer({"content": f"<think>\n{OPEN}\n</think>\n\n!"})
+
+    def _writes_in_answer(self, fields: Message) -> bool:
+        messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", **fields}]
+        return self._writes_mark([_with_parts(message) for message in messages] if self._needs_parts else messages)
+
+    def _writes_mark(self, messages: list[Message]) -> bool:
         try:
-            return OPEN in self._render([message], None)
+            return OPEN in self._render(messages, None)
         except BadRow:
             return False
 

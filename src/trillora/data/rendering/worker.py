@@ -53,13 +53,14 @@ def main() -> None:
 
 
 def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: list[Any]) -> list[list[Any]]:
-    """For each row the seven fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses
+    """For each row the eight fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses
     up its limit: the parent decides whether to try the others."""
     answers: list[list[Any]] = []
     for raw, cut in zip(rows, cuts, strict=True):
         try:
             row = _limited(lambda raw=raw, cut=cut: _rendered(renderer, raw, format, cut))
-            answers.append([row.text, row.supervised, row.planted, row.cuts, row.kind, row.digest, row.weight])
+            found = [row.text, row.supervised, row.planted, row.cuts, row.kind, row.digest, row.weight, row.remarks]
+            answers.append(found)
         except BadRow as error:
             answers.append([error.what, error.do, error.past_limit])
             if error.past_limit:

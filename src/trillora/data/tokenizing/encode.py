@@ -165,7 +165,7 @@ class Encoder:
             yield from map(found.__getitem__, some)
 
     def _document(self, script: RenderedRow, parts: Iterator[_Piece], starts: Sequence[int]) -> TokenizedDocument:
-        """Reads all `parts`, also if the row is refused: those of the next row follow."""
+        """Reads all `parts`, also if the row is refused: the next row's parts follow."""
         if len(starts) == 1:
             whole = next(parts).encoding
             ids = np.array(whole.ids, np.int32)

@@ -35,6 +35,7 @@ ROW = np.dtype(
         ("start", "<i8"),  # in tokens.bin
         ("digest", "<u8"),  # of the row's content, the same in every format
         ("line", "<i8"),
+        ("nth", "<i4"),  # of the rows on that line
         ("length", "<i4"),  # in tokens
         ("trained", "<i4"),  # number of targets
         ("weight", "<f4"),  # of these in the loss
@@ -60,7 +61,7 @@ class Store:
 
     def place(self, row: int) -> str:
         file, member = self.facts["names"][self.rows["name"][row]]
-        return place(self.files[file], member, int(self.rows["line"][row]))
+        return place(self.files[file], member, int(self.rows["line"][row]), int(self.rows["nth"][row]))
 
 
 class StoreWriter:

@@ -1,2 +1,2 @@
-"""Kernels for NVIDIA GPUs (`engine.kernels: fused`): sums of products, and what is between products, in one pass over
+"""Kernels for NVIDIA GPUs (`engine.kernels: fused`): sums of matmuls, and what is between matmuls, in one pass over
 each wide array."""

@@ -2,7 +2,7 @@
 
     y = down(act(gate(x)) * up(x))        gate, up and down are frozen linear layers with LoRA
 
-cuBLAS computes the wide products with the base. Everything between them is elementwise or of low rank, and takes as
+cuBLAS computes the wide matmuls with the base. Everything between them is elementwise or of low rank, and takes as
 long as reading and writing the wide arrays. XLA passes over them about once per operation; here they are read once:
 
     g = g0 + lg bgᵀ      u = u0 + lu buᵀ      h = act(g) * u      ld = h adᵀ
@@ -29,23 +29,25 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from trillora.engine.kernels.triton_call import IN_JAX, LARGEST, LOG2_E, Functions, call, functions, masked_store
+from trillora.engine.types import Tree
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-RANKS = (16, 32, 64)  # the kernels' ranks: Triton's products need 16, and more than 64 need too many registers
-NARROWEST = 16  # columns of a block in Triton's products; the inner width is a multiple of it
+RANKS = (16, 32, 64)  # the kernels' ranks: Triton's matmuls need 16, and more than 64 need too many registers
+NARROWEST = 16  # columns of a block in Triton's matmuls; the inner width is a multiple of it
 
 
 @dataclass(frozen=True)
 class MlpBlocks:
     """Rows and columns of a block, and how Triton computes them. The defaults were the fastest of about fifty on an
-    H200, in both directions. In a step, between products that take all its power, others win than by themselves."""
+    H200, in both directions. In a step, between matmuls that take all its power, others win than by themselves."""
 
     rows: int = 32
     columns: int = 64
@@ -79,8 +81,8 @@ def padded_rank(*ranks: int) -> int | None:
     return next((rank for rank in RANKS if rank >= max(ranks)), None)
 
 
-def is_supported(num_rows: int, width: int, dtype: Any, *, interpret: bool = False) -> bool:
-    """Whether the kernels can compute this shape. Their products in float32 would be slow; the interpreter has any."""
+def is_supported(num_rows: int, width: int, dtype: DTypeLike, *, interpret: bool = False) -> bool:
+    """Whether the kernels can compute this shape. Their matmuls in float32 would be slow; the interpreter has any."""
     fits = width % NARROWEST == 0 and num_rows * width < LARGEST
     return fits and (interpret or jnp.dtype(dtype) == jnp.bfloat16)
 
@@ -207,11 +209,13 @@ def _backward_call(given: Middle, dh_MF: jax.Array, dld_MR: jax.Array, form: Mlp
     return Middle(dg, du, jnp.concatenate([dg @ given.bg_FR, du @ given.bu_FR], axis=1), dbg, dbu, dad.T)
 
 
-def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def _shape(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _call(kernel: Any, out: Any, grid: tuple[int, ...], blocks: MlpBlocks, interpret: bool, name: str) -> Any:
+def _call(
+    kernel: Callable[..., None], out: Tree, grid: tuple[int, ...], blocks: MlpBlocks, interpret: bool, name: str
+) -> Callable[..., Tree]:
     return call(
         kernel,
         out,
@@ -229,37 +233,37 @@ def _call(kernel: Any, out: Any, grid: tuple[int, ...], blocks: MlpBlocks, inter
 class _Rows:
     """A tile of rows; each program has `steps` of them. The last ones may be beyond the last row, in part or whole."""
 
-    def __init__(self, tile: Any, size: int, num_rows: int, steps: int = 1) -> None:
+    def __init__(self, tile: jax.Array, size: int, num_rows: int, steps: int = 1) -> None:
         self.is_whole = num_rows % (size * steps) == 0
         self.wanted = tile * size + jnp.arange(size, dtype=jnp.int32)
         self.slice = pl.ds(tile * size, size)
         self.index = self.slice if self.is_whole else jnp.minimum(self.wanted, num_rows - 1)
         self.is_used = self.wanted < num_rows
 
-    def read(self, ref: Any, columns: Any) -> jax.Array:
+    def read(self, ref: jax.Ref, columns: slice | pl.Slice) -> jax.Array:
         value: jax.Array = ref[self.index, columns]
         return value
 
-    def read_or_zero(self, ref: Any, columns: Any) -> jax.Array:
+    def read_or_zero(self, ref: jax.Ref, columns: slice | pl.Slice) -> jax.Array:
         value = self.read(ref, columns)
         return value if self.is_whole else jnp.where(self.is_used[:, None], value, jnp.zeros_like(value))
 
-    def write(self, ref: Any, at: tuple[Any, ...], columns: Any, value: jax.Array) -> None:
+    def write(self, ref: jax.Ref, at: tuple[jax.Array, ...], columns: slice | pl.Slice, value: jax.Array) -> None:
         mask = None if self.is_whole else jnp.broadcast_to(self.is_used[:, None], value.shape)
         masked_store(ref.at[(*at, self.slice, columns)], value, mask)
 
 
 def _forward_kernel(
-    g_ref: Any,
-    u_ref: Any,
-    low_ref: Any,
-    bg_ref: Any,
-    bu_ref: Any,
-    ad_ref: Any,
-    h_ref: Any,
-    ld_ref: Any,
+    g_ref: jax.Ref,
+    u_ref: jax.Ref,
+    low_ref: jax.Ref,
+    bg_ref: jax.Ref,
+    bu_ref: jax.Ref,
+    ad_ref: jax.Ref,
+    h_ref: jax.Ref,
+    ld_ref: jax.Ref,
     *,
-    act: Any,
+    act: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     shape: tuple[int, int],
     steps: int,
 ) -> None:
@@ -268,7 +272,7 @@ def _forward_kernel(
     rows, part = _Rows(pl.program_id(0), block_m, g_ref.shape[0]), pl.program_id(1)
     lg, lu = rows.read(low_ref, pl.ds(0, rank)), rows.read(low_ref, pl.ds(rank, rank))
 
-    def step(i: Any, ld: jax.Array) -> jax.Array:
+    def step(i: jax.Array, ld: jax.Array) -> jax.Array:
         columns = pl.ds((part * steps + i) * block_f, block_f)
         g = rows.read(g_ref, columns).astype(jnp.float32) + _dot(lg, bg_ref[columns, :].T)
         u = rows.read(u_ref, columns).astype(jnp.float32) + _dot(lu, bu_ref[columns, :].T)
@@ -281,21 +285,21 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    g_ref: Any,
-    u_ref: Any,
-    low_ref: Any,
-    bg_ref: Any,
-    bu_ref: Any,
-    ad_ref: Any,
-    dh_ref: Any,
-    dld_ref: Any,
-    dg_ref: Any,
-    du_ref: Any,
-    dbg_ref: Any,
-    dbu_ref: Any,
-    dad_ref: Any,
+    g_ref: jax.Ref,
+    u_ref: jax.Ref,
+    low_ref: jax.Ref,
+    bg_ref: jax.Ref,
+    bu_ref: jax.Ref,
+    ad_ref: jax.Ref,
+    dh_ref: jax.Ref,
+    dld_ref: jax.Ref,
+    dg_ref: jax.Ref,
+    du_ref: jax.Ref,
+    dbg_ref: jax.Ref,
+    dbu_ref: jax.Ref,
+    dad_ref: jax.Ref,
     *,
-    act: Any,
+    act: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     shape: tuple[int, int],
     steps: int,
 ) -> None:
@@ -306,7 +310,7 @@ def _backward_kernel(
     columns, first, second = pl.ds(column * block_f, block_f), pl.ds(0, rank), pl.ds(rank, rank)
     bg, bu, ad, dtype = bg_ref[columns, :], bu_ref[columns, :], ad_ref[:, columns], dg_ref.dtype
 
-    def step(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         rows = _Rows(part * steps + i, block_m, num_rows, steps)
         lg, lu = rows.read_or_zero(low_ref, first), rows.read_or_zero(low_ref, second)
         dld = rows.read_or_zero(dld_ref, first)

@@ -2,7 +2,7 @@
 
     low = x Aᵀ        y_n = x W_nᵀ + low B_nᵀ        the W are frozen; A is all A matrices below each other
 
-The gradient of x is a sum of products, and so is each output: `product_sum` computes them, each in one pass over the
+The gradient of x is a sum of matmuls, and so is each output: `product_sum` computes them, each in one pass over the
 result if the GPU can.
 
 `lora_linear` computes all of this. A gated MLP has kernels of its own for the B matrices of gate and up, and for the A

@@ -1,11 +1,11 @@
-"""Sums of products on a Hopper GPU, in one Pallas kernel for its tensor cores (jax's Mosaic GPU).
+"""Sums of matmuls on a Hopper GPU, in one Pallas kernel for its tensor cores (jax's Mosaic GPU).
 
     y = x Wᵀ + low Bᵀ + residual            a linear layer with LoRA, added to the residual stream
     dx = dq Wq + dk Wk + dv Wv + dlow A     the gradient of what q, k and v are computed from
 
-cuBLAS computes one product at a time, so each further one reads the sum so far and writes it again. Here a block of the
-result stays in registers until all products have been added, in float32, and is rounded and written once. LoRA's term
-is a product like the others, with few columns.
+cuBLAS computes one matmul at a time, so each further one reads the sum so far and writes it again. Here a block of the
+result stays in registers until all matmuls have been added, in float32, and is rounded and written once. LoRA's term
+is a matmul like the others, with few columns.
 
     >>> product_sum([(x, w), (low, b)], residual, transposed=True, on=Products(processors=132))
 
@@ -13,8 +13,8 @@ How a block is computed: three groups of four warps share a ring of places for p
 parts into places that are free. The other two multiply them, half of the block each, and free them. While these write
 the block, the first group is already fetching the next.
 
-Elsewhere, and for shapes that the kernel does not take, XLA computes the same with cuBLAS. There, too, each product is
-added to the sum before it as a part of the product: XLA does so if the product comes first in the addition.
+Elsewhere, and for shapes that the kernel does not take, XLA computes the same with cuBLAS. There, too, each matmul is
+added to the sum before it as a part of the matmul: XLA does so if the matmul comes first in the addition.
 
 Legend: M rows, N columns of the result, K what is summed over.
 """
@@ -38,7 +38,7 @@ FEW = 64  # columns of LoRA's terms are padded to a multiple of this: the kernel
 
 
 class Products(NamedTuple):
-    """Where sums of products are computed."""
+    """Where sums of matmuls are computed."""
 
     processors: int = 0  # of a Hopper GPU; 0: XLA computes the sums
     interpret: Any = None  # parameters of jax's interpreter for GPU kernels
@@ -70,7 +70,7 @@ def product_sum(
     pairs: Sequence[Pair], addend: jax.Array | None = None, *, transposed: bool, on: Products, tiles: Tiles = USUAL
 ) -> jax.Array:
     """The sum of left @ right over `pairs`, plus `addend`. Left: [..., K]; right: [N, K] if `transposed`, else [K, N].
-    The widest product comes first."""
+    The widest matmul comes first."""
     (left, right), *_ = pairs
     width = right.shape[0 if transposed else 1]
     shape = (*left.shape[:-1], width)
@@ -226,7 +226,7 @@ class _Kernel:
                     shared["lefts"].at[place, half],
                     right.transpose((1, 0)) if self.transposed else right,
                 )
-                gpu.wgmma_wait(1)  # the place of the product before this one can be filled again
+                gpu.wgmma_wait(1)  # the place of the matmul before this one can be filled again
 
                 @pl.when(i > 0)
                 def _free() -> None:
@@ -255,7 +255,7 @@ class _Edge:
     out: Any
 
     def begin(self) -> None:
-        """The first two parts of the addend are fetched while products are computed."""
+        """The first two parts of the addend are fetched while matmuls are computed."""
         for i in range(2):
             self._fetch(i)
 

@@ -19,11 +19,12 @@ Legend: M rows, D width.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.experimental import pallas as pl
 
 from trillora.engine.kernels.triton_call import LARGEST, call, masked_load, masked_store
@@ -53,12 +54,16 @@ def rms_norm(x: jax.Array, weight_D: jax.Array, norm: Norm) -> tuple[jax.Array, 
     return _call(_forward_kernel, "rms_norm", norm, weight_D, x), x
 
 
-def _forward(x: Any, weight_D: Any, norm: Norm) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+def _forward(
+    x: CustomVJPPrimal, weight_D: CustomVJPPrimal, norm: Norm
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """jax says of each argument whether it has a gradient, which is not used here."""
     return rms_norm(x.value, weight_D.value, norm), (x.value, weight_D.value)
 
 
-def _backward(norm: Norm, saved: tuple[jax.Array, jax.Array], gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+def _backward(
+    norm: Norm, saved: tuple[jax.Array, jax.Array], gradients: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     (x, weight_D), (dy, of_x) = saved, gradients
     if isinstance(dy, SymbolicZero):
         dy = jnp.zeros_like(x)
@@ -80,8 +85,8 @@ def _reference(x: jax.Array, weight_D: jax.Array, norm: Norm) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _call(kernel: Any, name: str, norm: Norm, weight_D: jax.Array, *arrays: jax.Array) -> jax.Array:
-    """One result with the shape of the arrays, which is also that of x."""
+def _call(kernel: Callable[..., None], name: str, norm: Norm, weight_D: jax.Array, *arrays: jax.Array) -> jax.Array:
+    """One result with the shape of the arrays, which is also x's shape."""
     x, width = arrays[0], arrays[0].shape[-1]
     padded = pl.next_power_of_2(width)
     tile = max(norm.numbers // padded, 1)
@@ -109,27 +114,37 @@ class _Tile:
             self.mask = is_row[:, None] & self.is_column[None, :]
         self.width = size[1]
 
-    def read(self, ref: Any) -> jax.Array:
+    def read(self, ref: jax.Ref) -> jax.Array:
         value: jax.Array = masked_load(ref.at[self.slice], self.mask) if self.mask is not None else ref[self.slice]
         return value.astype(jnp.float32)
 
-    def weight(self, ref: Any, norm: Norm) -> jax.Array:
+    def weight(self, ref: jax.Ref, norm: Norm) -> jax.Array:
         return masked_load(ref.at[self.slice[1]], self.is_column).astype(jnp.float32)[None, :] + norm.offset
 
     def mean(self, numbers: jax.Array) -> jax.Array:
         return numbers.sum(axis=1, keepdims=True) / self.width
 
-    def write(self, ref: Any, value: jax.Array) -> None:
+    def write(self, ref: jax.Ref, value: jax.Array) -> None:
         masked_store(ref.at[self.slice], value, self.mask)
 
 
-def _forward_kernel(w_ref: Any, x_ref: Any, y_ref: Any, *, norm: Norm, tile: Any, size: Any) -> None:
+def _forward_kernel(
+    w_ref: jax.Ref, x_ref: jax.Ref, y_ref: jax.Ref, *, norm: Norm, tile: tuple[int, int], size: tuple[int, int]
+) -> None:
     rows = _Tile(tile, size)
     x = rows.read(x_ref)
     rows.write(y_ref, x * jax.lax.rsqrt(rows.mean(x * x) + norm.eps) * rows.weight(w_ref, norm))
 
 
-def _backward_kernel(w_ref: Any, x_ref: Any, dy_ref: Any, *refs: Any, norm: Norm, tile: Any, size: Any) -> None:
+def _backward_kernel(
+    w_ref: jax.Ref,
+    x_ref: jax.Ref,
+    dy_ref: jax.Ref,
+    *refs: jax.Ref,
+    norm: Norm,
+    tile: tuple[int, int],
+    size: tuple[int, int],
+) -> None:
     *other_refs, dx_ref = refs
     rows = _Tile(tile, size)
     x, g = rows.read(x_ref), rows.read(dy_ref) * rows.weight(w_ref, norm)

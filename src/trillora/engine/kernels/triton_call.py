@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from trillora.engine.types import Tree
+
 LARGEST = 2**31  # numbers of an array: places are computed in 32 bits
 LOG2_E = 1 / math.log(2)  # GPUs compute powers of 2
 
@@ -38,8 +40,8 @@ def has_triton() -> bool:
 
 
 def call(
-    kernel: Any,
-    out_shape: Any,
+    kernel: Callable[..., None],
+    out_shape: Tree,
     grid: tuple[int, ...],
     *,
     name: str,
@@ -47,7 +49,7 @@ def call(
     num_stages: int = 2,
     interpret: bool = False,
     aliases: Mapping[int, int] | None = None,
-) -> Any:
+) -> Callable[..., Tree]:
     """`name` is seen in profiles. `aliases`: numbers of inputs, and of the outputs that take their memory."""
     from jax.experimental.pallas import triton
 
@@ -92,13 +94,13 @@ def _instruction(name: str, x: jax.Array) -> jax.Array:
     return y
 
 
-def masked_load(ref: Any, mask: Any, other: float = 0.0) -> Any:
+def masked_load(ref: Any, mask: jax.Array, other: float = 0.0) -> jax.Array:
     from jax.experimental.pallas import triton
 
     return triton.load(ref, mask=mask, other=other)
 
 
-def masked_store(ref: Any, value: Any, mask: Any) -> None:
+def masked_store(ref: Any, value: jax.Array, mask: jax.Array | None) -> None:
     from jax.experimental.pallas import triton
 
     triton.store(ref, value.astype(ref.dtype), mask=mask)

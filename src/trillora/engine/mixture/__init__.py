@@ -1,1 +1,1 @@
-"""Experts: tokens sorted by expert, and products of groups of rows with the matrix of their group."""
+"""Experts: tokens sorted by expert, and matmuls of groups of rows with the matrix of their group."""

@@ -1,11 +1,11 @@
-"""Grouped products on NVIDIA GPUs, as Pallas kernels for Triton.
+"""Grouped matmuls on NVIDIA GPUs, as Pallas kernels for Triton.
 
-XLA has no grouped product for GPUs: it multiplies all rows with the matrices of all groups and masks the result. Here
+XLA has no grouped matmul for GPUs: it multiplies all rows with the matrices of all groups and masks the result. Here
 the rows of a group are cut into tiles, and a tile has one group:
 
     sizes [130, 0, 200], tiles of 128 rows      group [0, 0, 2, 2], start [0, 128, 130, 258], end [128, 130, 258, 330]
 
-The last tile of a group also computes rows of the next one, and does not write them. A product with wide matrices can
+The last tile of a group also computes rows of the next one, and does not write them. A matmul with wide matrices can
 add one of low rank to its accumulator, so that an adapter needs no other pass over the wide result. Both functions are
 programs of their own, so that all layers share what is traced and compiled.
 
@@ -15,12 +15,13 @@ Legend: M rows, E groups, I inputs, O outputs, R rank, T tiles.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from trillora.engine.kernels.triton_call import call, masked_store
 
@@ -41,7 +42,7 @@ class GroupedBlocks:
 WIDE = GroupedBlocks(outputs=256, num_stages=3)
 THIN = GroupedBlocks(rows=32, inputs=256, num_warps=4, num_stages=3)
 OUTER = GroupedBlocks(rows=32, outputs=256, inputs=64, num_warps=4)
-SMALLEST = 16  # of a block in Triton's product; blocks are powers of two
+SMALLEST = 16  # of a block in Triton's matmul; blocks are powers of two
 MAX_THIN = 64  # columns up to this number are padded to the next block
 
 
@@ -65,7 +66,7 @@ def product(
     interpret: bool = False,
 ) -> jax.Array:
     """[M, O]: rows times the weights [E, I, O] of their group, or [E, O, I] if `transposed`. Rows after the last group
-    give zeros. `low_rank` is inner rows [M, R] and matrices [E, R, O], whose product is added."""
+    give zeros. `low_rank` is inner rows [M, R] and matrices [E, R, O], whose matmul is added."""
     num_rows, num_outputs = rows_MI.shape[0], weights.shape[1 if transposed else 2]
     rows_MI, weights = _padded(rows_MI, 1), _padded(weights, 1, 2)
     padded_inputs, padded_outputs = rows_MI.shape[1], weights.shape[1 if transposed else 2]
@@ -109,8 +110,13 @@ def outer_products(
 
 
 def _call(
-    kernel: Any, shape: tuple[int, ...], dtype: Any, grid: tuple[int, ...], blocks: GroupedBlocks, interpret: bool
-) -> Any:
+    kernel: functools.partial[None],
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    grid: tuple[int, ...],
+    blocks: GroupedBlocks,
+    interpret: bool,
+) -> Callable[..., jax.Array]:
     out = jax.ShapeDtypeStruct(shape, dtype)
     return call(
         kernel,
@@ -157,17 +163,17 @@ def _tiles(sizes_E: jax.Array, num_rows: int, tile: int) -> tuple[tuple[jax.Arra
 
 
 def _product_kernel(
-    group_ref: Any,
-    start_ref: Any,
-    end_ref: Any,
-    rows_ref: Any,
-    weights_ref: Any,
-    *refs: Any,
+    group_ref: jax.Ref,
+    start_ref: jax.Ref,
+    end_ref: jax.Ref,
+    rows_ref: jax.Ref,
+    weights_ref: jax.Ref,
+    *refs: jax.Ref,
     shape: tuple[int, int, int],
     num_blocks: tuple[int, int],
     transposed: bool,
 ) -> None:
-    """One tile of rows times one block of columns. Columns change fastest, so that neighbours share rows."""
+    """One tile of rows times one block of columns. Columns change fastest, so that neighbors share rows."""
 
     *low_rank, out_ref = refs
     tile, column = pl.program_id(0) // num_blocks[1], pl.program_id(0) % num_blocks[1]
@@ -181,7 +187,7 @@ def _product_kernel(
 
     @pl.when(start < end)
     def _() -> None:
-        def add(i: Any, total: jax.Array) -> jax.Array:
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
             inputs = pl.ds(i * block_i, block_i)
             weights = weights_ref[group, columns, inputs].T if transposed else weights_ref[group, inputs, columns]
             return total + _dot(rows_ref[index, inputs], weights)
@@ -199,7 +205,13 @@ def _product_kernel(
 
 
 def _outer_kernel(
-    start_ref: Any, end_ref: Any, left_ref: Any, right_ref: Any, out_ref: Any, *, shape: tuple[int, int, int]
+    start_ref: jax.Ref,
+    end_ref: jax.Ref,
+    left_ref: jax.Ref,
+    right_ref: jax.Ref,
+    out_ref: jax.Ref,
+    *,
+    shape: tuple[int, int, int],
 ) -> None:
     """A block of one group's matrix: a loop over the rows of the group."""
     group = pl.program_id(2)
@@ -207,7 +219,7 @@ def _outer_kernel(
     block_m, block_i, block_o = shape
     inputs, columns = pl.ds(pl.program_id(1) * block_i, block_i), pl.ds(pl.program_id(0) * block_o, block_o)
 
-    def add(i: Any, total: jax.Array) -> jax.Array:
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
         wanted = start + i * block_m + jnp.arange(block_m, dtype=jnp.int32)
         index = jnp.minimum(wanted, left_ref.shape[0] - 1)
         left, right = left_ref[index, inputs], right_ref[index, columns]

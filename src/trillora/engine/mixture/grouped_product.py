@@ -8,8 +8,8 @@
 | `megablox` | TPUs | also reads matrices [O, I]. XLA would need a copy of all weights, for the backward pass |
 | `triton` | large NVIDIA GPUs | `grouped_kernels`. XLA would multiply all rows with the matrices of all groups |
 
-jax cannot map the product over lanes that share the weights. Here the rows of all lanes are then sorted by group, so
-that one product has all rows of a group. Weights that differ by lane become more groups.
+jax cannot map the matmul over lanes that share the weights. Here the rows of all lanes are then sorted by group, so
+that one matmul has all rows of a group. Weights that differ by lane become more groups.
 
 Legend: M rows, E groups, I inputs, O outputs, R rank, K lanes.
 """
@@ -17,18 +17,21 @@ Legend: M rows, E groups, I inputs, O outputs, R rank, K lanes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
 from trillora.engine.kernels.triton_call import has_triton
 from trillora.engine.mixture import grouped_kernels
 
 Kernel = Literal["xla", "megablox", "triton"]
+Kept = tuple[jax.Array | None, jax.Array, jax.Array]  # rows, if the weights are trained; weights, sizes
 LARGE_SHARED_MEMORY = ("8.0", "9.0", "10.0", "10.3")  # compute capability of A100, H100 and H200, B200, B300
 LANES = 128  # a TPU's arrays are tiles of 8 x 128
 ROW_TILES = (256, 128)
@@ -43,7 +46,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 @dataclass(frozen=True)
 class GroupedForm:
-    """How a product is computed."""
+    """How a matmul is computed."""
 
     outputs_first: bool = False  # weights are [E, O, I]
     padded: float = 1.0  # M, in multiples of what the sizes add up to on average. The results of more rows than they
@@ -76,14 +79,16 @@ def grouped_product(
     return product
 
 
-def _forward(rows: Any, weights: Any, sizes: Any, form: GroupedForm) -> tuple[jax.Array, Any]:
+def _forward(
+    rows: CustomVJPPrimal, weights: CustomVJPPrimal, sizes: CustomVJPPrimal, form: GroupedForm
+) -> tuple[jax.Array, Kept]:
     """Keeps the rows only for weights that are trained."""
     kept = rows.value if weights.perturbed else None
     out = grouped_product(rows.value, weights.value, sizes.value, form)
     return out, (kept, weights.value, sizes.value)
 
 
-def _backward(form: GroupedForm, kept: Any, gradient_MO: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+def _backward(form: GroupedForm, kept: Kept, gradient_MO: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
     rows_MI, weights, sizes_E = kept
     of_weights = None
     if rows_MI is not None:
@@ -100,20 +105,20 @@ grouped_product.defvjp(_forward, _backward, symbolic_zeros=True)
 def adapted_product(
     rows_MI: jax.Array, weights: jax.Array, a_ERI: jax.Array, b_ERO: jax.Array, sizes_E: jax.Array, form: GroupedForm
 ) -> jax.Array:
-    """[M, O]: the product with frozen weights, plus that with A and B of the row's group."""
+    """[M, O]: the matmul with frozen weights, plus that with A and B of the row's group."""
     return _forward_of_adapted(rows_MI, weights, a_ERI, b_ERO, sizes_E, form)[0]
 
 
 def _forward_of_adapted(
     rows_MI: jax.Array, weights: jax.Array, a_ERI: jax.Array, b_ERO: jax.Array, sizes_E: jax.Array, form: GroupedForm
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     inner_MR = _product(replace(form, outputs_first=True))(rows_MI, a_ERI, sizes_E)
     out = _sum_of_products(form)(rows_MI, weights, inner_MR, b_ERO, sizes_E)
     return out, (rows_MI, weights, inner_MR, a_ERI, b_ERO, sizes_E)
 
 
 def _backward_of_adapted(
-    form: GroupedForm, kept: Any, gradient_MO: jax.Array
+    form: GroupedForm, kept: tuple[jax.Array, ...], gradient_MO: jax.Array
 ) -> tuple[jax.Array, None, jax.Array, jax.Array, None]:
     rows_MI, weights, inner_MR, a_ERI, b_ERO, sizes_E = kept
     of_inner_MR = _product(replace(form, outputs_first=True))(gradient_MO, b_ERO, sizes_E)
@@ -126,8 +131,8 @@ adapted_product.defvjp(_forward_of_adapted, _backward_of_adapted)
 
 
 @functools.cache
-def _product(form: GroupedForm) -> Any:
-    """The product in this form, which `jax.vmap` can map."""
+def _product(form: GroupedForm) -> Callable[..., jax.Array]:
+    """The matmul in this form, which `jax.vmap` can map."""
 
     def product(rows_MI: jax.Array, weights: jax.Array, sizes_E: jax.Array) -> jax.Array:
         return _of_one_lane(rows_MI, weights, sizes_E, form)
@@ -138,12 +143,14 @@ def _product(form: GroupedForm) -> Any:
 
 
 @functools.cache
-def _sum_of_products(form: GroupedForm) -> Any:
+def _sum_of_products(form: GroupedForm) -> Callable[..., jax.Array]:
     """Rows times weights plus inner rows times matrices [E, R, O]. One kernel for both, if there is one."""
     product, thin = _product(form), _product(replace(form, outputs_first=False))
 
     @custom_vmap
-    def both(rows_MI: jax.Array, weights: jax.Array, inner_MR: jax.Array, low_ERO: jax.Array, sizes_E: Any) -> Any:
+    def both(
+        rows_MI: jax.Array, weights: jax.Array, inner_MR: jax.Array, low_ERO: jax.Array, sizes_E: jax.Array
+    ) -> jax.Array:
         low_rank = (inner_MR, low_ERO)
         if form.kernel == "triton" and grouped_kernels.is_supported(rows_MI, weights, *low_rank):
             return grouped_kernels.product(rows_MI, weights, sizes_E, low_rank, transposed=form.outputs_first)
@@ -201,7 +208,12 @@ def tiles_of(num_rows: int, num_groups: int, num_inputs: int, num_outputs: int) 
 
 
 def _of_lanes_together(
-    product: Any, num_lanes: int, is_mapped: list[bool], rows: jax.Array, weights: jax.Array, sizes: jax.Array
+    product: Callable[..., jax.Array],
+    num_lanes: int,
+    is_mapped: list[bool],
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
 ) -> tuple[jax.Array, bool]:
     rows_KMI, sizes_KE = _of_lanes(num_lanes, rows, is_mapped[0]), _of_lanes(num_lanes, sizes, is_mapped[2])
     all_rows = rows_KMI.reshape(-1, rows.shape[-1])
@@ -216,7 +228,7 @@ def _of_lanes_together(
 
 
 @functools.cache
-def _outer_products(form: GroupedForm) -> Any:
+def _outer_products(form: GroupedForm) -> Callable[..., jax.Array]:
     """The sum of the outer products of each group's rows [E, I, O]."""
 
     @custom_vmap

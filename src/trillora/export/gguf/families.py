@@ -5,17 +5,20 @@
 
 A GGUF file contains no code: llama.cpp builds the model from `general.architecture` and a few numbers, and takes a
 default for each that is missing. So every option of the config that changes the result is written, or compared with
-what llama.cpp assumes and refused if it differs. Each family is tested against llama.cpp (`tests/test_gguf.py`).
+what llama.cpp assumes and refused if it differs. Each family is tested against llama.cpp (`tests/export/test_gguf.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.errors import TrilloraError
 from trillora.export.gguf.rope import Rope, rope_of
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 WHERE = "config.json of the base model"
 OTHER_WAY = "use --to merged, which writes the model for transformers and vLLM"
@@ -28,7 +31,7 @@ class Family:
     title: str
     arch: str  # general.architecture
     activation: tuple[str, ...] = ("silu",)
-    # llama.cpp rotates neighbouring pairs (0, 1), (2, 3), … in `llama`, transformers the two halves of a head. So the
+    # llama.cpp rotates neighboring pairs (0, 1), (2, 3), … in `llama`, transformers the two halves of a head. So the
     # rows of the query and key projections are reordered.
     permutes: bool = False
     norm_offset: float = 0.0  # added to the weights of all norms: Gemma's norms multiply by 1 + weight
@@ -92,7 +95,7 @@ class Description:
     notes: tuple[str, ...]
 
 
-def family_of(config: Any) -> Family:
+def family_of(config: PretrainedConfig) -> Family:
     """The family of a transformers config, also of a multimodal one; other models raise an error that lists them."""
     text = config.get_text_config()
     family = FAMILIES.get(text.model_type)
@@ -106,7 +109,7 @@ def family_of(config: Any) -> Family:
     return family
 
 
-def describe(family: Family, config: Any, num_tokens: int) -> Description:
+def describe(family: Family, config: PretrainedConfig, num_tokens: int) -> Description:
     """Checks the config of a text model and returns its metadata. `num_tokens`: rows of the embedding."""
     _check(family, config)
     head_dim = head_dim_of(config)
@@ -133,11 +136,11 @@ def describe(family: Family, config: Any, num_tokens: int) -> Description:
     return Description({f"{family.arch}.{key}": value for key, value in values.items()}, rope, notes)
 
 
-def head_dim_of(config: Any) -> int:
+def head_dim_of(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _check(family: Family, config: Any) -> None:
+def _check(family: Family, config: PretrainedConfig) -> None:
     """Refuses what llama.cpp would compute differently."""
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     width = config.hidden_size // config.num_attention_heads
@@ -161,7 +164,7 @@ def _refused(why: str) -> TrilloraError:
     return TrilloraError(f"This model cannot be written as GGUF: {why}.", where=WHERE, do=OTHER_WAY)
 
 
-def _context(family: Family, config: Any) -> tuple[int, tuple[str, ...]]:
+def _context(family: Family, config: PretrainedConfig) -> tuple[int, tuple[str, ...]]:
     """The number of positions for which llama.cpp computes what the model computes."""
     num_positions, window = config.max_position_embeddings, _smallest_window(config)
     if family.window or window is None or window >= num_positions:
@@ -170,7 +173,7 @@ def _context(family: Family, config: Any) -> tuple[int, tuple[str, ...]]:
     return window, (note,)
 
 
-def _smallest_window(config: Any) -> int | None:
+def _smallest_window(config: PretrainedConfig) -> int | None:
     """The sliding window if some layer has one. Up to this length, it changes nothing."""
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ()
@@ -178,7 +181,7 @@ def _smallest_window(config: Any) -> int | None:
     return window if window and is_used else None
 
 
-def _window(config: Any) -> dict[str, int]:
+def _window(config: PretrainedConfig) -> dict[str, int]:
     """The window, and after how many layers one without it follows: llama.cpp has full attention in the last layer of
     each period."""
     is_full = [kind == "full_attention" for kind in config.layer_types]
@@ -190,7 +193,7 @@ def _window(config: Any) -> dict[str, int]:
     return {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": period}
 
 
-def _experts(config: Any) -> dict[str, int]:
+def _experts(config: PretrainedConfig) -> dict[str, int]:
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if not num_experts:
         return {}
@@ -202,7 +205,7 @@ def _experts(config: Any) -> dict[str, int]:
     return counts | {key: size for key, size in sizes.items() if size}
 
 
-def _caps(family: Family, config: Any) -> dict[str, float]:
+def _caps(family: Family, config: PretrainedConfig) -> dict[str, float]:
     keys = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
     found = {key: getattr(config, option, None) for option, key in keys.items()}
     if not family.soft_caps and not family.may_cap and any(found.values()):

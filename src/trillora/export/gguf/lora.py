@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
 from trillora.model.adapter_parameters import LORA_A, LORA_B
 from trillora.model.lora_spec import LayerLora, LoraSpec
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 FILE = "lora.gguf"
 
@@ -61,7 +64,7 @@ def scale_of(spec: LoraSpec, layer: str, rank: int) -> float:
     return spec.scale_of(LayerLora(rank, dict(spec.alpha_pattern).get(layer, spec.alpha)))
 
 
-def _check(source: ExportSource, config: Any) -> None:
+def _check(source: ExportSource, config: PretrainedConfig) -> None:
     spec, reason = source.spec, None
     if spec.dora:
         reason = "DoRA rescales the weights after the change is added"
@@ -83,7 +86,7 @@ def _check(source: ExportSource, config: Any) -> None:
         )
 
 
-def _tensors(source: ExportSource, family: Family, config: Any, alpha: float) -> list[FileTensor]:
+def _tensors(source: ExportSource, family: Family, config: PretrainedConfig, alpha: float) -> list[FileTensor]:
     from gguf import GGMLQuantizationType
 
     find = name_finder(family, config.num_hidden_layers)

@@ -12,11 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trillora.errors import TrilloraError
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 # What transformers reads for each type. Any other key could change the frequencies.
 _KEYS = {
@@ -35,7 +38,7 @@ class Rope:
     tensors: dict[str, np.ndarray]
 
 
-def rope_of(config: Any, head_dim: int, known: tuple[str, ...]) -> Rope:
+def rope_of(config: PretrainedConfig, head_dim: int, known: tuple[str, ...]) -> Rope:
     """Metadata and tensors of a text model's rotary positions. `known`: the types that llama.cpp has for the family."""
     parameters = config.rope_parameters
     swa: dict[str, int | float | str] = {}
@@ -109,7 +112,7 @@ def _llama3_factors(parameters: Mapping[str, Any], num_rotated: int) -> np.ndarr
     return (1 / ((1 - share) / factor + share)).astype(np.float32)
 
 
-def _original_length(parameters: Mapping[str, Any], config: Any) -> int:
+def _original_length(parameters: Mapping[str, Any], config: PretrainedConfig) -> int:
     found = parameters.get("original_max_position_embeddings") or getattr(
         config, "original_max_position_embeddings", None
     )

@@ -13,12 +13,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from trillora.errors import TrilloraError
 from trillora.export.gguf.families import OTHER_WAY, Family
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 _FUSED = re.compile(r"layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)")
@@ -81,7 +84,7 @@ class GgufTensor:
                     yield weights.rows(part.stored, start, min(start + step, num_rows))
 
 
-def plan_tensors(family: Family, config: Any, weights: Weights) -> list[GgufTensor]:
+def plan_tensors(family: Family, config: PretrainedConfig, weights: Weights) -> list[GgufTensor]:
     """All tensors that come from the checkpoint. A tensor without a place in the file is an error. `config` is the text
     model's."""
     find = name_finder(family, config.num_hidden_layers)
@@ -141,7 +144,7 @@ def name_finder(family: Family, num_layers: int) -> Callable[[str], str]:
     return find
 
 
-def change_of(name: str, family: Family, config: Any) -> Callable[[np.ndarray], np.ndarray] | None:
+def change_of(name: str, family: Family, config: PretrainedConfig) -> Callable[[np.ndarray], np.ndarray] | None:
     """What llama.cpp wants to be different in a tensor with this name (as in transformers)."""
     if family.norm_offset and name.endswith("norm.weight"):
         return lambda array: array + np.float32(family.norm_offset)
@@ -157,7 +160,7 @@ def permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _fused(stored: str, layer: str, kind: str, shape: tuple[int, ...]) -> list[GgufTensor]:
-    """Experts in one tensor [E, out, in]. The rows of the gate come before those of `up`."""
+    """Experts in one tensor [E, out, in]. The rows of the gate come before the rows of `up`."""
     num_experts, num_rows, width = shape
     if kind == "down_proj":
         parts = tuple(TensorPart(stored, expert) for expert in range(num_experts))

@@ -7,7 +7,7 @@ llama.cpp has two tokenizers for these models. `gpt2` splits text by a rule that
 bytes by the list of merges. `llama` merges characters by the score of the result, as sentencepiece does. The rule is
 found by comparing how the tokenizer splits text with `SPLITS`; one that is not there is refused, because llama.cpp
 would silently fall back to a different rule. Each entry was compared with llama.cpp's ids
-(`tests/test_gguf_tokenizer.py`).
+(`tests/export/test_gguf_tokenizer.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.errors import TrilloraError
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types, as in llama.cpp
 SPACE = "▁"
@@ -55,7 +58,7 @@ class TokenizerMetadata:
 
 
 def tokenizer_metadata(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     num_tokens: int,
     *,
     template: str | None = None,
@@ -102,7 +105,7 @@ def without_marks(template: str) -> str:
     return re.sub(r"(\{%-?)\s*endgeneration\s*(-?%\})", r"\1 endif \2", start)
 
 
-def _described(tokenizer: Any) -> dict[str, Any]:
+def _described(tokenizer: Tokenizer) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _refused("it is not a tokenizer of the tokenizers library (tokenizer.json)")
@@ -258,7 +261,7 @@ def _check_white_space(added: Iterable[Mapping[str, Any]], template: str | None)
     return [f"llama.cpp keeps the white space around the token {word}" for word in greedy[:3]]
 
 
-def _special_ids(tokenizer: Any, num_tokens: int, stops: Iterable[int]) -> dict[str, Any]:
+def _special_ids(tokenizer: Tokenizer, num_tokens: int, stops: Iterable[int]) -> dict[str, Any]:
     """Ids of special tokens."""
     named = {"bos": "bos_token_id", "eos": "eos_token_id", "unknown": "unk_token_id", "padding": "pad_token_id"}
     found = {name: getattr(tokenizer, attribute, None) for name, attribute in named.items()}

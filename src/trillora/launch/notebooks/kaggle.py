@@ -131,7 +131,7 @@ def kernel_metadata(files: KaggleFiles, number: int) -> dict[str, Any]:
 
 
 def dataset_metadata(files: KaggleFiles) -> dict[str, Any]:
-    """Private, and without a licence that would allow anything."""
+    """Private, and without a license that would allow anything."""
     slug = files.dataset_id.partition("/")[2]
     return {"id": files.dataset_id, "title": slug.replace("-", " "), "licenses": [{"name": "other"}]}
 
@@ -167,7 +167,7 @@ def clean_kernel(folder: Path) -> list[str]:
         before = notebook.read_text(encoding="utf-8")
         after = without_platform_keys(before)
         is_changed = json.loads(after)["metadata"] != json.loads(before)["metadata"]
-    except Exception as error:  # nbformat raises those of several libraries
+    except Exception as error:  # nbformat raises errors of several libraries
         raise TrilloraError("This is not a notebook.", where=str(notebook), do="write the folder again") from error
     if is_changed:
         write_file(notebook, after)

@@ -187,6 +187,6 @@ def _rows(file: Any, tensor: Stored, start: int, stop: int | None) -> torch.Tens
     return rows
 
 
-def _adapted(module: Any) -> AdaptedLayer:
+def _adapted(module: torch.nn.Module) -> AdaptedLayer:
     is_embedding = isinstance(module, torch.nn.Embedding)
     return AdaptedLayer(module.lora_scale, isinstance(module, Conv1D) or is_embedding, is_embedding)

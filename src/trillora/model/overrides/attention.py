@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from trillora.model.overrides.recurrent import modelling_files
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 from trillora.model.trace import Trace, current
 
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
+
 NAME = "trillora"
 HARMLESS_KEYWORDS = frozenset({"position_ids", "cache_position"})  # already applied to queries, keys and segment ids
 Style = Literal["interface", "mask", "none"]
@@ -41,7 +44,7 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask_rule)
 
 
-def choose_style(model: Any) -> Style:
+def choose_style(model: torch.nn.Module) -> Style:
     """How we control this model's attention. "interface": it calls our attention function through transformers'
     interface. "mask": it computes attention in its own code, so we only replace the mask. "none": it has no attention.
     """
@@ -55,7 +58,7 @@ def choose_style(model: Any) -> Style:
     return "mask" if any(hasattr(file, "create_causal_mask") for file in files) else "none"
 
 
-def mask_replacements(model: Any, style: Style) -> list[tuple[Any, str, Any]]:
+def mask_replacements(model: torch.nn.Module, style: Style) -> list[tuple[Any, str, Any]]:
     """Replacements (module, name, value) of mask functions during a trace."""
     # The original branches on the values of the positions, which cannot be traced; segment ids replace it.
     replacements: list[tuple[Any, str, Any]] = [(masking_utils, "find_packed_sequence_indices", lambda positions: None)]
@@ -82,7 +85,7 @@ def _with_mask(attn: Callable[..., Any]) -> Callable[..., Any]:
     return masked
 
 
-def _explicit_mask(config: Any, inputs_embeds: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _explicit_mask(config: PretrainedConfig, inputs_embeds: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The causal mask, with documents kept apart, as an additive [B, 1, T, T] tensor."""
     trace = current()
     assert trace is not None, "this mask only works inside a trace"

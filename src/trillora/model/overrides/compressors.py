@@ -35,7 +35,7 @@ class Windows:
 
     end_BN: jax.Array  # slot of the last token
     first_BN: jax.Array  # position of the first token in its document
-    visible_BTN: jax.Array  # which tokens may attend to the window: those of its document from its last token on
+    visible_BTN: jax.Array  # which tokens may attend to the window: from its last token to the end of its document
 
 
 def window_keys(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
@@ -118,7 +118,7 @@ def _keys(self: Any, hidden_states: torch.Tensor, windows: Windows) -> torch.Ten
     return _rotate(self)(key.unsqueeze(1), cos, sin).squeeze(1)
 
 
-def _rotate(module: Any) -> Callable[..., torch.Tensor]:
+def _rotate(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
     rotate: Callable[..., torch.Tensor] = sys.modules[type(module).__module__].apply_rotary_pos_emb
     return rotate
 

@@ -11,7 +11,7 @@ gets all tokens. A token that did not choose the expert takes its weight from an
 a masked sum. It computes every expert for every token: correct, but slower than `experts`, where tokens are sorted.
 
 The other kind of module has tokens sorted by expert already, and splits them by numbers that it reads from the router:
-there one ragged product replaces the loop.
+there one ragged matmul replaces the loop.
 """
 
 from __future__ import annotations

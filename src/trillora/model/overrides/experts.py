@@ -1,12 +1,12 @@
 """Mixture of experts: transformers' modules, computed by `engine.mixture.experts`.
 
 transformers' own loop over experts depends on which experts were selected, which cannot be compiled. Here each token's
-experts are rows of grouped products. On a mesh, every device computes
+experts are rows of grouped matmuls. On a mesh, every device computes
 
     with its own part of the experts    the rows of all tokens of its group, if the number of experts is divisible
     with all experts                    the rows of its own tokens, otherwise. The weights are gathered
 
-An adapter of the experts adds two products: by A and by B of the row's expert.
+An adapter of the experts adds two matmuls: by A and by B of the row's expert.
 
 Legend: N tokens, K experts per token, D width, E experts, M rows, R rank, I inputs, O outputs.
 """
@@ -43,7 +43,7 @@ def register() -> None:
 
 
 def _experts(
-    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     trace = current()
     # Not by getattr, which would add the adapter to the weights of all experts.
@@ -81,7 +81,12 @@ def _kernel(trace: Trace) -> Kernel:
 
 
 def _weighted(
-    module: Any, form: GroupedForm, rows_MD: jax.Array, gate_M: jax.Array, sizes_E: jax.Array, weights: dict[str, Any]
+    module: torch.nn.Module,
+    form: GroupedForm,
+    rows_MD: jax.Array,
+    gate_M: jax.Array,
+    sizes_E: jax.Array,
+    weights: dict[str, Any],
 ) -> jax.Array:
     """The result of each row's expert, multiplied by the row's gate. Also called while gradients are traced, when the
     module has no weights: everything that it needs is in `weights`."""

@@ -45,7 +45,7 @@ SAMPLES = (2, 5)  # sequences and tokens of the random input
 class GatedMlp:
     """A module, its linear layers and its activation."""
 
-    module: Any
+    module: torch.nn.Module
     gate: Any
     up: Any
     down: Any
@@ -68,7 +68,7 @@ def find_gated_mlps(model: torch.nn.Module) -> list[GatedMlp]:
     return found
 
 
-def _recognise(module: Any, layers: dict[str, Any]) -> GatedMlp | None:
+def _recognise(module: torch.nn.Module, layers: dict[str, Any]) -> GatedMlp | None:
     """None if the module computes anything else."""
     generator = torch.Generator().manual_seed(0)
     calls: list[tuple[str, Any, torch.Tensor]] = []  # layer, input, output

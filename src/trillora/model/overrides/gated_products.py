@@ -3,10 +3,10 @@
     h = act(g) * u        dg = act'(g) * u * dh        du = act(g) * dh
 
 By the rules of its two operators, XLA computes only one of the gradients where it computes dh, and the other in a pass
-of its own over wide arrays. By one rule, both are a part of the product that gives dh.
+of its own over wide arrays. By one rule, both are a part of the matmul that gives dh.
 
 The model's code multiplies after it has called the activation. So the activation leaves a note in the trace, and the
-operator for products looks for it, as in `sums`. XLA leaves out the output of the activation if nothing else uses it.
+operator for matmuls looks for it, as in `sums`. XLA leaves out the output of the activation if nothing else uses it.
 """
 
 from __future__ import annotations

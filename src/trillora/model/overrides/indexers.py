@@ -116,7 +116,7 @@ def choose_blocks(
     scores_BHTS: jax.Array, position_BT: jax.Array, visible_BTS: jax.Array, size: int, num_chosen: int, num_local: int
 ) -> jax.Array:
     """The keys of the `num_chosen` blocks with the largest scores, as a boolean array [B, H, T, S]. A block's score is
-    that of its best visible key; the `num_local` blocks that end at the query's own come first."""
+    the score of its best visible key; the `num_local` blocks that end at the query's own come first."""
     T = scores_BHTS.shape[2]
     block_BT = jnp.cumsum(position_BT % size == 0, axis=1) - 1
     seen = jnp.where(visible_BTS[:, None], scores_BHTS, -jnp.inf)

@@ -34,7 +34,7 @@ def hashed_ngrams(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
     return [(cls, "forward", _embed(cls.forward, multipliers)) for cls in {type(module) for module in found}]
 
 
-def _multipliers(module: Any) -> list[int]:
+def _multipliers(module: torch.nn.Module) -> list[int]:
     """Computed as transformers does: as an array of a JAX program, the module's buffer would lose its upper half."""
     build = sys.modules[type(module).__module__]._build_layer_multipliers
     values: list[int] = build(

@@ -1,8 +1,8 @@
 """Recurrent and convolutional layers that reset their state at the first token of every document.
 
 In a packed sequence, attention keeps documents apart by segment ids; a recurrence must reset its state. transformers'
-modelling files implement recurrences with a few functions. During a trace these names in a model's own files point to
-versions that use the segment ids. Recurrences that are a module of their own are recognised by the arguments of its
+modeling files implement recurrences with a few functions. During a trace these names in a model's own files point to
+versions that use the segment ids. Recurrences that are a module of their own are recognized by the arguments of its
 forward.
 
 Legend: B sequences, T tokens, C channels, N state size.
@@ -257,7 +257,7 @@ def document_convolution(
 
 
 def _delayed_values(original: Function) -> Function:
-    """Attention in which half of every value is that of the token before: none at a document's first token."""
+    """Attention in which half of every value comes from the token before: none at a document's first token."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         query, key, value = original(self, hidden_states, *args, **kwargs)
@@ -399,7 +399,7 @@ def _shift_module(original: Function) -> Function:
     return forward
 
 
-# Functions of transformers' modelling files, and our wrappers.
+# Functions of transformers' modeling files, and our wrappers.
 MECHANISMS: dict[str, Callable[[Function], Function]] = {
     "causal_conv1d_fn": _causal_convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,

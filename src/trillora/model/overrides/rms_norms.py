@@ -1,6 +1,6 @@
 """RMSNorms of any model, computed by `engine.kernels.rms_norm` if `engine.kernels` is `fused`.
 
-As with gated MLPs, a module is recognised by what it computes, not by its name: its code is run with a random weight
+As with gated MLPs, a module is recognized by what it computes, not by its name: its code is run with a random weight
 and input, and compared with both forms of the norm.
 
     >>> find_rms_norms(model)                                   # a Gemma model
@@ -30,7 +30,7 @@ ROUNDING = 1e-5  # relative, float32
 
 @dataclass(frozen=True)
 class RmsNorm:
-    module: Any
+    module: torch.nn.Module
     eps: float
     offset: float
 
@@ -46,7 +46,7 @@ def find_rms_norms(model: torch.nn.Module) -> list[RmsNorm]:
     return found
 
 
-def _recognise(module: Any) -> RmsNorm | None:
+def _recognise(module: torch.nn.Module) -> RmsNorm | None:
     """None if the module computes anything else."""
     generator = torch.Generator().manual_seed(0)
     eps = next((value for name in EPSILONS if isinstance(value := getattr(module, name, None), float)), None)

@@ -77,7 +77,7 @@ def _forward(
 
 
 def rotations_as_products(module: torch.nn.Module) -> list[tuple[Any, str, Any]]:
-    """For TPUs: replaces `rotate_half` of the model's code, [x1, x2] -> [-x2, x1], by a product with a matrix of zeros,
+    """For TPUs: replaces `rotate_half` of the model's code, [x1, x2] -> [-x2, x1], by a matmul with a matrix of zeros,
     ones and minus ones. It is exact, and one operation of the matrix unit, where halves of 64 lanes are copied."""
     return [(file, "rotate_half", functools.partial(_product, rotate)) for file, rotate in _rotations(module)]
 
@@ -89,7 +89,7 @@ def rotations_with_gradient(module: torch.nn.Module) -> list[tuple[Any, str, Any
     return [
         (file, "rotate_half", functools.partial(_rotated, rotate))
         for file, rotate in _rotations(module)
-        if torch.equal(rotate(sample), rotated)  # some models rotate neighbours
+        if torch.equal(rotate(sample), rotated)  # some models rotate neighbors
     ]
 
 

@@ -1,7 +1,7 @@
-"""The output of a linear layer plus the residual stream, as a part of the layer's products, with fused kernels.
+"""The output of a linear layer plus the residual stream, as a part of the layer's matmuls, with fused kernels.
 
 A decoder layer ends with `residual + down_proj(x)`, and its attention with `residual + o_proj(x)`. XLA would read both
-again to add them. `engine.kernels.product_sum` adds the residual stream with the products of the base and of LoRA:
+again to add them. `engine.kernels.product_sum` adds the residual stream with the matmuls of the base and of LoRA:
 
     residual + x Wᵀ + low Bᵀ
 

@@ -169,7 +169,7 @@ def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """PyTorch adds the bias before it rounds the product, torchax after."""
+    """PyTorch adds the bias before it rounds the matmul, torchax after."""
     if bias is None:
         return jnp.einsum("...a,ba->...b", x, weight)
     product = jnp.einsum("...a,ba->...b", x, weight, preferred_element_type=jnp.float32)

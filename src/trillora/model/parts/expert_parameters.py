@@ -1,4 +1,4 @@
-"""LoRA of experts. A mixture stores the weights of all experts of a layer in one parameter, which is a target.
+"""LoRA of experts. An MoE model stores the weights of all experts of a layer in one parameter, which is a target.
 
 `….mlp.experts.gate_up_proj` [E, O, I] gets R rows of A and R columns of B for each expert, in the order of PEFT's file:
 
@@ -6,7 +6,7 @@
     B [O, R·E]    column j·E + e is column j of expert e
 
 PEFT wraps the module of the experts once for each of its targets. The arrays of the parameter that the module registers
-last are `….experts.lora_a`, those of the one before are `….experts.base_layer.lora_a`. The names in memory are the
+last are `….experts.lora_a`, of the one before `….experts.base_layer.lora_a`. The names in memory are the
 same: `base_layer` is an empty module that holds them.
 
 Where our own function computes the experts (`overrides/experts.py`), it multiplies by A and B of each token's expert.
@@ -38,7 +38,7 @@ INNER = "base_layer"
 class ExpertParameter:
     """The weights of one projection of all experts of a layer."""
 
-    module: Any
+    module: torch.nn.Module
     name: str  # in the module
 
     @property
@@ -80,7 +80,7 @@ def expert_parameters(model: torch.nn.Module) -> dict[str, ExpertParameter]:
 
 def split_by_expert(model: torch.nn.Module) -> set[str]:
     """The parameters of experts, and their biases, that our own function computes with (`overrides/experts.py`): on a
-    mesh, each device may have those of some experts."""
+    mesh, each device may have the arrays of some experts."""
     return {
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -139,7 +139,7 @@ def by_expert(a: Any, b: Any, num_experts: int) -> tuple[Any, Any]:
     return a.reshape(num_experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, num_experts).transpose(2, 1, 0)
 
 
-def lora_of(module: Any, name: str) -> tuple[jax.Array, jax.Array] | None:
+def lora_of(module: torch.nn.Module, name: str) -> tuple[jax.Array, jax.Array] | None:
     """A [E, R, I] and scale · B [E, R, O] of a parameter during a call; None if it has no adapter."""
     place = module.__dict__.get("expert_lora", {}).get(name)
     if place is None:
@@ -157,7 +157,7 @@ def _with_adapted_weights(cls: Any, names: tuple[str, ...]) -> type:
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, **weights})
 
 
-def _adapted_weight(module: Any, name: str) -> torch.Tensor:
+def _adapted_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
     weight: torch.Tensor = module._parameters[name]
     lora = lora_of(module, name) if isinstance(weight, TORCHAX_TENSORS) else None
     if lora is None:  # called as ordinary PyTorch
@@ -168,6 +168,6 @@ def _adapted_weight(module: Any, name: str) -> torch.Tensor:
     return interop.torch_view(base + change.astype(base.dtype))
 
 
-def _is_transposed(module: Any) -> bool:
+def _is_transposed(module: torch.nn.Module) -> bool:
     """Whether the parameters are [E, I, O]. PEFT reads the same flag."""
     return bool(getattr(module, "is_transposed", False))

@@ -1,10 +1,10 @@
 """What PEFT does to names when it loads an adapter, and what a file must contain so that no matrix is lost.
 
 From version 0.19 on, PEFT treats an adapter like an old checkpoint of the model: it converts it with the rules by which
-transformers converts checkpoints. Matrices whose names it changed to those of no layer are left out, without an error.
+transformers converts checkpoints. Matrices whose new names belong to no layer are left out, without an error.
 
 Experts. Where checkpoints store experts one by one, as `….experts.0.gate_proj.weight`, PEFT reads `gate_proj` in
-`target_modules` as the experts' projection, and leaves out the linear layers that have this name, such as those of a
+`target_modules` as the experts' projection, and leaves out the linear layers that have this name, such as in a
 shared expert. It takes `….gate_proj.weight` in `target_parameters` as it is (`by_parameter`).
 
 Renamed layers. A rule for the names of a checkpoint may also match the names of the module. Then the file has a name
@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -28,11 +28,14 @@ from trillora.errors import TrilloraError
 from trillora.files.read_json import parse_json
 from trillora.model.parts.expert_parameters import expert_parameters
 
+if TYPE_CHECKING:
+    import torch
+
 METADATA = "layers"  # key in the metadata of the file: a JSON object, name in the file -> layer
 _MATRIX = ".lora_A.default.weight"  # PEFT adds the adapter's name before it applies the rules
 
 
-def by_parameter(module: Any, targets: Iterable[str]) -> dict[str, str]:
+def by_parameter(module: torch.nn.Module, targets: Iterable[str]) -> dict[str, str]:
     """The targets that the file lists in `target_parameters`, with the names of their parameters there: the experts,
     and linear layers that have the name of an expert's projection."""
     taken = {name for pattern in _converted_tensors(module) if "experts" in pattern for name in _words(pattern)[-1:]}
@@ -45,7 +48,7 @@ def by_parameter(module: Any, targets: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _converted_tensors(module: Any) -> list[str]:
+def _converted_tensors(module: torch.nn.Module) -> list[str]:
     """The tensors that transformers combines when it loads a checkpoint of this model, as patterns such as
     `mlp.experts.*.gate_proj.weight`."""
     converters = [rule for rule in get_model_conversion_mapping(module) if isinstance(rule, WeightConverter)]
@@ -56,7 +59,7 @@ def _words(pattern: str) -> list[str]:
     return [word for word in re.findall(r"\w+", pattern) if word != "weight"]
 
 
-def names_in_file(module: Any, layers: Iterable[str]) -> dict[str, str]:
+def names_in_file(module: torch.nn.Module, layers: Iterable[str]) -> dict[str, str]:
     """The names in the file of the layers that PEFT would not find by their own. A layer that it would not find by any
     name is given an empty one."""
     rules = _renamings(module)
@@ -69,7 +72,7 @@ def names_in_file(module: Any, layers: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _renamings(module: Any) -> list[Any]:
+def _renamings(module: torch.nn.Module) -> list[Any]:
     """The rules by which transformers renames the tensors of a checkpoint. PEFT uses them if the model has some."""
     if get_checkpoint_conversion_mapping(getattr(module.config, "model_type", "")) is None:
         return []
@@ -90,7 +93,7 @@ def _is_found(name: str, layer: str, rules: list[Any]) -> bool:
 
 
 def with_layers(data: bytes, names: Mapping[str, str]) -> bytes:
-    """A safetensors file with the layers of renamed matrices in its metadata. `names` is that of `names_in_file`. The
+    """A safetensors file with the layers of renamed matrices in its metadata. `names` comes from `names_in_file`. The
     header is written here because safetensors writes metadata in random order."""
     if not names:
         return data

@@ -32,7 +32,7 @@ from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
 
 
 class _EmbeddingWithRows:
-    """A mixin for the embedding. The other outputs are those of the original class, so scaling is included."""
+    """A mixin for the embedding. The original class computes the other outputs, so scaling is included."""
 
     token_rows: torch.nn.Parameter  # [N, D]
     token_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ def _with_rows(cls: Any) -> type:
     return type(cls.__name__, (_EmbeddingWithRows, cls), {"__module__": cls.__module__})
 
 
-def add_token_rows(model: Any, tokens: TrainedTokens | None, whole: list[str]) -> None:
+def add_token_rows(model: torch.nn.Module, tokens: TrainedTokens | None, whole: list[str]) -> None:
     """Adds rows (on the meta device) to the embedding and the head. Modules in `whole` are trained as a whole, so they
     need no rows."""
     if tokens is None:
@@ -76,7 +76,7 @@ def add_token_rows(model: Any, tokens: TrainedTokens | None, whole: list[str]) -
     names = {id(module): name for name, module in model.named_modules()}
     tied, named = is_tied(model), tokens.modules
 
-    def is_used(module: Any) -> bool:
+    def is_used(module: torch.nn.Module) -> bool:
         name = names.get(id(module), "")
         return name not in whole and (named is None or name in named or (tied and module is head))
 
@@ -105,14 +105,14 @@ def add_token_rows(model: Any, tokens: TrainedTokens | None, whole: list[str]) -
         embedding.__class__ = _with_rows(cls)
 
 
-def is_tied(model: Any) -> bool:
+def is_tied(model: torch.nn.Module) -> bool:
     """Whether the head uses the embedding's matrix."""
     head = model.get_output_embeddings()
     return getattr(head, "weight", None) is model.get_input_embeddings().weight
 
 
 def token_logits(head: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
-    """The base's logits [..., V] with those of the trained tokens; new tokens follow at the end."""
+    """The base's logits [..., V], replaced for the trained tokens; new tokens follow at the end."""
     rows_ND = interop.jax_view(head.token_rows)
     trained = (x @ rows_ND.astype(x.dtype).T).astype(logits.dtype)
     ids, num_base = np.array(head.token_ids), logits.shape[-1]
@@ -126,7 +126,7 @@ def token_logits(head: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="tokens")  # one program: the matrix is not copied to float32
 def rows_from_base(weight_VD: jax.Array, tokens: TrainedTokens) -> jax.Array:
-    """The rows before training [N, D]: those of the base, and for new tokens the mean of all its rows. transformers
+    """The rows before training [N, D]: the base's rows, and for new tokens the mean of all its rows. transformers
     adds noise of 1e-9 times their covariance to this mean."""
     weight = weight_VD.astype(jnp.float32)
     first_new = weight.shape[0] if tokens.first_new is None else min(tokens.first_new, weight.shape[0])
@@ -135,7 +135,9 @@ def rows_from_base(weight_VD: jax.Array, tokens: TrainedTokens) -> jax.Array:
     return jnp.where((ids_N >= first_new)[:, None], weight.mean(axis=0), rows)
 
 
-def _why_not(model: Any, embedding: Any, head: Any, tokens: TrainedTokens, *, has_rows: bool, has_all: bool) -> str:
+def _why_not(
+    model: torch.nn.Module, embedding: Any, head: Any, tokens: TrainedTokens, *, has_rows: bool, has_all: bool
+) -> str:
     """Why these tokens cannot be trained; empty if they can."""
     num_base = embedding.weight.shape[0]
     new = [id_ for id_ in tokens.ids if id_ >= num_base]

@@ -34,7 +34,7 @@ _PER_TOKEN = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_e
 _SAVED = {SAVED_WEIGHT.suffix: ".weight", SAVED_BIAS.suffix: ".bias"}
 
 
-def add_whole_weights(model: Any, chosen: list[str], num_tokens: int, targets: list[str]) -> None:
+def add_whole_weights(model: torch.nn.Module, chosen: list[str], num_tokens: int, targets: list[str]) -> None:
     """Adds parameters (on the meta device) for every weight of these modules. `num_tokens` is the number of rows of
     embedding and head, if that is more than the base has. `targets` are adapted by LoRA."""
     if not chosen:
@@ -54,7 +54,7 @@ def add_whole_weights(model: Any, chosen: list[str], num_tokens: int, targets: l
 
 
 def with_whole_weights(base: Tree, adapter: Tree) -> Tree:
-    """All arrays of a call, by layout key: the adapter's whole weights replace those of the base."""
+    """All arrays of a call, by layout key: the adapter's whole weights replace the base's."""
     weights = {**base, **adapter}
     for key, array in adapter.items():
         if (replaced := base_key(key)) is not None:
@@ -91,7 +91,7 @@ def values_from_base(layout: Layout, tokens: TrainedTokens | None, base: Tree) -
     return values
 
 
-def select_modules(model: Any, spec: LoraSpec) -> list[str]:
+def select_modules(model: torch.nn.Module, spec: LoraSpec) -> list[str]:
     """Full names of the modules that are trained as a whole, by name or by the end of a dotted name."""
     known = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
     chosen: list[str] = []
@@ -111,7 +111,7 @@ def select_modules(model: Any, spec: LoraSpec) -> list[str]:
     return [name for name in dict.fromkeys(chosen) if name not in inside]
 
 
-def _add(module: Any, name: str, num_rows: int) -> None:
+def _add(module: torch.nn.Module, name: str, num_rows: int) -> None:
     if any(buffer.startswith("weight_") for buffer in module._buffers):  # the parts of a quantized weight
         raise TrilloraError(
             f"The weight of {name} is quantized, so it cannot be trained as a whole.",

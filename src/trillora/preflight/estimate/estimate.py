@@ -1,9 +1,9 @@
 """Estimates memory and time of a training step from its trace, for machines without the TPU compiler.
 
 Arguments are exact: their shapes and shardings are known. For the rest we walk the traced program in order and count
-what a compiler must keep in memory: results of products, kernels and loops, and elementwise results that several of
+what a compiler must keep in memory: results of matmuls, kernels and loops, and elementwise results that several of
 those need. Other elementwise operations are fused and need no memory. A weight sharded over devices counts whole while
-products use it. Time is work divided by the chip's figures, loop by loop. For `traced`'s example, tanh(x @ w) * 2:
+matmuls use it. Time is work divided by the chip's figures, loop by loop. For `traced`'s example, tanh(x @ w) * 2:
 
     schedule(program):  product      reads x, w   writes x @ w: 4096 bytes
                         elementwise  fused into the output
@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -41,24 +41,27 @@ from trillora.preflight.hlo.simulate import (
 )
 from trillora.step.build import Assembly
 
+if TYPE_CHECKING:
+    from trillora.model.loading.types import PretrainedConfig
+
 
 @dataclass(frozen=True)
 class Calibration:
     """What neither the trace nor the chip's figures determine. Fitted to the compiler's results in `records.json`."""
 
     near_bytes: int = 8 * 2**20  # results up to this size stay in on-chip memory until they are used
-    # Gathers overlap with products on these chips, in groups of at least this many devices. Otherwise products wait.
+    # Gathers overlap with matmuls on these chips, in groups of at least this many devices. Otherwise matmuls wait.
     overlapped_from: tuple[tuple[Chip, int], ...] = (
         (CHIPS["v4"], 4),
         (CHIPS["v5e"], 8),
         (CHIPS["v5p"], 4),
         (CHIPS["v6e"], 8),
     )
-    far_apart: int = 80  # outside loops, a weight is gathered again after this many products
+    far_apart: int = 80  # outside loops, a weight is gathered again after this many matmuls
 
 
 CALIBRATION = Calibration()
-LOOKUP_COPIES = 2  # of all embeddings: as looked up in a sharded table, and with those of other shards masked
+LOOKUP_COPIES = 2  # of all embeddings: as looked up in a sharded table, and with the rows of other shards masked
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def trace(assembly: Assembly) -> TracedProgram:
     return read_program(assembly.traced.jaxpr, inputs, assembly.mesh.size, kind_shares(assembly.model.module.config))
 
 
-def kind_shares(config: Any) -> list[float]:
+def kind_shares(config: PretrainedConfig) -> list[float]:
     """Fraction of layers of each kind, starting with the kind of the first layer, as in `model.stack`."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     return [count / len(kinds) for count in Counter(kinds).values()]
@@ -211,7 +214,7 @@ def _needed(program: TracedProgram) -> list[Operation]:
 
 
 def _is_held(value: Value, reads: set[Value], *, uses: int, unfused_uses: int) -> bool:
-    """A result that two products need is computed once and kept. So is a result with several readers that was computed
+    """A result that two matmuls need is computed once and kept. So is a result with several readers that was computed
     from two or more arrays of its size, such as the residual stream."""
     if unfused_uses >= 2:
         return True
@@ -290,7 +293,7 @@ class _Gather(NamedTuple):
 
 def _gathers(steps: list[_Step], far_apart: float) -> list[_Gather]:
     gathers: list[_Gather] = []
-    newest: dict[Value, tuple[int, int]] = {}  # index of its gather, and of the last product that used it
+    newest: dict[Value, tuple[int, int]] = {}  # index of its gather, and of the last matmul that used it
     products = [(at, step) for at, step in enumerate(steps) if step.kind == "product"]
     for number, (at, step) in enumerate(products):
         for value in step.reads:
@@ -320,7 +323,7 @@ def _is_fused(operation: Operation) -> bool:
 
 @dataclass
 class _Fusion:
-    """Operations between two products. Each value is read once; results are available without another read."""
+    """Operations between two matmuls. Each value is read once; results are available without another read."""
 
     vector_seconds: float = 0.0
     read: set[Value] = field(default_factory=set)
@@ -385,8 +388,8 @@ class _Time:
         return _Work(max(now, link), flops, bf16_flops)
 
     def _fuse(self, fusion: _Fusion, step: _Step, ending: set[Value]) -> None:
-        """An operation that is the only reader of a product's result is fused into the product: one array fewer is
-        read, and the product already counted the write."""
+        """An operation that is the only reader of a matmul's result is fused into the matmul: one array fewer is
+        read, and the matmul already counted the write."""
         assert step.operation is not None
         fusion.vector_seconds += self._vector(step.operation)
         fusion.read |= step.reads - fusion.written
@@ -418,7 +421,7 @@ class _Time:
         return seconds / TPU_8_BITS if self._has_8_bits(operation) else seconds
 
     def _has_8_bits(self, operation: Operation) -> bool:
-        """Such products are in a format that the chip has: others are refused (`step.decisions`)."""
+        """Such matmuls are in a format that the chip has: others are refused (`step.decisions`)."""
         has_8_bits = operation.kind == "product" and all(v.itemsize <= 1 for v in operation.inputs[:2])
         return has_8_bits and bool(self.chip.doubled)
 

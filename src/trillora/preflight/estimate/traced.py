@@ -17,7 +17,7 @@ Example: `jnp.tanh(x @ w) * 2` on 8 devices, with x split by rows and w sharded 
     mul          elementwise                                                   (8, 1), 4096
 
 Calls are inlined; loops keep their body. Views of a value (a reshape, a slice) are not operations. `estimate.schedule`
-then decides which results are in memory: here only that of the product.
+then decides which results are in memory: here only the matmul's.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class _Reader:
         return outputs
 
     def _call(self, equation: Any, called: Any, inputs: list[Value], operations: list[Operation]) -> list[Value]:
-        """Inline the call. Inside a `shard_map`, shapes are already those of one device."""
+        """Inline the call. Inside a `shard_map`, shapes are already per device."""
         jaxpr, constants = (called.jaxpr, _constants(called)) if isinstance(called, ClosedJaxpr) else (called, [])
         if equation.primitive.name != "shard_map":
             return self.read(jaxpr, [*constants, *inputs], operations)
@@ -563,4 +563,4 @@ def _itemsize(aval: Any) -> float:
     """0 for random keys, ordering tokens, and arrays in the host's memory."""
     if getattr(getattr(aval, "memory_space", None), "name", "") == "Host":
         return 0.0
-    return item_bytes(getattr(aval, "dtype", None))
+    return item_bytes(aval.dtype) if hasattr(aval, "dtype") else 0.0

@@ -9,8 +9,7 @@ from trillora.data.summary import DataReport
 from trillora.errors import TrilloraError
 from trillora.files.atomic import write_file
 from trillora.report.data.text import bad_rows_by_reason, bins_and_edge, say_epoch, say_lost, say_rows, say_verdict
-from trillora.report.html import card, coloured, document, text, tiles
-from trillora.report.numbers import format_bytes
+from trillora.report.html import Tile, TokenShare, render
 
 
 def write_page(report: DataReport, file: Path) -> None:
@@ -23,105 +22,36 @@ def write_page(report: DataReport, file: Path) -> None:
 
 
 def page(report: DataReport) -> str:
-    body = "\n".join(
-        (
-            _verdict(report),
-            _tiles(report),
-            card("Tokens in an epoch", _tokens(report)),
-            card("Row lengths in tokens", _lengths(report)),
-            card("What is trained", _example(report)),
-            card("What is wrong with the bad rows", _bad_rows(report)),
-            card("Rows", _rows(report)),
-            card("Files", _files(report)),
-        )
+    return render(
+        "data.html",
+        title=f"Data for {report.model}",
+        subtitle=f"Sequences of {report.sequence_length:,} tokens, {report.batch_size:,} to a step",
+        report=report,
+        verdict=say_verdict(report),
+        figures=_figures(report),
+        tokens=_tokens(report),
+        epoch=say_epoch(report),
+        bins=bins_and_edge(report.lengths) if report.lengths else (),
+        too_long="bad-fill" if report.lost is not None and report.lost.rows else "edge-fill",  # split, not lost
+        lost=say_lost(report),
+        pieces=shortened(report.example.pieces) if report.example else (),
+        bad_rows=bad_rows_by_reason(report) if report.bad_rows else (),
+        row_facts=say_rows(report),
     )
-    shape = f"Sequences of {report.sequence_length:,} tokens, {report.batch_size:,} to a step"
-    title = f"Data for {report.model}"
-    return document(title, f'<h1>{text(title)}</h1>\n<div class="faint">{shape}</div>\n{body}')
 
 
-def _verdict(report: DataReport) -> str:
-    verdict = say_verdict(report)
-    if verdict.ready:
-        return f'<div class="verdict">{text(verdict.what)}</div>'
-    where = f"<p>Where: {text(verdict.where)}</p>" if verdict.where else ""
-    what, do = text(verdict.what), text(verdict.do)
-    return f'<div class="verdict refused">Training would refuse this data: {what}{where}<p>Do: {do}</p></div>'
-
-
-def _tiles(report: DataReport) -> str:
+def _figures(report: DataReport) -> list[Tile]:
     fill = "none" if report.packed_fill is None else f"{report.packed_fill:.1%}"
-    return tiles(
-        [
-            (f"{report.rows:,}", "rows", False),
-            (f"{report.bad_rows:,}", "bad rows", report.bad_rows > 0),
-            (f"{report.duplicate_rows:,}", "duplicates", False),
-            (f"{report.trained_tokens:,}", "trained tokens", report.trained_tokens == 0),
-            (fill, "of the sequences filled", report.padding_warning is not None),
-            (f"{report.steps_per_epoch:,}", "steps per epoch", False),
-        ]
-    )
+    return [
+        Tile("rows", f"{report.rows:,}"),
+        Tile("bad rows", f"{report.bad_rows:,}", is_alarm=report.bad_rows > 0),
+        Tile("duplicates", f"{report.duplicate_rows:,}"),
+        Tile("trained tokens", f"{report.trained_tokens:,}", is_alarm=report.trained_tokens == 0),
+        Tile("of the sequences filled", fill, is_alarm=report.padding_warning is not None),
+        Tile("steps per epoch", f"{report.steps_per_epoch:,}"),
+    ]
 
 
-def _tokens(report: DataReport) -> str:
+def _tokens(report: DataReport) -> list[TokenShare]:
     counts = {"trained": report.trained_tokens, "masked": report.masked_tokens, "padded": report.padded_tokens}
-    total = max(sum(counts.values()), 1)
-    parts = key = ""
-    for name, count in counts.items():
-        parts += f'<div class="{name}-fill" style="width:{count / total:.3%}"></div>'
-        key += f'<span><i class="{name}-fill"></i>{name} {count:,} ({count / total:.1%})</span>'
-    warning = f"<p><b>Warning: {text(report.padding_warning)}</b></p>" if report.padding_warning else ""
-    return f'<div class="stack">{parts}</div><div class="key">{key}</div><p>{text(say_epoch(report))}</p>{warning}'
-
-
-def _lengths(report: DataReport) -> str:
-    lengths = report.lengths
-    if lengths is None:
-        return f"<p>{text(say_lost(report))}</p>"
-    most = max(bin.rows for bin in lengths.bins)
-    edge = f'<div class="edge">sequence_length {report.sequence_length:,}</div>'
-    too_long = "bad-fill" if report.lost is not None and report.lost.rows else "edge-fill"  # split, not lost
-    lines = []
-    for bin in bins_and_edge(lengths):
-        if bin is None:
-            lines.append(edge)
-            continue
-        kind = "none" if not bin.rows else "trained-fill" if bin.fits else too_long
-        bar = f'<div class="{kind}" style="width:{bin.rows / most:.2%}"></div>'
-        lines.append(f"<span>{bin.first:,} to {bin.last:,}</span><span>{bin.rows:,}</span>{bar}")
-    middle = f"Median {lengths.median:,}, 95th percentile {lengths.percentile_95:,}, longest {lengths.longest:,}."
-    return f'<div class="bins">{"".join(lines)}</div><p>{middle} {text(say_lost(report))}</p>'
-
-
-def _example(report: DataReport) -> str:
-    example = report.example
-    if example is None:
-        return ""
-    amount = f"{example.kind}, {example.trained_tokens:,} of {example.tokens:,} tokens trained"
-    row = coloured(shortened(example.pieces))
-    return f'<div class="faint">{text(example.place)}: {amount}</div>{row}'
-
-
-def _bad_rows(report: DataReport) -> str:
-    if not report.bad_rows:
-        return ""
-    lines = []
-    for num_rows, what, rows in bad_rows_by_reason(report):
-        places = "".join(f"<br><code>{text(row.where)}</code>" for row in rows)
-        do = f'<br><span class="faint">Do: {text(rows[0].do)}</span>' if rows else ""
-        lines.append(f'<tr><td class="number">{num_rows:,}</td><td class="name">{text(what)}{places}{do}</td></tr>')
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
-
-
-def _rows(report: DataReport) -> str:
-    lines = (f'<tr><th>{text(n)}</th><td class="name">{text(value)}</td></tr>' for n, value in say_rows(report))
-    return f'<div class="scroll"><table class="facts">{"".join(lines)}</table></div>'
-
-
-def _files(report: DataReport) -> str:
-    lines = '<th>file</th><th>format</th><th class="number">rows</th><th class="number">size</th><th>sha256</th></tr>'
-    for file in report.files:
-        lines += f'<tr><td class="name">{text(file.name)}</td><td>{text(file.format)}</td>'
-        lines += f'<td class="number">{file.rows:,}</td><td class="number">{format_bytes(file.bytes)}</td>'
-        lines += f"<td><code>{file.sha256[:12]}</code></td></tr>"
-    return f'<div class="scroll"><table><tr>{lines}</table></div>'
+    return [TokenShare(kind, kind, count, f"{count:,}") for kind, count in counts.items()]

@@ -34,6 +34,7 @@ def show(report: DataReport, console: Console) -> None:
     """Prints the report; the verdict comes last."""
     _show_files(report, console)
     _show_rows(report, console)
+    _show_remarks(report, console)
     _show_bad_rows(report, console)
     _show_tokens(report, console)
     _show_lengths(report, console)
@@ -74,6 +75,16 @@ def _show_rows(report: DataReport, console: Console) -> None:
     table = _grid(2)
     for name, value in say_rows(report):
         table.add_row(Text(name, "dim"), Text(value))
+    _print(console, table)
+
+
+def _show_remarks(report: DataReport, console: Console) -> None:
+    if not report.remarks:
+        return
+    _title(console, "Remarks")
+    table = _grid(2, right=(0,))
+    for remark, num_rows in report.remarks.items():
+        table.add_row(Text(format_count(num_rows, "row", "rows"), "yellow"), Text(visible(remark)))
     _print(console, table)
 
 

@@ -7,7 +7,7 @@ dashes. Phases get colors that differ clearly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -17,6 +17,7 @@ from trillora.report.run.charts import (
     MAX_BINS,
     MAX_STRIPS,
     Chart,
+    Drawings,
     Line,
     Point,
     calmed,
@@ -36,19 +37,6 @@ MAX_HOVER = 10  # adapters in the text of a strip
 MAX_NAME = 40  # characters in the text of a strip
 MANY = 16  # more lines are thin, and the legend has only their learning rates
 MAX_RATE_LABELS = 10
-
-STYLE = """
-:root { --curve: .55; } @media (prefers-color-scheme: dark) { :root { --curve: .76; } }
-.curves .chart + .chart { padding-top: 1.1rem; }
-.curves figcaption span { max-width: 100%; overflow: hidden; text-overflow: ellipsis; }
-.plot .curve { stroke-width: 2; } .plot .curve.thin { stroke-width: 1.2; } .plot .curve.won { stroke-width: 4; }
-.plot .curve.spot { stroke-width: 9; stroke-dasharray: none; } .small .plot .curve { stroke-width: 1.5; }
-.d1 { border-top-style: dashed !important; } .plot .d1 { stroke-dasharray: 7 6; }
-.d2 { border-top-style: dotted !important; } .plot .d2 { stroke-dasharray: 1 6; }
-.d3 { border-top-style: double !important; } .plot .d3 { stroke-dasharray: 10 5 1 5; }
-.plot .trend { stroke: var(--faint); stroke-width: 1.5; } figcaption .trend { color: var(--faint); }
-.end { color: var(--faint); } .plot .end { stroke-width: 7; } figcaption i.no-sign { display: none; }
-"""
 
 
 @dataclass(frozen=True)
@@ -78,18 +66,12 @@ def looks_of(run: RunRecord) -> dict[str, Look]:
     return looks
 
 
-def style_of(run: RunRecord) -> str:
-    """The style sheet with the colors of this run."""
+def hues_of(run: RunRecord) -> list[float]:
+    """The colors of this run: degrees in OKLCH, by the number of the color."""
     num_rates = len(_rates(run))
     if num_rates < 2:
-        hues: Iterable[float] = HUES[: len(run.adapters)]
-    else:
-        hues = (LOW_HUE + (HIGH_HUE - LOW_HUE) * place / (num_rates - 1) for place in range(num_rates))
-    lines = [  # neighbors differ in lightness too
-        f".c{place} {{ color: oklch(calc(var(--curve) {'-+'[place % 2]} .05) .16 {hue:.0f}); }}"
-        for place, hue in enumerate(hues)
-    ]
-    return STYLE + "\n".join(lines) + "\n"
+        return list(HUES[: len(run.adapters)])
+    return [LOW_HUE + (HIGH_HUE - LOW_HUE) * place / (num_rates - 1) for place in range(num_rates)]
 
 
 def _rates(run: RunRecord) -> list[float]:
@@ -104,7 +86,7 @@ def _rate(adapter: AdapterRecord) -> float | None:
     return rate if rate is not None and rate > 0 else None
 
 
-def adapter_curves(run: RunRecord) -> str:
+def adapter_curves(run: RunRecord) -> Drawings:
     looks = looks_of(run)
     last = max(run.last_step, 2)
     trained = [(adapter, _smooth_losses(adapter, last)) for adapter in run.adapters]
@@ -123,11 +105,10 @@ def adapter_curves(run: RunRecord) -> str:
     small = [
         _learning_rates(run, looks, last),
         small_chart(run, "Tokens per second", lambda step: step.tokens_per_second, format_short, True, 1, last, []),
-        small_chart(run, "Memory, GiB", lambda step: step.memory_gib, format_short, False, 1, last, []),
     ]
-    drawn, drawn_small = ("".join(chart.html() for chart in some if chart) for some in (charts, small))
-    return (f'<div class="curves">{drawn}</div>' if drawn else "") + (
-        f'<div class="charts">{drawn_small}</div>' if drawn_small else ""
+    return Drawings(
+        [chart.drawn() for chart in charts if chart],
+        [chart.drawn() for chart in small if chart],
     )
 
 

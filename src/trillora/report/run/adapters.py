@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trillora.events import AdapterEnded, AdapterStep, Evaluated
+from trillora.report.numbers import format_rate
 
 MAX_ADAPTERS = 256  # a damaged file may have any number
 NOT_ENDED = "not finished"
@@ -47,6 +48,7 @@ class AdapterResult:
     best_step: int | None
     best_loss: float | None
     folder: str | None  # relative to the run
+    step: int | None  # whose weights the folder has
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class AdapterRecord:
     best_loss: float | None  # as in group.json, or else that of `best`
     best_step: int | None
     folder: str | None
+    step: int | None  # whose weights the folder has
 
     @property
     def name(self) -> str:
@@ -140,4 +143,14 @@ def _record(
         best_loss=loss,
         best_step=at,
         folder=result.folder if result is not None else None,
+        step=result.step if result is not None else None,
     )
+
+
+def edge_of_rates(best: float | None, tried: Iterable[float | None]) -> str:
+    """Advice if no rate above or below the best one was tried; otherwise nothing."""
+    rates = sorted({rate for rate in tried if rate is not None})
+    if len(rates) < 2 or best is None or rates[0] < best < rates[-1]:
+        return ""
+    edge, way = ("highest", "higher") if best == rates[-1] else ("lowest", "lower")
+    return f"The best learning rate, {format_rate(best)}, is the {edge} that was tried; try {way}."

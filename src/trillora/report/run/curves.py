@@ -1,4 +1,4 @@
-"""The curves of a run: loss, learning rate, throughput, memory."""
+"""The curves of a run: loss, learning rate, throughput."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from trillora.report.run.charts import (
     MAX_MARKS,
     MAX_STRIPS,
     Chart,
+    Drawings,
     Line,
     Point,
     calmed,
@@ -22,9 +23,9 @@ from trillora.report.run.charts import (
 from trillora.report.run.read import RunRecord
 
 
-def curves(run: RunRecord) -> str:
+def curves(run: RunRecord) -> Drawings:
     if not run.steps and not run.evaluations:
-        return ""
+        return Drawings([], [])
     first, last = 0 if run.evaluations and run.evaluations[0].step == 0 else 1, max(run.last_step, 2)
     borders = _borders(run)
     small = [
@@ -32,11 +33,9 @@ def curves(run: RunRecord) -> str:
         small_chart(
             run, "Tokens per second", lambda step: step.tokens_per_second, format_short, True, first, last, borders
         ),
-        small_chart(run, "Memory, GiB", lambda step: step.memory_gib, format_short, False, first, last, borders),
     ]
-    drawn = [chart.html() for chart in small if chart]
     loss = _loss(run, first, last, borders)
-    return (loss.html() if loss else "") + (f'<div class="charts">{"".join(drawn)}</div>' if drawn else "")
+    return Drawings([loss.drawn()] if loss else [], [chart.drawn() for chart in small if chart])
 
 
 def _borders(run: RunRecord) -> list[tuple[float, str]]:
@@ -62,10 +61,10 @@ def _loss(run: RunRecord, first: int, last: int, borders: list[tuple[float, str]
     low, high = ticks[0], ticks[-1]
     missed = [(float(step.step), low) for step in run.steps if step.skipped or not isfinite(step.loss)]
     cut = [(x, y) for stretch in raw for x, y in stretch if y > high]
-    best = [(float(e.step), e.loss) for e in run.evaluations if e.is_best and isfinite(e.loss)][-1:]
+    best = [e for e in run.evaluations if e.is_best and isfinite(e.loss)][-1:]
     key = [("smooth", "line", "training, smoothed"), ("raw", "line", "each step")] if raw else []
     key += [("evaluation", "dot", "evaluation")] if evaluations else []
-    key += [("best", "dot", f"best {format_number(best[0][1])}")] if best else []
+    key += [("best", "dot", f"best {format_number(e.loss)}, step {e.step:,}") for e in best]
     key += [("missed", "dot", "skipped")] if missed else []
     key += [("cut", "dot", f"above the chart, up to {format_number(max(y for _, y in cut))}")] if cut else []
     return Chart(
@@ -78,7 +77,7 @@ def _loss(run: RunRecord, first: int, last: int, borders: list[tuple[float, str]
         high=high,
         key=key,
         dots=[
-            ("best ring", best),
+            ("best ring", [(float(e.step), e.loss) for e in best]),
             ("evaluation dots", [point for stretch in evaluations for point in stretch]),
             ("cut", cut),
             ("missed", missed),

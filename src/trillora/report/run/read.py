@@ -74,6 +74,15 @@ class StageRecord:
 
 
 @dataclass(frozen=True)
+class AdapterSource:
+    """`adapter` of run.json, of a finished run that trains one adapter."""
+
+    step: int | None
+    evaluation_loss: float | None
+    why: str  # why it is not the best evaluation's step
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The content of run.json."""
 
@@ -85,6 +94,7 @@ class Manifest:
     num_steps: int | None
     stages: tuple[StageRecord, ...]  # one per adapter if there are several
     group: GroupPlan
+    adapter: AdapterSource
 
 
 @dataclass

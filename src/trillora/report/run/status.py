@@ -1,4 +1,4 @@
-"""The state of a run in sentences: finished, stopped, diverged or running, and how much better it became."""
+"""The state of a run in sentences: which adapter it left, or how far it came, and how much better it became."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from trillora.events import Evaluated, Step
 from trillora.own_command import runnable
 from trillora.report.numbers import format_count, format_duration, format_number, format_percent
 from trillora.report.run.adapter_tables import summary
+from trillora.report.run.answers import answers_in_words
+from trillora.report.run.delivered import adapter_in_words, step_of_adapter
 from trillora.report.run.read import RunRecord
 from trillora.runs.files import ADAPTER
 from trillora.secrets import mask_secrets, secrets_of_environment
@@ -41,11 +43,10 @@ def run_status(run: RunRecord) -> RunStatus:
     if event == "finished":
         note = (f"{last.reason[:1].upper()}{last.reason[1:].rstrip('.')}.",) if last and last.reason else ()
         if num_steps is not None and at < num_steps:
-            return RunStatus("finished", f"Finished early at step {at:,}{total}.", (*_gains(run), *note))
+            return _finished(f"Finished early at step {at:,}{total}.", run, note)
         seconds = total_seconds(run.steps)
         time = f" in {format_duration(seconds)}" if seconds else ""
-        done = f"Finished: {format_count(at, 'step', 'steps')}{time}."
-        return RunStatus("finished", done, (*_gains(run), *note))
+        return _finished(f"Finished: {format_count(at, 'step', 'steps')}{time}.", run, note)
     if event == "diverged":
         listed = " The skipped rows are listed below." if run.skips else ""
         advice = f"A lower learning rate or more warm-up steps usually help.{listed}"
@@ -58,9 +59,19 @@ def run_status(run: RunRecord) -> RunStatus:
     return RunStatus("running", f"Running: step {run.last_step:,}{total} when this page was written.", more, again)
 
 
+def _finished(done: str, run: RunRecord, note: tuple[str, ...]) -> RunStatus:
+    """Says first which adapter the page describes."""
+    source = adapter_in_words(run)
+    return RunStatus("finished", source or done, (*([done] if source else []), *_gains(run), *note))
+
+
 def _gains(run: RunRecord) -> tuple[str, ...]:
-    if run.adapters:
-        return summary(run)
+    of_loss = summary(run) if run.adapters else _change_of_loss(run)
+    of_answers = answers_in_words(run)
+    return (*of_loss, *([of_answers] if of_answers else []))
+
+
+def _change_of_loss(run: RunRecord) -> tuple[str, ...]:
     pair = before_and_after(run)
     if pair is None:
         return ()
@@ -77,8 +88,8 @@ def _gains(run: RunRecord) -> tuple[str, ...]:
 
 
 def before_and_after(run: RunRecord) -> tuple[Evaluated, Evaluated] | None:
-    """The first and the last evaluation of the last stage. Each stage has its own evaluation set. Of several adapters,
-    the first and the best evaluation of the best one."""
+    """The first evaluation of the last stage, and that of the run's adapter; of an unfinished run, the last one. Each
+    stage has its own evaluation set. Of several adapters, the first and the best evaluation of the best one."""
     if run.adapters:
         best = run.best
         return (best.evaluations[0], best.best) if best is not None and best.best is not None else None
@@ -86,7 +97,9 @@ def before_and_after(run: RunRecord) -> tuple[Evaluated, Evaluated] | None:
         return None
     stage = run.evaluations[-1].stage
     of_stage = [event for event in run.evaluations if event.stage == stage]
-    return (of_stage[0], of_stage[-1]) if len(of_stage) > 1 else None
+    step = step_of_adapter(run)
+    after = next((event for event in reversed(of_stage) if step is None or event.step == step), of_stage[0])
+    return (of_stage[0], after) if after is not of_stage[0] else None
 
 
 def total_seconds(steps: list[Step]) -> float:

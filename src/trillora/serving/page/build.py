@@ -14,7 +14,7 @@ import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
 
-from trillora.report.html import STYLE, text
+from trillora.report.html import base_style, text
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def chat_page(title: str, *, needs_key: bool, has_report: bool) -> Page:
     parts = {
         "policy": policy,
         "title": text(title),
-        "style": STYLE + _file("page.css"),
+        "style": base_style() + _file("page.css"),
         "needs-key": str(needs_key).lower(),
         "has-report": str(has_report).lower(),
         "script": script,

@@ -40,11 +40,12 @@ from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
 from trillora.recipe.group import Group
 from trillora.recipe.schema import LoraSection, Recipe
+from trillora.report.run.adapters import edge_of_rates
 from trillora.runs.files import ADAPTER, ADAPTERS, GROUP_FILE
 from trillora.step.build import Assembly, assemble, lora_spec
 from trillora.step.group import padded, padding_of, scaled, widest, without_padding
 from trillora.training.group.loop import GroupRun, Member
-from trillora.training.group.position import GroupPosition
+from trillora.training.group.position import GroupPosition, MemberPosition
 from trillora.training.group.state_files import Kept
 from trillora.training.loop import Diverged
 from trillora.training.validation import Evaluator
@@ -134,6 +135,9 @@ class GroupResults:
         member = self._run.members[number]
         shown = f", with the lowest evaluation loss: {loss:.4f}" if math.isfinite(loss) else ""
         self._run.listener(Note(f"The adapter of this run is {member.name}{shown}"))
+        rates = [each.stage.recipe.train.rate for each in self._run.members]
+        if hint := edge_of_rates(member.stage.recipe.train.rate, rates):
+            self._run.listener(Note(hint))
         return member
 
     def _write_adapter(self, member: Member, folder: Path, name: str) -> Path:
@@ -148,10 +152,11 @@ class GroupResults:
         part = member.stage.name if self._group.kind == "phases" else None
         card = adapter_card(files[CONFIG_FILE], run.folder.path, name=title, part=part)
         with run.folder.reported(target):
-            summed = with_checksums(own.best_step or own.step, files)
+            summed = with_checksums(_kept_step(member, own), files)
             LocalStorage(folder).write(name, {CARD_FILE: card.encode(), **summed})
         check_written(target, files)
-        of_best = f": step {own.best_step}, which had the best evaluation" if own.best_step else ""
+        is_best = _kept_step(member, own) == own.best_step
+        of_best = f": step {own.best_step}, which had the best evaluation" if is_best else ""
         run.listener(Note(f"Adapter {member.name} written to {target}{of_best}"))
         return target
 
@@ -246,8 +251,9 @@ class GroupResults:
                 "best_step": own.best_step,
                 "best_loss": own.best_loss,
                 "folder": str(folders[name].relative_to(root)) if name in folders else None,
+                "step": _kept_step(member, own) if name in folders else None,
             }
-            for name, own in self._ends()
+            for member, (name, own) in zip(self._run.members, self._ends(), strict=True)
         ]
         of_merge = None
         if merged is not None:
@@ -263,6 +269,11 @@ class GroupResults:
             where=str(self._run.folder.path),
             do="lower the learning rate of these adapters and start a new run",
         )
+
+
+def _kept_step(member: Member, own: MemberPosition) -> int:
+    """The step whose weights become the adapter."""
+    return own.best_step if own.best_step and member.stage.recipe.evaluate.keep_best else own.step
 
 
 def _measured(evaluator: Evaluator, name: str, stage: StageData, adapter: Tree, base: Tree) -> Score:

@@ -4,7 +4,7 @@
     experts.gate_up_proj   Stored(shape=(32, 2880, 5760), dtype="BF16", packed=…)    computed from
                              experts.gate_up_proj_blocks, experts.gate_up_proj_scales
 
-So names and shapes are those of the unquantized model, and the rest of the code needs no other case.
+So names and shapes are as in the unquantized model, and the rest of the code needs no other case.
 """
 
 from __future__ import annotations

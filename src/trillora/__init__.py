@@ -33,12 +33,12 @@ __all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load", "lo
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any],
+    recipe: str | Path | Mapping[str, object],
     *,
     out: str | Path,
     tiny: bool = False,
     listener: Listener | None = None,
-    **overrides: Any,
+    **overrides: object,
 ) -> TrainResult:
     """Trains an adapter by a recipe (a YAML file or a mapping), and writes the run into the folder `out`.
 
@@ -74,7 +74,9 @@ def load(run: str | Path, *, overrides: Sequence[str] = (), listener: Listener |
     return LoadedRun(run, overrides=overrides, listener=listener)
 
 
-def inspect_data(recipe: str | Path | Mapping[str, Any], *, tiny: bool = False, **overrides: Any) -> list[DataReport]:
+def inspect_data(
+    recipe: str | Path | Mapping[str, object], *, tiny: bool = False, **overrides: object
+) -> list[DataReport]:
     """Shows the data of a recipe, as `trillora inspect` does. Returns one report per stage."""
     from trillora.data.summary import inspect
     from trillora.recipe.load import load_recipe
@@ -89,12 +91,12 @@ def inspect_data(recipe: str | Path | Mapping[str, Any], *, tiny: bool = False, 
 
 
 def run_preflight(
-    recipe: str | Path | Mapping[str, Any],
+    recipe: str | Path | Mapping[str, object],
     *,
     on: Sequence[str],
     tiny: bool = False,
     estimate: bool = False,
-    **overrides: Any,
+    **overrides: object,
 ) -> list[PreflightResult]:
     """Shows whether a recipe fits these slices and how long it takes, as `trillora preflight` does. Returns one result
     per slice."""

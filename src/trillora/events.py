@@ -227,7 +227,7 @@ def _to_line(head: dict[str, str], event: Event) -> str:
     return json.dumps({**head, **fields}, allow_nan=False, default=str)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """JSON has no NaN and no infinity: they are written as the strings "nan" and "inf"."""
     match value:
         case dict():

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from trillora.devices.quiet import quiet_libraries
-from trillora.early.runs import check_source, no_run
+from trillora.early.runs import check_run
 from trillora.events import Listener
 from trillora.files.user_path import user_path
-from trillora.recipe.load import load_run_recipe
 from trillora.recipe.schema import Recipe
-from trillora.runs.files import is_run
 
 if TYPE_CHECKING:
     from trillora.adapters.merge import MergeResult
@@ -36,11 +34,8 @@ class LoadedRun:
     recipe: Recipe  # that it was trained with
 
     def __init__(self, run: str | Path, *, overrides: Sequence[str] = (), listener: Listener | None = None) -> None:
-        self.folder = user_path(run, where="the run")
-        if not is_run(self.folder):
-            raise no_run(self.folder)
-        check_source(str(self.folder), overrides)
-        self.recipe = load_run_recipe(self.folder, overrides).recipe
+        saved = check_run(run, overrides)
+        self.folder, self.recipe = saved.folder, saved.recipe
         self._overrides, self._listener = tuple(overrides), listener
 
     def __repr__(self) -> str:

@@ -150,7 +150,7 @@ def mask_settings(text: str, known: Iterable[str] = ()) -> str:
     return mask_secrets("".join([*parts, text[end:]]), known)
 
 
-def mask_values(value: Any, known: Iterable[str] = (), name: str = "") -> Any:
+def mask_values(value: object, known: Iterable[str] = (), name: str = "") -> Any:
     """JSON values without secrets; `name` is the key of the value."""
     match value:
         case str():

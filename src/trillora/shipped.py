@@ -104,7 +104,7 @@ def copy_recipe(name: str, folder: Path) -> CopiedRecipe:
     return CopiedRecipe(recipe, tuple(copies))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Every text in a recipe's options."""
     match value:
         case str():

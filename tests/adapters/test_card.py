@@ -192,13 +192,13 @@ def test_a_run_without_an_adapter_is_exported_from_its_last_checkpoint(folder: P
     finished = load_adapter(tmp_path / "run" / "adapter")[1]
     shutil.rmtree(tmp_path / "run" / "adapter")
     source = open_source(str(tmp_path / "run"))
-    assert source.notes == ("The run has not finished: this is its checkpoint of step 4.",)
+    assert source.notes == ("The run is not finished: its last checkpoint is used, step 4 of 4.",)
     assert all((source.matrices[name] == array).all() for name, array in finished.items())
     assert "message['role'] + '|>" in source.tokenizer_files()["chat_template.jinja"].decode()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
-    assert open_source(str(tmp_path / "run")).notes[0].endswith("step 2.")
+    assert open_source(str(tmp_path / "run")).notes[0].endswith("step 2 of 4.")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(TrilloraError, match="no adapter and no checkpoint"):
+    with pytest.raises(TrilloraError, match="no adapter yet, and no checkpoint"):
         open_source(str(tmp_path / "run"))
 
 
@@ -224,7 +224,7 @@ def test_an_address_that_only_a_run_names_is_not_contacted(
     for name, data in copied.items():
         (run / "checkpoints" / stored / name).write_bytes(data)
     beside = open_source(str(run))
-    assert named.notes == beside.notes and "checkpoint of step 1" in beside.notes[0]
+    assert named.notes == beside.notes and "checkpoint is used, step 1 of 1" in beside.notes[0]
     shutil.move(tmp_path / "adapter", run / "adapter")
     assert find_subject(run).trained.is_from_run
 
@@ -259,7 +259,7 @@ def test_the_export_command_writes_a_folder_once(run: Path) -> None:
         (["--to", "merged", "--type", "int3", "--out", "x"], "cannot be stored as int3"),
         (["--to", "mergd"], "did you mean 'merged'"),
         (["--to", "merged", "--repo", "a/b"], "--repo is for --to hub"),
-        (["--to", "merged", "--adapter", "none"], "There is no adapter here"),
+        (["--to", "merged", "--adapter", "none"], "There is no such folder"),
     ],
 )
 def test_the_export_command_refuses(arguments: list[str], said: str, run: Path) -> None:

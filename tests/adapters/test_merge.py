@@ -27,12 +27,12 @@ from trillora.adapters import merge, methods
 from trillora.adapters.inputs import read_input
 from trillora.adapters.merge import MergeResult, merge_adapters
 from trillora.cli import app
-from trillora.early.runs import find_adapter
 from trillora.errors import Bug, TrilloraError
 from trillora.events import Alarm, Event
 from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, load_adapter, peft_files
 from trillora.recipe.group_section import MergeOptions
 from trillora.recipe.load import load_recipe
+from trillora.runs.saved import find_adapter
 from trillora.training.trainer import train
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
@@ -417,7 +417,7 @@ def test_runs_on_a_base_that_changed_in_between_are_refused(runs: list[Path], tm
 
 
 def test_a_folder_without_an_adapter_says_what_to_give(runs: list[Path], tmp_path: Path) -> None:
-    assert find_adapter(runs[0]) == runs[0] / "adapter" == find_adapter(runs[0] / "adapter")
+    assert find_adapter(runs[0]).folder == runs[0] / "adapter" == find_adapter(runs[0] / "adapter").folder
     (tmp_path / "empty").mkdir()
     assert "no adapter here" in refusal(tmp_path, [tmp_path / "empty", runs[0]]).what
     assert "no such folder" in refusal(tmp_path, [tmp_path / "missing", runs[0]]).what

@@ -17,12 +17,13 @@ from trillora.data.reading.readers import first_rows
 from trillora.data.rows import Fault, RawRow
 from trillora.early import training
 from trillora.early.model import check_targets, linear_names
-from trillora.early.runs import check_service, check_source, find_adapter, no_run
+from trillora.early.runs import check_service, check_source
 from trillora.early.training import check_data, check_files_of, check_not_finished, check_room, check_start
 from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.load import load_recipe
 from trillora.recipe.lora import LoraSection
+from trillora.runs.saved import find_adapter, not_a_run
 
 LARGE = {"jax", "jaxlib", "torch", "torchax", "transformers"}
 PROBE = """
@@ -159,21 +160,21 @@ def test_a_mixture_of_experts_is_left_to_the_model_itself(world: Path) -> None:
 def test_a_finished_run_and_its_parts_pass(world: Path) -> None:
     check_source("runs/done")
     check_service("runs/done", (), adapters=["runs/done"], only_base=False)
-    assert find_adapter("runs/done") == find_adapter("runs/done/adapter") == Path("runs/done/adapter")
+    assert find_adapter("runs/done").folder == find_adapter("runs/done/adapter").folder == Path("runs/done/adapter")
 
 
 def test_an_unfinished_run_answers_only_with_its_base(world: Path) -> None:
     shutil.rmtree("runs/done/adapter")
     check_source("runs/done", with_adapter=False)
-    with pytest.raises(TrilloraError, match="no adapter yet"):
+    with pytest.raises(TrilloraError, match="is not finished"):
         check_source("runs/done")
 
 
 def test_the_error_for_a_wrong_run_names_the_runs_there(world: Path) -> None:
-    error = no_run(Path("runs/dome"))
+    error = not_a_run(Path("runs/dome"))
     assert (error.what, error.where) == ("There is no run 'dome'.", "runs/dome")
     assert error.do.startswith("did you mean 'done'? ") and error.do.endswith("runs in the same place: done")
-    assert no_run(Path("model")).what == "This folder is not a run: it has no recipe.json."
+    assert not_a_run(Path("model")).what == "This folder is not a run: it has no recipe.json."
 
 
 def test_a_model_is_not_taken_for_a_run(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

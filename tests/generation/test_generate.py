@@ -347,7 +347,7 @@ def test_the_template_a_run_was_trained_with_is_used(run: Path, tmp_path: Path) 
 
 def test_an_unfinished_run_is_reported(run: Path, tmp_path: Path) -> None:
     shutil.copy(run / "recipe.json", tmp_path)
-    with pytest.raises(TrilloraError, match="no adapter yet") as error:
+    with pytest.raises(TrilloraError, match="not finished: it has no adapter yet") as error:
         Generator.open(str(tmp_path))
     assert "--base" in error.value.do
 

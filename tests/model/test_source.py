@@ -379,11 +379,13 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 FIND = """
 import json, sys
 from trillora.errors import TrilloraError
-from trillora.model.loading.source import find_adapter, find_model
+from trillora.model.loading.source import find_model
+from trillora.runs.saved import find_adapter
 for name, how in json.loads(sys.argv[1]):
-    find = find_adapter if how.pop("adapter", False) else find_model
     try:
-        answer = {"folder": str(find(name, **how))}
+        is_adapter = how.pop("adapter", False)
+        found = find_adapter(name, from_hub=True).folder if is_adapter else find_model(name, **how)
+        answer = {"folder": str(found)}
     except TrilloraError as error:
         answer = {"what": error.what, "where": error.where, "do": error.do}
     print("ANSWER " + json.dumps(answer), flush=True)

@@ -42,7 +42,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scripts_that_the_documents_name_exist() -> None:
-    """`peers.py` may be anywhere in the repository; a name with a folder must be at that place."""
+    """`peers.py` may be anywhere in the repository; a name with a folder must be at that place. `COMMIT:NAME` is of
+    that commit."""
     names = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")
     documents = [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in names)]
     folders = (ROOT / name for name in ("benchmarks", "src", "tests", "tools"))
@@ -50,7 +51,7 @@ def test_scripts_that_the_documents_name_exist() -> None:
     named = {
         (document.name, script)
         for document in documents
-        for script in re.findall(r"(?<![\w*…/-])[\w/-]+\.py\b", document.read_text("utf-8"))
+        for script in re.findall(r"(?<![\w*…/:-])[\w/-]+\.py\b", document.read_text("utf-8"))
     }
     assert len(named) > 80, len(named)
     missing = sorted(pair for pair in named if not any(path.endswith("/" + pair[1]) for path in scripts))

@@ -19,6 +19,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,9 +36,10 @@ from trillora.model.adapters import CONFIG_FILE
 from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
-from trillora.recipe.load import load_run_recipe
 from trillora.recipe.schema import EMBEDDED, Recipe, stages_of
-from trillora.runs.files import ADAPTER, EVAL_FILE, MANIFEST_FILE, is_run
+from trillora.runs.files import ADAPTER, EVAL_FILE, is_run
+from trillora.runs.manifest import RunManifest, StageRecord
+from trillora.runs.saved import SavedRun
 from trillora.safe_text import visible_line
 from trillora.secrets import mask_secrets, secrets_of_environment
 from trillora.version import __version__
@@ -85,7 +87,7 @@ class CardFacts:
 def model_card(facts: CardFacts) -> str:
     """The text of README.md."""
     manifest, evaluated, recipe = _run_files(facts.run)
-    stages = [stage for stage in _list(manifest, "stages") if facts.part in (None, stage.get("name"))]
+    stages = [stage for stage in manifest.stages if facts.part in (None, stage.name)] if manifest is not None else []
     scores = _scores(evaluated)
     base = hub_id(facts.base)
     metadata = {
@@ -99,7 +101,7 @@ def model_card(facts: CardFacts) -> str:
     sections = [
         f"# {_plain(facts.name)}",
         f"{facts.form} of {_base_text(facts.base)}, made with Trillora {__version__}.",
-        EMBEDDED_NOTE if _mapping(manifest, "model").get("name") == EMBEDDED else "",
+        EMBEDDED_NOTE if manifest is not None and manifest.model.get("name") == EMBEDDED else "",
         *(_plain(note) for note in facts.notes),
         _section("Use", facts.usage or _peft_usage(base, facts.config)),
         _section("Scores", _scores_table(evaluated, scores, manifest)),
@@ -155,24 +157,21 @@ def hub_id(name: str | None) -> str | None:
 # ---- what the run's files say
 
 
-def _run_files(run: Path | None) -> tuple[dict[str, Any], dict[str, Any], Recipe | None]:
-    if run is None or not is_run(run):
-        return {}, {}, None
-    found: list[dict[str, Any]] = []
-    for name in (MANIFEST_FILE, EVAL_FILE):
-        try:
-            has_file = (run / name).is_file()
-            found.append(read_json(run / name, dict[str, Any], do="", allow_infinity=True) if has_file else {})
-        except TrilloraError:  # a card without them is better than none
-            found.append({})
-    try:
-        recipe: Recipe | None = load_run_recipe(run).recipe
-    except TrilloraError:
-        recipe = None
-    return found[0], found[1], recipe
+def _run_files(folder: Path | None) -> tuple[RunManifest | None, dict[str, Any], Recipe | None]:
+    """A card without one of them is better than none."""
+    if folder is None or not is_run(folder):
+        return None, {}, None
+    run, manifest, evaluated, recipe = SavedRun(folder), None, {}, None
+    with suppress(TrilloraError):
+        manifest = run.manifest
+    with suppress(TrilloraError):
+        evaluated = read_json(folder / EVAL_FILE, dict[str, Any], do="", allow_infinity=True)
+    with suppress(TrilloraError):
+        recipe = run.recipe
+    return manifest, evaluated, recipe
 
 
-def _scores(evaluated: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+def _scores(evaluated: Mapping[str, object]) -> dict[str, tuple[float, float | None]]:
     """metric -> of the adapter, of the base."""
     adapter, base = _mapping(evaluated, "adapter"), _mapping(evaluated, "base")
     values = {name: (_number(adapter.get(name)), _number(base.get(name))) for name in _METRICS}
@@ -180,7 +179,7 @@ def _scores(evaluated: Mapping[str, Any]) -> dict[str, tuple[float, float | None
 
 
 def _model_index(
-    name: str, evaluated: Mapping[str, Any], scores: Mapping[str, tuple[float, float | None]]
+    name: str, evaluated: Mapping[str, object], scores: Mapping[str, tuple[float, float | None]]
 ) -> list[dict[str, Any]]:
     file = _file_name(evaluated.get("data")) or "held-out rows"
     metrics = [{"type": key, "name": _METRICS[key], "value": round(own, 6)} for key, (own, _) in scores.items()]
@@ -190,9 +189,9 @@ def _model_index(
 
 
 def _scores_table(
-    evaluated: Mapping[str, Any], scores: Mapping[str, tuple[float, float | None]], manifest: Mapping[str, Any]
+    evaluated: Mapping[str, object], scores: Mapping[str, tuple[float, float | None]], manifest: RunManifest | None
 ) -> str:
-    loss = _number(_mapping(manifest, "adapter").get("evaluation_loss"))
+    loss = None if manifest is None else _number(manifest.adapter.evaluation_loss)
     during = "" if loss is None else f"Loss on held-out rows during training: {loss:.4f}."
     if not scores:
         return during
@@ -206,16 +205,15 @@ def _scores_table(
     return "\n\n".join(part for part in (title, table, during) if part)
 
 
-def _data_table(stages: Sequence[Mapping[str, Any]]) -> str:
+def _data_table(stages: Sequence[StageRecord]) -> str:
     lines = []
     for stage in stages:
-        files = _list(stage, "files")
+        files = stage.files
         for file in files[:_MAX_LISTED]:
-            shown = _file_name(file.get("name")) or "?"
-            rows, digest = _number(file.get("num_rows")), _plain(file.get("sha256"))[:16]
-            lines.append(f"| {_plain(stage.get('name'))} | {shown} | {rows or 0:,.0f} | `{digest}` |")
+            shown = _file_name(file.name) or "?"
+            lines.append(f"| {_plain(stage.name)} | {shown} | {file.num_rows or 0:,} | `{_plain(file.sha256)[:16]}` |")
         if len(files) > _MAX_LISTED:
-            lines.append(f"| {_plain(stage.get('name'))} | and {len(files) - _MAX_LISTED:,} more files | | |")
+            lines.append(f"| {_plain(stage.name)} | and {len(files) - _MAX_LISTED:,} more files | | |")
     head = ["| stage | file | rows | SHA-256 |", "|---|---|---|---|"]
     return "\n".join([*head, *lines]) if lines else ""
 
@@ -246,10 +244,10 @@ def _recipe_table(recipe: Recipe | None, facts: CardFacts) -> str:
     return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
 
 
-def _versions(manifest: Mapping[str, Any]) -> str:
-    environment = _mapping(manifest, "environment")
+def _versions(manifest: RunManifest | None) -> str:
+    environment = manifest.environment if manifest is not None else {}
     found = [f"{name} {_plain(environment[name])}" for name in _LIBRARIES if name in environment]
-    made = manifest.get("trillora")
+    made = manifest.trillora if manifest is not None else ""
     return ", ".join([*([f"Trillora {_plain(made)}"] if made else []), *found])
 
 
@@ -281,7 +279,7 @@ def _base_text(base: str | None) -> str:
     return f"the model `{_file_name(base)}`" if base else "a base model"
 
 
-def _peft_usage(base: str | None, config: Mapping[str, Any]) -> str:
+def _peft_usage(base: str | None, config: Mapping[str, object]) -> str:
     kind = MULTIMODAL if config.get("auto_mapping") else TEXT
     return f"""```python
 from peft import PeftModel
@@ -298,13 +296,13 @@ def _section(title: str, content: str) -> str:
     return f"## {title}\n{content}" if content else ""
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """Untrusted text in one line, without a meaning in Markdown or HTML."""
     text = visible_line(str(value))[:300]
     return re.sub(r"([\\`*\[\]<>|#])", r"\\\1", text)
 
 
-def _file_name(path: Any) -> str:
+def _file_name(path: object) -> str:
     """The last part of a path: folders of this machine stay private."""
     return _plain(re.split(r"[/\\]", str(path).partition("?")[0].rstrip("/\\"))[-1]) if isinstance(path, str) else ""
 
@@ -314,11 +312,6 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def _mapping(value: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _mapping(value: Mapping[str, object], key: str) -> dict[str, Any]:
     found = value.get(key)
     return found if isinstance(found, dict) else {}
-
-
-def _list(value: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    found = value.get(key)
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import numpy as np
 
 from trillora.adapters.logits_check import open_local
 from trillora.adapters.methods import LayerChange
-from trillora.early.runs import find_adapter
 from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
 from trillora.files.digests import json_digest
@@ -34,7 +33,7 @@ from trillora.model.loading.source import weight_files
 from trillora.model.lora import LoraSpec
 from trillora.model.parts.peft_names import by_parameter, names_in_file
 from trillora.recipe.schema import EMBEDDED
-from trillora.runs.files import MANIFEST_FILE, is_run
+from trillora.runs.saved import find_adapter
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 TOKENIZER_FILES = (*TOKEN_FILES, "tokenizer_config.json", "special_tokens_map.json")
@@ -72,7 +71,8 @@ class AdapterInput:
 
 def read_input(name: str | Path) -> AdapterInput:
     """Reads and checks one adapter. Its files may be hostile: `load_adapter` checks them."""
-    folder = find_adapter(name)
+    found = find_adapter(name)
+    folder, manifest = found.folder, found.run.manifest if found.run is not None else None
     file = folder / CONFIG_FILE
     config = read_json(file, dict[str, Any], do="copy the file again, or use another adapter")
     _check_is_sum(config, file)
@@ -86,7 +86,7 @@ def read_input(name: str | Path) -> AdapterInput:
         changes=changes,
         digest=_digest(changes),
         base=base if isinstance(base, str) and base else None,
-        base_digest=recorded_base_digest(folder),
+        base_digest=manifest.identity.get("model") if manifest is not None else None,
         config=config,
         parameters=_parameters(config, changes),
         names={layer: name for name, layer in read_layers(folder).items()},
@@ -181,7 +181,7 @@ def _special_token(adapter: AdapterInput, name: str) -> str | None:
     return None
 
 
-def _check_is_sum(config: dict[str, Any], file: Path) -> None:
+def _check_is_sum(config: Mapping[str, object], file: Path) -> None:
     reasons = [
         (key, why) for key, (unused, why) in NO_SUM.items() if config.get(key, unused) not in (unused, None, [], {})
     ]
@@ -225,17 +225,6 @@ def _normal(base: str) -> str:
     name = SMOLLM2_HUB_ID if base == EMBEDDED else base
     folder = os.path.expanduser(name)
     return os.path.realpath(folder) if os.path.isdir(folder) else name.rstrip("/").lower()
-
-
-def recorded_base_digest(folder: Path) -> str | None:
-    """What a run recorded of its base model; the adapter is in RUN/adapter or RUN/adapters/NAME."""
-    for run in (folder.parent, folder.parent.parent):
-        if is_run(run) and (run / MANIFEST_FILE).is_file():
-            facts = read_json(run / MANIFEST_FILE, dict[str, Any], do="restore it from a copy")
-            identity = facts.get("identity")
-            digest = identity.get("model") if isinstance(identity, dict) else None
-            return digest if isinstance(digest, str) else None
-    return None
 
 
 def _digest(changes: dict[str, LayerChange]) -> str:

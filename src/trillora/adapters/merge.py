@@ -195,7 +195,7 @@ def _as_adapter(merged: dict[str, MergedLayer], rank: int) -> dict[str, np.ndarr
     return matrices
 
 
-def _task_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def _task_of(config: Mapping[str, object]) -> dict[str, Any]:
     """As in an adapter's own config: for a multimodal base, the class that PEFT's AutoPeftModel builds."""
     match config.get("auto_mapping"):
         case {"base_model_class": str() as name, "parent_library": str() as library} if library.startswith(_LIBRARY):
@@ -203,7 +203,9 @@ def _task_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return peft_task()
 
 
-def _config(inputs: Sequence[AdapterInput], selected: Mapping[str, Any], rank: int, base: str | None) -> dict[str, Any]:
+def _config(
+    inputs: Sequence[AdapterInput], selected: Mapping[str, object], rank: int, base: str | None
+) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         **_task_of(inputs[0].config),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,9 @@ def _same_function(name: str, own: LoraSpec, found: dict[str, np.ndarray], train
     return bool((off <= product_slack(left, right)).all())
 
 
-def _same_options(own: LoraSpec, matrices: dict[str, np.ndarray], config: dict[str, Any], trained: Trained) -> Check:
+def _same_options(
+    own: LoraSpec, matrices: dict[str, np.ndarray], config: Mapping[str, object], trained: Trained
+) -> Check:
     """Whether adapter_config.json makes the same of the arrays. Scales count with their arrays (`_same_function`)."""
     expected, wrong = trained.spec, []
     for option in ("dora", "tokens", "whole"):
@@ -129,12 +131,12 @@ _BY_EFFECT = (
 )
 
 
-def _other_options(config: dict[str, Any], trained: dict[str, Any] | None) -> list[str]:
+def _other_options(config: Mapping[str, object], trained: Mapping[str, object] | None) -> list[str]:
     """Options that differ from the trained ones; where those are not known, that do something we never write."""
     known = {key: config.get(key) for key in _WRITTEN} if trained is None else trained
     defaults = _peft_defaults()
 
-    def value(options: dict[str, Any], key: str) -> Any:
+    def value(options: Mapping[str, object], key: str) -> Any:
         found = options.get(key, defaults.get(key))
         return sorted(found) if isinstance(found, list) else found or None
 
@@ -165,8 +167,7 @@ def _peft_defaults() -> dict[str, Any]:
 
 def check_base(subject: Subject) -> Iterator[Check]:
     """Whether the base model is the one that the run was trained on."""
-    facts = subject.facts
-    recorded = None if facts is None else facts.identity.get("model")
+    recorded = None if subject.manifest is None else subject.manifest.identity.get("model")
     opened_base = subject.opened
     if recorded is None:
         what = f"The digest of {opened_base.base_name} is recorded; there is no run to compare it with."
@@ -188,9 +189,9 @@ def check_base(subject: Subject) -> Iterator[Check]:
 
 def _base_settings(subject: Subject) -> Iterator[Check]:
     """Files of the base that an export copies: one that was edited after training would be in the export."""
-    recorded = None if subject.facts is None else subject.facts.model.get("settings")
+    recorded = None if subject.manifest is None else subject.manifest.model.get("settings")
     if not isinstance(recorded, dict):
-        return  # an older run, or the embedded model
+        return  # the embedded model
     now = settings_digests(subject.opened.folder)
     changed = [name for name in SETTINGS_FILES if now.get(name) != recorded.get(name)]
     if not changed:
@@ -204,7 +205,7 @@ def _base_settings(subject: Subject) -> Iterator[Check]:
 
 def _base_id(subject: Subject) -> Check:
     name = subject.base_id
-    known = None if subject.facts is None else subject.facts.model.get("base_name")
+    known = None if subject.manifest is None else subject.manifest.model.get("base_name")
     expected = base_name(str(known)) if known else None
     if name is None:
         what = f"{CONFIG_FILE} does not name the base model, so nothing can load the adapter by itself."
@@ -340,7 +341,7 @@ def check_servers(subject: Subject) -> Iterator[Check]:
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def _vllm(config: dict[str, Any], spec: LoraSpec, matrices: dict[str, np.ndarray]) -> Check:
+def _vllm(config: Mapping[str, object], spec: LoraSpec, matrices: dict[str, np.ndarray]) -> Check:
     merged = "serve the merged export instead: trillora export RUN --to merged"
     refused = []
     if any(config.get(key) is None for key in ("r", "lora_alpha", "target_modules")):
@@ -367,7 +368,7 @@ def _vllm(config: dict[str, Any], spec: LoraSpec, matrices: dict[str, np.ndarray
     return Check("servers", "vLLM", "ok", f"vLLM's rules accept it{option} (not run).", rank, allowed)
 
 
-def _ollama(config: dict[str, Any], spec: LoraSpec) -> Check:
+def _ollama(config: Mapping[str, object], spec: LoraSpec) -> Check:
     reasons = []
     alpha = config.get("lora_alpha")
     if isinstance(alpha, float):

@@ -155,7 +155,7 @@ def _plain_tokenizer(content: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in content.items() if key != "version"}, "model": model}
 
 
-def _differ(own: Any, wanted: Any, path: str) -> Iterator[str]:
+def _differ(own: object, wanted: object, path: str) -> Iterator[str]:
     if own == wanted and isinstance(own, bool) == isinstance(wanted, bool):
         return
     if isinstance(own, dict) and isinstance(wanted, dict):
@@ -169,7 +169,7 @@ def _differ(own: Any, wanted: Any, path: str) -> Iterator[str]:
         yield f"{path} is {_shown(own)} instead of {_shown(wanted)}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is None:
         return "missing"
     text = json.dumps(value, ensure_ascii=False, default=str)
@@ -189,7 +189,7 @@ _DESCRIBES = tuple(
 )
 
 
-def check_header(found: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Check]:
+def check_header(found: Mapping[str, object], values: Mapping[str, object]) -> Iterator[Check]:
     """The header, key by key. Keys that describe the file for people may differ."""
     wrong = []
     for key in sorted(found.keys() | values.keys()):
@@ -207,7 +207,7 @@ def check_header(found: Mapping[str, Any], values: Mapping[str, Any]) -> Iterato
         yield Check("contents", "header", "ok", f"{len(found):,} keys of the header are as exported.", 0, 0)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A value of a header as a Python value: floats are stored in float32, pairs of merges as one text."""
     if isinstance(value, float | np.floating):
         return float(np.float32(value))
@@ -218,7 +218,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _changed(own: Any, wanted: Any) -> str:
+def _changed(own: object, wanted: object) -> str:
     if isinstance(own, list) and isinstance(wanted, list) and len(own) == len(wanted):
         places = [number for number, (one, other) in enumerate(zip(own, wanted, strict=True)) if one != other]
         first = places[0]

@@ -12,6 +12,7 @@ import os
 import resource
 import secrets
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 KEY = secrets.token_hex(16)  # of this process
@@ -38,7 +39,7 @@ def _limit_memory(request: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _open(request: dict[str, Any]) -> Any:
+def _open(request: Mapping[str, object]) -> Any:
     import xllamacpp
 
     options = xllamacpp.CommonParams()
@@ -74,7 +75,7 @@ def _chat_tokens(server: Any, messages: list[dict[str, str]]) -> list[int]:
     return list(_post(server, "/tokenize", asked)["tokens"])
 
 
-def _post(server: Any, path: str, body: dict[str, Any]) -> Any:
+def _post(server: Any, path: str, body: Mapping[str, object]) -> Any:
     host, _, port = server.listening_address.rpartition("/")[2].partition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}

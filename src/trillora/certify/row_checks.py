@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,17 +16,17 @@ from pydantic import BaseModel, ConfigDict
 from trillora.certify.certificate import Check
 from trillora.certify.subject import NotHere, Subject
 from trillora.data.documents import Documents
-from trillora.data.excerpt import pieces_of
 from trillora.data.open import open_dataset, with_template_date, with_token_ids
 from trillora.data.prepare import Dataset
-from trillora.data.stage import EXAMPLE_TOKENS
+from trillora.data.stage import example_of
 from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
 from trillora.events import Listener
 from trillora.files.digests import file_digest
 from trillora.files.read_json import read_json
-from trillora.runs.files import ADAPTER, EVAL_FILE
+from trillora.runs.files import EVAL_FILE
+from trillora.runs.saved import SavedAdapter
 
 NUM_ROWS = 8  # whose spans are checked
 NUM_SCORED = 3  # whose loss is computed
@@ -95,9 +95,9 @@ class SampleRows:
 
 def sample_rows(subject: Subject, listener: Listener) -> SampleRows:
     """Raises `NotHere` if the data of the run is not on this machine, or has changed."""
-    if subject.stage is None or subject.facts is None:
+    if subject.stage is None or subject.stage_record is None:
         raise NotHere("The run is not known, so its rows are not either.", do="give the run: --run RUN")
-    files = [(Path(str(file["name"])), file.get("sha256")) for file in subject.stage_facts.get("files", [])]
+    files = [(Path(file.name), file.sha256) for file in subject.stage_record.files]
     if not files or not all(path.is_file() for path, _ in files):
         raise NotHere("The run's data is not on this machine.", do="certify it where the data is")
     if sum(path.stat().st_size for path, _ in files) > MAX_DATA:
@@ -141,7 +141,7 @@ def check_masks(rows: SampleRows) -> Iterator[Check]:
         yield Check("masks", "answers", "skipped", "The rows are texts or pairs, not conversations.")
 
 
-def mask_faults(document: TokenizedDocument, raw: dict[str, Any] | None, subject: Subject) -> list[str]:
+def mask_faults(document: TokenizedDocument, raw: Mapping[str, object] | None, subject: Subject) -> list[str]:
     """What is wrong with the trained spans of one conversation."""
     tokenizer, trained = subject.opened.tokenizer, document.supervised
     spans = _spans(trained)
@@ -166,7 +166,7 @@ def mask_faults(document: TokenizedDocument, raw: dict[str, Any] | None, subject
     return faults
 
 
-def _contents(messages: Sequence[dict[str, Any]], role: str) -> list[str]:
+def _contents(messages: Sequence[Mapping[str, object]], role: str) -> list[str]:
     found = (message.get("content") for message in messages if message.get("role") == role)
     return [content.strip() for content in found if isinstance(content, str)]
 
@@ -178,14 +178,11 @@ def _spans(trained: np.ndarray) -> list[tuple[int, int]]:
 
 def _recorded_example(rows: SampleRows) -> Iterator[Check]:
     """The example that the run recorded when it started, against the same row now."""
-    example = rows.subject.stage_facts.get("example")
-    if not isinstance(example, list) or not len(rows.documents):
+    record = rows.subject.stage_record
+    if record is None or not len(rows.documents):
         return
-    document = rows.documents[0]
-    trained = [False, *document.supervised[1:EXAMPLE_TOKENS].tolist()]
-    pieces = pieces_of(rows.subject.opened.tokenizer, document.tokens[:EXAMPLE_TOKENS].tolist(), trained)
-    now = [(piece.text, piece.trained) for piece in pieces]
-    then = [(piece.get("text"), piece.get("trained")) for piece in example if isinstance(piece, dict)]
+    now = [(piece.text, piece.trained) for piece in example_of(rows.documents, rows.subject.opened.tokenizer)]
+    then = [(piece.text, piece.trained) for piece in record.example]
     if now == then:
         what = "The example row that the run recorded has the same text and trained spans when it is rendered again."
         yield Check("masks", "recorded example", "ok", what)
@@ -199,8 +196,8 @@ def _recorded_example(rows: SampleRows) -> Iterator[Check]:
 def check_scores(subject: Subject, losses: tuple[float, float] | None) -> Iterator[Check]:
     """`losses`: of base and trained weights on sample rows."""
     name = None
-    file = None if subject.run is None else subject.run / EVAL_FILE
-    is_own = subject.adapter is not None and subject.run is not None and subject.adapter == subject.run / ADAPTER
+    file = None if subject.run is None else subject.run.folder / EVAL_FILE
+    is_own = subject.adapter is not None and SavedAdapter(subject.adapter, subject.run).is_result
     if file is not None and file.is_file() and is_own:
         try:
             found = read_json(file, _Evaluation, do="evaluate it again with `trillora eval`")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -29,12 +28,10 @@ from trillora.adapters.logits_check import open_local
 from trillora.certify.certificate import Kind
 from trillora.data.open import chat_template
 from trillora.data.rendering.render import TEMPLATE_DATE
-from trillora.early.runs import find_adapter
 from trillora.errors import TrilloraError
-from trillora.files.checkpoints import Checkpoints
 from trillora.files.digests import json_digest
 from trillora.files.read_json import parse_json, read_json, read_text
-from trillora.files.storage import MARK, open_storage
+from trillora.files.storage import MARK
 from trillora.files.user_path import user_path
 from trillora.generation.prompts import Prompts
 from trillora.model.adapters import (
@@ -50,21 +47,10 @@ from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.lora_spec import LayerLora, LoraSpec
 from trillora.recipe.group import group_of
-from trillora.recipe.load import load_run_recipe
 from trillora.recipe.schema import Recipe, StageRecipe, stages_of
-from trillora.runs.files import (
-    ADAPTER,
-    ADAPTERS,
-    CHECKPOINTS,
-    GROUP_FILE,
-    KEPT_FILE,
-    MANIFEST_FILE,
-    MERGE_FILE,
-    SAVED_FILE,
-    is_run,
-)
-from trillora.safe_text import visible_line
-from trillora.secrets import without_secrets
+from trillora.runs.files import ADAPTERS, KEPT_FILE, MERGE_FILE, is_run
+from trillora.runs.manifest import RunManifest, StageRecord
+from trillora.runs.saved import NotContacted, SavedRun, find_adapter
 
 logger = logging.getLogger(__name__)
 DO = "restore it from a copy, or train again"
@@ -97,19 +83,12 @@ class Trained:
         return scale_of(self.spec, layer)
 
 
-class RunFacts(BaseModel):
-    """The part of `run.json` that certificates use."""
-
-    model_config = ConfigDict(extra="ignore")
-    model: dict[str, Any] = {}
-    identity: dict[str, str] = {}
-    stages: list[dict[str, Any]] = []
-
-
 class Subject:
     """See the module's docstring. `base` is the name of the base model that the user gave."""
 
-    def __init__(self, name: str, folder: Path, kind: Kind, adapter: Path | None, run: Path | None, base: str | None):
+    def __init__(
+        self, name: str, folder: Path, kind: Kind, adapter: Path | None, run: SavedRun | None, base: str | None
+    ):
         self.name, self.folder, self.kind, self.adapter, self.run = name, folder, kind, adapter, run
         self._base = base
 
@@ -117,7 +96,7 @@ class Subject:
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        return None if self.run is None else load_run_recipe(self.run).recipe
+        return None if self.run is None else self.run.recipe
 
     @cached_property
     def member(self) -> str | None:
@@ -126,9 +105,7 @@ class Subject:
             return None
         if self.adapter.parent.name == ADAPTERS:
             return self.adapter.name
-        file = self.run / GROUP_FILE
-        best = read_json(file, dict[str, Any], do=DO).get("best") if file.is_file() else None
-        return best if isinstance(best, str) else None
+        return self.run.result.best if self.run.result is not None else None
 
     @cached_property
     def stage(self) -> StageRecipe | None:
@@ -141,28 +118,25 @@ class Subject:
         return (named or list(members))[-1].recipe
 
     @property
-    def stage_facts(self) -> dict[str, Any]:
+    def stage_record(self) -> StageRecord | None:
         """What run.json says about the stage, or the adapter of a group, that was trained last."""
-        stages = self.facts.stages if self.facts is not None else []
-        named = [stage for stage in stages if self.member is not None and stage.get("name") == self.member]
-        return (named or stages or [{}])[-1]
+        stages = self.manifest.stages if self.manifest is not None else ()
+        named = [stage for stage in stages if self.member is not None and stage.name == self.member]
+        return next(reversed(named or stages), None)
 
-    @cached_property
-    def facts(self) -> RunFacts | None:
-        file = None if self.run is None else self.run / MANIFEST_FILE
-        return read_json(file, RunFacts, do=DO) if file is not None and file.is_file() else None
+    @property
+    def manifest(self) -> RunManifest | None:
+        return None if self.run is None else self.run.manifest
 
     # ---- the base
 
     @cached_property
     def opened(self) -> OpenModel:
         """The base model. Nothing is downloaded because an adapter names it."""
-        tokens = (self.recipe.tokens or ()) if self.recipe is not None else ()
+        if self.run is not None:
+            return self.run.open_base(self._base)
         if self._base is not None:
-            return OpenModel.open(self._base, revision=None, trust_remote_code=False, tokens=tokens)
-        if self.recipe is not None:
-            model = self.recipe.model
-            return OpenModel.open(model.name, revision=model.revision, trust_remote_code=False, tokens=tokens)
+            return OpenModel.open(self._base, revision=None, trust_remote_code=False)
         name = self.base_id
         found = None if name is None else open_local(name)
         if found is None:
@@ -176,7 +150,7 @@ class Subject:
         if self.adapter is not None and (self.adapter / CONFIG_FILE).is_file():
             name = read_json(self.adapter / CONFIG_FILE, dict[str, Any], do=DO).get("base_model_name_or_path")
             return name if isinstance(name, str) and name else None
-        return self.facts.model.get("base_name") if self.facts is not None else None
+        return self.manifest.model.get("base_name") if self.manifest is not None else None
 
     @cached_property
     def base_digest(self) -> str:
@@ -224,7 +198,11 @@ class Subject:
 
     def _from_checkpoint(self) -> Trained:
         assert self.run is not None and self.recipe is not None
-        checkpoints = Checkpoints(open_storage(self._checkpoints))
+        try:
+            checkpoints = self.run.checkpoints()
+        except NotContacted as error:
+            logger.warning("%s", error.what)
+            raise NotHere("The run's checkpoints are not on this machine.", where=error.where, do=error.do) from None
         place = checkpoints.place
         with checkpoints.reported("read"):
             steps = checkpoints.steps()
@@ -263,23 +241,6 @@ class Subject:
         return Trained(spec, matrices, f"{source}, adapter {self.member}", True)
 
     @property
-    def _checkpoints(self) -> str:
-        """Where the run says that its checkpoints are; next to it, if it was moved. The run may come from another
-        person, so an address that it names is not contacted: that would use this user's network and credentials."""
-        assert self.run is not None
-        beside, file = self.run / CHECKPOINTS, self.run / SAVED_FILE
-        if beside.is_dir() or not file.is_file():
-            return str(beside)
-        where = read_json(file, dict[str, Any], do=DO).get("where")
-        place = str(where).rpartition("/")[0] if where else str(beside)
-        if "://" in place:
-            shown = visible_line(without_secrets(place))
-            do = f"to compare the adapter with what was trained, copy them to {self.run / CHECKPOINTS}"
-            logger.warning("The run says that its checkpoints are at %s, which is not contacted; %s.", shown, do)
-            raise NotHere("The run's checkpoints are not on this machine.", where=shown, do=do)
-        return place
-
-    @property
     def _step(self) -> int | None:
         """The step that the adapter says it is from."""
         mark = None if self.adapter is None else self.adapter / MARK
@@ -301,18 +262,17 @@ def find_subject(target: str | Path, run: Path | None = None, base: str | None =
     if not folder.is_dir():
         raise TrilloraError("There is no such folder.", where=str(folder), do="give a run, an adapter or an export")
     if is_run(folder):
-        folder = find_adapter(folder)
-    kind = _kind(folder)
+        folder = SavedRun(folder).finished_adapter().folder
+    kind, name = _kind(folder), str(target)
+    given = SavedRun(run) if run is not None and is_run(run) else None
     if kind == "adapter":
-        around = run if run is not None else _run_around(folder)
-        return Subject(str(target), folder, kind, folder, around, base)
-    source = run if run is not None else _run_around(folder)
-    if source is not None and is_run(source):
-        is_finished = (source / ADAPTER).is_dir() or (source / ADAPTERS).is_dir()
-        return Subject(str(target), folder, kind, find_adapter(source) if is_finished else None, source, base)
-    if source is not None:
-        return Subject(str(target), folder, kind, find_adapter(source), _run_around(find_adapter(source)), base)
-    return Subject(str(target), folder, kind, None, None, base)
+        return Subject(name, folder, kind, folder, given or SavedRun.around(folder), base)
+    if run is not None and given is None:
+        found = find_adapter(run)
+        return Subject(name, folder, kind, found.folder, found.run, base)
+    source = given or SavedRun.around(folder)
+    adapter = source.finished_adapter().folder if source is not None and source.is_finished else None
+    return Subject(name, folder, kind, adapter, source, base)
 
 
 def _kind(folder: Path) -> Kind:
@@ -331,12 +291,6 @@ def _kind(folder: Path) -> Kind:
         where=str(folder),
         do=f"give a run, or a folder with {CONFIG_FILE}, config.json or a GGUF file",
     )
-
-
-def _run_around(folder: Path) -> Path | None:
-    """RUN for RUN/adapter, RUN/adapters/NAME and RUN/exports/KIND."""
-    above = folder.absolute().parents
-    return next((each for each in above[:2] if is_run(each)), None)
 
 
 def scale_of(spec: LoraSpec, layer: str) -> float:

@@ -68,7 +68,7 @@ def check_tokenizer(subject: Subject) -> Iterator[Check]:
 
 
 def _of_the_run(subject: Subject) -> Iterator[Check]:
-    recorded = None if subject.facts is None else subject.facts.identity.get("tokenizer")
+    recorded = None if subject.manifest is None else subject.manifest.identity.get("tokenizer")
     if recorded is None:
         return
     if recorded == tokenizer_digest(subject.opened.tokenizer):
@@ -140,8 +140,8 @@ def _template_file(folder: Path, expected: str | None) -> Iterator[Check]:
 
 def check_template_of_run(subject: Subject) -> Iterator[Check]:
     """The recipe's own template has the digest that the run recorded."""
-    facts = subject.facts
-    recorded = None if facts is None else facts.identity.get(f"{subject.stage_facts.get('name')} chat template")
+    manifest, record = subject.manifest, subject.stage_record
+    recorded = None if manifest is None or record is None else manifest.identity.get(f"{record.name} chat template")
     if recorded is None or subject.stage is None or subject.stage.data.chat_template is None:
         return
     is_same = text_digest(subject.template or "") == recorded

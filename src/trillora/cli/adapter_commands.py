@@ -54,7 +54,7 @@ def merge(
 
     options = MergeOptions(method, _numbers(weights), density, rank, seed)  # type: ignore[arg-type]
     with progress_on_stderr(as_json=as_json) as listener:
-        from trillora.early.runs import find_adapter
+        from trillora.runs.saved import find_adapter
 
         for adapter in adapters:
             find_adapter(adapter)

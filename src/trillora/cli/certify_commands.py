@@ -51,8 +51,8 @@ def verify(target: Target, *, base: BaseModel = None, as_json: JsonResult = Fals
 
 
 def _check_there(target: str) -> None:
-    from trillora.early.runs import find_adapter
     from trillora.files.user_path import user_path
+    from trillora.runs.saved import find_adapter
 
     if not user_path(target, where="the folder to certify").exists():
         find_adapter(target)  # raises

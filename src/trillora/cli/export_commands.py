@@ -67,7 +67,7 @@ def export(
     with progress_on_stderr(as_json=as_json) as listener:
         from trillora.early.runs import check_exportable
 
-        check_exportable(name)
+        check_exportable(name, adapter)
         from trillora.export.source import open_source
         from trillora.files.user_path import user_path
 
@@ -115,7 +115,7 @@ def _to_hub(
 
         from trillora.early.runs import check_exportable
 
-        check_exportable(name)
+        check_exportable(name, adapter)
         from trillora.export.merged import export_merged
         from trillora.export.source import open_source
 

@@ -75,7 +75,7 @@ TrustCode = Annotated[
 ]
 OtherAdapter = Annotated[
     str | None,
-    typer.Option("--adapter", metavar="FOLDER", help="Use this adapter: its folder, or the folder of its run."),
+    typer.Option("--adapter", metavar="FOLDER", help="Use this adapter: its folder, its run, or its name in this run."),
 ]
 OnlyBase = Annotated[bool, typer.Option("--base", help="Use the run's base model without the adapter.")]
 

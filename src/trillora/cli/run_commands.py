@@ -61,7 +61,7 @@ def generate(
         from trillora.early.runs import check_source
 
         given, other = _overrides(overrides, trust), _adapter(adapter, base)
-        check_source(name, given, with_adapter=not base, adapters=[other] if other is not None else ())
+        check_source(name, given, with_adapter=not base, adapter=other)
         from trillora.engine.sampling import Sampling
         from trillora.generation.generator import Generator
 
@@ -99,7 +99,7 @@ def chat(
         from trillora.early.runs import check_source
 
         given, other = _overrides(overrides, trust), _adapter(adapter, base)
-        check_source(name, given, with_adapter=not base, adapters=[other] if other is not None else ())
+        check_source(name, given, with_adapter=not base, adapter=other)
         from trillora.engine.sampling import Sampling
         from trillora.generation.chat import converse
         from trillora.generation.generator import Generator
@@ -165,20 +165,18 @@ def evaluate(
         if data or gate or forgetting or stage:
             what = "--harness runs tasks with data of their own."
             raise TrilloraError(what, where="--harness", do="leave out --data, --gate, --forgetting and --stage")
-        _check_evaluation(run, (), None, adapter)
-        _harness(
-            run, harness, include_path, rows, not no_base, _adapter(adapter), _overrides(overrides, trust), as_json
-        )
+        _check_evaluation(run, _overrides(overrides, trust), (), None, adapter)
+        _harness(run, harness, include_path, rows, not no_base, adapter, _overrides(overrides, trust), as_json)
         return
     with progress_on_stderr(as_json=as_json) as listener:
-        _check_evaluation(run, data or (), stage, adapter)
+        _check_evaluation(run, _overrides(overrides, trust), data or (), stage, adapter)
         from trillora.evaluation import evaluate as evaluation
 
         result = evaluation.evaluate(
             run,
             data or None,
             stage=stage,
-            adapter=_adapter(adapter),
+            adapter=adapter,
             overrides=_overrides(overrides, trust),
             max_rows=rows,
             max_tokens=max_tokens,
@@ -195,18 +193,14 @@ def evaluate(
         raise typer.Exit(EXIT_GATE)
 
 
-def _check_evaluation(run: str, data: Sequence[str], stage: str | None, adapter: str | None) -> None:
-    """What can be wrong before anything is loaded. A phase has an adapter of its own."""
+def _check_evaluation(
+    run: str, overrides: Sequence[str], data: Sequence[str], stage: str | None, adapter: str | None
+) -> None:
+    """What can be wrong before anything is loaded."""
     from trillora.early.runs import check_run
     from trillora.early.training import check_files
-    from trillora.files.user_path import user_path
-    from trillora.runs.files import ADAPTERS
 
-    folder = user_path(run, where="the run")
-    other = _adapter(adapter)
-    if other is None and stage is not None and (folder / ADAPTERS / stage).is_dir():
-        other = folder / ADAPTERS / stage
-    check_run(folder, other)
+    check_run(run, overrides, adapter=adapter, stage=stage)
     for file in data:
         check_files(file)
 
@@ -217,7 +211,7 @@ def _harness(
     include_path: Path | None,
     rows: int | None,
     with_base: bool,
-    adapter: Path | None,
+    adapter: str | None,
     overrides: Sequence[str],
     as_json: bool,
 ) -> None:
@@ -254,12 +248,8 @@ def _overrides(given: Sequence[str] | None, trust_remote_code: bool) -> list[str
     return [*(given or ()), *(["model.trust_remote_code=true"] if trust_remote_code else [])]
 
 
-def _adapter(folder: str | None, only_base: bool = False) -> Path | None:
-    if folder is None:
-        return None
-    if only_base:
+def _adapter(name: str | None, only_base: bool) -> str | None:
+    if name is not None and only_base:
         what = "--base and --adapter contradict each other."
         raise TrilloraError(what, where="--adapter", do="leave out one of them")
-    from trillora.early.runs import find_adapter
-
-    return find_adapter(folder)
+    return name

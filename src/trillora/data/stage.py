@@ -1,14 +1,13 @@
-"""The data of one stage: batches to train on, a fixed evaluation set, and facts for the report."""
+"""The data of one stage: batches to train on, and a fixed evaluation set."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trillora.data.batches import Batches
 from trillora.data.documents import NOTHING_LOST, Documents, Lost
-from trillora.data.excerpt import pieces_of
+from trillora.data.excerpt import ExcerptPiece, pieces_of
 from trillora.data.open import chat_template, open_dataset, with_template_date, with_token_ids
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
@@ -72,24 +71,12 @@ class StageData:
         num_tokens = int(self.batches.documents.lengths_N[self.batches.documents_of(step)].sum())
         return 1 - num_tokens / (self.batches.batch_size * self.batches.length_of(step))
 
-    def facts(self, tokenizer: Tokenizer, first_step: int) -> dict[str, Any]:
-        """The stage's part of `run.json`."""
-        train, document = self.recipe.train, self.batches.documents[0]
-        trained = [False, *document.supervised[1:EXAMPLE_TOKENS].tolist()]
-        pieces = pieces_of(tokenizer, document.tokens[:EXAMPLE_TOKENS].tolist(), trained)
-        files = [{key: file[key] for key in ("name", "sha256", "format", "num_rows")} for file in self.dataset.files]
-        return {
-            "name": self.name,
-            "first_step": first_step,
-            "num_steps": self.num_steps,
-            "sequence_length": train.sequence_length,
-            "batch_size": train.batch_size,
-            "learning_rate": train.learning_rate,
-            "files": files,
-            "data": self.batches.summary(),
-            "num_evaluated": 0 if self.evaluation is None else len(self.evaluation),
-            "example": [dataclasses.asdict(piece) for piece in pieces],
-        }
+
+def example_of(documents: Documents, tokenizer: Tokenizer) -> tuple[ExcerptPiece, ...]:
+    """The first row as people see it: its text in pieces that are trained or not."""
+    document = documents[0]
+    trained = [False, *document.supervised[1:EXAMPLE_TOKENS].tolist()]
+    return pieces_of(tokenizer, document.tokens[:EXAMPLE_TOKENS].tolist(), trained)
 
 
 def shortest_block(longest: int, sequence_length: int) -> int:

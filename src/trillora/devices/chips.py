@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from trillora.errors import TrilloraError
 
@@ -107,6 +108,25 @@ DEVICE_KINDS = {
 }
 
 
+class Device(Protocol):
+    """What decisions need of a jax device, so that devices which are not attached can take their place."""
+
+    @property
+    def platform(self) -> str:
+        """tpu, gpu or cpu."""
+
+    @property
+    def device_kind(self) -> str:
+        """As the maker calls it."""
+
+    @property
+    def process_index(self) -> int:
+        """Of the process that it is attached to."""
+
+    def memory_stats(self) -> Mapping[str, int] | None:
+        """Bytes by name; None if they are not known."""
+
+
 def chip_of(device_kind: str) -> Chip | None:
     """The chip that jax calls `device_kind`, if it is in the tables."""
     if device_kind in DEVICE_KINDS:
@@ -115,7 +135,7 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for name, chip in GPUS.items() if words.issuperset(name.split())), None)
 
 
-def generation_of(device: Any) -> Generation:
+def generation_of(device: Device) -> Generation:
     """The generation of a GPU in jax. Its `compute_capability` is a number on NVIDIA GPUs, a name (gfx942) on AMD's."""
     asked = os.environ.get(CAPABILITY_VARIABLE)
     try:

@@ -88,7 +88,7 @@ class MeasuredChip:
     def day(self) -> str:
         return self.date[:10]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
 
     def save(self) -> Path:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from trillora.devices.chips import GIB, has_accelerator
+from trillora.devices.chips import GIB, Device, has_accelerator
 from trillora.errors import TrilloraError
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, ADAPTER_AXIS = "data", "fsdp", "tensor", "adapter"
@@ -75,7 +75,7 @@ def find_devices(backend: str, num_devices: int | None) -> list[jax.Device]:
     return devices[:num_devices]
 
 
-def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
+def make_mesh(devices: Sequence[Device], shape: MeshShape) -> Mesh:
     if shape.size != len(devices):
         raise TrilloraError(
             f"A mesh of {shape} needs {shape.size} devices, but {len(devices)} are used.",
@@ -168,7 +168,8 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh, num_rows: int | None = N
     place = {row: number for number, row in enumerate(local_rows(whole, mesh))} if num_rows else None
 
     def put(array: np.ndarray) -> jax.Array:
-        def part(index: Any) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # every device of the mesh has a part
             if place is None:
                 return array[index]
             first = place[index[0].indices(whole)[0]]
@@ -192,12 +193,12 @@ def split_rows(array: jax.Array, mesh: Mesh | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, batch_sharding(mesh))
 
 
-def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def per_shard(function: Callable[..., object], mesh: Mesh, in_specs: object, out_specs: object) -> Callable[..., Any]:
     """Runs `function` on each device with its shard of the arguments."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def gather(tree: Any, mesh: Mesh) -> Any:
+def gather(tree: object, mesh: Mesh) -> Any:
     """Copies whole arrays to the host, in every process."""
     everywhere = jax.jit(lambda t: t, out_shardings=replicated(mesh))(tree)
     return jax.tree.map(np.asarray, everywhere)

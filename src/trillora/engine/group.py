@@ -24,10 +24,10 @@ import optax
 
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.optim import SCHEDULES, ScheduleName, decay_start
-from trillora.engine.step import Batch, GradNormStats, StepMetrics, TrainState, Tree, choose, make_train_step
+from trillora.engine.step import Batch, GradNormStats, Pytree, StepMetrics, TrainState, choose, make_train_step
 
 # (adapter, scale, base, batch, dropout key) -> summed loss
-ScaledLoss = Callable[[Tree, jax.Array, Tree, Batch, MaskKey], jax.Array]
+ScaledLoss = Callable[[Pytree, jax.Array, Pytree, Batch, MaskKey], jax.Array]
 
 
 class AdapterOptions(NamedTuple):
@@ -91,10 +91,10 @@ def learning_rate(options: AdapterOptions, step: jax.Array) -> jax.Array:
     return jnp.asarray(options.peak * warmup * shape, jnp.float32)
 
 
-def group_state(adapters_N: Tree, optimizer: optax.GradientTransformation, keys_N: jax.Array) -> TrainState:
+def group_state(adapters_N: Pytree, optimizer: optax.GradientTransformation, keys_N: jax.Array) -> TrainState:
     """The state before the first step. `keys_N` are the adapters' random keys, one per seed."""
 
-    def one(adapter: Tree, key: jax.Array) -> TrainState:
+    def one(adapter: Pytree, key: jax.Array) -> TrainState:
         typical = GradNormStats(jnp.float32(0), jnp.int32(0))
         return TrainState(jnp.int32(0), adapter, optimizer.init(adapter), key, typical)
 
@@ -107,16 +107,16 @@ def make_group_step(
     *,
     num_micro_batches: int = 1,
     mesh_axis: str | None = None,
-) -> Callable[[TrainState, Tree, AdapterOptions, Lanes, Batch], tuple[TrainState, StepMetrics]]:
+) -> Callable[[TrainState, Pytree, AdapterOptions, Lanes, Batch], tuple[TrainState, StepMetrics]]:
     """`mesh_axis`: the axis of the mesh over which the lanes are spread, if there is one."""
 
     def group_step(
-        state: TrainState, base: Tree, options: AdapterOptions, lanes: Lanes, batch: Batch
+        state: TrainState, base: Pytree, options: AdapterOptions, lanes: Lanes, batch: Batch
     ) -> tuple[TrainState, StepMetrics]:
         def one(
             state: TrainState, options: AdapterOptions, is_active: jax.Array, batch: Batch
-        ) -> tuple[Tree, StepMetrics]:
-            def own_loss(adapter: Tree, base: Tree, batch: Batch, key: MaskKey) -> jax.Array:
+        ) -> tuple[Pytree, StepMetrics]:
+            def own_loss(adapter: Pytree, base: Pytree, batch: Batch, key: MaskKey) -> jax.Array:
                 return loss(adapter, options.scale, base, batch, key)
 
             step = make_train_step(
@@ -138,11 +138,11 @@ def make_group_step(
     return group_step
 
 
-def lane_of(tree_N: Tree, number: jax.Array) -> Tree:
+def lane_of(tree_N: Pytree, number: jax.Array) -> Pytree:
     """One adapter of the group's arrays."""
     return jax.tree.map(lambda array: array[number], tree_N)
 
 
-def _without_key(state: TrainState) -> Tree:
+def _without_key(state: TrainState) -> Pytree:
     """Keys never change, and random keys cannot be selected by a condition."""
     return state._replace(key=None)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from trillora.engine.hash_random import element_index, scramble, uniform
-from trillora.engine.types import Tree
+from trillora.engine.types import Pytree
 
 BLOCK_SIZE = 256
 LARGEST = 127  # of int8; -128 stays unused, so that the code is symmetric
@@ -41,14 +41,14 @@ class Lion8bitState(NamedTuple):
     """Two trees with the structure of the parameters."""
 
     num_updates: jax.Array  # int32; each update rounds with other random numbers
-    codes: Tree  # int8 [..., N, K]
-    scales: Tree  # float32 [..., N]: largest magnitude of each block
+    codes: Pytree  # int8 [..., N, K]
+    scales: Pytree  # float32 [..., N]: largest magnitude of each block
 
 
 def scale_by_lion_8bit(b1: float = 0.9, b2: float = 0.99) -> optax.GradientTransformation:
     """`optax.scale_by_lion` with a quarter of its memory."""
 
-    def init(params: Tree) -> Lion8bitState:
+    def init(params: Pytree) -> Lion8bitState:
         def codes(param: jax.Array) -> jax.Array:
             return jnp.zeros(blocked_shape(param.shape), jnp.int8)
 
@@ -57,7 +57,7 @@ def scale_by_lion_8bit(b1: float = 0.9, b2: float = 0.99) -> optax.GradientTrans
 
         return Lion8bitState(jnp.int32(0), jax.tree.map(codes, params), jax.tree.map(scales, params))
 
-    def update(gradients: Tree, state: Lion8bitState, params: Tree = None) -> tuple[Tree, Lion8bitState]:
+    def update(gradients: Pytree, state: Lion8bitState, params: Pytree = None) -> tuple[Pytree, Lion8bitState]:
         momentum = jax.tree.map(dequantise, state.codes, state.scales, gradients)
         direction = jax.tree.map(lambda g, m: jnp.sign((1 - b1) * g + b1 * m), gradients, momentum)
         momentum = jax.tree.map(lambda g, m: (1 - b2) * g + b2 * m, gradients, momentum)

@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 
 from trillora.engine.kernels.cross_entropy import PLAIN, Kernel, loss_and_gradient
-from trillora.engine.types import Tree
+from trillora.engine.types import Pytree
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
-Head = Callable[[Tree, Tree, jax.Array], jax.Array]  # (base, head adapter, hidden [B, C, D]) -> logits [B, C, V]
+Head = Callable[[Pytree, Pytree, jax.Array], jax.Array]  # (base, head adapter, hidden [B, C, D]) -> logits [B, C, V]
 
 
 class Totals(NamedTuple):
@@ -71,8 +71,8 @@ def divergences(logits_p_BTV: jax.Array, logits_q_BTV: jax.Array) -> jax.Array:
 
 def chunked_loss(
     head: Head,
-    base: Tree,
-    head_adapter: Tree,
+    base: Pytree,
+    head_adapter: Pytree,
     hidden_BTD: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
@@ -82,13 +82,13 @@ def chunked_loss(
     """Summed loss, differentiable in `head_adapter` and `hidden_BTD`; `chunk` tokens of every sequence at a time."""
 
     @jax.custom_vjp
-    def loss_only(head_adapter: Tree, hidden_BTD: jax.Array) -> jax.Array:
+    def loss_only(head_adapter: Pytree, hidden_BTD: jax.Array) -> jax.Array:
         return chunked_totals(head, base, head_adapter, hidden_BTD, targets_BT, weights_BT, chunk).loss
 
-    def loss_with_gradient(head_adapter: Tree, hidden_BTD: jax.Array) -> tuple[jax.Array, tuple[Tree, jax.Array]]:
+    def loss_with_gradient(head_adapter: Pytree, hidden_BTD: jax.Array) -> tuple[jax.Array, tuple[Pytree, jax.Array]]:
         def one_chunk(
-            carry: tuple[jax.Array, Tree], xs: tuple[jax.Array, ...]
-        ) -> tuple[tuple[jax.Array, Tree], jax.Array]:
+            carry: tuple[jax.Array, Pytree], xs: tuple[jax.Array, ...]
+        ) -> tuple[tuple[jax.Array, Pytree], jax.Array]:
             loss, adapter_gradient = carry
             hidden, targets, weights = xs
             logits, pull_back = jax.vjp(lambda a, h: head(base, a, h), head_adapter, hidden)
@@ -104,7 +104,7 @@ def chunked_loss(
         (d_hidden,) = _take((_join(d_chunks, hidden_BTD.shape[1]),), jnp.argsort(order_BT, axis=1))
         return loss, (adapter_gradient, d_hidden)
 
-    def scale(gradients: tuple[Tree, jax.Array], cotangent: jax.Array) -> tuple[Tree, jax.Array]:
+    def scale(gradients: tuple[Pytree, jax.Array], cotangent: jax.Array) -> tuple[Pytree, jax.Array]:
         return jax.tree.map(lambda g: g * cotangent.astype(g.dtype), gradients)
 
     loss_only.defvjp(loss_with_gradient, scale)
@@ -113,8 +113,8 @@ def chunked_loss(
 
 def chunked_totals(
     head: Head,
-    base: Tree,
-    head_adapter: Tree,
+    base: Pytree,
+    head_adapter: Pytree,
     hidden_BTD: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
@@ -135,8 +135,8 @@ def chunked_totals(
 
 def chunked_token_scores(
     head: Head,
-    base: Tree,
-    head_adapter: Tree,
+    base: Pytree,
+    head_adapter: Pytree,
     hidden_BTD: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
@@ -156,7 +156,7 @@ def chunked_token_scores(
 
 
 def chunked_divergences(
-    head: Head, base: Tree, head_adapters: tuple[Tree, Tree], hidden: tuple[jax.Array, jax.Array], chunk: int
+    head: Head, base: Pytree, head_adapters: tuple[Pytree, Pytree], hidden: tuple[jax.Array, jax.Array], chunk: int
 ) -> jax.Array:
     """`divergences` of two adapters from their hidden states [B, T, D], one chunk of logits at a time."""
 

@@ -12,10 +12,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from trillora.engine.lion8bit import scale_by_lion_8bit
-from trillora.engine.types import Tree
+from trillora.engine.types import Pytree
 
 OptimizerName = Literal["adamw", "lion", "lion-8bit", "adafactor"]
 ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
@@ -27,7 +28,7 @@ def make_optimizer(
     name: OptimizerName,
     weight_decay: float,
     decayed: Mapping[str, bool] | None = None,
-    factors: Mapping[str, Tree] | None = None,
+    factors: Mapping[str, float | np.ndarray] | None = None,
 ) -> optax.GradientTransformation:
     """An optimizer with PyTorch's default hyperparameters and decoupled weight decay (Loshchilov and Hutter, 2019).
     `decayed` says which parameters decay; None: all of them. The direction of each parameter is multiplied by its
@@ -63,7 +64,7 @@ def scale_by_adafactor() -> optax.GradientTransformation:
             function = jax.vmap(function, out_axes=stacked)
         return function(param)
 
-    def update_leaf(gradient: jax.Array, state: optax.FactoredState, param: jax.Array) -> Tree:
+    def update_leaf(gradient: jax.Array, state: optax.FactoredState, param: jax.Array) -> Pytree:
         function = of_matrix.update
         for _ in param.shape[:-2]:
             function = jax.vmap(function, in_axes=(0, stacked, 0), out_axes=(0, stacked))
@@ -75,11 +76,11 @@ def scale_by_adafactor() -> optax.GradientTransformation:
         parts = ([getattr(state, name) for state in states] for name in ("v_row", "v_col", "v"))
         return optax.FactoredState(count, *(jax.tree.unflatten(structure, part) for part in parts))
 
-    def init(params: Tree) -> optax.FactoredState:
+    def init(params: Pytree) -> optax.FactoredState:
         leaves, structure = jax.tree.flatten(params)
         return collect(jnp.int32(0), [init_leaf(leaf) for leaf in leaves], structure)
 
-    def update(gradients: Tree, state: optax.FactoredState, params: Tree) -> tuple[Tree, optax.FactoredState]:
+    def update(gradients: Pytree, state: optax.FactoredState, params: Pytree) -> tuple[Pytree, optax.FactoredState]:
         leaves, structure = jax.tree.flatten(gradients)
         moments = (jax.tree.leaves(tree) for tree in (state.v_row, state.v_col, state.v))
         states = [optax.FactoredState(state.count, *parts) for parts in zip(*moments, strict=True)]

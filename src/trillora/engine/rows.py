@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from trillora.engine.sampling import Sampling, choose_each
-from trillora.engine.types import Tree
+from trillora.engine.types import Pytree
 
 MOST_STOPS = 8  # stop tokens of a row
 MOST_TOP = 20  # most likely tokens whose probabilities are returned
@@ -41,7 +41,7 @@ class RowRules(NamedTuple):
 class RowStates(NamedTuple):
     """`token_B` is sampled but not yet fed to the model."""
 
-    cache: Tree
+    cache: Pytree
     token_B: jax.Array
     slot_B: jax.Array  # the cache slot for token_B
     starts_B: jax.Array  # the first slot that is not padding
@@ -59,11 +59,11 @@ class Written(NamedTuple):
     top_logprobs_BNK: jax.Array
 
 
-Forward = Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Tree]]  # cache, tokens, slots, starts
+Forward = Callable[[Pytree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Pytree]]  # cache, tokens, slots, starts
 
 
 def begin_rows(
-    logits_BV: jax.Array, cache: Tree, num_read: int, starts_B: jax.Array, rule: RowRules
+    logits_BV: jax.Array, cache: Pytree, num_read: int, starts_B: jax.Array, rule: RowRules
 ) -> tuple[RowStates, Written]:
     """Samples the first token after prompts that fill `num_read` slots."""
     zeros = jnp.zeros_like(starts_B)
@@ -103,7 +103,7 @@ def advance(
     return rows, out
 
 
-def _sampled(logits_BV: jax.Array, cache: Tree, rows: RowStates) -> tuple[RowStates, Written]:
+def _sampled(logits_BV: jax.Array, cache: Pytree, rows: RowStates) -> tuple[RowStates, Written]:
     """One more token in every row that is not done, and what is reported about it (without the axis N)."""
     rule, alive = rows.rule, ~rows.done_B
     keys = jax.vmap(_key)(rule.sampling.seed, rule.numbers_B, rows.num_written_B)

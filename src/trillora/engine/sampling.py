@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trillora.engine.types import Tree
+from trillora.engine.types import Pytree
 
 
 class Sampling(NamedTuple):
@@ -35,7 +35,7 @@ GREEDY = Sampling()
 class DecodeState(NamedTuple):
     """Sequences being generated. `token_B` is sampled but not yet fed to the model."""
 
-    cache: Tree
+    cache: Pytree
     token_B: jax.Array
     slot: jax.Array  # the cache slot for token_B
     starts_B: jax.Array  # the first slot of each sequence that is not padding
@@ -44,7 +44,7 @@ class DecodeState(NamedTuple):
     done_B: jax.Array
 
 
-Forward = Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Tree]]  # cache, tokens, slot, starts
+Forward = Callable[[Pytree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Pytree]]  # cache, tokens, slot, starts
 
 
 def choose(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
@@ -82,7 +82,7 @@ def _draw(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
 
 def begin(
     logits_BV: jax.Array,
-    cache: Tree,
+    cache: Pytree,
     num_read: jax.Array | int,
     starts_B: jax.Array,
     rows_B: jax.Array,

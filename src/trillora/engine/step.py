@@ -16,11 +16,11 @@ import optax
 from trillora.engine.hash_random import MaskKey
 from trillora.engine.loss import Totals
 from trillora.engine.optim import Schedule
-from trillora.engine.types import Tree
+from trillora.engine.types import Pytree
 
 Batch = dict[str, jax.Array]  # tokens, targets, weights, segments, positions: each [B, T]
-Loss = Callable[[Tree, Tree, Batch, MaskKey], jax.Array]  # (adapter, base, batch, dropout key) -> summed loss
-Evaluation = Callable[[Tree, Tree, Batch], Totals]
+Loss = Callable[[Pytree, Pytree, Batch, MaskKey], jax.Array]  # (adapter, base, batch, dropout key) -> summed loss
+Evaluation = Callable[[Pytree, Pytree, Batch], Totals]
 # A gradient is a spike if its norm is this many times the typical norm and clipping would at least halve it. Smaller
 # outliers are left to clipping.
 SPIKE = 20.0
@@ -44,8 +44,8 @@ class TrainState(NamedTuple):
     """Everything that changes during training. The base is frozen, so it is not part of the state."""
 
     step: jax.Array  # counted from the start of the stage
-    adapter: Tree
-    optimizer: Tree
+    adapter: Pytree
+    optimizer: Pytree
     key: jax.Array  # for dropout; each step folds in its number, the key itself never changes
     typical: GradNormStats
 
@@ -60,11 +60,11 @@ class StepMetrics(NamedTuple):
     skipped: jax.Array  # 0: updated; otherwise why not, see `WHY_SKIPPED`
 
 
-def initial_state(adapter: Tree, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+def initial_state(adapter: Pytree, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     return next_stage(adapter, optimizer.init(adapter), seed, 0)
 
 
-def next_stage(adapter: Tree, optimizer_state: Tree, seed: int, stage: int) -> TrainState:
+def next_stage(adapter: Pytree, optimizer_state: Pytree, seed: int, stage: int) -> TrainState:
     """The state at the first step of a stage: adapter and optimizer are kept, the step counter restarts at zero."""
     key = jax.random.fold_in(jax.random.key(seed), stage) if stage else jax.random.key(seed)
     return TrainState(jnp.int32(0), adapter, optimizer_state, key, GradNormStats(jnp.float32(0), jnp.int32(0)))
@@ -77,8 +77,8 @@ def make_train_step(
     *,
     max_grad_norm: float | jax.Array | None,
     num_micro_batches: int = 1,
-) -> Callable[[TrainState, Tree, Batch], tuple[TrainState, StepMetrics]]:
-    def train_step(state: TrainState, base: Tree, batch: Batch) -> tuple[TrainState, StepMetrics]:
+) -> Callable[[TrainState, Pytree, Batch], tuple[TrainState, StepMetrics]]:
+    def train_step(state: TrainState, base: Pytree, batch: Batch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(state.key, state.step)
         sums = accumulate(loss, state.adapter, base, batch, key, num_micro_batches)
         total_weight, num_tokens = batch["weights"].sum(), (batch["weights"] > 0).sum(dtype=jnp.float32)
@@ -113,12 +113,12 @@ def make_train_step(
     return train_step
 
 
-def choose(condition: jax.Array, one: Tree, other: Tree) -> Tree:
+def choose(condition: jax.Array, one: Pytree, other: Pytree) -> Pytree:
     """One of two trees of equal shapes. `jnp.where` takes several times as long to trace, for each array of a tree."""
     return jax.tree.map(lambda a, b: jax.lax.select(condition, a, b), one, other)
 
 
-def all_finite(tree: Tree) -> jax.Array:
+def all_finite(tree: Pytree) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
@@ -137,15 +137,15 @@ def with_norm(typical: GradNormStats, grad_norm: jax.Array, spike: jax.Array) ->
 
 
 def accumulate(
-    loss: Loss, adapter: Tree, base: Tree, batch: Batch, key: jax.Array, num_micro_batches: int
-) -> tuple[jax.Array, Tree]:
+    loss: Loss, adapter: Pytree, base: Pytree, batch: Batch, key: jax.Array, num_micro_batches: int
+) -> tuple[jax.Array, Pytree]:
     """Summed loss and gradient of a batch, computed in `num_micro_batches` parts, one after another."""
     gradient = jax.value_and_grad(loss)
     batch_size = len(batch["weights"])
     if num_micro_batches == 1:
         return gradient(adapter, base, batch, MaskKey(key, jnp.arange(batch_size)))
 
-    def one(sums: tuple[jax.Array, Tree], part: tuple[Batch, jax.Array]) -> tuple[tuple[jax.Array, Tree], None]:
+    def one(sums: tuple[jax.Array, Pytree], part: tuple[Batch, jax.Array]) -> tuple[tuple[jax.Array, Pytree], None]:
         micro_batch, number = part
         index_B = number + jnp.arange(0, batch_size, num_micro_batches)
         new = gradient(adapter, base, micro_batch, MaskKey(key, index_B))
@@ -160,10 +160,10 @@ def accumulate(
     return jax.lax.scan(one, start, parts)[0]
 
 
-def make_eval_step(evaluation: Evaluation) -> Callable[[Tree, Tree, Batch], dict[str, jax.Array]]:
+def make_eval_step(evaluation: Evaluation) -> Callable[[Pytree, Pytree, Batch], dict[str, jax.Array]]:
     """Returns sums over one batch; the caller adds up batches and divides once."""
 
-    def eval_step(adapter: Tree, base: Tree, batch: Batch) -> dict[str, jax.Array]:
+    def eval_step(adapter: Pytree, base: Pytree, batch: Batch) -> dict[str, jax.Array]:
         sums = evaluation(adapter, base, batch)
         return {"loss": sums.loss, "num_correct": sums.num_correct, "num_tokens": batch["weights"].sum()}
 

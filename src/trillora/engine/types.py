@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from typing import Any
 
-Tree = Any  # a pytree of arrays, or of their shapes: nested dictionaries, tuples and named tuples
+Pytree = Any  # a pytree of arrays, or of their shapes: nested dictionaries, tuples and named tuples

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trillora.data.documents import Documents
-from trillora.early.runs import check_run
 from trillora.errors import TrilloraError
 from trillora.evaluation import choices
 from trillora.evaluation.answers import (
@@ -47,15 +46,15 @@ from trillora.evaluation.scores import METRICS, Scores, majority, parse_object
 from trillora.evaluation.text_metrics import NO_SACREBLEU, Comparison
 from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.atomic import write_file
-from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
 from trillora.locks.extras import install_command
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
-from trillora.recipe.load import RunRecipe, load_run_recipe
 from trillora.recipe.schema import StageRecipe
-from trillora.runs.files import ADAPTERS, EVAL_FILE
+from trillora.runs.adapter import adapter_of
+from trillora.runs.files import EVAL_FILE
+from trillora.runs.saved import SavedRun
 from trillora.step.background import compiling_in_background
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def evaluate(
     data: Data = None,
     *,
     stage: str | None = None,
-    adapter: Path | None = None,
+    adapter: str | Path | None = None,
     overrides: Sequence[str] = (),
     max_rows: int | None = None,
     max_tokens: int | None = None,
@@ -117,27 +116,26 @@ def evaluate(
 
     `max_rows` limits each file to that many evenly spaced rows. `max_tokens` limits each answer (default: slightly more
     than the longest expected answer). `overrides` replace options of the run's recipe, such as the address of its data.
-    `adapter` is the folder of an adapter that is tested instead of the run's own; then nothing is written. `stage` is
-    the name of the stage or phase whose rows are tested (default: the last stage); a phase has an adapter of its own.
+    `adapter` is tested instead of the run's own: the name of one of several, or a folder. `stage` is the name of the
+    stage or phase whose rows are tested (default: the last stage); a phase has an adapter of its own. `eval.json` is
+    written only for the result of a finished run.
     `forgetting` asks general questions too. `gate` has conditions on the scores: `Evaluation.passed`.
     """
-    folder = user_path(run, where="the run")
-    if stage is not None and adapter is None and (folder / ADAPTERS / stage).is_dir():
-        adapter = folder / ADAPTERS / stage
-    check_run(folder, adapter)
+    saved = SavedRun.open(run, overrides)
+    chosen = adapter if adapter is not None else stage if stage in saved.parts else None
+    used = adapter_of(saved, chosen, listener=listener)
     paths = _paths(data)
     wanted = parse_gate(gate, _labels(paths) if len(paths) > 1 else ()) if gate is not None else ()
     forgetting = forgetting or any(condition.metric in ("forgetting", "kl") for condition in wanted)
     _check_base(wanted, forgetting, with_base)
-    run_recipe = load_run_recipe(folder, overrides)
-    opened, files = _open(run_recipe, folder, paths, adapter, stage, max_rows, listener)
+    opened, files = _open(saved, paths, used.folder, stage, max_rows, listener)
     check_fields(wanted, {file.label: _fields(file, opened.tokenizer) for file in files})
 
     generator = Generator.open(
-        str(folder),
+        str(saved.folder),
         overrides=overrides,
         opened=opened,
-        adapter=adapter,
+        adapter=used.folder,
         backend=backend,
         batch_size=batch_size,
         listener=listener,
@@ -154,8 +152,8 @@ def evaluate(
     result = dataclasses.replace(result, gate=judge(wanted, result))
     for note in result.notes:
         listener(Note(note))
-    if adapter is None:
-        _save(folder / EVAL_FILE, result, listener)
+    if used.is_result:
+        _save(saved.folder / EVAL_FILE, result, listener)
     return result
 
 
@@ -184,23 +182,16 @@ def _check_base(wanted: Sequence[Wanted], forgetting: bool, with_base: bool) -> 
 
 
 def _open(
-    run_recipe: RunRecipe,
-    folder: Path,
+    saved: SavedRun,
     paths: Sequence[str | None],
-    adapter: Path | None,
+    adapter: Path,
     stage: str | None,
     max_rows: int | None,
     listener: Listener,
 ) -> tuple[OpenModel, list[_TestFile]]:
     """The model's tokenizer and configuration, and the rows of all files: they are read before any weight is."""
-    recipes = [recipe_with_data(run_recipe, folder, path, adapter, stage) for path in paths]
-    source = recipes[0].model
-    opened = OpenModel.open(
-        source.name,
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
-        tokens=recipes[0].tokens or (),
-    )
+    recipes = [recipe_with_data(saved.saved_recipe, path, adapter, stage) for path in paths]
+    opened = saved.open_base()
     files = []
     for path, label, recipe in zip(paths, _labels(paths), recipes, strict=True):
         questions = None

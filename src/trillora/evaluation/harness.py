@@ -15,16 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trillora.early.runs import check_run
 from trillora.engine.sampling import GREEDY, Sampling
 from trillora.errors import TrilloraError, nearest
 from trillora.evaluation.likelihood import Continuation, TokenScorer, in_two
 from trillora.events import Listener, ignore_events
-from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
 from trillora.locks.extras import install_command
-from trillora.model.loading.source import OpenModel
-from trillora.recipe.load import load_run_recipe
+from trillora.runs.adapter import adapter_of
+from trillora.runs.saved import SavedRun
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import Tokenizer
@@ -148,7 +146,7 @@ def run_tasks(
     include_path: Path | None = None,
     max_rows: int | None = None,
     with_base: bool = True,
-    adapter: Path | None = None,
+    adapter: str | Path | None = None,
     overrides: Sequence[str] = (),
     backend: str = "auto",
     listener: Listener = ignore_events,
@@ -157,7 +155,8 @@ def run_tasks(
     these are known, and nothing is downloaded unless they say so."""
     from lm_eval.tasks import TaskManager
 
-    folder = check_run(user_path(run, where="the run"), adapter)
+    saved = SavedRun.open(run, overrides)
+    used = adapter_of(saved, adapter, listener=listener)
     if include_path is not None and not include_path.is_dir():
         raise TrilloraError(
             "This is not a folder.", where=f"--include-path {include_path}", do="give a folder of tasks"
@@ -165,15 +164,9 @@ def run_tasks(
     manager = TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not include_path)
     names = [task.strip() for task in tasks if task.strip()]
     _check_tasks(names, manager.all_tasks)
-    source = load_run_recipe(folder, overrides).recipe
-    opened = OpenModel.open(
-        source.model.name,
-        revision=source.model.revision,
-        trust_remote_code=source.model.trust_remote_code,
-        tokens=source.tokens or (),
-    )
+    opened = saved.open_base()
     generator = Generator.open(
-        str(folder), overrides=overrides, opened=opened, adapter=adapter, backend=backend, listener=listener
+        str(saved.folder), overrides=overrides, opened=opened, adapter=used.folder, backend=backend, listener=listener
     )
     found = {
         which: _scores(

@@ -121,7 +121,7 @@ class Evaluation:
         return {"version": VERSION, **_json_values(dataclasses.asdict(self))}
 
 
-def _json_values(value: Any) -> Any:
+def _json_values(value: object) -> Any:
     match value:
         case dict():
             return {name: _json_values(inner) for name, inner in value.items()}

@@ -1,4 +1,4 @@
-"""The rows of an evaluation: which run, stage and file they come from, and their documents as in training."""
+"""The rows of an evaluation: which stage and file they come from, and their documents as in training."""
 
 from __future__ import annotations
 
@@ -16,18 +16,13 @@ from trillora.events import Alarm, Listener
 from trillora.model.adapters import TEMPLATE_FILE
 from trillora.recipe.load import RunRecipe
 from trillora.recipe.schema import StageRecipe, stages_of
-from trillora.runs.files import ADAPTER
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import Tokenizer
 
 
 def recipe_with_data(
-    run_recipe: RunRecipe,
-    run: Path,
-    data: str | Path | None,
-    adapter: Path | None = None,
-    name: str | None = None,
+    run_recipe: RunRecipe, data: str | Path | None, adapter: Path, name: str | None = None
 ) -> StageRecipe:
     """The recipe of a stage, by default the run's last one, with the test rows as its data, in the chat template of the
     adapter."""
@@ -36,7 +31,7 @@ def recipe_with_data(
     stage = stages[number].recipe
     section = stage.data
     changes: dict[str, Any] = {}
-    template = (adapter or run / ADAPTER) / TEMPLATE_FILE
+    template = adapter / TEMPLATE_FILE
     if template.is_file():  # the run may have been copied here; its template was copied with it
         changes["chat_template"] = str(template)
     if data is not None:

@@ -121,12 +121,12 @@ def parse_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def canonical(value: Any) -> str:
+def canonical(value: object) -> str:
     """The same text for equal JSON values. 1 and 1.0 are the same number; 1 and true are different values."""
     return json.dumps(_with_plain_numbers(value), sort_keys=True)
 
 
-def _with_plain_numbers(value: Any) -> Any:
+def _with_plain_numbers(value: object) -> Any:
     match value:
         case dict():
             return {name: _with_plain_numbers(inner) for name, inner in value.items()}

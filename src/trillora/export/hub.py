@@ -25,7 +25,7 @@ from trillora.files.hub import HUB_ID
 from trillora.files.read_json import parse_json, read_data, read_text
 from trillora.files.storage import MARK
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE
-from trillora.runs.files import ADAPTERS, MERGE_FILE
+from trillora.runs.files import MERGE_FILE
 from trillora.safe_text import visible_line
 from trillora.secrets import mask_message
 
@@ -84,8 +84,7 @@ def adapter_to_push(source: ExportSource, base: str | None = None) -> dict[str, 
     files[CONFIG_FILE] = changed
     card = folder / CARD_FILE
     if not card.is_file() or is_unedited(read_text(card, do="remove this file")):
-        part = folder.name if folder.parent.name == ADAPTERS else None
-        files[CARD_FILE] = adapter_card(changed, source.run, name=source.name, part=part).encode()
+        files[CARD_FILE] = adapter_card(changed, source.run, name=source.name, part=source.part).encode()
     if MARK in files:
         files[MARK] = _new_checksums(folder, files)
     return files

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trillora.errors import TrilloraError, nearest
 from trillora.events import Listener, ignore_events
-from trillora.runs.files import ADAPTERS, EXPORTS
+from trillora.runs.files import EXPORTS
 
 if TYPE_CHECKING:
     from trillora.export.source import Exported, ExportSource
@@ -34,8 +34,8 @@ def default_folder(source: ExportSource, kind: str, type: str | None = None) -> 
             do="choose a new folder with --out",
         )
     typed = f"-{type or DEFAULT_TYPES['gguf']}" if kind == "gguf" else ""
-    phase = f"-{source.adapter.name}" if source.adapter.parent.name == ADAPTERS else ""
-    return source.run / EXPORTS / f"{kind}{typed}{phase}"
+    part = "" if source.part is None else f"-{source.part}"
+    return source.run / EXPORTS / f"{kind}{typed}{part}"
 
 
 def export_as(

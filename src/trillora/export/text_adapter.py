@@ -83,7 +83,7 @@ def _parts(wrapper: CausalLM, alone: CausalLM) -> list[tuple[Any, Any]]:
     return [(wrapper.decoder or wrapper.module, alone.decoder or alone.module), heads]
 
 
-def _name_of(module: Any, part: Any) -> str:
+def _name_of(module: Any, part: object) -> str:
     return next(name for name, child in module.named_modules() if child is part)
 
 

@@ -74,7 +74,7 @@ def find_damage(facts: Mapping[str, Any], files: Mapping[str, bytes]) -> tuple[s
     return None if name is None else (name, "differs from its checksum")
 
 
-def seal(facts: dict[str, Any]) -> bytes:
+def seal(facts: Mapping[str, object]) -> bytes:
     """The facts and their digest as JSON. Equal facts give equal bytes."""
     digest = json_digest(facts)
     return (json.dumps({**facts, "digest": digest}, sort_keys=True, indent=1) + "\n").encode()

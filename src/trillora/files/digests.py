@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 _BLOCK = 1 << 22  # bytes
 
@@ -19,7 +19,7 @@ def text_digest(text: str) -> str:
     return bytes_digest(text.encode("utf-8", "surrogatepass"))
 
 
-def json_digest(value: Any) -> str:
+def json_digest(value: object) -> str:
     """Of a JSON value, independent of the order of its keys."""
     return text_digest(json.dumps(value, sort_keys=True))
 

@@ -365,7 +365,7 @@ class RemoteStorage:
             self._call(self._system.rmdir, self._path(name))
 
     @staticmethod
-    def _is_there(files: Mapping[str, Mapping[str, Any]]) -> bool:
+    def _is_there(files: Mapping[str, Mapping[str, object]]) -> bool:
         """Whether a set is complete. An empty mark is not: some systems create a file before they write its data."""
         return bool(files) and (".making" not in files or bool(files.get(MARK, {}).get("size")))
 
@@ -396,7 +396,7 @@ class RemoteStorage:
         if self.read_note(name) == data:
             self._call(self._system.rm_file, self._path(name))
 
-    def _put(self, name: str, file: str, data: bytes, **options: Any) -> None:
+    def _put(self, name: str, file: str, data: bytes, **options: object) -> None:
         path, size = self._path(name, file), len(data)
         try:
             self._call(self._system.pipe_file, path, data, num_bytes=size, **options)
@@ -447,7 +447,7 @@ class RemoteStorage:
             ) from None
         return system, str(path)
 
-    def _call(self, function: Callable[..., Any], *arguments: Any, num_bytes: int = 0, **options: Any) -> Any:
+    def _call(self, function: Callable[..., object], *arguments: object, num_bytes: int = 0, **options: object) -> Any:
         seconds = CALL_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND
         try:
             return _within(seconds, lambda: function(*arguments, **options))
@@ -461,7 +461,7 @@ class RemoteStorage:
         return mask_urls(f"{type(error).__name__}: {error}", self._secrets)
 
 
-def _within(seconds: float, work: Callable[[], Any]) -> Any:
+def _within(seconds: float, work: Callable[[], object]) -> Any:
     """The result of work that may never end: a store behind a firewall does not even refuse a connection. It is done in
     a thread that the process does not wait for."""
     answer: Future[Any] = Future()

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from trillora.data.rendering.chat_templates import find_template
+from trillora.devices.chips import Device
 from trillora.devices.mesh import (
     BATCH_AXES,
     MeshShape,
@@ -32,28 +32,27 @@ from trillora.devices.mesh import (
     remember_programs,
     replicated,
 )
-from trillora.early.runs import run_adapter
 from trillora.engine.quantize import Matmul, stored_format
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.files.cache_dir import cache_root
-from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
-from trillora.model.adapters import TEMPLATE_FILE, fit_adapter, fitting, load_adapter
+from trillora.model.adapters import fit_adapter, fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
-from trillora.model.kv_cache import moved
+from trillora.model.kv_cache import Arrays, moved
 from trillora.model.layout import Tree
-from trillora.model.loading.digest import weights_digest
-from trillora.model.loading.source import OpenModel, weight_files
+from trillora.model.loading.source import OpenModel
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora_spec import LoraSpec
-from trillora.recipe.load import load_model_section, load_run_recipe
+from trillora.recipe.load import load_model_section
 from trillora.recipe.schema import Auto, Dtype, Quantize, Recipe, stages_of
-from trillora.runs.files import ADAPTER, MANIFEST_FILE, is_run
-from trillora.step.background import compile_program
+from trillora.runs.adapter import adapter_of, template_of
+from trillora.runs.files import ADAPTER, is_run
+from trillora.runs.saved import SavedRun, find_adapter
+from trillora.step.background import Program, compile_program
 from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import choose_dtype, fastest_attention, formats_to_try, memory_limit
 
@@ -139,7 +138,7 @@ class Generator:
         overrides: Sequence[str] = (),
         opened: OpenModel | None = None,
         with_adapter: bool = True,
-        adapter: Path | None = None,
+        adapter: str | Path | None = None,
         quantize: Quantize | None = None,
         backend: str = "auto",
         longest: int | None = None,
@@ -147,14 +146,17 @@ class Generator:
         listener: Listener = ignore_events,
     ) -> Generator:
         """Opens a run's folder, a model's folder, a hub id or `smollm2`. `overrides` replace options of the run's
-        recipe; only they can allow a model's Python code to run. `adapter` is the folder of an adapter that is used
-        instead of the run's own. `quantize`: format of the base; None: the run's format. `opened`: the model, if it is
-        already open."""
-        run = user_path(name, where="the run or model")
-        recipe = load_run_recipe(run, overrides).recipe if is_run(run) else None
-        adapter_folder = adapter
-        if adapter is None and recipe is not None and with_adapter:
-            adapter_folder = run_adapter(run)
+        recipe; only they can allow a model's Python code to run. `adapter` is used instead of the run's own: the name
+        of one of several, or a folder. `quantize`: format of the base; None: that of the run. `opened`: the model, if
+        it is already open."""
+        folder = user_path(name, where="the run or model")
+        run = SavedRun.open(folder, overrides) if is_run(folder) else None
+        recipe = run.recipe if run is not None else None
+        adapter_folder = None
+        if run is not None and with_adapter:
+            adapter_folder = adapter_of(run, adapter, listener=listener).folder
+        elif adapter is not None:
+            adapter_folder = find_adapter(adapter).folder
         source = load_model_section(name, overrides) if recipe is None else recipe.model
         trusted = source.trust_remote_code
         listener(Note(f"Model {source.name}" + (f" with {adapter_folder}" if adapter_folder else "")))
@@ -162,8 +164,8 @@ class Generator:
         opened = opened or OpenModel.open(
             source.name, revision=source.revision, trust_remote_code=trusted, tokens=tokens or ()
         )
-        if recipe is not None and not OTHER_MODEL.intersection(given.partition("=")[0] for given in overrides):
-            _check_base(opened, run)
+        if run is not None and not OTHER_MODEL.intersection(given.partition("=")[0] for given in overrides):
+            run.check_base(opened)
         spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})
         if quantize is not None and quantize != source.quantize and adapter_folder is not None:
             listener(_other_base(source.quantize, quantize))
@@ -175,7 +177,7 @@ class Generator:
             model, mesh = place_model(
                 opened.config, devices, spec, source.dtype, base_format, codes_for, trust_remote_code=trusted
             )
-        own, prompts = _prompts(opened, recipe, adapter or (run / ADAPTER if recipe is not None else None))
+        own, prompts = _prompts(opened, recipe, adapter_folder or folder / ADAPTER)
         folder = opened.folder
         base = load_weights(folder, model.module, model.layout, weight_shardings(model, mesh), listener)
         fitted = fit_adapter(matrices, model.adapter_layout, where=str(adapter_folder))
@@ -379,7 +381,9 @@ class Generator:
             tokens[b, starts[b] :] = prompt
         return (tokens, starts, np.array(numbers, np.int32)), np.int32(end)
 
-    def _reader(self, bucket: Bucket, adapter: Tree, inputs: Any, rule: Sampling, stops: Any) -> Any:
+    def _reader(
+        self, bucket: Bucket, adapter: Tree, inputs: tuple[jax.Array, ...], rule: Sampling, stops: jax.Array
+    ) -> tuple[Program, DecodeState]:
         """The prefill program of a bucket, and the shapes of its result. It is compiled ahead of time: other shapes are
         an error, never a recompilation."""
         if bucket in self._readers:
@@ -387,7 +391,14 @@ class Generator:
         decoder = self._decoder
 
         def read(
-            base: Tree, adapter: Tree, tokens: Any, starts: Any, rows: Any, end: Any, rule: Sampling, stops: Any
+            base: Tree,
+            adapter: Tree,
+            tokens: jax.Array,
+            starts: jax.Array,
+            rows: jax.Array,
+            end: jax.Array,
+            rule: Sampling,
+            stops: jax.Array,
         ) -> DecodeState:
             logits, cache = decoder.prefill(base, adapter, tokens, starts, bucket.num_slots)
             if not bucket.ends_later:
@@ -399,16 +410,20 @@ class Generator:
         self._readers[bucket] = compile_program(program), self._state_shapes(program.out_info)
         return self._readers[bucket]
 
-    def _writer(self, num_rows: int, num_slots: int, adapter: Tree, state: Any, rule: Sampling, stops: Any) -> Any:
+    def _writer(
+        self, num_rows: int, num_slots: int, adapter: Tree, state: DecodeState, rule: Sampling, stops: jax.Array
+    ) -> Program:
         """The decode program."""
         if (num_rows, num_slots) in self._writers:
             return self._writers[num_rows, num_slots]
         decoder = self._decoder
 
         def write(
-            base: Tree, adapter: Tree, state: DecodeState, limit: Any, rule: Sampling, stops: Any
+            base: Tree, adapter: Tree, state: DecodeState, limit: jax.Array, rule: Sampling, stops: jax.Array
         ) -> tuple[DecodeState, jax.Array]:
-            def forward(cache: Any, tokens: Any, slot: Any, starts: Any) -> tuple[jax.Array, Any]:
+            def forward(
+                cache: Arrays, tokens: jax.Array, slot: jax.Array, starts: jax.Array
+            ) -> tuple[jax.Array, Arrays]:
                 return decoder.decode(base, adapter, cache, tokens, slot, starts, num_slots)
 
             return write_on(forward, state, limit, rule, stops, most=TOKENS_PER_CALL, padding=0)
@@ -429,17 +444,17 @@ class Generator:
         return jax.jit(join, out_shardings=self._places)
 
     @property
-    def _everywhere(self) -> Any:
+    def _everywhere(self) -> NamedSharding:
         return replicated(self._mesh)
 
     @property
-    def _places(self) -> Any:
+    def _places(self) -> DecodeState:
         rows = batch_sharding(self._mesh)
         return DecodeState._make(
             self._everywhere if name in ("slot", "num_written") else rows for name in DecodeState._fields
         )
 
-    def _state_shapes(self, state: Any) -> Any:
+    def _state_shapes(self, state: DecodeState) -> DecodeState:
         return DecodeState._make(map(_shapes, state, self._places))
 
     def _size(self, num_prompts: int, longest: int, max_tokens: int, num_rows: int | None) -> tuple[int, int]:
@@ -478,7 +493,7 @@ class Generator:
             )
 
 
-def _shapes(arrays: Any, place: Any) -> Any:
+def _shapes(arrays: object, place: NamedSharding) -> Any:
     """The shapes of arrays that are put there."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=place), arrays)
 
@@ -503,28 +518,12 @@ def _stop_array(stops: Sequence[int]) -> np.ndarray:
     return np.array([*stops, *[-1] * (8 - len(stops))], np.int32)
 
 
-def _check_base(opened: OpenModel, run: Path) -> None:
-    """An adapter is right only for the weights that it was trained on."""
-    file = run / MANIFEST_FILE
-    if not file.exists():  # a run that was stopped before its first step
-        return
-    facts = read_json(file, dict[str, Any], do="restore it from a copy, or run the training command again")
-    identity, now = facts.get("identity"), weights_digest(opened.folder, weight_files(opened.folder))
-    if not isinstance(identity, dict) or identity.get("model") != now:
-        raise TrilloraError(
-            "The base model is not the one that this run was trained on: its weights, config or code have changed.",
-            where=str(opened.folder),
-            do="restore the original model; or use this one with the override model.name=MODEL",
-        )
-
-
-def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path | None) -> tuple[Prompts, Prompts]:
+def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path) -> tuple[Prompts, Prompts]:
     """Prompts of the base, in its own chat template, and of the adapter, in the one it was trained with. A base without
     a template gets the adapter's. The adapter's stop tokens include the base's."""
     tokenizer = opened.tokenizer
     own = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    file = adapter / TEMPLATE_FILE if adapter is not None else None
-    trained = find_template(str(file), (), None) if file is not None and file.is_file() else None
+    trained = template_of(adapter)
     data = stages_of(recipe)[-1].recipe.data if recipe is not None else None
     base = Prompts(
         tokenizer,
@@ -544,7 +543,7 @@ def _other_base(trained: str, quantize: str) -> Note:
 
 def place_model(
     config: PretrainedConfig,
-    devices: list[Any],
+    devices: Sequence[Device],
     spec: LoraSpec | None,
     dtype: Auto | Dtype,
     quantize: Auto | Quantize,

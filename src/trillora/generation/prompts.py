@@ -50,7 +50,7 @@ class Prompts:
         *,
         template: str | None,
         template_date: str | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         stops: Iterable[int] = (),
     ) -> None:
         """`arguments` go to the chat template; a prompt may add its own."""
@@ -103,7 +103,7 @@ class Prompts:
                 self._idle.get_nowait().close()
 
     def encode(
-        self, prompt: Prompt, arguments: Mapping[str, Any] | None = None, *, max_tokens: int | None = None
+        self, prompt: Prompt, arguments: Mapping[str, object] | None = None, *, max_tokens: int | None = None
     ) -> list[int]:
         """The tokens that the answer follows. `arguments` are for the chat template, in this prompt only. A text that
         cannot have at most `max_tokens` is refused before it is tokenized."""

@@ -324,7 +324,7 @@ def _as_yaml(recipe: Recipe, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _given(value: Any) -> Any:
+def _given(value: object) -> Any:
     """A section as the mapping that a person would have written."""
     if isinstance(value, Section):
         fields = {

@@ -48,10 +48,11 @@ from trillora.model.lora_spec import AdapterDoesNotFit, LayerLora, LoraSpec, bou
 from trillora.model.parts.expert_parameters import INNER
 from trillora.model.parts.peft_names import by_parameter, layers_in, metadata_of, names_in_file, with_layers
 from trillora.model.parts.whole_weights import Indices, in_config, is_used, other_parts, sorted_rows
+from trillora.runs.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS_FILE, CONFIG_FILE = ADAPTER_WEIGHTS, ADAPTER_CONFIG
 TEMPLATE_FILE = "chat_template.jinja"  # only if the run had its own
 
 # Options that change W + scale * B A to another formula, with the value that means "not used".
@@ -142,7 +143,7 @@ def _whole(alpha: float) -> float:
 
 
 def peft_files(
-    adapter: dict[str, np.ndarray], config: dict[str, Any], names: Mapping[str, str] | None = None
+    adapter: dict[str, np.ndarray], config: Mapping[str, object], names: Mapping[str, str] | None = None
 ) -> dict[str, bytes]:
     """The two files of an adapter given by parameter name, with this content of `CONFIG_FILE`. `names` are those in the
     file of the layers that PEFT finds by another name (`parts/peft_names.py`)."""
@@ -338,7 +339,9 @@ def _inconsistent(what: str, where: str) -> TrilloraError:
     return TrilloraError(what, where=where, do=f"use the {CONFIG_FILE} and {WEIGHTS_FILE} of the same adapter")
 
 
-def _peft_values(targets: dict[str, str], patterns: dict[str, Any], usual: Any, where: str) -> dict[str, list[Any]]:
+def _peft_values(
+    targets: dict[str, str], patterns: Mapping[str, object], usual: object, where: str
+) -> dict[str, list[Any]]:
     """The values of each target by PEFT's rule: from the patterns that match the end of its name, first the one
     that counts. `targets` gives the name that PEFT compares."""
     regexes = [(bounded_regex(key, where), value) for key, value in patterns.items()]
@@ -351,7 +354,7 @@ def _peft_values(targets: dict[str, str], patterns: dict[str, Any], usual: Any, 
     return {target: list(dict.fromkeys(values_of(name))) or [usual] for target, name in targets.items()}
 
 
-def _peft_pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
+def _peft_pattern(values: Mapping[str, object], usual: object) -> dict[str, Any]:
     """PEFT's pattern that gives the targets these values: by short names where that is exact, else by full names."""
     different = {name: value for name, value in values.items() if value != usual}
     short = {re.escape(_short_name(name)): value for name, value in different.items()}
@@ -513,7 +516,7 @@ def _from_peft(name: str, layers: Mapping[str, str], where: str) -> str:
     )
 
 
-def _unsupported(path: Path, key: str, value: Any) -> TrilloraError:
+def _unsupported(path: Path, key: str, value: object) -> TrilloraError:
     return TrilloraError(
         f"This adapter uses {key}: {value}, which is not plain LoRA.",
         where=str(path),

@@ -20,7 +20,7 @@ import inspect
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -62,7 +62,7 @@ from trillora.model.parts.whole_weights import add_whole_weights, select_modules
 from trillora.model.quantized import part_leaves, quantize_layers, whole_weight
 from trillora.model.remat import Remat
 from trillora.model.stack import LayerStack, LinkedLayers, decoder_layers
-from trillora.model.trace import Kernels, Trace, replaced, tracing
+from trillora.model.trace import Kernels, Replacement, Trace, replaced, tracing
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig
@@ -185,7 +185,7 @@ class CausalLM:
         decoder = self.decoder
         assert decoder is not None
 
-        def stop_after_decoder(*args: Any, **kwargs: Any) -> None:
+        def stop_after_decoder(*args: object, **kwargs: object) -> None:
             raise _DecoderReturned(type(decoder).forward(decoder, *args, **kwargs))
 
         try:
@@ -203,7 +203,7 @@ class CausalLM:
         assert decoder is not None and kind is not None, "hidden() has to be traced before head()"
         tokens = jnp.zeros(hidden_BTD.shape[:2], jnp.int32)  # not used: the decoder does not run
 
-        def return_slice(*args: Any, **kwargs: Any) -> Any:
+        def return_slice(*args: object, **kwargs: object) -> Any:
             chunk = interop.torch_view(split_rows(hidden_BTD, self.mesh))
             return (chunk,) if kind is tuple else kind(last_hidden_state=chunk)
 
@@ -267,9 +267,7 @@ class CausalLM:
             keywords["position_ids"] = interop.torch_view(trace.positions_BT)
         return self.run(trace, unstacked, keywords, packing_aware(self.module))
 
-    def run(
-        self, trace: Trace, weights: Tree, keywords: dict[str, Any], replacements: list[tuple[Any, str, Any]]
-    ) -> Any:
+    def run(self, trace: Trace, weights: Tree, keywords: Mapping[str, object], replacements: list[Replacement]) -> Any:
         """Runs transformers' own forward with these weights, for training and generation. `replacements` are (object,
         attribute, value): attributes that are replaced during the call."""
         masks = attention_functions.mask_replacements(self.module, self.attention_style)
@@ -419,11 +417,11 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
 
 
-def _except_on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
+def _except_on_meta(function: Callable[..., object]) -> Callable[..., object]:
     """torch takes 1.5 ms to draw no random numbers: a third of a second for a model of 30 layers."""
 
     @functools.wraps(function)
-    def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def initialize(tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
         return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
 
     return initialize
@@ -448,13 +446,13 @@ def _restored(module: torch.nn.Module) -> Iterator[None]:
 class _DecoderReturned(Exception):
     """Carries the decoder's output out of the forward, past the head."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
         self.output = output
 
 
 @contextlib.contextmanager
-def _replaced_forward(module: torch.nn.Module, forward: Any) -> Iterator[None]:
+def _replaced_forward(module: torch.nn.Module, forward: object) -> Iterator[None]:
     module.__dict__["forward"] = forward
     try:
         yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from trillora.model.layout import Tree, unstack
 from trillora.model.limits import why_not_decode
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, environment
 from trillora.model.parts.whole_weights import with_whole_weights
-from trillora.model.trace import Slots, Trace
+from trillora.model.trace import Replacement, Slots, Trace
 
 OWN_ATTENTION = "{name} computes attention in its own code, which does not use our cache."
 
@@ -99,7 +99,7 @@ class Decoder:
         return trace
 
     def _call(
-        self, trace: Trace, tokens: jax.Array, cache: StaticCache, extra: dict[str, Any]
+        self, trace: Trace, tokens: jax.Array, cache: StaticCache, extra: Mapping[str, object]
     ) -> tuple[jax.Array, Arrays]:
         model = self.model
         assert trace.positions_BT is not None
@@ -135,7 +135,7 @@ class _Layers:
         self._known: list[tuple[Any, Any]] = []  # (what calls have in common, their function or None)
         self._is_inside = False
 
-    def replacements(self) -> list[tuple[Any, str, Any]]:
+    def replacements(self) -> list[Replacement]:
         layers = self._model.stack.layers
         if len(layers) != len(self._cache.layers):
             return [(layer, "forward", self._split(layer.forward)) for layer in layers]
@@ -144,7 +144,7 @@ class _Layers:
             for i, layer in enumerate(layers)
         ]
 
-    def _run(self, i: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, i: int, forward: Callable[..., object], *args: object, **kwargs: object) -> Any:
         leaves, structure = torch_tree.tree_flatten((args, kwargs))
         tensors = {at: leaf.jax() for at, leaf in enumerate(leaves) if isinstance(leaf, TORCHAX_TENSORS)}
         others = [leaf for at, leaf in enumerate(leaves) if at not in tensors]
@@ -190,17 +190,17 @@ class _Layers:
         cache.put(i, mine)
         return out, kept
 
-    def _split(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _split(self, forward: Callable[..., object]) -> Callable[..., object]:
         """The forward of a layer with the sharding of its input and output constrained (see `mesh.split_rows`)."""
         mesh = self._model.mesh
         if mesh is None or mesh.size == 1:
             return forward
 
-        def split(value: Any) -> Any:
+        def split(value: object) -> Any:
             is_hidden = isinstance(value, TORCHAX_TENSORS) and value.ndim == 3
             return interop.torch_view(split_rows(interop.jax_view(value), mesh)) if is_hidden else value
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             if args:
                 args = (split(args[0]), *args[1:])
             elif "hidden_states" in kwargs:

@@ -93,10 +93,10 @@ class _KeysAndValues(cache_utils.CacheLayerMixin):
         self.slot, self.num_slots, self.num_updates = slot, num_slots, 0
         self.is_initialized = slot is not None
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         """Does nothing: the arrays come from `StaticCache`."""
 
-    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object) -> tuple[Any, Any]:
         """Stores keys and values, and returns those for attention: the prompt's own at first, then the whole buffer."""
         self.num_updates += 1
         new = interop.jax_view(keys), interop.jax_view(values)
@@ -138,11 +138,11 @@ def _written(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
 class _Recurrent(cache_utils.LinearAttentionCacheLayerMixin):
     """Convolution and recurrent states of one layer: transformers' interface without its in-place updates."""
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         """Does nothing: the arrays come from `StaticCache`."""
 
     def update_conv_state(
-        self, conv_states: Any, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Any:
         old = self.conv_states[state_idx]
         whole = conv_states if old is None else torch.cat([old, conv_states], dim=-1)
@@ -152,7 +152,7 @@ class _Recurrent(cache_utils.LinearAttentionCacheLayerMixin):
         self.conv_states[state_idx], self.has_previous_state[state_idx] = whole[..., -size:].clone(), True
         return whole
 
-    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: object) -> Any:
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 
@@ -160,7 +160,7 @@ class _Recurrent(cache_utils.LinearAttentionCacheLayerMixin):
 class _Both(_Recurrent, _KeysAndValues):
     """A layer with both attention and a recurrence."""
 
-    def __init__(self, slot: jax.Array | None, num_slots: int, **kwargs: Any) -> None:
+    def __init__(self, slot: jax.Array | None, num_slots: int, **kwargs: object) -> None:
         _KeysAndValues.__init__(self, slot, num_slots)
         _Recurrent.__init__(self, **kwargs)
 

@@ -58,7 +58,7 @@ class _LinearOutput:
     lora_init: str
     lora_stream: int  # a number for the dropout key, different for each adapted projection of a layer
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
         joined = self._joined_output(x) if not args and not kwargs else None
         if joined is not None:
             return joined
@@ -203,7 +203,7 @@ class _EmbeddingOutput:
     lora_embedding_b: torch.nn.Parameter
     lora_scale: float
 
-    def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, tokens: torch.Tensor, *args: object, **kwargs: object) -> Any:
         out = super().forward(tokens, *args, **kwargs)  # type: ignore[misc]
         if not isinstance(out, TORCHAX_TENSORS):
             return out

@@ -19,13 +19,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import jax
 
 from trillora.engine.attention import SAVED_NAME as ATTENTION
 from trillora.engine.mixture.experts import SAVED_NAME as SMALL
 from trillora.model.trace import Trace
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 Remat = Literal["none", "linear", "wide", "half", "gate", "attention", "full", "dots", "offload"]
 
@@ -34,7 +37,7 @@ LINEAR, FIRST_WIDE, WIDE = "linear", "first wide", "wide"
 
 _policies = jax.checkpoint_policies
 _LINEAR = _policies.save_only_these_names(LINEAR, FIRST_WIDE, WIDE, SMALL, ATTENTION)
-POLICIES: dict[Remat, tuple[Callable[..., Any], ...]] = {  # of layers 0, 1, …, repeated
+POLICIES: dict[Remat, tuple[Callable[..., bool], ...]] = {  # of layers 0, 1, …, repeated
     "linear": (_LINEAR,),
     "wide": (_policies.save_only_these_names(FIRST_WIDE, WIDE, SMALL, ATTENTION),),
     "gate": (_policies.save_only_these_names(FIRST_WIDE, SMALL, ATTENTION),),
@@ -78,7 +81,7 @@ def recomputed_together(remat: Remat, layers: Sequence[int]) -> list[slice]:
     return [slice(part[0], part[-1] + 1) for part in parts]
 
 
-def checkpointed(body: Callable[..., Any], remat: Remat, layer: int, *, looped: bool) -> Callable[..., Any]:
+def checkpointed(body: Callable[Given, Result], remat: Remat, layer: int, *, looped: bool) -> Callable[Given, Result]:
     """Applies remat to a function that runs layers, beginning with `layer`. In a loop `prevent_cse` is not needed: XLA
     cannot merge the recomputation with the forward pass."""
     if remat == "none":

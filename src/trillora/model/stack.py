@@ -102,7 +102,7 @@ class _Varying:
         return interop.torch_view(jax.lax.select_n(scanned, *self.values))
 
 
-def find_segments(signatures: Sequence[Any]) -> list[RepeatedLayers]:
+def find_segments(signatures: Sequence[object]) -> list[RepeatedLayers]:
     """Splits the layers into segments so that as few layers as possible are traced, by dynamic programming: `best[n]`
     is the cheapest split of the first n layers."""
     best: list[tuple[float, list[RepeatedLayers]]] = [(0.0, [])]
@@ -127,7 +127,7 @@ def find_segments(signatures: Sequence[Any]) -> list[RepeatedLayers]:
 def layer_signature(layer: torch.nn.Module) -> tuple[Any, ...]:
     """Two layers with equal signatures compute the same function of their weights, inputs and masks."""
 
-    def counts(module: torch.nn.Module, key: str, value: Any) -> bool:
+    def counts(module: torch.nn.Module, key: str, value: object) -> bool:
         if key.startswith("_") or key in _INDEX_ATTRIBUTES or not _is_plain(value):
             return False
         return key not in _WINDOW_ATTRIBUTES or _uses(type(module), key)
@@ -160,7 +160,7 @@ def _within(rule: MaskRule, num_tokens: int) -> MaskRule:
     return dataclasses.replace(rule, window=None)
 
 
-def _distinct(values: list[Any], same: Callable[[Any, Any], bool]) -> tuple[list[Any], list[int]]:
+def _distinct(values: Sequence[object], same: Callable[[Any, Any], bool]) -> tuple[list[Any], list[int]]:
     """The distinct values, and for each value its index among them: [a, b, a] -> [a, b], [0, 1, 0]."""
     distinct: list[Any] = []
     which = []
@@ -186,7 +186,7 @@ def _uses(cls: type, attribute: str) -> bool:
         return True
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(_is_plain(v) for v in value)
     if isinstance(value, dict):
@@ -274,7 +274,7 @@ class LayerStack:
     def _weights(self, trace: Trace, prefix: str) -> dict[str, jax.Array]:
         return {key[len(prefix) :]: value for key, value in trace.weights.items() if key.startswith(prefix)}
 
-    def _record(self, i: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record(self, i: int, forward: Callable[..., object], *args: object, **kwargs: object) -> Any:
         trace = current()
         if trace is None or trace.running_layers:
             return forward(*args, **kwargs)
@@ -498,7 +498,11 @@ class LayerStack:
         return out, [(original, added) for original, added in additions if added]
 
     def _check_same_program(
-        self, segment: RepeatedLayers, tracer: Callable[[list[int]], Callable[..., Any]], hidden: jax.Array, xs: Any
+        self,
+        segment: RepeatedLayers,
+        tracer: Callable[[list[int]], Callable[..., object]],
+        hidden: jax.Array,
+        xs: object,
     ) -> None:
         """If repetitions differ in window attributes, trace one of each kind and compare the programs: the signature
         assumes that these attributes only affect the mask."""

@@ -11,7 +11,7 @@ while a model is traced:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -28,6 +28,8 @@ from trillora.engine.ragged import BlockDocuments
 # the loss). With kernels, layers that have the same input are computed together, with their adapters
 # (`engine.kernels.joined_linear`), and `Trace.products` says what adds up their matmuls.
 Kernels = Literal["xla", "fused"]
+
+Replacement = tuple[object, str, object]  # an object, the name of its attribute, and the value during a call
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def tracing(trace: Trace) -> Iterator[Trace]:
 
 
 @contextlib.contextmanager
-def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
     """Sets attributes (object, attribute, value) and restores them afterwards."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     try:

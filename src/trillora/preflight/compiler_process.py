@@ -22,13 +22,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from trillora.devices.chips import CHIPS, DEVICE_KINDS, GIB
+from trillora.devices.chips import CHIPS, DEVICE_KINDS, GIB, Device
 from trillora.devices.slices import Slice, find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Event, Listener, Note, ignore_events, to_json
@@ -75,7 +75,7 @@ class TpuCompiler:
         return self._known[id(assembly)][1]
 
 
-def _used(devices: list[Any], stage: StageRecipe) -> list[Any]:
+def _used(devices: Sequence[Device], stage: StageRecipe) -> Sequence[Device]:
     """The devices of the slice that the recipe uses."""
     requested = stage.hardware.devices
     if requested == "auto":

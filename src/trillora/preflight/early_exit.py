@@ -35,7 +35,7 @@ class CompileResult:
     is_whole: bool
 
 
-def compile_until_layout(compile_program: Callable[..., Any], dump: Path, *, whole: bool) -> CompileResult:
+def compile_until_layout(compile_program: Callable[..., object], dump: Path, *, whole: bool) -> CompileResult:
     """Compile until memory and instruction order are known; with `whole`, to the end.
 
     `compile_program` takes compiler options and returns the compiled program. The folder `dump` is created."""

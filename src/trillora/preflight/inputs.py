@@ -30,7 +30,7 @@ from trillora.recipe.schema import EMBEDDED, Recipe, Stage, StageRecipe, stages_
 from trillora.step.group_plan import segments, selections
 
 if TYPE_CHECKING:
-    from trillora.model.loading.types import PretrainedConfig
+    from trillora.model.loading.types import PretrainedConfig, Tokenizer
 
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"
 PACKAGE = Path(__file__).parents[1]
@@ -147,7 +147,7 @@ def _written_config(cache: Path, name: str, config: PretrainedConfig) -> Path:
     return folder
 
 
-def _tokenizer(folder: Path, recipe: Recipe) -> tuple[Any, list[str]]:
+def _tokenizer(folder: Path, recipe: Recipe) -> tuple[Tokenizer, list[str]]:
     name, notes = recipe.model.name, []
     try:
         tokenizer = load_tokenizer(folder)
@@ -167,7 +167,7 @@ def _warnings(stages: list[StageInput], config: PretrainedConfig) -> Iterator[st
             yield f"Stage {stage.name} has sequences of {stage.sequence_length} tokens; the model supports {limit}."
 
 
-def fingerprint(recipe: Recipe, **question: Any) -> str:
+def fingerprint(recipe: Recipe, **question: object) -> str:
     """A digest of everything the result depends on. Fast: data files are identified by size and modification time, the
     model by its files or by its commit in the hub's cache."""
     parts = {
@@ -181,7 +181,7 @@ def fingerprint(recipe: Recipe, **question: Any) -> str:
     return text_digest(json.dumps(parts, sort_keys=True, default=str))
 
 
-def _paths(tree: Any) -> Iterator[Path]:
+def _paths(tree: object) -> Iterator[Path]:
     """Every string of a recipe that is an existing path."""
     if isinstance(tree, dict):
         for value in tree.values():

@@ -11,10 +11,10 @@ measured ones there, and simulating unrolled programs takes long.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from trillora.devices.chips import DEVICE_KINDS, Chip, chip_of
+from trillora.devices.chips import DEVICE_KINDS, Chip, Device, chip_of
 from trillora.preflight.estimate.estimate import Estimate, argument_bytes, estimate, kind_shares
 from trillora.preflight.hlo.simulate import AS_ASSUMED, SimulatedStep, Slowdown, simulate
 from trillora.preflight.measured_speeds import measured_chip, slowdown_of
@@ -51,7 +51,7 @@ class Estimates:
         found = self.of(assembly)
         return Guess(found.step_seconds, found.peak_bytes, found.logits_bytes)
 
-    def seconds(self, assembly: Assembly, compiled: Any) -> float | None:
+    def seconds(self, assembly: Assembly, compiled: object) -> float | None:
         return compiled.step_seconds if isinstance(compiled, Estimate) else None
 
     def compile(self, assembly: Assembly) -> tuple[Estimate, float]:
@@ -73,7 +73,7 @@ class Simulations(Estimates):
         self._text = text or (lambda compiled: compiled.as_text())
         self._simulated: dict[int, SimulatedStep] = {}
 
-    def simulated(self, assembly: Assembly, compiled: Any) -> SimulatedStep:
+    def simulated(self, assembly: Assembly, compiled: object) -> SimulatedStep:
         if id(assembly) not in self._simulated:
             shares = kind_shares(assembly.model.module.config)
             self.of(assembly)  # keeps the assembly, so that its id stays its own
@@ -82,13 +82,13 @@ class Simulations(Estimates):
             )
         return self._simulated[id(assembly)]
 
-    def is_understood(self, assembly: Assembly, compiled: Any) -> bool:
+    def is_understood(self, assembly: Assembly, compiled: object) -> bool:
         """Another version of the compiler may write its programs in a form not known here, so that a loop counts once.
         The traced step knows how many flops there are."""
         guessed = self.of(assembly).flops
         return abs(self.simulated(assembly, compiled).flops - guessed) <= FLOPS_AGREE * guessed
 
-    def seconds(self, assembly: Assembly, compiled: Any) -> float | None:
+    def seconds(self, assembly: Assembly, compiled: object) -> float | None:
         if not self.is_understood(assembly, compiled):
             return self.of(assembly).step_seconds
         return self.simulated(assembly, compiled).seconds
@@ -100,7 +100,7 @@ class MemoryEstimates(Estimates):
     knows_time = False
 
 
-def predictor_for(devices: list[Any]) -> Estimates | None:
+def predictor_for(devices: Sequence[Device]) -> Estimates | None:
     """For the devices of this machine."""
     platform, kind = devices[0].platform, devices[0].device_kind
     chip = chip_of(kind)

@@ -56,12 +56,12 @@ class JsonRecord:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
-    def to_dict(self) -> dict[str, Any]:
-        tree: dict[str, Any] = TypeAdapter(type(self)).dump_python(self, mode="json")
+    def to_dict(self) -> dict[str, object]:
+        tree: dict[str, object] = TypeAdapter(type(self)).dump_python(self, mode="json")
         return tree
 
     @classmethod
-    def from_dict(cls, tree: dict[str, Any]) -> Self:
+    def from_dict(cls, tree: dict[str, object]) -> Self:
         return TypeAdapter(cls).validate_json(json.dumps(tree))  # strict Python input would refuse lists for tuples
 
 

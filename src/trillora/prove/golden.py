@@ -24,6 +24,7 @@ import json
 import math
 import tempfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,7 @@ def golden_batch() -> dict[str, np.ndarray]:
     return batch
 
 
-def _digest(arrays: dict[str, Any]) -> str:
+def _digest(arrays: Mapping[str, object]) -> str:
     """Of adapter and batch, so that a record is compared only with a run of the same inputs."""
     checksums = {name: zlib.crc32(np.ascontiguousarray(array).tobytes()) for name, array in sorted(arrays.items())}
     return text_digest(json.dumps([CONFIG, checksums], sort_keys=True))

@@ -155,7 +155,7 @@ def _ones(num_bytes: int) -> jax.Array:
     return jnp.ones(num_bytes // 4, jnp.float32)
 
 
-def _seconds(mesh: Mesh, start: Callable[[], Any], turn: Callable[[Any], Any], at_least: float) -> float:
+def _seconds(mesh: Mesh, start: Callable[[], object], turn: Callable[[Any], Any], at_least: float) -> float:
     """Seconds of one turn, which maps what a device has to what it has next."""
 
     def loop(times: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ Each member has the whole recipe that would train it alone. This defines what tr
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ def _combinations(recipe: Recipe, values: dict[str, tuple[float, ...]]) -> tuple
     return tuple(found)
 
 
-def _with(recipe: StageRecipe, chosen: dict[str, Any]) -> StageRecipe:
+def _with(recipe: StageRecipe, chosen: Mapping[str, object]) -> StageRecipe:
     train: dict[str, Any] = {name: chosen[name] for name in ("learning_rate", "seed") if name in chosen}
     lora = {"rank": chosen["rank"]} if "rank" in chosen else {}
     return recipe.model_copy(

@@ -41,17 +41,16 @@ from trillora.recipe.run_file import RunFile
 from trillora.recipe.schema import LISTS, ModelSection, PhaseOptions, Recipe, StageOptions
 from trillora.recipe.section import Section, as_mapping, merged
 from trillora.recipe.tiny import APPLIED, require_local_data, shrunk, tiny_overrides
-from trillora.runs.files import MANIFEST_FILE, METRICS_FILE, RECIPE_FILE, RESOLVED_FILE
+from trillora.runs.files import MARKS, RECIPE_FILE
 from trillora.safe_text import visible_line
 from trillora.secrets import MASK
 
-RUN_FILES = (RECIPE_FILE, RESOLVED_FILE, MANIFEST_FILE, METRICS_FILE)  # a recipe next to one came with a run
 MAX_BYTES = 1 << 20  # of a recipe; PyYAML reads about 200 kB per second
 
 
 def load_recipe(
-    source: str | Path | Mapping[str, Any],
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    source: str | Path | Mapping[str, object],
+    overrides: Sequence[str] | Mapping[str, object] = (),
     *,
     tiny: bool = False,
 ) -> Recipe:
@@ -64,7 +63,7 @@ def load_recipe(
     if isinstance(source, Mapping):
         return _checked(source, "the recipe", Path.cwd(), overrides, tiny=tiny)
     file = user_path(source, where="the recipe")
-    flag = "model.trust_remote_code=true" if any(os.path.isfile(file.parent / name) for name in RUN_FILES) else None
+    flag = "model.trust_remote_code=true" if any(os.path.isfile(file.parent / name) for name in MARKS) else None
     if file.name == RECIPE_FILE:
         saved = run_file.read(file)
         recipe = _checked(saved.recipe, str(file), file.parent, overrides, flag, tiny)
@@ -99,10 +98,10 @@ def load_model_section(name: str, overrides: Sequence[str] = ()) -> ModelSection
 
 
 def _checked(
-    source: Mapping[str, Any],
+    source: Mapping[str, object],
     name: str,
     folder: Path,
-    overrides: Sequence[str] | Mapping[str, Any],
+    overrides: Sequence[str] | Mapping[str, object],
     code_flag: str | None = None,
     tiny: bool = False,
 ) -> Recipe:
@@ -139,7 +138,7 @@ def _checked(
     return recipe
 
 
-def _read_tree(source: Mapping[str, Any], folder: Path, origins: Origins, tiny: bool) -> dict[str, Any]:
+def _read_tree(source: Mapping[str, object], folder: Path, origins: Origins, tiny: bool) -> dict[str, Any]:
     """The recipe in a mapping, with shorthand written out, absolute paths, and its section `tiny` applied or left
     out."""
     tree = _expanded(source)
@@ -157,7 +156,7 @@ def _read_tree(source: Mapping[str, Any], folder: Path, origins: Origins, tiny: 
     return {**tree, "tiny": APPLIED}
 
 
-def _given(path: str, value: Any, folder: Path) -> dict[str, Any]:
+def _given(path: str, value: object, folder: Path) -> dict[str, Any]:
     """One override as a tree. Its relative paths count from `folder`."""
     given = _expanded(_nested(path, value))
     _locate(given, folder)
@@ -201,7 +200,7 @@ def options() -> dict[str, Option]:
     return found
 
 
-def _validated(tree: Mapping[str, Any], origins: Origins) -> Recipe:
+def _validated(tree: Mapping[str, object], origins: Origins) -> Recipe:
     known = options()
     unknown = _unknown_paths(tree, known)
     problems = [unknown_option(path, known, origins) for path in unknown[:MAX_SHOWN]]
@@ -261,7 +260,7 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
     return tree
 
 
-def _parsed_overrides(overrides: Sequence[str] | Mapping[str, Any], origins: Origins) -> Iterable[tuple[str, Any]]:
+def _parsed_overrides(overrides: Sequence[str] | Mapping[str, object], origins: Origins) -> Iterable[tuple[str, Any]]:
     if isinstance(overrides, Mapping):
         for path, value in overrides.items():
             origins.overridden(path, f"override {path}")
@@ -277,7 +276,7 @@ def _parsed_overrides(overrides: Sequence[str] | Mapping[str, Any], origins: Ori
         yield path, yaml.parse(value, where)
 
 
-def _expanded(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _expanded(tree: Mapping[str, object]) -> dict[str, Any]:
     """The mapping with every shorthand section written out, so that overrides can reach inside."""
     expanded = dict(tree)
     for name, field in Recipe.model_fields.items():
@@ -325,21 +324,21 @@ def _locate(tree: dict[str, Any], folder: Path) -> None:
         tree["model"] = {**model, "name": os.path.realpath(path) if is_path else name}
 
 
-def _each(items: Any, change: Callable[[Any, Path, str], Any], folder: Path, where: str) -> Any:
+def _each(items: object, change: Callable[[Any, Path, str], Any], folder: Path, where: str) -> Any:
     """The change made to every item of a list. In an override, a list is a mapping of numbers: `stages.0.data=…`."""
     if isinstance(items, Mapping):
         return {key: change(item, folder, f"{where}.{key}") for key, item in items.items()}
     return [change(item, folder, f"{where}.{n}") for n, item in enumerate(items)] if isinstance(items, list) else items
 
 
-def _located_stage(stage: Any, folder: Path, where: str) -> Any:
+def _located_stage(stage: object, folder: Path, where: str) -> Any:
     if isinstance(stage, Mapping) and isinstance(stage.get("data"), str | list | Mapping):
         data = as_mapping(DataSection, stage["data"])
         return {**stage, "data": _located_data(data, folder, f"{where}.data")}
     return stage
 
 
-def _located_data(data: Mapping[str, Any], folder: Path, where: str) -> dict[str, Any]:
+def _located_data(data: Mapping[str, object], folder: Path, where: str) -> dict[str, Any]:
     located = dict(data)
     if isinstance(path := data.get("path"), str):
         located["path"] = _data_path(path, folder, f"{where}.path")
@@ -354,7 +353,7 @@ def _located_data(data: Mapping[str, Any], folder: Path, where: str) -> dict[str
     return located
 
 
-def _located_source(source: Any, folder: Path, where: str) -> Any:
+def _located_source(source: object, folder: Path, where: str) -> Any:
     expanded = as_mapping(SourceSection, source)
     if isinstance(expanded, Mapping) and isinstance(path := expanded.get("path"), str):
         return {**expanded, "path": _data_path(path, folder, where)}
@@ -375,7 +374,7 @@ def _located(path: str, folder: Path, where: str) -> str:
     return os.path.abspath(user_path(path, where=where, folder=folder))
 
 
-def _without_titles(node: Any) -> Any:
+def _without_titles(node: object) -> Any:
     """Drops the titles in which pydantic repeats each name. An option called `title` stays: its value is a mapping."""
     if isinstance(node, dict):
         return {k: _without_titles(v) for k, v in node.items() if not (k == "title" and isinstance(v, str))}

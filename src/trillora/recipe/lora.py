@@ -74,7 +74,7 @@ class LoraSection(Section):
 
     @field_validator("rank_pattern", "alpha_pattern", mode="before")
     @classmethod
-    def _no_booleans(cls, value: Any) -> Any:
+    def _no_booleans(cls, value: object) -> Any:
         if isinstance(value, dict) and any(isinstance(number, bool) for number in value.values()):
             raise ValueError("yes and no are not numbers")
         return value

@@ -166,7 +166,7 @@ def problems_as_error(problems: Sequence[RecipeProblem], num_problems: int) -> T
     return TrilloraError(first.what, where=first.where, do=first.do + "".join(also))
 
 
-def _wrong_value(path: str, value: Any, option: Option, origins: Origins) -> RecipeProblem:
+def _wrong_value(path: str, value: object, option: Option, origins: Origins) -> RecipeProblem:
     expected = "text" if path.endswith("]") else option.expected
     do = f"give {expected}. {option.effect}"
     if expected.startswith("text") and isinstance(value, (bool, int, float)):
@@ -194,7 +194,7 @@ def _without_numbers(path: str) -> str:
     return re.sub(r"\[\d+\]", "", path)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in an error message: short, and without secrets."""
     match value:
         case None:
@@ -216,14 +216,14 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def _kinds(annotation: object) -> list[Any]:
     """The members of a union, or the type itself, without `None`."""
     if get_origin(annotation) in (Union, types.UnionType):
         return [kind for member in get_args(annotation) for kind in _kinds(member)]
     return [] if annotation is type(None) else [annotation]
 
 
-def _section(kind: Any) -> type[BaseModel] | None:
+def _section(kind: object) -> type[BaseModel] | None:
     """The section in an option's type, or in a list of them."""
     if get_origin(kind) is Annotated or get_origin(kind) is tuple:
         return _section(get_args(kind)[0])
@@ -256,7 +256,7 @@ def _names(section: type[BaseModel]) -> str:
     return ", ".join(info.alias or name for name, info in section.model_fields.items())
 
 
-def _bound(constraint: Any) -> str | None:
+def _bound(constraint: object) -> str | None:
     match constraint:
         case Ge(ge=low):
             return f"of at least {_number(low)}"
@@ -269,5 +269,5 @@ def _bound(constraint: Any) -> str | None:
     return None
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"

@@ -240,13 +240,13 @@ def keep_fixed(recipe: Recipe, before: ResolvedRecipe) -> Recipe:
     return keep_dates(recipe, before).model_copy(update=sections)
 
 
-def _lines(section: Mapping[str, Any], reasons: Mapping[str, str], indent: str) -> Iterable[str]:
+def _lines(section: Mapping[str, object], reasons: Mapping[str, str], indent: str) -> Iterable[str]:
     for key, value in section.items():
         reason = reasons.get(key)
         yield f"{indent}{key}: {yaml.write(value)}" + (f"  # {_one_line(reason)}" if reason else "")
 
 
-def _masked(value: Any) -> Any:
+def _masked(value: object) -> Any:
     """Each text is masked by itself, so that the result is valid YAML with the same keys."""
     match value:
         case str():

@@ -83,7 +83,7 @@ def texts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     return _texts(recipe.model_dump(mode="json"), "")
 
 
-def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _texts(value: object, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, Mapping):

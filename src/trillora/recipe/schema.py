@@ -177,14 +177,14 @@ class TrainSection(StageOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_to_one_epoch(cls, value: Any) -> Any:
+    def _default_to_one_epoch(cls, value: object) -> Any:
         if isinstance(value, Mapping) and value.get("steps") is None and value.get("epochs") is None:
             return {**value, "epochs": 1.0}
         return value
 
     @model_validator(mode="before")
     @classmethod
-    def _default_decay_of_wsd(cls, value: Any) -> Any:
+    def _default_decay_of_wsd(cls, value: object) -> Any:
         if isinstance(value, Mapping) and value.get("schedule") == "wsd" and value.get("decay_fraction") is None:
             return {**value, "decay_fraction": 0.2}
         return value
@@ -551,7 +551,7 @@ def _train_of(train: TrainSection, part: StageSection | PhaseSection) -> TrainSe
     return TrainSection.model_validate(merged(general, own))
 
 
-def _given(part: Section, values: dict[str, Any], own: tuple[str, ...]) -> dict[str, Any]:
+def _given(part: Section, values: Mapping[str, object], own: tuple[str, ...]) -> dict[str, Any]:
     """The options that were given; `train` has all others."""
     return {key: values[key] for key in (*own, *values) if key in own or key in part.model_fields_set}
 

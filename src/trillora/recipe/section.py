@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -33,19 +33,19 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand_shorthand(cls, value: Any) -> Any:
+    def _expand_shorthand(cls, value: object) -> Any:
         return as_mapping(cls, value)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _reject_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_booleans_for_numbers(cls, value: object, info: ValidationInfo) -> Any:
         # Python counts True as 1, so `rank: yes` would be rank 1.
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
             raise PydanticCustomError("bool_type", "yes and no are not values of this option")
         return value
 
 
-def as_mapping(section: type[Section], value: Any) -> Any:
+def as_mapping(section: type[Section], value: object) -> Any:
     """A section as a mapping: a bare string or list is its shorthand key; an empty section (`lora:`) has no keys."""
     if value is None:
         return {}
@@ -57,7 +57,7 @@ def conflict(key: str, what: str, do: str) -> PydanticCustomError:
     return PydanticCustomError("conflict", "values do not fit together", {"key": key, "what": what, "do": do})
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, Any]:
     """`base` with the values of `over` on top, section by section."""
     result = dict(base)
     if over.get("steps") is not None or over.get("epochs") is not None:
@@ -73,13 +73,13 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def is_number(key: Any) -> bool:
+def is_number(key: object) -> bool:
     """Whether a key is the number of an item in a list, as in `stages.0.steps`."""
     text = str(key)
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
-def _with_items(name: str, items: list[Any], over: Mapping[Any, Any]) -> list[Any]:
+def _with_items(name: str, items: Sequence[object], over: Mapping[Any, Any]) -> list[Any]:
     """`stages.0.steps=5` changes the item of the list with that number."""
     changed = {int(number): value for number, value in over.items()}
     if (last := max(changed)) >= len(items):
@@ -91,5 +91,5 @@ def _with_items(name: str, items: list[Any], over: Mapping[Any, Any]) -> list[An
     return [_replaced(item, changed[n]) if n in changed else item for n, item in enumerate(items)]
 
 
-def _replaced(old: Any, new: Any) -> Any:
+def _replaced(old: object, new: object) -> Any:
     return merged(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else new

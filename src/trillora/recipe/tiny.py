@@ -53,7 +53,7 @@ def shrunk(tree: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def tiny_overrides(section: Any, recipe: str) -> Iterable[tuple[str, Any]]:
+def tiny_overrides(section: object, recipe: str) -> Iterable[tuple[str, Any]]:
     """The options in the section `tiny`, by their dotted names. `recipe` names the recipe in errors."""
     if section is None or section == APPLIED:
         return ()
@@ -63,7 +63,7 @@ def tiny_overrides(section: Any, recipe: str) -> Iterable[tuple[str, Any]]:
     return _leaves(section, "")
 
 
-def require_local_data(tree: Mapping[str, Any], full: Mapping[str, Any], recipe: str) -> None:
+def require_local_data(tree: Mapping[str, object], full: Mapping[str, object], recipe: str) -> None:
     """Refuses data from the hub or a URL that the full recipe has and the tiny one did not replace."""
     remote = dict(_remote_data(full))
     for option, address in _remote_data(tree):
@@ -89,11 +89,11 @@ def _smaller(options: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {name: min(kept[name], most) for name, most in MOST.items() if name in kept and _is_count(kept, name)}
 
 
-def _mapping(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _mapping(tree: Mapping[str, object], name: str) -> Mapping[str, Any]:
     return section if isinstance(section := tree.get(name), Mapping) else {}
 
 
-def _is_count(section: Mapping[str, Any], name: str) -> bool:
+def _is_count(section: Mapping[str, object], name: str) -> bool:
     """Whether the value can be compared. A wrong one stays, to be reported like any other."""
     value = section.get(name, 0)
     return isinstance(value, int) and not isinstance(value, bool)
@@ -107,7 +107,7 @@ def _leaves(section: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def _remote_data(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _remote_data(tree: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """The data sources that are not local files, by option. Local paths are absolute by now."""
     parts = [("data", tree.get("data"))]
     for name in LISTS:
@@ -120,7 +120,7 @@ def _remote_data(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                     yield f"{option}.{name}", source
 
 
-def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _sources(data: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     path = data.get("path")
     if isinstance(path, list):
         yield from ((f"path.{n}.path", s.get("path")) for n, s in enumerate(path) if isinstance(s, Mapping))

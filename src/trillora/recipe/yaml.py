@@ -137,7 +137,7 @@ def _advice(text: str, problem: str) -> str:
     return "check indentation, brackets and quotes on this line and the one before"
 
 
-def write(value: Any) -> str:
+def write(value: object) -> str:
     """A value as one line of YAML; `parse` reads it back unchanged."""
     text = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False

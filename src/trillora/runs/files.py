@@ -32,6 +32,8 @@ EVAL_FILE = "eval.json"
 REPORT_FILE = "report.html"
 EXPORTS = "exports"
 TENSORBOARD = "tensorboard"
+MARKS = (MANIFEST_FILE, METRICS_FILE, HISTORY_FILE, RESOLVED_FILE, RECIPE_FILE)  # a folder with one is a run's
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # in PEFT's format
 KEPT_FILE = "adapters.safetensors"  # in a checkpoint of several adapters: arrays called NAME/PARAMETER
 
 

@@ -55,10 +55,10 @@ class ChatForm:
         ]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage.to_dict()}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> dict[str, object] | None:
         return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
 
-    def parts(self, index: int, piece: AnswerPiece) -> list[dict[str, Any]]:
+    def parts(self, index: int, piece: AnswerPiece) -> list[dict[str, object]]:
         chunks = []
         if piece.text or piece.chosen:
             chunks.append(self._chunk(index, {"content": piece.text}, self._logprobs(piece.chosen), None))
@@ -66,14 +66,14 @@ class ChatForm:
             chunks.append(self._chunk(index, {}, None, piece.finish))
         return chunks
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
+    def usage(self, usage: Usage) -> dict[str, object]:
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage.to_dict()}
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+    def _chunk(self, index: int, delta: dict[str, object], logprobs: object, finish: str | None) -> dict[str, object]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
-    def _logprobs(self, chosen: Sequence[SampledToken]) -> dict[str, Any] | None:
+    def _logprobs(self, chosen: Sequence[SampledToken]) -> dict[str, object] | None:
         if not self.with_logprobs:
             return None
         content = [
@@ -82,7 +82,7 @@ class ChatForm:
         ]
         return {"content": content, "refusal": None}
 
-    def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def _one(self, token: int, logprob: float | None) -> dict[str, object]:
         text = self._token_text(token)
         return {
             "token": text,
@@ -109,23 +109,23 @@ class CompletionForm:
         ]
         return {**self._head, "object": "text_completion", "choices": choices, "usage": usage.to_dict()}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> dict[str, object] | None:
         return self._chunk(index, self._echo[index], AnswerPiece()) if self._echo else None
 
-    def parts(self, index: int, piece: AnswerPiece) -> list[dict[str, Any]]:
+    def parts(self, index: int, piece: AnswerPiece) -> list[dict[str, object]]:
         return [self._chunk(index, piece.text, piece)]
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
+    def usage(self, usage: Usage) -> dict[str, object]:
         return {**self._head, "object": "text_completion", "choices": [], "usage": usage.to_dict()}
 
-    def _chunk(self, index: int, text: str, piece: AnswerPiece) -> dict[str, Any]:
+    def _chunk(self, index: int, text: str, piece: AnswerPiece) -> dict[str, object]:
         return {**self._head, "object": "text_completion", "choices": [self._choice(index, text, piece)]}
 
-    def _choice(self, index: int, text: str, piece: AnswerPiece) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, piece: AnswerPiece) -> dict[str, object]:
         logprobs = self._logprobs(index, piece.prompt + piece.chosen) if self.with_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
 
-    def _logprobs(self, index: int, chosen: Sequence[SampledToken]) -> dict[str, Any]:
+    def _logprobs(self, index: int, chosen: Sequence[SampledToken]) -> dict[str, object]:
         texts = [self._token_text(one.token) for one in chosen]
         offsets = []
         for text in texts:

@@ -124,7 +124,7 @@ class App:
     async def _model(self, request: Request) -> Response:
         return _json(self._described(self._completions.served(request.path_params["name"]).name))
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _described(self, name: str) -> dict[str, object]:
         service = self._service
         return {
             "id": name,
@@ -207,7 +207,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(as_json(value), status, headers, "application/json")
 
 

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from trillora.errors import TrilloraError, as_error
 from trillora.serving.job import AnswerPiece, Job
@@ -197,7 +196,7 @@ class Engine:
                 return number
         return 0
 
-    def _guarded(self, lane: Lane, work: Callable[[], Any]) -> Any:
+    def _guarded(self, lane: Lane, work: Callable[[], bool | None]) -> bool | None:
         try:
             return work()
         except Exception as error:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.mesh import batch_sharding, replicated
-from trillora.engine.rows import NOTHING, RowStates, Written
+from trillora.engine.rows import NOTHING, RowRules, RowStates, Written
 from trillora.errors import TrilloraError, as_error
 from trillora.model.layout import Tree
 from trillora.serving.job import AnswerPiece, Finish, Job, NotFinite, SampledToken
@@ -83,7 +82,7 @@ class Lane:
         programs: ServingPrograms,
         base: Tree,
         adapter: Tree,
-        decode: Callable[[Any], str],
+        decode: Callable[[Sequence[int]], str],
         sizes: BatchSizes,
         mesh: Mesh,
     ) -> None:
@@ -274,13 +273,13 @@ class Lane:
             return 1
         return min(max(int(SECONDS_PER_CALL / self._seconds_per_token), 1), TOKENS_PER_CALL)
 
-    def _prompt(self, job: Job, num_prompt: int) -> Any:
+    def _prompt(self, job: Job, num_prompt: int) -> tuple[jax.Array, jax.Array, RowRules]:
         tokens = np.zeros((1, num_prompt), np.int32)
         start = num_prompt - len(job.prompt)
         tokens[0, start:] = job.prompt
         return jax.device_put((tokens, np.array([start], np.int32), rule_of(job)), self._by_row)
 
-    def _score(self, job: Job, program: Any) -> None:
+    def _score(self, job: Job, program: jax.stages.Compiled) -> None:
         """Delivers the probabilities of the prompt's own tokens."""
         tokens = np.zeros((1, _prompt_slots(len(job.prompt))), np.int32)
         tokens[0, : len(job.prompt)] = job.prompt
@@ -317,7 +316,7 @@ def _prompt_slots(length: int) -> int:
     return slots
 
 
-def _ready(programs: list[Future[Any]]) -> bool:
+def _ready(programs: list[Future[jax.stages.Compiled]]) -> bool:
     """Whether all are compiled. One that failed raises its error."""
     for program in programs:
         if program.done() and (error := program.exception()) is not None:

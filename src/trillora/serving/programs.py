@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from trillora.devices.mesh import batch_sharding, replicated
 from trillora.engine.rows import MOST_STOPS, NOTHING, RowRules, RowStates, Written, advance, begin_rows, probabilities
 from trillora.engine.sampling import Sampling
 from trillora.model.decode import Decoder
-from trillora.model.kv_cache import resized
+from trillora.model.kv_cache import Arrays, resized
 from trillora.model.layout import Tree
 from trillora.serving.job import Job
 
@@ -54,11 +53,11 @@ class Compiler:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compiler")
-        self._futures: dict[Hashable, Future[Any]] = {}
+        self._futures: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._lock = threading.Lock()
         self.when_ready: Callable[[], None] = lambda: None
 
-    def program(self, key: Hashable, build: Callable[[], Any]) -> Future[Any]:
+    def program(self, key: Hashable, build: Callable[[], jax.stages.Compiled]) -> Future[jax.stages.Compiled]:
         """The program, perhaps not compiled yet. One that failed is returned once, then tried again."""
         with self._lock:
             known = self._futures.get(key)
@@ -92,28 +91,34 @@ class ServingPrograms:
         self._shapes: dict[BatchShape, RowStates] = {}
         self._start("prefill", SHORTEST_PROMPT, build=lambda: traced.lower().compile())
 
-    def prefill(self, num_prompt: int) -> Future[Any]:
+    def prefill(self, num_prompt: int) -> Future[jax.stages.Compiled]:
         """(base, adapter, tokens [1, P], starts [1], rule) -> a row of P + 1 slots, and its first token."""
         return self._start("prefill", num_prompt, build=lambda: self._traced_prefill(num_prompt).lower().compile())
 
-    def _traced_prefill(self, num_prompt: int) -> Any:
-        def read(base: Tree, adapter: Tree, tokens: Any, starts: Any, rule: RowRules) -> tuple[RowStates, Written]:
+    def _traced_prefill(self, num_prompt: int) -> jax.stages.Traced:
+        def read(
+            base: Tree, adapter: Tree, tokens: jax.Array, starts: jax.Array, rule: RowRules
+        ) -> tuple[RowStates, Written]:
             logits, cache = self._decoder.prefill(base, adapter, tokens, starts, num_prompt + 1)
             return begin_rows(logits, cache, num_prompt, starts, rule)
 
         inputs = jax.device_put((np.zeros((1, num_prompt), np.int32), np.zeros(1, np.int32), rule_of(None)), self._rows)
         return jax.jit(read, out_shardings=self._rows).trace(self._base, self._adapter, *inputs)
 
-    def advance(self, shape: BatchShape) -> Future[Any]:
+    def advance(self, shape: BatchShape) -> Future[jax.stages.Compiled]:
         """(base, adapter, rows, active [B], number of tokens) -> rows, what was written. `rows` is used up."""
 
-        def write(base: Tree, adapter: Tree, rows: RowStates, active: Any, num_steps: Any) -> tuple[RowStates, Written]:
-            def forward(cache: Any, tokens: Any, slots: Any, starts: Any) -> tuple[jax.Array, Any]:
+        def write(
+            base: Tree, adapter: Tree, rows: RowStates, active: jax.Array, num_steps: jax.Array
+        ) -> tuple[RowStates, Written]:
+            def forward(
+                cache: Arrays, tokens: jax.Array, slots: jax.Array, starts: jax.Array
+            ) -> tuple[jax.Array, Arrays]:
                 return self._decoder.decode(base, adapter, cache, tokens, slots, starts, shape.num_slots)
 
             return advance(forward, rows, active, num_steps, TOKENS_PER_CALL, self._num_top)
 
-        def build() -> Any:
+        def build() -> jax.stages.Compiled:
             active = jax.ShapeDtypeStruct((shape.num_rows,), jnp.bool_, sharding=self._rows)
             steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
             jitted = jax.jit(write, donate_argnums=2, out_shardings=self._rows)
@@ -121,13 +126,13 @@ class ServingPrograms:
 
         return self._start("advance", shape, build=build)
 
-    def insert(self, shape: BatchShape) -> Future[Any]:
+    def insert(self, shape: BatchShape) -> Future[jax.stages.Compiled]:
         """(rows, one row, number) -> rows with this row in place of that number. `rows` is used up."""
 
-        def put(rows: RowStates, row: RowStates, number: Any) -> RowStates:
+        def put(rows: RowStates, row: RowStates, number: jax.Array) -> RowStates:
             return jax.tree.map(lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, number, 0), rows, row)
 
-        def build() -> Any:
+        def build() -> jax.stages.Compiled:
             number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
             one = self.shapes(BatchShape(1, shape.num_slots))
             jitted = jax.jit(put, donate_argnums=0, out_shardings=self._rows)
@@ -135,21 +140,21 @@ class ServingPrograms:
 
         return self._start("insert", shape, build=build)
 
-    def reshape(self, old: BatchShape, new: BatchShape) -> Future[Any]:
+    def reshape(self, old: BatchShape, new: BatchShape) -> Future[jax.stages.Compiled]:
         """(rows, numbers [B]) -> the same rows in a batch of the new shape."""
 
-        def build() -> Any:
+        def build() -> jax.stages.Compiled:
             numbers = jax.ShapeDtypeStruct((new.num_rows,), jnp.int32, sharding=self._rows)
             jitted = jax.jit(lambda rows, n: self._reshaped(rows, n, new.num_slots), out_shardings=self._rows)
             return jitted.lower(self.shapes(old), numbers).compile()
 
         return self._start("reshape", (old, new), build=build)
 
-    def score(self, num_prompt: int) -> Future[Any]:
+    def score(self, num_prompt: int) -> Future[jax.stages.Compiled]:
         """(base, adapter, tokens [1, P]) -> the probability of every next token. Padding is at the end."""
         model = self._decoder.model
 
-        def score(base: Tree, adapter: Tree, tokens: Any) -> Written:
+        def score(base: Tree, adapter: Tree, tokens: jax.Array) -> Written:
             next_tokens = jnp.roll(tokens[0], -1).reshape(-1, SCORED_AT_ONCE)
 
             def of_chunk(logits: jax.Array, chosen: jax.Array) -> Written:
@@ -162,7 +167,7 @@ class ServingPrograms:
             head = model.head_adapter(adapter)
             return jax.lax.map(lambda x: of_chunk(model.head(base, head, x[0][None])[0], x[1]), (hidden, next_tokens))
 
-        def build() -> Any:
+        def build() -> jax.stages.Compiled:
             tokens = jax.ShapeDtypeStruct((1, num_prompt), jnp.int32, sharding=self._everywhere)
             return jax.jit(score, out_shardings=self._everywhere).lower(self._base, self._adapter, tokens).compile()
 
@@ -184,7 +189,9 @@ class ServingPrograms:
         taken: RowStates = jax.tree.map(lambda a: a[numbers], rows)
         return taken._replace(cache=resized(self._decoder.config, taken.cache, taken.slot_B - 1, num_slots))
 
-    def _start(self, name: str, shape: Hashable, *, build: Callable[[], Any]) -> Future[Any]:
+    def _start(
+        self, name: str, shape: Hashable, *, build: Callable[[], jax.stages.Compiled]
+    ) -> Future[jax.stages.Compiled]:
         return self._compiler.program((id(self), name, shape), build)
 
 

@@ -37,7 +37,7 @@ class HttpError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -62,7 +62,7 @@ class Message(BaseModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """With the content as one text, as templates expect it."""
         content = self.content
         if isinstance(content, list):
@@ -94,7 +94,7 @@ class Options(BaseModel):
     # Not supported: refused if they would change the answer.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: dict[str, object] | None = None
 
     @field_validator("stop")
     @classmethod
@@ -131,8 +131,8 @@ class ChatRequest(Options):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # arguments of the chat template; vLLM's name for them
+    response_format: dict[str, object] | None = None
+    chat_template_kwargs: dict[str, object] | None = None  # arguments of the chat template; vLLM's name for them
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -178,7 +178,7 @@ class CompletionRequest(Options):
         return [self.prompt] if isinstance(self.prompt, str) or _are_token_ids(self.prompt) else self.prompt
 
 
-def _are_token_ids(value: Any) -> bool:
+def _are_token_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 

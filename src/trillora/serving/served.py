@@ -16,29 +16,29 @@ import queue
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from trillora.data.rendering.chat_templates import find_template
-from trillora.devices.chips import GIB
+from trillora.devices.chips import GIB, Device
 from trillora.devices.mesh import remember_programs
-from trillora.early.runs import find_adapter
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.files.cache_dir import cache_root
 from trillora.files.user_path import user_path
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
-from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, fit_adapter, fitting, load_adapter
+from trillora.model.adapters import fit_adapter, fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
 from trillora.model.loading.source import base_name
-from trillora.recipe.load import load_model_section, load_run_recipe
+from trillora.recipe.load import load_model_section
 from trillora.recipe.schema import Quantize
-from trillora.runs.files import ADAPTER, ADAPTERS, REPORT_FILE, is_run
+from trillora.runs.adapter import adapter_of, template_of
+from trillora.runs.files import REPORT_FILE, is_run
+from trillora.runs.saved import SavedRun, find_adapter
 from trillora.serving.engine import Engine
 from trillora.serving.http.log import LOGGER
 from trillora.serving.job import AnswerPiece, Job, NotFinite
@@ -97,8 +97,9 @@ def open_service(
 ) -> Service:
     """Opens a run or a model with its adapters, and starts the engine."""
     remember_programs(cache_root() / "programs")
-    run = user_path(name, where="the run or model")
-    folders = {} if only_base else _adapter_folders(run, adapters)
+    folder = user_path(name, where="the run or model")
+    run = SavedRun.open(folder, overrides) if is_run(folder) else None
+    folders = {} if only_base else _adapter_folders(run, adapters, listener)
     first = next(iter(folders.values()), None)
     generator = Generator.open(
         name,
@@ -109,7 +110,8 @@ def open_service(
         listener=listener,
     )
     compiler = Compiler()
-    base = _base_id(run, name, overrides)
+    model = run.recipe.model if run is not None else load_model_section(name, overrides)
+    base = _base_id(model.name)
     models = _models(generator, base, folders, compiler)
     length = _length(generator, max_length)
     shape = _fitting_shape(generator.mesh, next(iter(models.values())).programs, num_rows, max_length, length)
@@ -128,7 +130,7 @@ def open_service(
     )
     engine.start()
     _warm_up(engine, models, listener)
-    return Service(models, base, engine, run / REPORT_FILE if is_run(run) else None)
+    return Service(models, base, engine, None if run is None else run.folder / REPORT_FILE)
 
 
 def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> None:
@@ -147,24 +149,18 @@ def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> N
         num_open -= piece.is_last
 
 
-def _adapter_folders(run: Path, given: Sequence[str]) -> dict[str, Path]:
+def _adapter_folders(run: SavedRun | None, given: Sequence[str], listener: Listener) -> dict[str, Path]:
     """The adapters by the name of their model: first the run's, then the command line's."""
-    found: list[Path] = []
-    if is_run(run):
-        several = sorted(entry for entry in (run / ADAPTERS).glob("*") if (entry / CONFIG_FILE).is_file())
-        found = several if several and not (run / ADAPTER).is_dir() else [find_adapter(run)]
-    found += [find_adapter(folder) for folder in given]
     folders: dict[str, Path] = {}
-    for folder in found:
-        name = folder.absolute().parent.name if folder.name == ADAPTER else folder.name
-        if folders.setdefault(name, folder) != folder:
-            raise _same_name(name, folders[name], folder)
+    of_run = [] if run is None else [*run.several.values()] or [adapter_of(run, listener=listener)]
+    for adapter in (*of_run, *map(find_adapter, given)):
+        if folders.setdefault(adapter.name, adapter.folder) != adapter.folder:
+            raise _same_name(adapter.name, folders[adapter.name], adapter.folder)
     return folders
 
 
-def _base_id(run: Path, name: str, overrides: Sequence[str]) -> str:
+def _base_id(model: str) -> str:
     """The hub id of the base, or the name of its folder."""
-    model = (load_run_recipe(run, overrides).recipe.model if is_run(run) else load_model_section(name, overrides)).name
     found = base_name(model)
     return Path(found).name if Path(found).is_dir() else found
 
@@ -190,7 +186,7 @@ def _models(generator: Generator, base: str, folders: dict[str, Path], compiler:
             adapter = _placed(matrices, own, mesh, folder)
             alike = (own, ServingPrograms(Decoder(own), generator.base, adapter, mesh, compiler))
             known.append(alike)
-        template = _template(folder) or generator.base_prompts.template
+        template = template_of(folder) or generator.base_prompts.template
         adapter = _placed(matrices, alike[0], mesh, folder)
         own_prompts = generator.prompts.with_template(template)
         models[name] = Served(name, own_prompts, adapter, alike[1], num_tokens)
@@ -199,15 +195,10 @@ def _models(generator: Generator, base: str, folders: dict[str, Path], compiler:
     return models
 
 
-def _placed(matrices: dict[str, Any], model: CausalLM, mesh: Mesh, folder: Path) -> Tree:
+def _placed(matrices: dict[str, np.ndarray], model: CausalLM, mesh: Mesh, folder: Path) -> Tree:
     fitted = fit_adapter(matrices, model.adapter_layout, where=str(folder))
     shardings = shard_adapter(model.adapter_layout, mesh)
     return {key: jax.device_put(array, shardings[key]) for key, array in fitted.items()}
-
-
-def _template(folder: Path) -> str | None:
-    own = folder / TEMPLATE_FILE
-    return find_template(str(own), (), None) if own.is_file() else None
 
 
 def _length(generator: Generator, wanted: int | None) -> int:
@@ -250,7 +241,7 @@ def _fitting_shape(
     )
 
 
-def _free_bytes(devices: list[Any]) -> float | None:
+def _free_bytes(devices: Sequence[Device]) -> float | None:
     limit = memory_limit(devices)
     if limit is None or devices[0].platform == "cpu":  # there, the limit is what is free now
         return None if limit is None else limit * (1 - MARGIN)

@@ -104,7 +104,7 @@ class EventSender:
         ]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def events(self, values: Sequence[dict[str, Any]]) -> None:
+    async def events(self, values: Sequence[dict[str, object]]) -> None:
         await self.text(as_events(values))
 
     async def keep_alive(self) -> None:
@@ -126,7 +126,7 @@ class EventSender:
 def impatient(send: Send) -> Send:
     """Sends to a client that must read."""
 
-    async def timed(message: MutableMapping[str, Any]) -> None:
+    async def timed(message: MutableMapping[str, object]) -> None:
         try:
             async with asyncio.timeout(SLOW_CLIENT_SECONDS):
                 await send(message)
@@ -136,9 +136,9 @@ def impatient(send: Send) -> Send:
     return timed
 
 
-def as_events(values: Sequence[dict[str, Any]]) -> str:
+def as_events(values: Sequence[dict[str, object]]) -> str:
     return "".join(f"data: {as_json(value)}\n\n" for value in values)
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

@@ -19,12 +19,12 @@ from trillora.files.digests import file_digest, text_digest
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, check_shapes, load_adapter, read_head
 from trillora.model.bridge import CausalLM
 from trillora.model.limits import refused_by_peft
-from trillora.model.loading.source import find_adapter
 from trillora.model.lora import adaptable_layers, chosen_layers, features
 from trillora.model.lora_spec import LayerLora, LoraSpec, TrainedTokens, check_ranks
 from trillora.model.parts.expert_parameters import expert_parameters
 from trillora.model.parts.peft_names import by_parameter, names_in_file
 from trillora.recipe.schema import LoraSection
+from trillora.runs.saved import find_adapter
 
 _SINGLE = ("rank", "alpha", "rslora", "dora")  # compared as they are
 _SELECTION = ("targets", "exclude", "rank_pattern", "alpha_pattern")
@@ -47,7 +47,7 @@ def lora_spec(lora: LoraSection, num_new_tokens: int = 0) -> LoraSpec:
     if lora.from_ is None:
         tokens = TrainedTokens(ids, ids[-num_new_tokens] if num_new_tokens else None) if ids else None
         return LoraSpec(**given, tokens=tokens, num_tokens=max(ids, default=-1) + 1)
-    stored = read_head(find_adapter(lora.from_)).spec
+    stored = read_head(find_adapter(lora.from_, from_hub=True).folder).spec
     if ids and (stored.tokens is None or ids != stored.tokens.ids):
         raise TrilloraError(
             f"The recipe trains {len(ids)} tokens, which are not exactly the tokens of the adapter to start from.",
@@ -83,7 +83,7 @@ def check_layers(lora: LoraSection, spec: LoraSpec, model: CausalLM) -> None:
         _check_readable(spec, by_parameter(module, layers), refused_by_peft(module.config, layers))
         _check_found(names_in_file(module, layers))
         return
-    head = read_head(find_adapter(lora.from_))
+    head = read_head(find_adapter(lora.from_, from_hub=True).folder)
     check_shapes(head.shapes, model.adapter_layout, str(spec.file))
     given = {name: _given(lora)[name] for name in _SELECTION if name in lora.model_fields_set}
     other = dataclasses.replace(spec, file=None, **{"rank_pattern": (), "alpha_pattern": (), **given})
@@ -134,7 +134,7 @@ def open_start(lora: LoraSection, base_name: str, listener: Listener) -> Start |
     """Reads the adapter that the recipe names. `base_name` is the base model of the run."""
     if lora.from_ is None:
         return None
-    folder = find_adapter(lora.from_)
+    folder = find_adapter(lora.from_, from_hub=True).folder
     other = read_head(folder).base_name
     if other != base_name:
         listener(

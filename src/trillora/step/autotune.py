@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from trillora.devices.chips import Device
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress
@@ -123,7 +124,7 @@ class Predictor(Protocol):
     def guess(self, assembly: Assembly) -> Guess:
         """From the traced step, without compiling it."""
 
-    def seconds(self, assembly: Assembly, compiled: Any) -> float | None:
+    def seconds(self, assembly: Assembly, compiled: object) -> float | None:
         """Of a compiled step; None if only its guess is known."""
 
 
@@ -148,13 +149,13 @@ class Candidates:
 def choose(
     recipe: StageRecipe,
     config: PretrainedConfig,
-    devices: list[Any],
+    devices: Sequence[Device],
     num_steps: int,
     listener: Listener,
     *,
-    kept: Mapping[str, Any] | None = None,
+    kept: Mapping[str, object] | None = None,
     compiler: Compiler = compile_step,
-    mesh_devices: list[Any] | None = None,
+    mesh_devices: Sequence[jax.Device] | None = None,
     predictor: Predictor | None = None,
     build: Builder | None = None,
     document_room: DocumentRoom | None = None,

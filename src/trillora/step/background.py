@@ -14,11 +14,13 @@ modules, which all programs share, so it stays in one thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any
 
+import jax
+
+from trillora.engine.types import Pytree
 from trillora.step.compiler_options import Options, compile_with
 
 NUM_THREADS = 4  # each compiler also has threads of its own, and needs gigabytes for a large program
@@ -27,15 +29,18 @@ NUM_THREADS = 4  # each compiler also has threads of its own, and needs gigabyte
 class Pending:
     """A program that is being compiled. Calling it waits for the compiler."""
 
-    def __init__(self, compiling: Future[Any]) -> None:
+    def __init__(self, compiling: Future[jax.stages.Compiled]) -> None:
         self._compiling = compiling
 
-    def result(self) -> Any:
+    def result(self) -> jax.stages.Compiled:
         """The compiled program, or the compiler's error."""
         return self._compiling.result()
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Pytree) -> Pytree:
         return self._compiling.result()(*arguments)
+
+
+Program = Pending | jax.stages.Compiled
 
 
 class _Background:
@@ -43,7 +48,7 @@ class _Background:
         self._pool = pool
         self._started: list[Pending] = []
 
-    def start(self, lowered: Any, options: Options | None) -> Pending:
+    def start(self, lowered: jax.stages.Lowered, options: Options | None) -> Pending:
         pending = Pending(self._pool.submit(compile_with, lowered, options))
         self._started.append(pending)
         return pending
@@ -69,12 +74,11 @@ def compiling_in_background() -> Iterator[None]:
         pool.shutdown(cancel_futures=True)
 
 
-def compile_program(lowered: Any, options: Options | None = None) -> Callable[..., Any]:
+def compile_program(lowered: jax.stages.Lowered, options: Options | None = None) -> Program:
     """The compiled program; within `compiling_in_background`, a `Pending` one. `options` have XLA's names."""
     background = _current.get()
     if background is None:
-        program: Callable[..., Any] = compile_with(lowered, options)
-        return program
+        return compile_with(lowered, options)
     return background.start(lowered, options)
 
 
@@ -85,6 +89,6 @@ def wait_for_programs() -> None:
         background.wait()
 
 
-def compiled(program: Any) -> Any:
+def compiled(program: Program) -> jax.stages.Compiled:
     """The program itself, after its compilation."""
     return program.result() if isinstance(program, Pending) else program

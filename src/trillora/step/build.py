@@ -39,6 +39,7 @@ from trillora.engine.loss import (
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.quantize import block_of, item_bytes, stored_format
 from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
+from trillora.engine.types import Pytree
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import kind_of
 from trillora.model.bridge import CausalLM, Inputs
@@ -48,7 +49,7 @@ from trillora.model.parts.expert_parameters import split_by_expert
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Backend, StageRecipe
 from trillora.step.adapter_spec import check_layers, lora_spec
-from trillora.step.background import compile_program
+from trillora.step.background import Program, compile_program
 from trillora.step.compiler_options import WITH_CUBLAS, Options, tpu_options
 
 if TYPE_CHECKING:
@@ -82,32 +83,32 @@ class Assembly:
     batch_shapes: Tree
     micro_batch_size: int  # sequences
 
-    def lower(self, sequence_length: int | None = None) -> Any:
+    def lower(self, sequence_length: int | None = None) -> jax.stages.Lowered:
         """The step, lowered for the mesh's devices. The state is donated. `sequence_length` replaces the recipe's."""
         return (self.traced if sequence_length is None else self._trace(sequence_length)).lower()
 
     @functools.cached_property
-    def traced(self) -> Any:
+    def traced(self) -> jax.stages.Traced:
         """The traced step: estimates read its jaxpr, and compiling it does not trace it again."""
         return self._trace(None)
 
-    def _trace(self, sequence_length: int | None) -> Any:
+    def _trace(self, sequence_length: int | None) -> jax.stages.Traced:
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(state_shardings, replicated(self.mesh)))
         return step.trace(*self.arguments(sequence_length))
 
-    def arguments(self, sequence_length: int | None = None) -> tuple[Any, ...]:
+    def arguments(self, sequence_length: int | None = None) -> tuple[Pytree, ...]:
         """The shapes of the step's arguments."""
         batch = self.batch_shapes
         if sequence_length is not None:
             batch = {name: leaf.update(shape=(leaf.shape[0], sequence_length)) for name, leaf in batch.items()}
         return (self.state_shapes, self.base_shapes, batch)
 
-    def compile(self, sequence_length: int | None = None, **options: str | bool) -> Any:
+    def compile(self, sequence_length: int | None = None, **options: str | bool) -> Program:
         """`options` are additional compiler options, by their XLA names."""
         return compile_program(self.lower(sequence_length), {**self._options, **options})
 
-    def compile_evaluation(self, batch_size: int, sequence_length: int) -> Any:
+    def compile_evaluation(self, batch_size: int, sequence_length: int) -> Program:
         """The evaluation step for batches of this shape."""
         shape = (batch_size, sequence_length)
         batch = {name: leaf.update(shape=shape) for name, leaf in self.batch_shapes.items()}
@@ -216,7 +217,7 @@ def check_kernels(model: CausalLM, mesh: Mesh, backend: Backend) -> None:
         )
 
 
-def products_on(device: Any) -> Products:
+def products_on(device: jax.Device) -> Products:
     """What adds up matmuls if kernels are fused."""
     is_hopper = device.platform == "gpu" and generation_of(device).has_wgmma
     return Products(device.core_count) if is_hopper else IN_XLA
@@ -365,13 +366,13 @@ def decayed_leaves(layout: Layout) -> dict[str, bool]:
     return {key: kind_of(key).num_dims is not None or len(leaf.part_shape) >= 2 for key, leaf in layout.items()}
 
 
-def update_factors(layout: Layout, loraplus_ratio: float, *, pissa: bool) -> dict[str, Any] | None:
+def update_factors(layout: Layout, loraplus_ratio: float, *, pissa: bool) -> dict[str, float | np.ndarray] | None:
     """What the update of each leaf is multiplied by: the ratio of LoRA+, and zero for the half of PiSSA's matrices that
     keeps their initial values. None: nothing is multiplied."""
     if loraplus_ratio == 1 and not pissa:
         return None
 
-    def factor(key: str, leaf: Leaf) -> Any:
+    def factor(key: str, leaf: Leaf) -> float | np.ndarray:
         kind = kind_of(key)
         ratio = loraplus_ratio if kind.is_fast else 1.0
         if not pissa or kind.rank_dim is None:
@@ -393,7 +394,7 @@ def _state_shapes(
     """Each array of the optimizer state is sharded like its parameter. An array of another shape is sharded by the rule
     for weights if its parameter is."""
 
-    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def place(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         key = str(getattr(path[-1], "key", ""))
         if key not in adapter or shardings[key].is_fully_replicated:
             sharding = replicated(mesh)

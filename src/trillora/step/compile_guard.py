@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import jax
+import numpy as np
 
+from trillora.engine.types import Pytree
 from trillora.errors import TrilloraError
 from trillora.events import Event, Listener
 
@@ -61,10 +62,10 @@ def shape_text(shape: Sequence[int]) -> str:
 class Programs:
     """A program compiled ahead of time for each batch shape. The batch is the last argument."""
 
-    def __init__(self, what: str, by_shape: Mapping[Shape, Any]) -> None:
+    def __init__(self, what: str, by_shape: Mapping[Shape, Callable[..., object]]) -> None:
         self._what, self._by_shape = what, dict(by_shape)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Pytree) -> Pytree:
         shape = arguments[-1]["tokens"].shape
         if shape not in self._by_shape:
             raise self._refuse(f"a batch of {shape_text(shape)}")
@@ -141,7 +142,7 @@ def _frames(innermost: FrameType | None) -> Iterator[FrameType]:
         innermost = innermost.f_back
 
 
-def _describe_shapes(arguments: Sequence[Any]) -> str:
+def _describe_shapes(arguments: Sequence[Pytree]) -> str:
     """Shapes of the last arguments first: a batch comes after the weights, which never change."""
     found = [_describe_shape(leaf) for leaf in reversed(arguments) if hasattr(leaf, "shape")]
     shapes = list(dict.fromkeys(found))
@@ -150,5 +151,5 @@ def _describe_shapes(arguments: Sequence[Any]) -> str:
     return f" for {', '.join(shapes[:NUM_SHAPES_SHOWN])}" + (" and more" if len(shapes) > NUM_SHAPES_SHOWN else "")
 
 
-def _describe_shape(leaf: Any) -> str:
+def _describe_shape(leaf: jax.Array | np.ndarray) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -49,7 +48,7 @@ def tpu_options(device_kind: str, num_devices: int) -> Options:
     return BY_CHIP.get(DEVICE_KINDS.get(device_kind, ""), {})
 
 
-def compile_with(lowered: Any, options: Options | None) -> Any:
+def compile_with(lowered: jax.stages.Lowered, options: Options | None) -> jax.stages.Compiled:
     """The compiled program. Options that the compiler refuses are dropped; the error of a second refusal is raised."""
     left = {name: value for name, value in (options or {}).items() if name not in _refused}
     try:

@@ -10,13 +10,13 @@ Every decision has a reason, which the user is shown. What the recipe says is no
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import psutil
 
-from trillora.devices.chips import GIB, chip_of, generation_of
+from trillora.devices.chips import GIB, Device, chip_of, generation_of
 from trillora.engine.kernels.triton_call import has_triton
 from trillora.engine.quantize import item_bytes
 from trillora.engine.ragged import MOST_OF_TOKENS, documents_bucket, why_masked
@@ -61,7 +61,7 @@ class Decisions:
     def is_open(self, field: str) -> bool:
         return field not in self.values
 
-    def decide(self, field: str, value: Any, reason: str) -> None:
+    def decide(self, field: str, value: object, reason: str) -> None:
         if self.is_open(field):
             self.values[field], self.reasons[field] = value, reason
             shown = value.model_dump() if isinstance(value, MeshSection) else value
@@ -79,7 +79,7 @@ def decide_by_hardware(
     decisions: Decisions,
     recipe: StageRecipe,
     config: PretrainedConfig,
-    devices: list[Any],
+    devices: Sequence[Device],
     needed: DocumentRoom | None = None,
 ) -> None:
     """Everything that devices and shapes determine without compiling."""
@@ -118,7 +118,9 @@ def decide_by_hardware(
     decisions.decide("loss_chunk", tokens, f"of {text.vocab_size} logits each; the full logits are never stored")
 
 
-def decide_kernels(decisions: Decisions, config: PretrainedConfig, devices: list[Any], *, in_group: bool) -> None:
+def decide_kernels(
+    decisions: Decisions, config: PretrainedConfig, devices: Sequence[Device], *, in_group: bool
+) -> None:
     """Fused kernels where they were measured to be faster."""
     if not decisions.is_open("kernels"):
         return
@@ -137,7 +139,7 @@ def decide_kernels(decisions: Decisions, config: PretrainedConfig, devices: list
     decisions.decide("kernels", "xla" if why_not else "fused", why_not or "fastest on one GPU, with the least memory")
 
 
-def check_products(device: Any, matmul: Matmul) -> None:
+def check_products(device: Device, matmul: Matmul) -> None:
     """Refuses rounded matmuls on a chip where they are not faster. A CPU computes them for tests and comparisons."""
     chip = None if device.platform == "cpu" else chip_of(device.device_kind)
     if matmul == "full" or chip is None or matmul in chip.doubled:
@@ -150,7 +152,7 @@ def check_products(device: Any, matmul: Matmul) -> None:
     )
 
 
-def decide_mesh(decisions: Decisions, batch_size: int, config: PretrainedConfig, devices: list[Any]) -> None:
+def decide_mesh(decisions: Decisions, batch_size: int, config: PretrainedConfig, devices: Sequence[Device]) -> None:
     """By the size of the base, where no times are predicted."""
     if decisions.is_open("mesh"):
         quantize = decisions.values.get("quantize", "none")
@@ -162,7 +164,7 @@ def formats_to_try(platform: str) -> tuple[Quantize, ...]:
     return ("none", *FASTEST_QUANTIZED[platform])
 
 
-def choose_dtype(devices: list[Any], config: PretrainedConfig, quantize: str) -> tuple[Dtype, str]:
+def choose_dtype(devices: Sequence[Device], config: PretrainedConfig, quantize: str) -> tuple[Dtype, str]:
     """The number format of the base and of activations, with the reason. Never float16: activations of some models
     exceed its range, and training in it would need a scaled loss."""
     platform = devices[0].platform
@@ -178,7 +180,7 @@ def choose_dtype(devices: list[Any], config: PretrainedConfig, quantize: str) ->
     )
 
 
-def fastest_attention(device: Any, dtype: Dtype, config: PretrainedConfig) -> Attention:
+def fastest_attention(device: Device, dtype: Dtype, config: PretrainedConfig) -> Attention:
     """The kernel for a device. cuDNN has none for float32, none for GPUs before Ampere, and none for wide heads."""
     if device.platform == "tpu":
         return "splash"
@@ -188,7 +190,7 @@ def fastest_attention(device: Any, dtype: Dtype, config: PretrainedConfig) -> At
 
 
 def room_for_documents(
-    needed: DocumentRoom, sequence_length: int, config: PretrainedConfig, device: Any
+    needed: DocumentRoom, sequence_length: int, config: PretrainedConfig, device: Device
 ) -> tuple[DocumentRoom | None, str]:
     """The room to compile for, so that cuDNN gets the lengths of packed documents, with the reason. None if it has to
     get a mask."""
@@ -237,7 +239,7 @@ def meshes_to_try(num_devices: int, batch_size: int, *, has_experts: bool = Fals
     return [MeshSection(data=num_shards // fsdp, fsdp=fsdp, tensor=tensor) for fsdp in sizes]
 
 
-def memory_limit(devices: list[Any]) -> float | None:
+def memory_limit(devices: Sequence[Device]) -> float | None:
     """Bytes one device may use. Virtual CPU devices share the machine's free memory; a device that is not attached is
     looked up by its kind."""
     if devices[0].platform == "cpu":

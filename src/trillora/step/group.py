@@ -11,12 +11,13 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from trillora.devices.mesh import adapter_axis, group_sharding, replicated
 from trillora.engine.group import (
@@ -31,7 +32,8 @@ from trillora.engine.group import (
     make_group_step,
 )
 from trillora.engine.hash_random import MaskKey
-from trillora.engine.step import Batch, TrainState
+from trillora.engine.step import Batch, Loss, TrainState
+from trillora.engine.types import Pytree
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import EMBEDDING_B, LORA_B, kind_of
 from trillora.model.bridge import CausalLM
@@ -39,7 +41,7 @@ from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.parts.expert_parameters import expert_parameters
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Stage, StageRecipe
-from trillora.step.background import compile_program
+from trillora.step.background import Program, compile_program
 from trillora.step.build import Assembly, assemble, lora_spec, loss_chunk_positions, loss_function
 
 if TYPE_CHECKING:
@@ -54,27 +56,27 @@ class GroupAssembly(Assembly):
     width: int  # K
     one: Assembly  # of a single adapter
 
-    def arguments(self, sequence_length: int | None = None) -> tuple[Any, ...]:
+    def arguments(self, sequence_length: int | None = None) -> tuple[Pytree, ...]:
         batch = self.batch_shapes
         if sequence_length is not None:
             batch = {name: leaf.update(shape=(*leaf.shape[:2], sequence_length)) for name, leaf in batch.items()}
         return (self.state_shapes, self.base_shapes, self.option_shapes, self.lane_shapes, batch)
 
-    def compile_evaluation(self, batch_size: int, sequence_length: int) -> Any:
+    def compile_evaluation(self, batch_size: int, sequence_length: int) -> Program:
         """The evaluation step of a single adapter."""
         return self.one.compile_evaluation(batch_size, sequence_length)
 
     @property
-    def option_shapes(self) -> Any:
+    def option_shapes(self) -> Tree:
         shape = functools.partial(jax.ShapeDtypeStruct, (self.num_adapters,), sharding=replicated(self.mesh))
         return jax.tree.map(lambda dtype: shape(dtype), OPTION_DTYPES)
 
     @property
-    def lane_shapes(self) -> Any:
+    def lane_shapes(self) -> Tree:
         shape = functools.partial(jax.ShapeDtypeStruct, (self.width,), sharding=replicated(self.mesh))
         return jax.tree.map(lambda dtype: shape(dtype), LANE_DTYPES)
 
-    def compile_lane(self) -> Any:
+    def compile_lane(self) -> Program:
         """The program that returns adapter number n, with its scale and without: (adapters, options, n) -> both."""
 
         def lane(adapters_N: Tree, options: AdapterOptions, number: jax.Array) -> tuple[Tree, Tree]:
@@ -153,13 +155,13 @@ def options_of(members: Sequence[Stage], num_steps: Sequence[int]) -> AdapterOpt
     )
 
 
-def scaled(adapter: Mapping[str, Any], scale: Any) -> Tree:
+def scaled(adapter: Tree, scale: ArrayLike) -> Tree:
     """The adapter with its change multiplied by `scale`."""
     of_b = (LORA_B.suffix, EMBEDDING_B.suffix)
     return {key: array * scale if key.endswith(of_b) else array for key, array in adapter.items()}
 
 
-def scaled_loss(loss: Any) -> ScaledLoss:
+def scaled_loss(loss: Loss) -> ScaledLoss:
     def own(adapter: Tree, scale: jax.Array, base: Tree, batch: Batch, key: MaskKey) -> jax.Array:
         result: jax.Array = loss(scaled(adapter, scale), base, batch, key)
         return result
@@ -224,7 +226,9 @@ def _group_shapes(one: Assembly, num_adapters: int) -> TrainState:
     """The shapes of the state of all adapters: one adapter's shapes with a leading dim."""
     first = adapter_axis(one.mesh)
 
-    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, alone: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def place(
+        path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, alone: jax.ShapeDtypeStruct
+    ) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(one.mesh, PartitionSpec(first, *alone.sharding.spec))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

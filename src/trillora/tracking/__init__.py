@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trillora.events import AdaptersStarted, AdapterStep, Alarm, Evaluated, Event, Listener, Scored, Step
 from trillora.runs.files import TENSORBOARD
@@ -25,7 +24,7 @@ def tracking_listener(
     first_step: int,
     services: tuple[str, ...],
     project: str,
-    config: dict[str, Any],
+    config: Mapping[str, object],
     inner: Listener,
     every_steps: int = 1,
 ) -> Iterator[Listener]:

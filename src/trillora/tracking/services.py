@@ -33,7 +33,7 @@ class Tracker(Protocol):
     def finish(self) -> None: ...
 
 
-def open_tracker(name: str, project: str, run_name: str, config: dict[str, Any], folder: Path) -> Tracker:
+def open_tracker(name: str, project: str, run_name: str, config: Mapping[str, object], folder: Path) -> Tracker:
     """Open a run at the service `name`, "wandb" or "trackio". `folder` stores the id of the run."""
     if name not in _OPENERS:
         near = nearest(name, _OPENERS)
@@ -48,7 +48,7 @@ def open_tracker(name: str, project: str, run_name: str, config: dict[str, Any],
         raise ServiceUnavailable(mask_secrets(f"{type(error).__name__}: {error}", known)) from None
 
 
-def _open_wandb(project: str, run_name: str, config: dict[str, Any], run_id: str, folder: Path) -> Tracker:
+def _open_wandb(project: str, run_name: str, config: Mapping[str, object], run_id: str, folder: Path) -> Tracker:
     try:
         import wandb
     except ImportError:
@@ -87,7 +87,7 @@ class _Wandb:
         self._run.finish()
 
 
-def _open_trackio(project: str, run_name: str, config: dict[str, Any], run_id: str, folder: Path) -> Tracker:
+def _open_trackio(project: str, run_name: str, config: Mapping[str, object], run_id: str, folder: Path) -> Tracker:
     try:
         import trackio
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a run is made from: `run.json` for people and the report, and the facts that every checkpoint stores."""
+"""What a run is made from: its manifest, and the facts that every checkpoint stores."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from trillora.data.stage import StageData
+from trillora.data.stage import StageData, example_of
 from trillora.model.layout import stored_weights
 from trillora.model.loading.digest import settings_digests
 from trillora.model.loading.source import EMBEDDED, OpenModel
 from trillora.recipe.resolve import ResolvedRecipe
 from trillora.recipe.schema import Recipe
-from trillora.secrets import mask_values
+from trillora.runs.manifest import DataFileFacts, RunManifest, StageRecord
 from trillora.step.build import Assembly
 from trillora.training.run_identity import fixed_options
 from trillora.version import __version__
@@ -37,37 +37,51 @@ def of_run(
     assembly: Assembly,
     identity: dict[str, str],
     opened: OpenModel,
-) -> dict[str, Any]:
-    """The content of `run.json`. `base_name` is what `from_pretrained` loads the base model from."""
+) -> RunManifest:
     model, mesh = assembly.model, assembly.mesh
     first_steps = [1 + sum(stage.num_steps for stage in stages[:number]) for number in range(len(stages))]
-    return mask_values(
-        {
-            "format": 1,
-            "trillora": __version__,
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "model": {
-                "name": recipe.model.name,
-                "base_name": opened.base_name,
-                # The embedded model's are written by the installed libraries, and differ between versions.
-                "settings": None if recipe.model.name == EMBEDDED else settings_digests(opened.folder),
-                "num_parameters": sum(math.prod(leaf.shape) for leaf, _ in stored_weights(model.layout).values()),
-                "num_trained": sum(math.prod(leaf.shape) for leaf in model.adapter_layout.values()),
-                "arithmetic": model.arithmetic,
-            },
-            "environment": {
-                "python": platform.python_version(),
-                "system": f"{platform.system()} {platform.machine()}",
-                **libraries(),
-                "backend": mesh.devices.flat[0].platform,
-                "device": mesh.devices.flat[0].device_kind,
-                "num_devices": mesh.size,
-                "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
-            },
-            "identity": identity,
-            "num_steps": sum(stage.num_steps for stage in stages),
-            "stages": [stage.facts(opened.tokenizer, first) for stage, first in zip(stages, first_steps, strict=True)],
-        }
+    return RunManifest(
+        trillora=__version__,
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        model={
+            "name": recipe.model.name,
+            "base_name": opened.base_name,
+            # The embedded model's are written by the installed libraries, and differ between versions.
+            "settings": None if recipe.model.name == EMBEDDED else settings_digests(opened.folder),
+            "num_parameters": sum(math.prod(leaf.shape) for leaf, _ in stored_weights(model.layout).values()),
+            "num_trained": sum(math.prod(leaf.shape) for leaf in model.adapter_layout.values()),
+            "arithmetic": model.arithmetic,
+        },
+        environment={
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}",
+            **libraries(),
+            "backend": mesh.devices.flat[0].platform,
+            "device": mesh.devices.flat[0].device_kind,
+            "num_devices": mesh.size,
+            "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
+        },
+        identity=identity,
+        num_steps=sum(stage.num_steps for stage in stages),
+        stages=tuple(
+            of_stage(stage, opened.tokenizer, first) for stage, first in zip(stages, first_steps, strict=True)
+        ),
+    )
+
+
+def of_stage(stage: StageData, tokenizer: Any, first_step: int) -> StageRecord:
+    train = stage.recipe.train
+    return StageRecord(
+        name=stage.name,
+        first_step=first_step,
+        num_steps=stage.num_steps,
+        sequence_length=train.sequence_length,
+        batch_size=train.batch_size,
+        learning_rate=train.rate,
+        files=tuple(DataFileFacts(f["name"], f["sha256"], f["format"], f["num_rows"]) for f in stage.dataset.files),
+        data=stage.batches.summary(),
+        num_evaluated=0 if stage.evaluation is None else len(stage.evaluation),
+        example=example_of(stage.batches.documents, tokenizer),
     )
 
 

@@ -37,6 +37,7 @@ from trillora.recipe.resolve import ResolvedRecipe, keep_dates, keep_fixed
 from trillora.recipe.schema import Recipe, stages_of
 from trillora.report.event_text import adapted_lines
 from trillora.runs.files import METRICS_FILE
+from trillora.runs.manifest import RunManifest
 from trillora.secrets import mask_values
 from trillora.step.adapted_share import adapted_share
 from trillora.step.adapter_spec import Start, open_start
@@ -94,7 +95,7 @@ class RunProcess:
         self._watchdog = Watchdog(self._listener, folder.add_stall)
         self._accept_changes = accept_changes
         self._record = RunRecord(folder)
-        self._of_run: dict[str, Any] = {}  # the content of run.json
+        self._manifest: RunManifest | None = None
         self._start: Start | None = None  # the adapter that a new run starts from
 
     def _open(self) -> tuple[list[Any], OpenModel]:

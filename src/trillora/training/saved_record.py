@@ -12,23 +12,17 @@ import json
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Listener, Saved
 from trillora.files.read_json import read_json
 from trillora.files.storage import Storage
 from trillora.runs.files import SAVED_FILE
+from trillora.runs.manifest import SavedRecord
 from trillora.training.run_folder import RunFolder
 
 _START_OVER = "to start over, use another --out or remove the run's folder"
-
-
-@dataclass(frozen=True)
-class SavedRecord:
-    run: str  # the id of the run
-    step: int | None = None  # of the newest checkpoint
-    where: str = ""  # that checkpoint
 
 
 class RunRecord:

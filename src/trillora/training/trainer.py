@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from trillora.recipe.group import group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage
 from trillora.recipe.schema import Recipe, seconds_of, stages_of
 from trillora.runs.files import ADAPTER, CHECKPOINTS, MANIFEST_FILE, METRICS_FILE, RECIPE_FILE, RESOLVED_FILE
+from trillora.runs.manifest import AdapterSource
 from trillora.step.adapter_spec import Start
 from trillora.step.autotune import Plan, choose, compile_step
 from trillora.step.background import compile_program, compiling_in_background, wait_for_programs
@@ -209,8 +209,8 @@ class _Training(RunProcess):
         self._folder.write(RESOLVED_FILE, resolved.dump(recipe))
         self._folder.write(RECIPE_FILE, run_file.dump(filled), mode=run_file.MODE)
         self._opened = opened
-        self._of_run = manifest.of_run(filled, stages, assembly, identity(), opened)
-        self._folder.write(MANIFEST_FILE, json.dumps(self._of_run, indent=1) + "\n")
+        self._manifest = manifest.of_run(filled, stages, assembly, identity(), opened)
+        self._folder.write(MANIFEST_FILE, self._manifest.to_json())
         left = range(position.stage, len(stages))
         eval_plans = [ahead.eval_plan(number, plans[number].assembly) for number in left]
         if left:
@@ -358,8 +358,9 @@ class _Training(RunProcess):
         kept = {name: chosen.files[name] for name in ADAPTER_FILES}
         check_changes_something(read_adapter(kept[WEIGHTS_FILE]), str(folder))
         kept |= stage.files_with_adapter(self._opened)
-        source = {"step": chosen.step, "evaluation_loss": evaluated.get(chosen.step), "why": chosen.why}
-        self._folder.write(MANIFEST_FILE, json.dumps({**self._of_run, "adapter": source}, indent=1) + "\n")
+        assert self._manifest is not None
+        source = AdapterSource(chosen.step, evaluated.get(chosen.step), chosen.why)
+        self._folder.write(MANIFEST_FILE, dataclasses.replace(self._manifest, adapter=source).to_json())
         card = adapter_card(kept[CONFIG_FILE], self._folder.path, name=self._folder.path.resolve().name)
         with self._folder.reported(folder):
             files = {CARD_FILE: card.encode(), **with_checksums(chosen.step, kept)}

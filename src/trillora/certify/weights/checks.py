@@ -120,7 +120,7 @@ def source_of(subject: Subject) -> ExportSource:
     has_tokenizer = subject.adapter is not None and (subject.adapter / "tokenizer_config.json").is_file()
     return ExportSource(
         name=subject.name,
-        run=subject.run,
+        run=None if subject.run is None else subject.run.folder,
         adapter=subject.adapter or subject.folder,
         base=base,
         base_id=subject.base_id or base.base_name,

@@ -6,8 +6,8 @@ import datetime
 import decimal
 import json
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trillora.data.rows import Fault, RawRow
 
@@ -39,7 +39,7 @@ class Cursor:
         line, nth = self._step()
         return RawRow(self.member, line, raw, nth)
 
-    def record(self, record: dict[str, Any]) -> RawRow | Fault:
+    def record(self, record: Mapping[str, object]) -> RawRow | Fault:
         """The next record as JSON text. NaN and infinity pass; the parser of the row refuses them."""
         try:
             raw = _TO_JSON(record).encode("utf-8")

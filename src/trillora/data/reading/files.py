@@ -291,7 +291,7 @@ def _remote_file(url: str, source: int) -> DataFile:
     return DataFile(name=shown, path=url, source=source, kind=kind)
 
 
-def _is_local(system: Any) -> bool:
+def _is_local(system: object) -> bool:
     """Whether an fsspec file system is this machine's: `local://` and `file://`."""
     from fsspec.implementations.local import LocalFileSystem
 

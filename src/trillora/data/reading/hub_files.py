@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trillora.data.reading.files import Content, DataFile, found_data, kind_of
 from trillora.errors import TrilloraError, nearest
@@ -62,7 +62,7 @@ def hub_files(path: str, part: DataSetPart, source: int) -> list[DataFile]:
     return files
 
 
-def _one_of(option: str, value: str | None, known: Mapping[str, Any], name: str) -> str:
+def _one_of(option: str, value: str | None, known: Mapping[str, object], name: str) -> str:
     if value is None and (len(known) == 1 or DEFAULT in known):
         return DEFAULT if DEFAULT in known else next(iter(known))
     if value in known:
@@ -79,7 +79,7 @@ def _one_of(option: str, value: str | None, known: Mapping[str, Any], name: str)
     raise TrilloraError(f"The data set {name} has no {option} '{value}'.", where=f"data.path.{option}", do=do)
 
 
-def _configs(card: Mapping[str, Any], files: Iterable[str]) -> Iterator[tuple[str, Splits]]:
+def _configs(card: Mapping[str, object], files: Iterable[str]) -> Iterator[tuple[str, Splits]]:
     """The configurations that the card describes, or the one that the names of the files show."""
     files = [file for file in files if found_data(file)]
     described = card.get("configs")
@@ -92,7 +92,7 @@ def _configs(card: Mapping[str, Any], files: Iterable[str]) -> Iterator[tuple[st
             yield str(entry.get("config_name") or DEFAULT), splits
 
 
-def _described(data_files: Any, folder: str, files: list[str]) -> Splits:
+def _described(data_files: object, folder: str, files: list[str]) -> Splits:
     """From the card's patterns: a text, a list of texts, or a list of {split, path}."""
     from fsspec.utils import glob_translate
 

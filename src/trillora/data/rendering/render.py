@@ -29,7 +29,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -206,7 +206,7 @@ class Renderer:
             chat = dataclasses.replace(chat, tools=tools)
         return chat, self._finder(own)
 
-    def _finder(self, arguments: dict[str, Any]) -> AnswerFinder:
+    def _finder(self, arguments: Mapping[str, object]) -> AnswerFinder:
         """A template with these arguments, and what is known about it. Other arguments, other texts around answers."""
         key = json.dumps(arguments, sort_keys=True)
         if key not in self._finders:
@@ -221,7 +221,7 @@ class Renderer:
             self._finders[key] = AnswerFinder(ChatTemplate(settings.chat_template, words, today), self._words)
         return self._finders[key]
 
-    def _check_argument(self, name: str, value: Any) -> None:
+    def _check_argument(self, name: str, value: object) -> None:
         if name in RESERVED_ARGUMENTS or name in self._settings.chat_words:
             what = f"The chat template's argument {name!r} cannot be set: it comes from the row or the tokenizer."
             raise BadRow(what, "remove it from the arguments of the chat template")
@@ -444,7 +444,7 @@ def _without(text: str, side: str, num_characters: int) -> str:
     return text[:start] + text[start + num_characters :]
 
 
-def _digest(meaning: Any) -> int:
+def _digest(meaning: object) -> int:
     canonical = json.dumps(meaning, sort_keys=True, ensure_ascii=False)
     return int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8).digest(), "little")
 
@@ -455,7 +455,7 @@ def _map_chat(chat: Chat, change: Callable[[str, bool], str], change_key: Callab
     def read(value: str) -> str:
         return change(value, False)
 
-    def changed(message: Message, key: str, value: Any) -> Any:
+    def changed(message: Message, key: str, value: object) -> Any:
         if key == "role":
             return value
         if message["role"] == "assistant" and key in _WRITTEN and isinstance(value, str):
@@ -473,7 +473,7 @@ def _render_or_empty(chat: Chat, template: ChatTemplate, prompt: bool) -> str:
         return ""
 
 
-def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
+def _map_text(value: object, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
     """The same JSON value with every string in it changed."""
     if isinstance(value, str):
         return change(value)

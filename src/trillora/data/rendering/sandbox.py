@@ -30,7 +30,7 @@ OPEN, CLOSE = "\ufdd2", "\ufdd3"
 class ChatTemplate:
     """A chat template with the values it can use: the special tokens of its tokenizer, and the user's arguments."""
 
-    def __init__(self, source: str, words: Mapping[str, Any], today: datetime.date) -> None:
+    def __init__(self, source: str, words: Mapping[str, object], today: datetime.date) -> None:
         environment = _ChatEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -53,7 +53,7 @@ class ChatTemplate:
                 raise BadRow(what, "use a model or a data.chat_template that supports tools, or remove the row")
 
     def render(
-        self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False, marked: bool = False
+        self, messages: Sequence[Message], tools: Sequence[object] | None, *, prompt: bool = False, marked: bool = False
     ) -> str:
         """The conversation as text. `prompt`: add a generation prompt. `marked`: show generation marks as sentinels."""
         if self._needs_parts:
@@ -61,7 +61,7 @@ class ChatTemplate:
         return self._render(messages, tools, prompt=prompt, marked=marked)
 
     def _render(
-        self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False, marked: bool = False
+        self, messages: Sequence[Message], tools: Sequence[object] | None, *, prompt: bool = False, marked: bool = False
     ) -> str:
         self._environment.shows_marks = marked
         messages = [_with_reasoning(message) for message in messages]
@@ -127,7 +127,7 @@ class RowTemplate:
 class _ChatEnvironment(ImmutableSandboxedEnvironment):
     shows_marks = False
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
+    def getattr(self, obj: object, attribute: str) -> Any:
         # `loop.first` and similar, read in every turn. Public attributes of a loop give access to nothing else.
         if type(obj) is LoopContext and not attribute.startswith("_"):
             return getattr(obj, attribute, self.undefined(obj=obj, name=attribute))
@@ -158,7 +158,7 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str, name: str
         raise BadRow(what, "fix the template at the line shown") from None
 
 
-def _rendered(template: Template, values: dict[str, Any], what: str, do: str) -> str:
+def _rendered(template: Template, values: Mapping[str, object], what: str, do: str) -> str:
     try:
         return template.render(values)
     except (MemoryError, RecursionError):
@@ -179,7 +179,7 @@ def _with_parts(message: Message) -> Message:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

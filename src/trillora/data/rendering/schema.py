@@ -6,6 +6,7 @@ never fetched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from trillora.data.rendering.json_values import excerpt, kind_name, shortened
@@ -78,7 +79,7 @@ def _message(failure: Any) -> str:
     return f"The schema requires {expected} at {where}; {found}."
 
 
-def _listed(values: list[Any]) -> str:
+def _listed(values: Sequence[object]) -> str:
     listed = ", ".join(_shown(value) for value in values[:8])
     return f"{listed} and {len(values) - 8} more" if len(values) > 8 else listed
 

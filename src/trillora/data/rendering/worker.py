@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -52,7 +53,7 @@ def main() -> None:
         write_frame(outgoing, [_answer(_answers(renderer, rows, format, cuts or [None] * len(rows)))])
 
 
-def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: list[Any]) -> list[list[Any]]:
+def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: Sequence[object]) -> list[list[Any]]:
     """For each row the eight fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses
     up its limit: the parent decides whether to try the others."""
     answers: list[list[Any]] = []
@@ -123,5 +124,5 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _answer(value: Any) -> bytes:
+def _answer(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class StoreWriter:
             self._rows.write(rows.tobytes())
         self._num_tokens += int(lengths.sum())
 
-    def finish(self, facts: dict[str, Any]) -> None:
+    def finish(self, facts: Mapping[str, object]) -> None:
         """Flushes everything to disk, then renames the folder."""
         with writing_cache(self._target.parent):
             for file in (self._tokens, self._rows):

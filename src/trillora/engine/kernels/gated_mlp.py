@@ -37,7 +37,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from trillora.engine.kernels.triton_call import IN_JAX, LARGEST, LOG2_E, Functions, call, functions, masked_store
-from trillora.engine.types import Tree
+from trillora.engine.types import Pytree
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RANKS = (16, 32, 64)  # the kernels' ranks: Triton's matmuls need 16, and more than 64 need too many registers
@@ -214,8 +214,8 @@ def _shape(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
 
 
 def _call(
-    kernel: Callable[..., None], out: Tree, grid: tuple[int, ...], blocks: MlpBlocks, interpret: bool, name: str
-) -> Callable[..., Tree]:
+    kernel: Callable[..., None], out: Pytree, grid: tuple[int, ...], blocks: MlpBlocks, interpret: bool, name: str
+) -> Callable[..., Pytree]:
     return call(
         kernel,
         out,

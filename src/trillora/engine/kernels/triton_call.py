@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from trillora.engine.types import Tree
+from trillora.engine.types import Pytree
 
 LARGEST = 2**31  # numbers of an array: places are computed in 32 bits
 LOG2_E = 1 / math.log(2)  # GPUs compute powers of 2
@@ -41,7 +41,7 @@ def has_triton() -> bool:
 
 def call(
     kernel: Callable[..., None],
-    out_shape: Tree,
+    out_shape: Pytree,
     grid: tuple[int, ...],
     *,
     name: str,
@@ -49,7 +49,7 @@ def call(
     num_stages: int = 2,
     interpret: bool = False,
     aliases: Mapping[int, int] | None = None,
-) -> Callable[..., Tree]:
+) -> Callable[..., Pytree]:
     """`name` is seen in profiles. `aliases`: numbers of inputs, and of the outputs that take their memory."""
     from jax.experimental.pallas import triton
 

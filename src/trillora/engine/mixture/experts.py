@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from trillora.engine.types import Tree
+from trillora.engine.types import Pytree
 
 FIRST, FURTHER = 1.25, 0.25  # rows of the first pass and of each further pass, in multiples of the average
 ROW_BLOCK = 512  # passes have a multiple of this many rows
@@ -42,7 +42,7 @@ RARE = "rarely_runs"  # in the names of operations that usually do not run; pref
 # (rows [M, D], weight of each row [M], rows of each expert [E], weights of the experts) -> weighted results [M, D]. In
 # `mix_spread` there may be rows at the end that belong to no expert. Their results may be anything, but their gradients
 # must be 0.
-Compute = Callable[[jax.Array, jax.Array, jax.Array, Tree], jax.Array]
+Compute = Callable[[jax.Array, jax.Array, jax.Array, Pytree], jax.Array]
 
 
 class ExpertPairs(NamedTuple):
@@ -57,7 +57,7 @@ class Tokens(NamedTuple):
     gate_NK: jax.Array
 
 
-def mix(compute: Compute, tokens: Tokens, index_NK: jax.Array, weights: Tree, num_experts: int) -> jax.Array:
+def mix(compute: Compute, tokens: Tokens, index_NK: jax.Array, weights: Pytree, num_experts: int) -> jax.Array:
     """[N, D]: for each token, the sum of its experts' results, each multiplied by its gate."""
     rows, num_choices = _sorted_rows(index_NK, 0, num_experts), index_NK.shape[1]
     gate_M = checkpoint_name(tokens.gate_NK.reshape(-1)[rows.order], SAVED_NAME)
@@ -69,7 +69,7 @@ def mix_spread(
     compute: Compute,
     tokens: Tokens,
     index_nK: jax.Array,
-    weights: Tree,
+    weights: Pytree,
     num_experts: int,
     token_axes: tuple[str, ...],
     copied_axes: tuple[str, ...],
@@ -86,7 +86,9 @@ def mix_spread(
     first, further = (min(most, _blocks(share * index_NK.size / num_shards)) for share in (FIRST, FURTHER))
     rows = _sorted_rows(index_NK, first_own, num_own, padding=further)
 
-    def one_pass(start: jax.Array | int, num_rows: int, arguments: tuple[Tokens, Tree], rows: ExpertPairs) -> jax.Array:
+    def one_pass(
+        start: jax.Array | int, num_rows: int, arguments: tuple[Tokens, Pytree], rows: ExpertPairs
+    ) -> jax.Array:
         local, weights = arguments
         everyone = Tokens(*(_gathered(array, token_axes) for array in local))
         return _returned(_partial_sums(compute, everyone, weights, rows, start, num_rows), token_axes, copied_axes)
@@ -97,7 +99,7 @@ def mix_spread(
         counts = _count(index_NK.reshape(-1), num_experts).reshape(num_shards, num_own).sum(1)
         num_passes = checkpoint_name(-((first - counts.max()) // further), SAVED_NAME)
 
-        def further_pass(number: jax.Array, arguments: tuple[Tokens, Tree], rows: ExpertPairs) -> jax.Array:
+        def further_pass(number: jax.Array, arguments: tuple[Tokens, Pytree], rows: ExpertPairs) -> jax.Array:
             return one_pass(first + number * further, further, arguments, rows)
 
         out = out + _sum_of_passes(further_pass, num_passes, (tokens, weights), rows)
@@ -122,7 +124,7 @@ def _blocks(num_rows: float) -> int:
 
 
 def _partial_sums(
-    compute: Compute, tokens: Tokens, weights: Tree, rows: ExpertPairs, start: jax.Array | int, num_rows: int
+    compute: Compute, tokens: Tokens, weights: Pytree, rows: ExpertPairs, start: jax.Array | int, num_rows: int
 ) -> jax.Array:
     """[N, D]: for each token, the sum over its rows that are among `num_rows` rows, beginning with `start`."""
     pair = jax.lax.dynamic_slice_in_dim(rows.order, start, num_rows)
@@ -198,22 +200,22 @@ def _returned(sums_ND: jax.Array, token_axes: tuple[str, ...], copied_axes: tupl
 
 
 # (number of the pass, what may be trained, the rest) -> its result
-Pass = Callable[[jax.Array, Tree, Tree], jax.Array]
+Pass = Callable[[jax.Array, Pytree, Pytree], jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_of_passes(one_pass: Pass, num_passes: jax.Array, arguments: Tree, others: Tree) -> jax.Array:
+def _sum_of_passes(one_pass: Pass, num_passes: jax.Array, arguments: Pytree, others: Pytree) -> jax.Array:
     """The sum of a number of passes that is known only while the program runs. jax cannot differentiate such a loop."""
     result = jax.eval_shape(one_pass, num_passes, arguments, others)
 
     return _sum(num_passes, lambda number: one_pass(number, arguments, others), jnp.zeros(result.shape, result.dtype))
 
 
-def _forward(one_pass: Pass, num_passes: jax.Array, arguments: Tree, others: Tree) -> tuple[jax.Array, Tree]:
-    def value(primal: Tree) -> Tree:
+def _forward(one_pass: Pass, num_passes: jax.Array, arguments: Pytree, others: Pytree) -> tuple[jax.Array, Pytree]:
+    def value(primal: Pytree) -> Pytree:
         return primal.value
 
-    def select(perturbed: bool) -> Tree:
+    def select(perturbed: bool) -> Pytree:
         return jax.tree.map(lambda primal: primal.value if primal.perturbed == perturbed else None, arguments)
 
     num_passes, others = jax.tree.map(value, (num_passes, others))
@@ -221,15 +223,15 @@ def _forward(one_pass: Pass, num_passes: jax.Array, arguments: Tree, others: Tre
     return out, (num_passes, select(True), select(False), others)
 
 
-def _backward(one_pass: Pass, kept: Tree, gradient: jax.Array) -> tuple[None, Tree, None]:
+def _backward(one_pass: Pass, kept: Pytree, gradient: jax.Array) -> tuple[None, Pytree, None]:
     """Gradients of what is trained. Every pass is computed again."""
     num_passes, trained, frozen, others = kept
 
-    def result(number: jax.Array, trained: Tree) -> jax.Array:
+    def result(number: jax.Array, trained: Pytree) -> jax.Array:
         both = jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=lambda x: x is None)
         return one_pass(number, both, others)
 
-    def gradients(number: jax.Array) -> Tree:
+    def gradients(number: jax.Array) -> Pytree:
         _, transposed = jax.vjp(functools.partial(result, number), trained)
         return transposed(gradient)[0]
 
@@ -239,11 +241,11 @@ def _backward(one_pass: Pass, kept: Tree, gradient: jax.Array) -> tuple[None, Tr
 _sum_of_passes.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _sum(num_passes: jax.Array, term: Callable[[jax.Array], Tree], zeros: Tree) -> Tree:
+def _sum(num_passes: jax.Array, term: Callable[[jax.Array], Pytree], zeros: Pytree) -> Pytree:
     """The sum of term(0), term(1), … Without the barrier, XLA would move the exchange of tokens that ends a pass behind
     the loop, where it always runs."""
 
-    def add(state: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
+    def add(state: tuple[jax.Array, Pytree]) -> tuple[jax.Array, Pytree]:
         number, total = state
         return number + 1, jax.tree.map(jnp.add, total, jax.lax.optimization_barrier(term(number)))
 

@@ -72,7 +72,7 @@ def rope_of(config: PretrainedConfig, head_dim: int, known: tuple[str, ...]) -> 
     return Rope(values, tensors)
 
 
-def _check(parameters: Mapping[str, Any], known: tuple[str, ...]) -> str:
+def _check(parameters: Mapping[str, object], known: tuple[str, ...]) -> str:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in known:
         raise _unknown(f"rope type {kind!r}")

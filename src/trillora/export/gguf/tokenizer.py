@@ -180,7 +180,7 @@ def _steps(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
     return list(part[key]) if part["type"] == "Sequence" else [part]
 
 
-def _split(step: Mapping[str, Any]) -> str:
+def _split(step: Mapping[str, object]) -> str:
     """One step as in `SPLITS`; "" for bytes without a rule, which is always last."""
     match step:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
@@ -230,7 +230,7 @@ def _prefix(described: Mapping[str, Any]) -> tuple[bool, list[str]]:
     raise _refused("llama.cpp has no rule that treats spaces as it does")
 
 
-def _plain(step: Mapping[str, Any]) -> tuple[Any, ...]:
+def _plain(step: Mapping[str, object]) -> tuple[Any, ...]:
     match step:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return "Replace", old, new
@@ -243,7 +243,7 @@ def _plain(step: Mapping[str, Any]) -> tuple[Any, ...]:
     return (step["type"], "unknown")
 
 
-def _strips_after(added: Iterable[Mapping[str, Any]]) -> bool:
+def _strips_after(added: Iterable[Mapping[str, object]]) -> bool:
     """Whether the white space after special tokens is removed exactly as llama.cpp does it for Phi-3."""
     tokens = list(added)
     stripping = [token["rstrip"] and token["content"] not in KEEPS_SPACE for token in tokens]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ class ColabRun:
             packed.unlink()
             self._listener(Note(f"Results: {self._files.results}"))
 
-    def _judge(self, result: dict[str, Any], ended: ProgramEnd) -> None:
+    def _judge(self, result: Mapping[str, object], ended: ProgramEnd) -> None:
         output = self._files.notebook.with_name(f"{self._files.name}_output.ipynb")
         state = result.get("state")
         if state == "no-tpu":

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,7 @@ def check_owner(owner: str) -> None:
         raise TrilloraError(f"'{owner[:50]}' is not a user of Kaggle.", where="--owner", do=do)
 
 
-def _write_json(file: Path, tree: dict[str, Any]) -> None:
+def _write_json(file: Path, tree: Mapping[str, object]) -> None:
     write_file(file, json.dumps(tree, indent=1) + "\n")
 
 

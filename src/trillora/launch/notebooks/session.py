@@ -353,7 +353,7 @@ class Session:
             archive.add(self.results, arcname=".")
         print(f"Packed: {file}")
 
-    def _save(self, **facts: Any) -> None:
+    def _save(self, **facts: object) -> None:
         self.results.mkdir(parents=True, exist_ok=True)
         was_finished = self.is_finished and facts.get("state") == "started"
         self._result |= {**facts, "saved": time.time()} | ({"state": "finished"} if was_finished else {})

@@ -110,7 +110,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_sizes(part: Mapping[str, Any], path: str, where: str) -> None:
+def _check_sizes(part: Mapping[str, object], path: str, where: str) -> None:
     for key, value in part.items():
         if isinstance(value, dict):
             _check_sizes(value, f"{path}{key}.", where)

@@ -14,14 +14,14 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trillora.errors import TrilloraError, nearest
-from trillora.files.hub import HUB_ID, HUB_ID_AT, download, list_files
+from trillora.files.hub import HUB_ID, download, list_files
 from trillora.model.loading.description import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -37,7 +37,6 @@ from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_class, text_class
 from trillora.recipe.schema import EMBEDDED
-from trillora.runs.files import ADAPTER
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig, Tokenizer
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "*.txt")  # sentencepiece, tiktoken, merges and vocabularies
 DESCRIPTION_FILES = ("*.json", "*.jinja", *TOKENIZER_FILES)
@@ -101,34 +99,6 @@ def find_model(
     if not HUB_ID.fullmatch(name):
         raise _no_such_folder(name, folder)
     return _from_hub(name, revision, trust_remote_code, with_weights)
-
-
-def find_adapter(name: str) -> Path:
-    """The local folder of an adapter in PEFT's format. `name` is a folder, also of a run, or a hub id `org/name`,
-    optionally with `@revision`."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        inside = folder / ADAPTER  # of a run
-        return inside if inside.is_dir() and not (folder / ADAPTER_FILES[0]).is_file() else folder
-    on_hub = HUB_ID_AT.fullmatch(name)
-    if on_hub is None:
-        raise TrilloraError(
-            f"There is no adapter '{name}'.",
-            where=f"lora.from: {folder} is not a folder, and a hub id has the form org/name",
-            do="give the folder with adapter_config.json, a run's folder, or a hub id",
-        )
-    hub_id, revision = on_hub["id"], on_hub["revision"]
-    found = download(hub_id, "model", revision=revision, allow=ADAPTER_FILES)
-    if missing := [file for file in ADAPTER_FILES if not (found / file).is_file()]:
-        files = list_files(hub_id, revision or "main") or set()
-        pickled = next((file for file in sorted(files) if file.endswith(PICKLE_SUFFIXES)), None)
-        raise TrilloraError(
-            f"{hub_id} is not an adapter that can be used: it has no {missing[0]}."
-            + (f" {pickled} is a pickle file, which can run code when it is opened." if pickled else ""),
-            where=f"hub model {hub_id}",
-            do="choose a repository with adapter_config.json and adapter_model.safetensors",
-        )
-    return found
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -296,7 +266,7 @@ def _no_weights(files: set[str], where: str) -> TrilloraError:
     )
 
 
-def _is_native(config_json: dict[str, Any]) -> bool:
+def _is_native(config_json: Mapping[str, object]) -> bool:
     """Whether transformers includes a causal language model of this type, or a multimodal one."""
     model_type = config_json.get("model_type")
     return text_class(model_type) is not None or multimodal_class(model_type) is not None
@@ -312,7 +282,7 @@ def _has_text_model(config: PretrainedConfig) -> bool:
     return is_text or (is_wrapper(config) and not (config.is_encoder_decoder or text.is_encoder_decoder))
 
 
-def _needs_own_code(config_json: dict[str, Any]) -> bool:
+def _needs_own_code(config_json: Mapping[str, object]) -> bool:
     """Many repositories (Phi-3) still name code from before transformers supported their type. It is not needed."""
     return "auto_map" in config_json and not _is_native(config_json)
 

@@ -33,14 +33,14 @@ _ROWS_PER_READ = 4096
 _REMOVED = "removed_modules"  # the attribute of a module with the names of what was deleted
 
 
-def text_class(model_type: Any) -> str | None:
+def text_class(model_type: object) -> str | None:
     """The name of transformers' causal language model of this type; None if it has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
 
 
-def multimodal_class(model_type: Any) -> str | None:
+def multimodal_class(model_type: object) -> str | None:
     """The name of transformers' class for text, images and sound of this type; None if it has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 

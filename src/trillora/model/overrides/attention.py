@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -28,7 +28,7 @@ from trillora.errors import TrilloraError
 from trillora.model.kv_cache import visible_in_cache
 from trillora.model.overrides.recurrent import modelling_files
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
-from trillora.model.trace import Trace, current
+from trillora.model.trace import Replacement, Trace, current
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig
@@ -58,10 +58,10 @@ def choose_style(model: torch.nn.Module) -> Style:
     return "mask" if any(hasattr(file, "create_causal_mask") for file in files) else "none"
 
 
-def mask_replacements(model: torch.nn.Module, style: Style) -> list[tuple[Any, str, Any]]:
+def mask_replacements(model: torch.nn.Module, style: Style) -> list[Replacement]:
     """Replacements (module, name, value) of mask functions during a trace."""
     # The original branches on the values of the positions, which cannot be traced; segment ids replace it.
-    replacements: list[tuple[Any, str, Any]] = [(masking_utils, "find_packed_sequence_indices", lambda positions: None)]
+    replacements: list[Replacement] = [(masking_utils, "find_packed_sequence_indices", lambda positions: None)]
     if style == "mask":
         files = [file for file in modelling_files(model) if hasattr(file, "create_causal_mask")]
         replacements += [(file, "create_causal_mask", _explicit_mask) for file in files]
@@ -71,12 +71,17 @@ def mask_replacements(model: torch.nn.Module, style: Style) -> list[tuple[Any, s
     return replacements
 
 
-def _with_mask(attn: Callable[..., Any]) -> Callable[..., Any]:
+def _with_mask(attn: Callable[..., object]) -> Callable[..., object]:
     """The oldest models have a causal mask in a buffer, and get no other mask: add one that keeps documents apart."""
 
     @functools.wraps(attn)
     def masked(
-        self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        self: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         if not args or args[0] is not None or not isinstance(value, TORCHAX_TENSORS):
             return attn(self, query, key, value, *args, **kwargs)
@@ -85,7 +90,9 @@ def _with_mask(attn: Callable[..., Any]) -> Callable[..., Any]:
     return masked
 
 
-def _explicit_mask(config: PretrainedConfig, inputs_embeds: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _explicit_mask(
+    config: PretrainedConfig, inputs_embeds: torch.Tensor, *args: object, **kwargs: object
+) -> torch.Tensor:
     """The causal mask, with documents kept apart, as an additive [B, 1, T, T] tensor."""
     trace = current()
     assert trace is not None, "this mask only works inside a trace"
@@ -121,7 +128,7 @@ class TensorOnDemand(MaskRule):
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: object) -> torch.Tensor:
         return self.tensor()[index]
 
     def __and__(self, other: torch.Tensor) -> torch.Tensor:
@@ -138,10 +145,10 @@ def _mask_rule(
     batch_size: int = 1,
     q_length: int = 0,
     kv_length: int = 0,
-    *args: Any,
-    mask_function: Callable[..., Any] | None = None,
+    *args: object,
+    mask_function: Callable[..., object] | None = None,
     local_size: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> MaskRule:
     """transformers builds a mask function out of closures; their names show which kind of mask it is."""
     names = _closure_names(mask_function) if mask_function is not None else set()
@@ -153,7 +160,7 @@ def _mask_rule(
     return rule(causal=not any("bidirectional" in name for name in names))
 
 
-def _closure_names(function: Callable[..., Any], depth: int = 0) -> set[str]:
+def _closure_names(function: Callable[..., object], depth: int = 0) -> set[str]:
     names = {getattr(function, "__qualname__", "")}
     for cell in getattr(function, "__closure__", None) or ():
         content = cell.cell_contents
@@ -168,7 +175,7 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Any = None,
+    attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -176,7 +183,7 @@ def _attention(
     position_bias: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers gives [B, heads, T, width] and expects [B, T, heads, width]. `indices`: the keys that an indexer
     chose for each query; `block_indices`: their mask (see `indexers`), with a head for each head of the keys."""
@@ -228,7 +235,7 @@ def _chosen(index_BTN: jax.Array, num_keys: int) -> jax.Array:
     return jnp.zeros((B, T, num_keys), bool).at[rows, queries, index_BTN].set(True)[:, None]
 
 
-def _refuse_unknown(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
+def _refuse_unknown(module: torch.nn.Module, keywords: Mapping[str, object]) -> None:
     """Refuses unknown tensors. One may be part of the attention rule, such as the keys selected by an indexer, and
     ignoring it would silently give wrong numbers."""
     unknown = [name for name, v in keywords.items() if isinstance(v, torch.Tensor) and name not in HARMLESS_KEYWORDS]

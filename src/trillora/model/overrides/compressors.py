@@ -26,7 +26,7 @@ from torchax import interop
 
 from trillora.model.overrides.attention import TensorOnDemand
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
-from trillora.model.trace import current
+from trillora.model.trace import Replacement, current
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Windows:
     visible_BTN: jax.Array  # which tokens may attend to the window: from its last token to the end of its document
 
 
-def window_keys(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
+def window_keys(model: torch.nn.Module) -> list[Replacement]:
     """Replacements (class, name, value) for the attention and the compressors of a model."""
-    replacements: list[tuple[Any, str, Any]] = []
+    replacements: list[Replacement] = []
     for cls, module in {type(module): module for module in model.modules()}.items():
         if hasattr(module, "compressor"):
             replacements.append((cls, "forward", _with_mask_tensor(cls.forward)))
@@ -49,11 +49,13 @@ def window_keys(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
     return replacements
 
 
-def _with_mask_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_mask_tensor(original: Callable[..., object]) -> Callable[..., object]:
     """Attention that appends the compressor's mask to its own, which it can only do with a tensor."""
 
     @functools.wraps(original)
-    def forward(self: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self: torch.nn.Module, *args: object, attention_mask: torch.Tensor | None = None, **kwargs: object
+    ) -> Any:
         if isinstance(attention_mask, TensorOnDemand) and self.compressor is not None:
             attention_mask = attention_mask.tensor()
         return original(self, *args, attention_mask=attention_mask, **kwargs)
@@ -61,11 +63,16 @@ def _with_mask_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _compress(original: Callable[..., Any]) -> Callable[..., Any]:
+def _compress(original: Callable[..., object]) -> Callable[..., object]:
     """Returns the keys of all windows [B, 1, N, D] and a boolean mask [B, 1, T, N]."""
 
     def forward(
-        self: Any, hidden_states: torch.Tensor, q_residual: torch.Tensor, position_ids: Any, cache: Any, layer_idx: int
+        self: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        q_residual: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: object,
+        layer_idx: int,
     ) -> Any:
         trace = current()
         if trace is None or cache is not None or not isinstance(hidden_states, TORCHAX_TENSORS):
@@ -91,7 +98,7 @@ def complete_windows(position_BT: jax.Array, segments_BT: jax.Array | None, rate
     return Windows(end_BN, jnp.maximum(last - (rate - 1), 0), visible)
 
 
-def _keys(self: Any, hidden_states: torch.Tensor, windows: Windows) -> torch.Tensor:
+def _keys(self: torch.nn.Module, hidden_states: torch.Tensor, windows: Windows) -> torch.Tensor:
     """The key of each window [B, N, D]: the sum of its tokens' values, weighted by their gates, at the position of its
     first token. If the projections are P times as wide as a key, the P - 1 windows before contribute too: the first
     part of the width belongs to the earliest."""

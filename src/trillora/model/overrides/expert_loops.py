@@ -28,15 +28,15 @@ from torchax import interop
 
 from trillora.engine.mixture.grouped_product import grouped_product
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
-from trillora.model.trace import replaced
+from trillora.model.trace import Replacement, replaced
 
 LOOP = ("hidden_states", "top_k_index", "top_k_weights")  # arguments of a module that loops over experts
 SPLIT = ("inputs", "expert_size")  # arguments of a linear layer per expert
 
 
-def static_loops(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
+def static_loops(model: torch.nn.Module) -> list[Replacement]:
     """Replacements (class, name, value) for the classes of a model that loop over experts."""
-    replacements: list[tuple[Any, str, Any]] = []
+    replacements: list[Replacement] = []
     for cls, module in {type(module): module for module in model.modules()}.items():
         arguments = tuple(inspect.signature(cls.forward).parameters)[1:]
         if arguments == SPLIT:
@@ -61,10 +61,10 @@ class _Expert(int):
 def _masked_sum(loop: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     where = torch.where
 
-    def all_experts(counts: torch.Tensor, *args: Any, **kwargs: Any) -> list[_Expert]:
+    def all_experts(counts: torch.Tensor, *args: object, **kwargs: object) -> list[_Expert]:
         return [_Expert(i) for i in range(counts.shape[0])]
 
-    def all_tokens(mask: torch.Tensor, *args: Any) -> Any:
+    def all_tokens(mask: torch.Tensor, *args: object) -> Any:
         if args:
             return where(mask, *args)
         chosen_KN = interop.jax_view(mask) != 0
@@ -74,7 +74,7 @@ def _masked_sum(loop: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
     @functools.wraps(loop)
     def forward(
-        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         if not isinstance(hidden_states, TORCHAX_TENSORS):
             return loop(self, hidden_states, top_k_index, top_k_weights)
@@ -85,15 +85,15 @@ def _masked_sum(loop: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return forward
 
 
-def _ragged(self: Any, inputs: torch.Tensor, expert_size: torch.Tensor) -> torch.Tensor:
+def _ragged(self: torch.nn.Module, inputs: torch.Tensor, expert_size: torch.Tensor) -> torch.Tensor:
     rows, weight, sizes = interop.jax_view((inputs, self.weight, expert_size))
     return interop.torch_view(grouped_product(rows, weight.swapaxes(1, 2), sizes.astype(jnp.int32)))
 
 
-def _tolist(original: Callable[..., Any]) -> Callable[..., Any]:
+def _tolist(original: Callable[..., object]) -> Callable[..., object]:
     """The router's numbers of tokens stay a tensor, for `_ragged`."""
 
-    def tolist(self: Any) -> Any:
+    def tolist(self: torch.Tensor) -> Any:
         return self if isinstance(self.jax(), jax.core.Tracer) else original(self)
 
     return tolist

@@ -14,6 +14,7 @@ Legend: N tokens, K experts per token, D width, E experts, M rows, R rank, I inp
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -62,7 +63,7 @@ def _experts(
     if mesh is None or mesh.size == 1:
         return interop.torch_view(mix(compute, Tokens(hidden, gate), index, weights, num_experts))
 
-    def local(tokens: Tokens, index: jax.Array, weights: dict[str, Any]) -> jax.Array:
+    def local(tokens: Tokens, index: jax.Array, weights: Mapping[str, object]) -> jax.Array:
         if not axes:
             return mix(compute, tokens, index, weights, num_experts)
         token_axes, copied_axes = (tuple(a for a in axes if (a in BATCH_AXES) == batch) for batch in (True, False))

@@ -30,7 +30,7 @@ from trillora.engine.kernels.joined_linear import joined_linear, linear_and_low
 from trillora.model.overrides.sums import output_with_note
 from trillora.model.overrides.torchax_fixes import fused_input
 from trillora.model.remat import SMALL, name_of_output
-from trillora.model.trace import Trace, current, replaced
+from trillora.model.trace import Replacement, Trace, current, replaced
 
 IN_TORCH: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -103,12 +103,12 @@ def _recognise(module: torch.nn.Module, layers: dict[str, Any]) -> GatedMlp | No
     return None
 
 
-def fused_forwards(mlps: list[GatedMlp]) -> list[tuple[Any, str, Any]]:
+def fused_forwards(mlps: list[GatedMlp]) -> list[Replacement]:
     """Replacements (module, attribute, value) for the time of a trace."""
     return [(mlp.module, "forward", functools.partial(_forward, mlp, mlp.module.forward)) for mlp in mlps]
 
 
-def _forward(mlp: GatedMlp, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(mlp: GatedMlp, original: Callable[..., object], *args: object, **kwargs: object) -> object:
     x, trace = fused_input(*args, **kwargs), current()
     if x is None or trace is None:
         return original(*args, **kwargs)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +42,11 @@ def _backward(activation: Activation, saved: tuple[jax.Array, jax.Array], dh: ja
 gated.defvjp(_forward, _backward)
 
 
-def noted_activation(function: Callable[..., Any]) -> Callable[..., Any]:
+def noted_activation(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """An implementation of an activation that leaves a note."""
 
     @functools.wraps(function)
-    def wrapped(g: jax.Array, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(g: jax.Array, *args: object, **kwargs: object) -> jax.Array:
         output, trace = function(g, *args, **kwargs), current()
         if trace is not None and trace.attention == "splash":
             trace.activated[id(output)] = Activated(output, g, lambda x: function(x, *args, **kwargs))
@@ -56,11 +55,11 @@ def noted_activation(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def products_with_activations(function: Callable[..., Any]) -> Callable[..., Any]:
+def products_with_activations(function: Callable[..., object]) -> Callable[..., object]:
     """An implementation of the operator `mul` that looks for notes of activations."""
 
     @functools.wraps(function)
-    def wrapped(x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(x: object, y: object, *args: object, **kwargs: object) -> object:
         trace = current()
         if trace is not None and trace.activated and not args and not kwargs and not trace.no_grad_depth:
             for one, other in ((x, y), (y, x)):
@@ -72,5 +71,5 @@ def products_with_activations(function: Callable[..., Any]) -> Callable[..., Any
     return wrapped
 
 
-def _is_alike(output: jax.Array, other: Any) -> bool:
+def _is_alike(output: jax.Array, other: object) -> bool:
     return isinstance(other, jax.Array) and (output.shape, output.dtype) == (other.shape, other.dtype)

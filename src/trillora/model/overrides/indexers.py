@@ -24,10 +24,10 @@ from torchax import interop
 from trillora.engine.attention import MaskRule, visible
 from trillora.model.overrides.compressors import best_windows, complete_windows
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
-from trillora.model.trace import current
+from trillora.model.trace import Replacement, current
 
 
-def block_indexers(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
+def block_indexers(model: torch.nn.Module) -> list[Replacement]:
     """Replacements (class, name, value) for the indexers of a model."""
     modules = list(model.modules())
     classes = {type(module) for module in modules if hasattr(module, "build_block_mask")}
@@ -38,11 +38,15 @@ def block_indexers(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _chosen_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+def _chosen_keys(original: Callable[..., object]) -> Callable[..., object]:
     """Returns a mask [B, H, T, S] of the keys in the chosen blocks, instead of the indices of the blocks."""
 
     def forward(
-        self: Any, hidden_states: torch.Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Any
+        self: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any,
+        past_key_values: Any,
+        position_ids: torch.Tensor,
     ) -> Any:
         trace = current()
         if trace is None or past_key_values is not None or not isinstance(hidden_states, TORCHAX_TENSORS):
@@ -67,12 +71,16 @@ def _chosen_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _chosen_by_mean(original: Callable[..., Any]) -> Callable[..., Any]:
+def _chosen_by_mean(original: Callable[..., object]) -> Callable[..., object]:
     """Returns a mask [B, 1, T, S]: complete blocks chosen by the mean of their keys, and the keys after the last one.
     transformers' own code is a loop over all queries."""
 
     def forward(
-        self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any
+        self: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any,
+        attention_mask: Any,
+        past_key_values: Any,
     ) -> Any:
         trace = current()
         if trace is None or past_key_values is not None or not isinstance(hidden_states, TORCHAX_TENSORS):

@@ -22,12 +22,12 @@ from torchax import interop
 
 from trillora.model.overrides.recurrent import starts_of
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
-from trillora.model.trace import current
+from trillora.model.trace import Replacement, current
 
 DIGIT, NUM_DIGITS = 16, 4  # bits of a digit, digits of a number
 
 
-def hashed_ngrams(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
+def hashed_ngrams(model: torch.nn.Module) -> list[Replacement]:
     """Replacements (class, name, value) for the n-gram embeddings of a model."""
     found = [module for module in model.modules() if hasattr(module, "layer_multipliers")]
     multipliers = {id(module): _multipliers(module) for module in found}
@@ -43,8 +43,8 @@ def _multipliers(module: torch.nn.Module) -> list[int]:
     return values
 
 
-def _embed(original: Callable[..., Any], multipliers: dict[int, list[int]]) -> Callable[..., Any]:
-    def forward(self: Any, input_ids: torch.Tensor, past_key_values: Any) -> Any:
+def _embed(original: Callable[..., object], multipliers: dict[int, list[int]]) -> Callable[..., object]:
+    def forward(self: torch.nn.Module, input_ids: torch.Tensor, past_key_values: object) -> Any:
         trace = current()
         if trace is None or past_key_values is not None or not isinstance(input_ids, TORCHAX_TENSORS):
             return original(self, input_ids, past_key_values)

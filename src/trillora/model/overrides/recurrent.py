@@ -23,7 +23,7 @@ from torchax import interop
 from transformers.activations import ACT2FN
 
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
-from trillora.model.trace import current
+from trillora.model.trace import Replacement, current
 
 # A log-decay that resets the state: exp(-100) is below 1e-43, and 100 costs no precision in sums of log-decays.
 FORGET = -100.0
@@ -31,7 +31,7 @@ FORGET = -100.0
 Function = Callable[..., Any]
 
 
-def packing_aware(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
+def packing_aware(model: torch.nn.Module) -> list[Replacement]:
     """Replacements (module or class, name, value) for the functions and modules that this model uses."""
     functions = [
         (file, name, aware(getattr(file, name)))
@@ -76,7 +76,11 @@ def _causal_convolution(original: Function) -> Function:
     """A depthwise convolution that does not reach into the previous document."""
 
     def convolve(
-        hidden_states: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None, **kwargs: Any
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: object,
     ) -> Any:
         segments = _segments(hidden_states)
         if segments is None:
@@ -101,7 +105,12 @@ def _gated_delta_rule(original: Function) -> Function:
     """The state decays by exp(g) at each token; at a document's first token it decays to zero."""
 
     def delta_rule(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: Any = None, beta: Any = None, **kwargs: Any
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor | None = None,
+        beta: torch.Tensor | None = None,
+        **kwargs: object,
     ) -> Any:
         segments = _segments(query)
         if segments is not None:
@@ -124,12 +133,12 @@ def _mamba2_scan(original: Function) -> Function:
         A: torch.Tensor,
         B: torch.Tensor,
         C: torch.Tensor,
-        chunk_size: Any = None,
-        D: Any = None,
-        dt_bias: Any = None,
+        chunk_size: int | None = None,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
         dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         segments = _segments(hidden_states)
         if segments is None:
@@ -162,12 +171,12 @@ def _mamba_scan(original: Function) -> Function:
         A: torch.Tensor,
         B: torch.Tensor,
         C: torch.Tensor,
-        D: Any = None,
-        z: Any = None,
-        delta_bias: Any = None,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
         delta_softplus: bool = False,
         return_last_state: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         if not isinstance(hidden_states, TORCHAX_TENSORS) or return_last_state:
             options = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
@@ -202,7 +211,12 @@ def _linear_scan(original: Function) -> Function:
     model resets it itself, where a position is zero."""
 
     def scan(
-        self: Any, hidden_states: torch.Tensor, recurrent_gate: Any, reset: Any, recurrent_states: Any, **kwargs: Any
+        self: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        recurrent_gate: torch.Tensor,
+        reset: torch.Tensor,
+        recurrent_states: torch.Tensor | None,
+        **kwargs: object,
     ) -> Any:
         if not isinstance(hidden_states, TORCHAX_TENSORS) or recurrent_states is not None:
             return original(self, hidden_states, recurrent_gate, reset, recurrent_states, **kwargs)
@@ -220,7 +234,7 @@ def _convolution_module(original: Function) -> Function:
     """A causal convolution over tokens [B, C, T], as a module. Its padding is the number of taps before the last, and
     models cut the surplus at the end of the output; or it has none, and they extend the input at its beginning."""
 
-    def forward(self: Any, x: torch.Tensor) -> Any:
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> Any:
         segments, reach = _segments(x), (self.kernel_size[0] - 1) * self.dilation[0]
         if segments is None or self.stride != (1,) or self.padding not in ((0,), (reach,)):
             return original(self, x)
@@ -259,7 +273,7 @@ def document_convolution(
 def _delayed_values(original: Function) -> Function:
     """Attention in which half of every value comes from the token before: none at a document's first token."""
 
-    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
         query, key, value = original(self, hidden_states, *args, **kwargs)
         segments = _segments(hidden_states)
         if segments is None:
@@ -277,7 +291,7 @@ def _gated_cell(original: Function) -> Function:
     """The state is multiplied by sigmoid(fgate) at each token, [B, heads, T]."""
     signature = inspect.signature(original)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         given = signature.bind(*args, **kwargs)
         segments = _segments(given.arguments["fgate"])
         if segments is not None:
@@ -293,7 +307,7 @@ def _decaying_attention(original: Function) -> Function:
     """Linear attention whose state decays at a constant rate ("lightning attention")."""
 
     @functools.wraps(original)
-    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
         segments = _segments(hidden_states)
         if segments is None:
             return original(self, hidden_states, *args, **kwargs)
@@ -356,7 +370,7 @@ def _weighted_average(original: Function) -> Function:
     loop over tokens. Sums are kept relative to their largest exponent, as there."""
 
     def average(
-        time_decay: torch.Tensor, time_first: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
+        time_decay: torch.Tensor, time_first: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: object
     ) -> Any:
         if not isinstance(key, TORCHAX_TENSORS) or kwargs.get("state") is not None or kwargs.get("return_state"):
             return original(time_decay, time_first, key, value, **kwargs)
@@ -390,7 +404,7 @@ def _weighted_average(original: Function) -> Function:
 def _shift_module(original: Function) -> Function:
     """Padding that moves every token one place back: [B, T, C]. A document's first token gets zeros."""
 
-    def forward(self: Any, x: torch.Tensor) -> Any:
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> Any:
         out, segments = original(self, x), _segments(x)
         if segments is None or tuple(self.padding) != (0, 0, 1, -1):
             return out

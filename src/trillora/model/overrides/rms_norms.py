@@ -20,7 +20,7 @@ from torchax.tensor import Tensor
 
 from trillora.engine.kernels.rms_norm import Norm, is_supported, rms_norm
 from trillora.model.overrides.torchax_fixes import fused_input
-from trillora.model.trace import current
+from trillora.model.trace import Replacement, current
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # attributes of the models' own norms
 OFFSETS = (0.0, 1.0)
@@ -66,12 +66,12 @@ def _recognise(module: torch.nn.Module) -> RmsNorm | None:
     return None
 
 
-def fused_norms(norms: list[RmsNorm]) -> list[tuple[Any, str, Any]]:
+def fused_norms(norms: list[RmsNorm]) -> list[Replacement]:
     """Replacements (module, attribute, value) for the time of a trace."""
     return [(norm.module, "forward", functools.partial(_forward, norm, norm.module.forward)) for norm in norms]
 
 
-def _forward(norm: RmsNorm, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(norm: RmsNorm, original: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
     x, trace, weight = fused_input(*args, **kwargs), current(), norm.module.weight
     if x is None or trace is None or not is_supported(x):
         return original(*args, **kwargs)

@@ -24,6 +24,7 @@ from torchax import interop
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS
+from trillora.model.trace import Replacement
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _long_rope(child: Any, layer: str | None) -> _LongRope:
 
 def _forward(
     child: Any,
-    forward: Callable[..., Any],
+    forward: Callable[..., object],
     long: dict[str | None, _LongRope],
     x: torch.Tensor,
     position_ids: torch.Tensor,
@@ -76,13 +77,13 @@ def _forward(
     return forward(x, position_ids, *given)
 
 
-def rotations_as_products(module: torch.nn.Module) -> list[tuple[Any, str, Any]]:
+def rotations_as_products(module: torch.nn.Module) -> list[Replacement]:
     """For TPUs: replaces `rotate_half` of the model's code, [x1, x2] -> [-x2, x1], by a matmul with a matrix of zeros,
     ones and minus ones. It is exact, and one operation of the matrix unit, where halves of 64 lanes are copied."""
     return [(file, "rotate_half", functools.partial(_product, rotate)) for file, rotate in _rotations(module)]
 
 
-def rotations_with_gradient(module: torch.nn.Module) -> list[tuple[Any, str, Any]]:
+def rotations_with_gradient(module: torch.nn.Module) -> list[Replacement]:
     """For GPUs: the gradient of `rotate_half` is written as a rotation too, which XLA computes in half the time of what
     it would derive: each half padded with zeros, and their sum."""
     sample, rotated = torch.arange(6.0), torch.tensor([-3.0, -4.0, -5.0, 0.0, 1.0, 2.0])

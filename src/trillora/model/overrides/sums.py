@@ -30,7 +30,7 @@ def output_with_note(computed: Callable[[jax.Array | None], jax.Array], name: st
     return output
 
 
-def added_in_products(function: Callable[..., Any]) -> Callable[..., Any]:
+def added_in_products(function: Callable[..., object]) -> Callable[..., object]:
     """An implementation of the operator `add` that looks for notes of linear layers."""
 
     @functools.wraps(function)

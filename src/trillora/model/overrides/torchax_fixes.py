@@ -20,7 +20,7 @@ from torchax.view import View
 
 from trillora.model.overrides.gated_products import noted_activation, products_with_activations
 from trillora.model.overrides.sums import added_in_products
-from trillora.model.trace import current
+from trillora.model.trace import Replacement, current
 
 TORCHAX_TENSORS = (Tensor, View)
 
@@ -54,7 +54,7 @@ def environment() -> Environment:
     return env
 
 
-def _fixed(function: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
+def _fixed(function: object, implementation: Callable[..., jax.Array]) -> Callable[..., object]:
     """torchax's implementation of an operator, or ours."""
     name = str(function)
     if name in _PROMOTING:
@@ -70,11 +70,11 @@ def _fixed(function: Any, implementation: Callable[..., Any]) -> Callable[..., A
     return _addmm if name == "aten.addmm" else implementation
 
 
-def _stops_without_grad(function: Callable[..., Any]) -> Callable[..., Any]:
+def _stops_without_grad(function: Callable[..., object]) -> Callable[..., object]:
     """torchax ignores `torch.no_grad`: gradients would flow where PyTorch has none."""
 
     @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         out = function(*args, **kwargs)
         return without_gradient(out) if in_no_grad() else out
 
@@ -88,7 +88,7 @@ def in_no_grad() -> bool:
     return trace is not None and trace.no_grad_depth > 0
 
 
-def fused_input(*args: Any, **kwargs: Any) -> jax.Array | None:
+def fused_input(*args: object, **kwargs: object) -> jax.Array | None:
     """The only argument of a call that fused kernels may compute; None if they are off, or if it is another call."""
     trace, is_usual = current(), len(args) == 1 and not kwargs and isinstance(args[0], TORCHAX_TENSORS)
     if trace is None or trace.kernels != "fused" or not is_usual or in_no_grad():
@@ -97,7 +97,7 @@ def fused_input(*args: Any, **kwargs: Any) -> jax.Array | None:
     return x
 
 
-def counted_no_grad() -> list[tuple[Any, str, Any]]:
+def counted_no_grad() -> list[Replacement]:
     """Replacements (class, name, value) that count how many `torch.no_grad` the current trace is in."""
     enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
 
@@ -105,28 +105,28 @@ def counted_no_grad() -> list[tuple[Any, str, Any]]:
         if (trace := current()) is not None:
             trace.no_grad_depth += change
 
-    def counted_enter(self: Any) -> None:
+    def counted_enter(self: torch.Tensor) -> None:
         count(1)
         enter(self)
 
-    def counted_leave(self: Any, *args: Any) -> None:
+    def counted_leave(self: object, *args: object) -> None:
         count(-1)
         leave(self, *args)
 
     return [(torch.no_grad, "__enter__", counted_enter), (torch.no_grad, "__exit__", counted_leave)]
 
 
-def without_gradient(tree: Any) -> Any:
+def without_gradient(tree: object) -> Any:
     """The same values, as constants."""
     return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
-def _type_as(self: Any, other: torch.Tensor) -> Any:
+def _type_as(self: torch.Tensor, other: torch.Tensor) -> Any:
     """torchax casts in place: this changes the caller's tensor and fails on views."""
     return self.to(other.dtype)
 
 
-def _copy_(self: Any, source: Any, non_blocking: bool = False) -> Any:
+def _copy_(self: torch.Tensor, source: Any, non_blocking: bool = False) -> Any:
     """torchax's `copy_` fails when the source is a view."""
     value = source.jax() if isinstance(source, TORCHAX_TENSORS) else jnp.asarray(source.numpy())
     target = self.jax()
@@ -138,7 +138,7 @@ def _copy_(self: Any, source: Any, non_blocking: bool = False) -> Any:
     return self
 
 
-def _scalars_do_not_promote(function: Callable[..., Any]) -> Callable[..., Any]:
+def _scalars_do_not_promote(function: Callable[..., object]) -> Callable[..., object]:
     """In PyTorch bfloat16[n] * float32[] is bfloat16. jnp promotes it to float32, so a bfloat16 model would silently
     run in float32 after its first scaled embedding."""
 
@@ -154,16 +154,19 @@ def _scalars_do_not_promote(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
+def _rounded_once(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """torchax rounds after every step inside the operator, which gives larger errors than PyTorch."""
 
     @functools.wraps(function)
-    def wrapped(first: jax.Array, *args: Any, **kwargs: Any) -> Any:
-        def widen(value: Any) -> Any:
+    def wrapped(first: jax.Array, *args: object, **kwargs: object) -> jax.Array:
+        def widen(value: object) -> Any:
             return value.astype(jnp.float32) if isinstance(value, jax.Array) and value.dtype == jnp.bfloat16 else value
 
         out = function(widen(first), *(widen(a) for a in args), **{name: widen(a) for name, a in kwargs.items()})
-        return jax.tree.map(lambda o: o.astype(first.dtype), out) if first.dtype == jnp.bfloat16 else out
+        if first.dtype != jnp.bfloat16:
+            return out
+        rounded: jax.Array = jax.tree.map(lambda o: o.astype(first.dtype), out)
+        return rounded
 
     return wrapped
 

@@ -38,7 +38,7 @@ class _EmbeddingWithRows:
     token_ids: tuple[int, ...]
     weight: torch.nn.Parameter
 
-    def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, tokens: torch.Tensor, *args: object, **kwargs: object) -> Any:
         if not isinstance(tokens, TORCHAX_TENSORS):  # called as ordinary PyTorch
             return super().forward(tokens, *args, **kwargs)  # type: ignore[misc]
         found, ids_N = interop.jax_view(tokens), jnp.asarray(self.token_ids)

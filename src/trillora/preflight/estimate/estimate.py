@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -125,14 +125,14 @@ def kind_shares(config: PretrainedConfig) -> list[float]:
     return [count / len(kinds) for count in Counter(kinds).values()]
 
 
-def _local_bytes(leaf: Any) -> float:
+def _local_bytes(leaf: jax.ShapeDtypeStruct) -> float:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
         return float(math.prod(leaf.shape) * leaf.dtype.itemsize)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * item_bytes(leaf.dtype)
 
 
-def _argument(leaf: Any, mesh: Mesh) -> Value:
+def _argument(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Value:
     """Weights sharded over the fsdp axis are gathered before use, so they count as whole. The batch and the tensor axis
     stay split."""
     itemsize = item_bytes(leaf.dtype)

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core import Literal as JaxprLiteral
 from jax.interpreters import partial_eval
 
@@ -166,7 +166,7 @@ class _Reader:
             known.update(zip(equation.outvars, results, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, equation: Any, inputs: list[Value], operations: list[Operation]) -> list[Value]:
+    def _equation(self, equation: JaxprEqn, inputs: list[Value], operations: list[Operation]) -> list[Value]:
         name, parameters = equation.primitive.name, equation.params
         if name == "scan":
             return self._scan(parameters, inputs, operations)
@@ -185,7 +185,7 @@ class _Reader:
             return _grouped_kernel(equation, inputs, tiles, operations)
         if called is not None:
             return self._call(equation, called, inputs, operations)
-        shapes = [variable.aval for variable in equation.outvars]
+        shapes: list[Any] = [variable.aval for variable in equation.outvars]
         splits = [self._bounded(s) for s in output_splits(equation, inputs)]
         if _is_view(name, shapes, inputs):
             sources = inputs if len(inputs) == len(shapes) else inputs[:1] * len(shapes)
@@ -228,16 +228,16 @@ class _Reader:
         operations += inner
         return outputs
 
-    def _call(self, equation: Any, called: Any, inputs: list[Value], operations: list[Operation]) -> list[Value]:
+    def _call(self, equation: JaxprEqn, called: Any, inputs: list[Value], operations: list[Operation]) -> list[Value]:
         """Inline the call. Inside a `shard_map`, shapes are already per device."""
         jaxpr, constants = (called.jaxpr, _constants(called)) if isinstance(called, ClosedJaxpr) else (called, [])
         if equation.primitive.name != "shard_map":
             return self.read(jaxpr, [*constants, *inputs], operations)
         local = [_local(variable.aval, given) for variable, given in zip(jaxpr.invars, inputs, strict=True)]
         results = self.read(jaxpr, [*constants, *local], operations)
+        outputs: list[Any] = [variable.aval for variable in equation.outvars]
         return [
-            _view(outer.aval, _ratio(outer.aval.shape, inner.shape), inner)
-            for outer, inner in zip(equation.outvars, results, strict=True)
+            _view(outer, _ratio(outer.shape, inner.shape), inner) for outer, inner in zip(outputs, results, strict=True)
         ]
 
     def _scan(self, parameters: dict[str, Any], inputs: list[Value], operations: list[Operation]) -> list[Value]:
@@ -273,7 +273,7 @@ class _Reader:
             for v, splits in zip(carry, grown, strict=True):
                 v.splits = splits
 
-    def _kernel(self, equation: Any, inputs: list[Value], operations: list[Operation]) -> list[Value]:
+    def _kernel(self, equation: JaxprEqn, inputs: list[Value], operations: list[Operation]) -> list[Value]:
         """A Pallas kernel: the products in its body, once for every block of its grid that is not skipped."""
         parameters = equation.params
         grid = [g for g in parameters["grid_mapping"].grid if isinstance(g, int)]
@@ -299,7 +299,7 @@ class _Reader:
         return tuple(bounded)
 
 
-def _kernel_name(parameters: dict[str, Any]) -> str:
+def _kernel_name(parameters: Mapping[str, object]) -> str:
     """Without the block sizes that may follow: they contain the names of other kernels."""
     return str(parameters["name"] or "").partition("_block_")[0]
 
@@ -350,10 +350,11 @@ def product_flops(jaxpr: Jaxpr) -> float:
     return total
 
 
-def output_splits(equation: Any, inputs: list[Value]) -> list[tuple[int, ...]]:
+def output_splits(equation: JaxprEqn, inputs: list[Value]) -> list[tuple[int, ...]]:
     """How the results of an operation are split, given the splits of its operands."""
     name, parameters = equation.primitive.name, equation.params
-    shapes = [tuple(variable.aval.shape) for variable in equation.outvars]
+    outputs: list[Any] = [variable.aval for variable in equation.outvars]
+    shapes = [tuple(aval.shape) for aval in outputs]
     first = inputs[0].splits if inputs else ()
     if name == "dot_general":
         return [_product_splits(parameters["dimension_numbers"], *inputs[:2])]
@@ -439,7 +440,7 @@ def _measure_grouped_product(operation: Operation, dimension_numbers: Any) -> No
 
 
 def _grouped_kernel(
-    equation: Any, inputs: list[Value], tiles: re.Match[str], operations: list[Operation]
+    equation: JaxprEqn, inputs: list[Value], tiles: re.Match[str], operations: list[Operation]
 ) -> list[Value]:
     """The TPU's kernel of a grouped product, whose name says how many of its rows have a group on average."""
     rows, weights = (next(v for v in inputs if len(v.shape) == dims) for dims in (2, 3))
@@ -450,7 +451,7 @@ def _grouped_kernel(
     return outputs
 
 
-def _product_sum(equation: Any, inputs: list[Value], operations: list[Operation]) -> list[Value]:
+def _product_sum(equation: JaxprEqn, inputs: list[Value], operations: list[Operation]) -> list[Value]:
     """Pairs of matrices, and perhaps an addend. A sum that nothing uses has no output."""
     outputs = [_unsplit(variable.aval) for variable in equation.outvars]
     if not outputs:
@@ -510,7 +511,7 @@ def _adopt_splits(inputs: list[Value], outputs: list[Value]) -> None:
             value.splits = outputs[0].splits
 
 
-def _is_view(name: str, shapes: list[Any], inputs: list[Value]) -> bool:
+def _is_view(name: str, shapes: Sequence[object], inputs: list[Value]) -> bool:
     """A widening conversion is fused into its reader. A narrowing one is stored instead of its operand."""
     if name == "convert_element_type":
         return _itemsize(shapes[0]) >= inputs[0].itemsize

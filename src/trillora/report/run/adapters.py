@@ -12,53 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trillora.events import AdapterEnded, AdapterStep, Evaluated
 from trillora.report.numbers import format_rate
+from trillora.runs.manifest import AdapterPlan, AdapterResult, GroupPlan, GroupResult
 
 MAX_ADAPTERS = 256  # a damaged file may have any number
 NOT_ENDED = "not finished"
-
-
-@dataclass(frozen=True)
-class AdapterPlan:
-    name: str
-    learning_rate: float | None
-    rank: int | None
-    alpha: float | None
-    seed: int | None
-    num_steps: int | None
-
-
-@dataclass(frozen=True)
-class GroupPlan:
-    """`group` of run.json. Runs that train one adapter have no such entry."""
-
-    kind: str  # phases, sweep, auto
-    adapters: tuple[AdapterPlan, ...]
-
-
-@dataclass(frozen=True)
-class AdapterResult:
-    name: str
-    status: str
-    reason: str
-    num_steps: int | None
-    best_step: int | None
-    best_loss: float | None
-    folder: str | None  # relative to the run
-    step: int | None  # whose weights the folder has
-
-
-@dataclass(frozen=True)
-class GroupResult:
-    """The content of group.json."""
-
-    kind: str
-    best: str | None  # name of an adapter
-    adapters: tuple[AdapterResult, ...]
-    merged: dict[str, Any]
 
 
 @dataclass(frozen=True)

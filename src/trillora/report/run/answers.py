@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from trillora.evaluation.scores import is_right
 from trillora.events import Sample, Sampled
-from trillora.report.run.delivered import step_of_adapter
-from trillora.report.run.read import RunRecord
+from trillora.report.run.read import RunRecord, step_of_adapter
 
 MAX_SAMPLES = 12
 MAX_CHARACTERS = 3000  # of one text; a longer one loses its middle

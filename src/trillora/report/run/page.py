@@ -33,9 +33,10 @@ from trillora.report.run.answers import answers
 from trillora.report.run.curves import curves
 from trillora.report.run.eval_scores import eval_scores
 from trillora.report.run.parse import count, words
-from trillora.report.run.read import DataFileFacts, RunRecord, StageRecord
+from trillora.report.run.read import RunRecord
 from trillora.report.run.status import before_and_after, quoted, run_status, seen_from_here, total_seconds
 from trillora.runs.files import ADAPTER, CHECKPOINTS
+from trillora.runs.manifest import DataFileFacts, StageRecord
 from trillora.secrets import mask_secrets, secrets_of_environment
 
 MAX_LISTED = 50  # lines of a table

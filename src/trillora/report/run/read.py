@@ -12,8 +12,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from trillora.data.excerpt import ExcerptPiece
-from trillora.early.runs import no_run
 from trillora.errors import TrilloraError
 from trillora.events import (
     METRICS,
@@ -31,76 +29,33 @@ from trillora.files.bounded import read_bounded
 from trillora.files.read_json import check_depth
 from trillora.files.user_path import user_path
 from trillora.recipe import run_file
-from trillora.report.run.adapters import AdapterRecord, GroupPlan, GroupResult, adapters_of
+from trillora.report.run.adapters import AdapterRecord, adapters_of
 from trillora.report.run.parse import count, mapping, parse, words
 from trillora.runs.files import (
     ADAPTER,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     CHECKPOINTS,
     EVAL_FILE,
     GROUP_FILE,
     HISTORY_FILE,
     MANIFEST_FILE,
+    MARKS,
     METRICS_FILE,
     RECIPE_FILE,
     RESOLVED_FILE,
 )
+from trillora.runs.manifest import GroupResult, RunManifest
+from trillora.runs.saved import not_a_run
 from trillora.secrets import mask_secrets, mask_settings, mask_values, secrets_of_environment
 
-# A folder with one of them is a run.
 MAX_FILE = 1 << 30  # bytes; metrics of a million steps have about 300 MB
-FILES = (MANIFEST_FILE, METRICS_FILE, HISTORY_FILE, RESOLVED_FILE, RECIPE_FILE)
-
-
-@dataclass(frozen=True)
-class DataFileFacts:
-    name: str
-    sha256: str
-    format: str
-    num_rows: int | None
-
-
-@dataclass(frozen=True)
-class StageRecord:
-    name: str
-    first_step: int | None
-    num_steps: int | None
-    sequence_length: int | None
-    batch_size: int | None
-    learning_rate: float | None
-    files: tuple[DataFileFacts, ...]
-    data: dict[str, float]  # documents, rows, tokens, supervised, padding_fraction
-    num_evaluated: int | None
-    example: tuple[ExcerptPiece, ...]
-
-
-@dataclass(frozen=True)
-class AdapterSource:
-    """`adapter` of run.json, of a finished run that trains one adapter."""
-
-    step: int | None
-    evaluation_loss: float | None
-    why: str  # why it is not the best evaluation's step
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The content of run.json."""
-
-    trillora: str  # version
-    started: str  # ISO 8601
-    model: dict[str, Any]
-    environment: dict[str, Any]
-    identity: dict[str, Any]
-    num_steps: int | None
-    stages: tuple[StageRecord, ...]  # one per adapter if there are several
-    group: GroupPlan
-    adapter: AdapterSource
 
 
 @dataclass
 class RunRecord:
     folder: Path
-    manifest: Manifest
+    manifest: RunManifest
     recipe: str  # resolved.yaml
     again: tuple[str, ...]  # the file that `trillora train` reads to resume, and the addresses it needs again
     evaluated: dict[str, Any]  # eval.json
@@ -134,12 +89,12 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     user_path(folder, where="the run")
-    if not any((folder / name).is_file() for name in FILES):
-        raise no_run(folder)
+    if not any((folder / name).is_file() for name in MARKS):
+        raise not_a_run(folder)
     known = secrets_of_environment()
     run = RunRecord(
         folder,
-        parse(Manifest, mapping(_json_of(folder / MANIFEST_FILE, known))),
+        parse(RunManifest, mapping(_json_of(folder / MANIFEST_FILE, known))),
         recipe=mask_settings(_text_of(folder / RESOLVED_FILE), known),
         again=_again(folder),
         evaluated=mapping(_json_of(folder / EVAL_FILE, known)),
@@ -209,9 +164,9 @@ def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
     results = [words(run.result.merged.get("folder")), *(adapter.folder or "" for adapter in run.result.adapters)]
     trained = [run.folder / folder for folder in results if _is_inside(folder)]
     for folder in (run.folder / ADAPTER, *trained, *(folders[step] for step in reversed(run.checkpoints))):
-        if _is_file(folder / "adapter_model.safetensors"):
+        if _is_file(folder / ADAPTER_WEIGHTS):
             run.adapter = str(folder.relative_to(run.folder))
-            config = mapping(_json_of(folder / "adapter_config.json", known))
+            config = mapping(_json_of(folder / ADAPTER_CONFIG, known))
             named = words(config.get("base_model_name_or_path"))
             run.is_multimodal = bool(mapping(config.get("auto_mapping")))
             break
@@ -263,3 +218,33 @@ def _bytes_of(file: Path) -> bytes:
         return read_bounded(file, MAX_FILE)
     except (OSError, ValueError):  # missing, unreadable, a pipe or too large: the report shows the rest
         return b""
+
+
+def step_of_adapter(run: RunRecord, name: str = "") -> int | None:
+    """The step of the run's adapter, or of one of several. None if there is none yet, or if it is not known."""
+    if not run.adapters:
+        return run.manifest.adapter.step if run.adapter == "adapter" else None
+    adapter = next((adapter for adapter in run.adapters if adapter.name == name), None)
+    return None if adapter is None else adapter.step
+
+
+def adapter_in_words(run: RunRecord) -> str:
+    """Where the adapter comes from: "The adapter is from step 16, the best on validation data; the run continued to
+    step 32." Empty if there is none yet. Of phases, each has its own step."""
+    best, step = run.best, step_of_adapter(run, run.best.name if run.best else "")
+    if step is None:
+        return ""
+    if best is not None:
+        is_best, last = step == best.best_step, best.last_step
+        return _sentence(f"The adapter is {best.name} from step {step:,}", step, last, is_best)
+    source = run.manifest.adapter
+    if source.why:
+        return f"The adapter is from step {step:,}, not the best on validation data."
+    return _sentence(f"The adapter is from step {step:,}", step, run.last_step, source.evaluation_loss is not None)
+
+
+def _sentence(start: str, step: int, last: int, is_best: bool) -> str:
+    if not is_best:
+        return f"{start}, the last one." if step == last else f"{start}."
+    after = f"; the run continued to step {last:,}." if step < last else ", and the last."
+    return f"{start}, the best on validation data{after}"

@@ -13,8 +13,7 @@ from trillora.own_command import runnable
 from trillora.report.numbers import format_count, format_duration, format_number, format_percent
 from trillora.report.run.adapter_tables import summary
 from trillora.report.run.answers import answers_in_words
-from trillora.report.run.delivered import adapter_in_words, step_of_adapter
-from trillora.report.run.read import RunRecord
+from trillora.report.run.read import RunRecord, adapter_in_words, step_of_adapter
 from trillora.runs.files import ADAPTER
 from trillora.secrets import mask_secrets, secrets_of_environment
 

@@ -8,7 +8,6 @@ runs/skills/group.json           how each adapter ended, and which one was chose
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -42,6 +41,7 @@ from trillora.recipe.group import Group
 from trillora.recipe.schema import LoraSection, Recipe
 from trillora.report.run.adapters import edge_of_rates
 from trillora.runs.files import ADAPTER, ADAPTERS, GROUP_FILE
+from trillora.runs.manifest import AdapterResult, GroupResult
 from trillora.step.build import Assembly, assemble, lora_spec
 from trillora.step.group import padded, padding_of, scaled, widest, without_padding
 from trillora.training.group.loop import GroupRun, Member
@@ -242,25 +242,24 @@ class GroupResults:
 
     def _write_summary(self, best: Member | None, folders: Mapping[str, Path], merged: MergeResult | None) -> None:
         root = self._run.folder.path
-        adapters = [
-            {
-                "name": name,
-                "status": own.status,
-                "reason": own.reason,
-                "num_steps": own.step,
-                "best_step": own.best_step,
-                "best_loss": own.best_loss,
-                "folder": str(folders[name].relative_to(root)) if name in folders else None,
-                "step": _kept_step(member, own) if name in folders else None,
-            }
+        adapters = tuple(
+            AdapterResult(
+                name,
+                own.status,
+                own.reason,
+                num_steps=own.step,
+                best_step=own.best_step,
+                best_loss=own.best_loss,
+                folder=str(folders[name].relative_to(root)) if name in folders else None,
+                step=_kept_step(member, own) if name in folders else None,
+            )
             for member, (name, own) in zip(self._run.members, self._ends(), strict=True)
-        ]
-        of_merge = None
+        )
+        of_merge = {}
         if merged is not None:
             of_merge = {"method": merged.method, "rank": merged.rank, "lost": merged.lost, "folder": ADAPTER}
-        chosen = best.name if best else None
-        summary = {"kind": self._group.kind, "best": chosen, "adapters": adapters, "merged": of_merge}
-        self._run.folder.write(GROUP_FILE, json.dumps(summary, indent=1) + "\n")
+        summary = GroupResult(self._group.kind, best.name if best else None, adapters, of_merge)
+        self._run.folder.write(GROUP_FILE, summary.to_json())
 
     def _diverged(self, what: str) -> Diverged:
         reasons = "; ".join(f"{name}: {own.reason}" for name, own in self._ends() if own.status == "diverged")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +32,7 @@ from trillora.recipe.group import Group, group_of
 from trillora.recipe.resolve import ResolvedRecipe, ResolvedStage, StepSettings, given_settings
 from trillora.recipe.schema import Stage, StageRecipe
 from trillora.runs.files import MANIFEST_FILE, RECIPE_FILE, RESOLVED_FILE
+from trillora.runs.manifest import AdapterPlan, GroupPlan
 from trillora.step.adapter_spec import Start
 from trillora.step.autotune import DoesNotFit, Plan, choose
 from trillora.step.background import wait_for_programs
@@ -216,21 +216,17 @@ class GroupTraining(RunProcess):
         self._folder.write(RESOLVED_FILE, resolved.dump(self._recipe))
         self._folder.write(RECIPE_FILE, run_file.dump(filled), mode=run_file.MODE)
         of_run = manifest.of_run(filled, data, assembly, identity, opened)
-        adapters = [
-            {
-                "name": one.name,
-                "learning_rate": one.recipe.train.rate,
-                "rank": one.recipe.lora.rank,
-                "alpha": one.recipe.lora.alpha,
-                "seed": one.recipe.train.seed,
-                "num_steps": one.num_steps,
-            }
-            for one in data
-        ]
-        for stage in of_run["stages"]:
-            stage["first_step"] = 1  # all adapters start together
-        of_run |= {"num_steps": max(one.num_steps for one in data), "group": {"kind": group.kind, "adapters": adapters}}
-        self._folder.write(MANIFEST_FILE, json.dumps(of_run, indent=1) + "\n")
+        adapters = []
+        for one in data:
+            train, lora = one.recipe.train, one.recipe.lora
+            adapters.append(AdapterPlan(one.name, train.rate, lora.rank, lora.alpha, train.seed, one.num_steps))
+        of_run = dataclasses.replace(
+            of_run,
+            num_steps=max(one.num_steps for one in data),
+            stages=tuple(dataclasses.replace(stage, first_step=1) for stage in of_run.stages),  # they start together
+            group=GroupPlan(group.kind, tuple(adapters)),
+        )
+        self._folder.write(MANIFEST_FILE, of_run.to_json())
 
     def _members(
         self,
